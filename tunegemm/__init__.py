@@ -1,0 +1,1 @@
+"""tunegemm: find, remember and dispatch the fastest matrix-product kernel for your GPU."""

@@ -1,0 +1,321 @@
+"""What a GPU can hold and how fast it can be. The only module that asks CUDA or NVML."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tunegemm.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Limits that hold for every part of one compute capability.
+
+    Sources: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
+    """
+
+    capability: tuple[int, int]
+    """Major and minor compute capability."""
+    compile_target: str
+    """What the compilers call it, such as ``sm_90a``."""
+    smem_bytes_per_block: int
+    """Largest shared memory of one block, after opting in."""
+    smem_bytes_per_sm: int
+    """Shared memory of one multiprocessor. Each resident block also costs 1 KiB of it."""
+    threads_per_sm: int
+    """Most resident threads."""
+    max_cluster_size: int
+    """Most blocks of a portable cluster; 1 where there are no clusters."""
+    registers_per_sm: int = 65536
+    """32-bit registers of one multiprocessor."""
+    registers_per_thread: int = 255
+    """Most registers one thread can address."""
+    threads_per_block: int = 1024
+    """Most threads of one block."""
+
+
+_KIB = 1024
+ARCHITECTURES: dict[tuple[int, int], Architecture] = {
+    architecture.capability: architecture
+    for architecture in (
+        Architecture((8, 0), "sm_80", 163 * _KIB, 164 * _KIB, 2048, 1),
+        Architecture((8, 6), "sm_86", 99 * _KIB, 100 * _KIB, 1536, 1),
+        Architecture((8, 9), "sm_89", 99 * _KIB, 100 * _KIB, 1536, 1),
+        Architecture((9, 0), "sm_90a", 227 * _KIB, 228 * _KIB, 2048, 8),
+        Architecture((10, 0), "sm_100a", 227 * _KIB, 228 * _KIB, 2048, 8),
+        Architecture((12, 0), "sm_120a", 99 * _KIB, 100 * _KIB, 1536, 8),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Datasheet figures of one product, for the roofline and for `model:NAME`."""
+
+    device_name: str
+    """As CUDA reports it."""
+    capability: tuple[int, int]
+    sm_count: int
+    peak_tflops: float
+    """Dense bf16/fp16 tensor throughput, TFLOP/s."""
+    bandwidth_gbps: float
+    """Device memory bandwidth, GB/s."""
+    l2_bytes: int
+    memory_bytes: int
+
+
+# Datasheets of NVIDIA H100 (SXM, PCIe, NVL), H200 and A100, dense rates without sparsity.
+PARTS: dict[str, Part] = {
+    "h200": Part("NVIDIA H200", (9, 0), 132, 989.4, 4800, 60 * _KIB**2, 141 * 10**9),
+    "h100-sxm": Part("NVIDIA H100 80GB HBM3", (9, 0), 132, 989.4, 3350, 50 * _KIB**2, 80 * 10**9),
+    "h100-pcie": Part("NVIDIA H100 PCIe", (9, 0), 114, 756.5, 2039, 50 * _KIB**2, 80 * 10**9),
+    "h100-nvl": Part("NVIDIA H100 NVL", (9, 0), 132, 835.0, 3938, 50 * _KIB**2, 94 * 10**9),
+    "a100-sxm-80gb": Part("NVIDIA A100-SXM4-80GB", (8, 0), 108, 312.0, 2039, 40 * _KIB**2, 80 * 10**9),
+    "a100-sxm-40gb": Part("NVIDIA A100-SXM4-40GB", (8, 0), 108, 312.0, 1555, 40 * _KIB**2, 40 * 10**9),
+    "a100-pcie-80gb": Part("NVIDIA A100 80GB PCIe", (8, 0), 108, 312.0, 1935, 40 * _KIB**2, 80 * 10**9),
+}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What makes a record stale when it changes. Empty strings stand for packages that are absent."""
+
+    device_name: str
+    sm_count: int
+    driver: str
+    cuda: str
+    torch: str
+    cutlass_dsl: str
+    triton: str
+    kernel_source: str
+    """Hash of the kernel families' sources: a changed kernel makes old timings foreign."""
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU to tune for: a real one (`cuda:N`), a recorded one (`replay:NAME`) or a modelled one (`model:NAME`)."""
+
+    spec: str
+    """The name it was asked for by, such as ``cuda:0`` or ``replay:h200``."""
+    name: str
+    """Product name, as CUDA reports it."""
+    architecture: Architecture
+    sm_count: int
+    l2_bytes: int
+    memory_bytes: int
+    peak_tflops: float
+    """Datasheet dense bf16 rate; 0 when the part is not in `PARTS`."""
+    bandwidth_gbps: float
+    """Datasheet memory bandwidth; 0 when the part is not in `PARTS`."""
+    fingerprint: Fingerprint
+
+    @property
+    def is_real(self) -> bool:
+        """Whether times on this device are measurements."""
+        return self.spec.startswith("cuda")
+
+    @property
+    def index(self) -> int:
+        """The CUDA ordinal of a real device."""
+        return int(self.spec.partition(":")[2] or 0)
+
+    def roofline_us(self, flops: int, num_bytes: int) -> float:
+        """The floor in microseconds: the larger of arithmetic and memory time at datasheet peaks; 0 if unknown.
+
+        S. Williams et al., "Roofline: an insightful visual performance model", CACM 52(4), 2009.
+        """
+        if not self.peak_tflops:
+            return 0.0
+        return max(flops / (self.peak_tflops * 1e6), num_bytes / (self.bandwidth_gbps * 1e3))
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """The chip's state at one moment, from NVML. What NVML cannot tell is None."""
+
+    sm_clock_mhz: int | None
+    power_w: float | None
+    temperature_c: int | None
+    throttle_reasons: tuple[str, ...]
+    """Names of the active clock-limiting reasons, such as ``sw_power_cap``."""
+
+
+def find_device(spec: str = "cuda:0") -> Device:
+    """The device named ``cuda``, ``cuda:N``, or ``model:NAME`` (a known part, such as ``model:h200``).
+
+    Raises DeviceError when it is not there. Recorded devices are opened by `tunegemm.measure.replay`.
+    """
+    kind, _, name = spec.partition(":")
+    if kind == "cuda":
+        return _cuda_device(spec, name)
+    if kind == "model":
+        if name not in PARTS:
+            raise DeviceError(f"device {spec!r}: no such part; use model: with one of {', '.join(PARTS)}")
+        part = PARTS[name]
+        return device_from_part(spec, part, current_fingerprint(part.device_name, part.sm_count))
+    raise DeviceError(f"device {spec!r} is not known; use cuda:N, replay:NAME or model:NAME")
+
+
+def device_from_part(spec: str, part: Part, fingerprint: Fingerprint) -> Device:
+    """A device with a part's datasheet figures."""
+    return Device(
+        spec, part.device_name, ARCHITECTURES[part.capability], part.sm_count, part.l2_bytes,
+        part.memory_bytes, part.peak_tflops, part.bandwidth_gbps, fingerprint,
+    )  # fmt: skip
+
+
+def cuda_device_count() -> int:
+    """GPUs that torch can use; 0 on a machine without one."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _cuda_device(spec: str, name: str) -> Device:
+    import torch
+
+    count = cuda_device_count()
+    if not name.isdigit() and name != "":
+        raise DeviceError(f"device {spec!r} is not known; use cuda:N with a number")
+    index = int(name or 0)
+    if index >= count:
+        raise DeviceError(
+            f"device {spec!r}: {count} CUDA device(s) here; without a GPU use replay:h200 or model:h200"
+        )
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    if capability not in ARCHITECTURES:
+        known = ", ".join(f"sm_{a}{b}" for a, b in ARCHITECTURES)
+        raise DeviceError(f"{properties.name} is sm_{capability[0]}{capability[1]}; tunegemm knows {known}")
+    part = next((part for part in PARTS.values() if part.device_name == properties.name), None)
+    return Device(
+        spec=f"cuda:{index}",
+        name=properties.name,
+        architecture=ARCHITECTURES[capability],
+        sm_count=properties.multi_processor_count,
+        l2_bytes=properties.L2_cache_size,
+        memory_bytes=properties.total_memory,
+        peak_tflops=part.peak_tflops if part else 0.0,
+        bandwidth_gbps=part.bandwidth_gbps if part else 0.0,
+        fingerprint=current_fingerprint(properties.name, properties.multi_processor_count, index),
+    )
+
+
+def current_fingerprint(device_name: str, sm_count: int, index: int | None = None) -> Fingerprint:
+    """The fingerprint of a device under this machine's driver and packages."""
+    import torch
+
+    return Fingerprint(
+        device_name=device_name,
+        sm_count=sm_count,
+        driver=_driver_version() if index is not None else "",
+        cuda=torch.version.cuda or "",
+        torch=torch.__version__,
+        cutlass_dsl=package_version("nvidia-cutlass-dsl"),
+        triton=package_version("triton"),
+        kernel_source=kernel_source_hash(),
+    )
+
+
+@functools.cache
+def package_version(name: str) -> str:
+    """Installed version of a distribution, or the empty string."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def kernel_source_hash() -> str:
+    """SHA-256 (16 hex digits) over the sources under `tunegemm/families/` that end up in kernels."""
+    import hashlib
+    from pathlib import Path
+
+    digest = hashlib.sha256()
+    root = Path(__file__).parent / "families"
+    for path in sorted(root.rglob("kernel*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _driver_version() -> str:
+    import pynvml
+
+    with suppress(pynvml.NVMLError), _nvml() as nvml:
+        return str(nvml.nvmlSystemGetDriverVersion())
+    return ""
+
+
+class TelemetryReader:
+    """Reads clocks, power and temperature of one GPU; keeps NVML open between reads."""
+
+    def __init__(self, index: int) -> None:
+        """`index` is the CUDA ordinal; it is matched to NVML's by UUID, since the two orders may differ."""
+        import pynvml
+        import torch
+
+        self._nvml = pynvml
+        self._handle: Any = None
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            uuid = str(torch.cuda.get_device_properties(index).uuid)
+            uuid = uuid if re.match(r"(GPU|MIG)-", uuid) else f"GPU-{uuid}"
+            try:
+                self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            except pynvml.NVMLError:
+                self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+
+    def read(self) -> Telemetry:
+        """One reading, about 0.1 ms; all None when NVML does not answer."""
+        return Telemetry(
+            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM),
+            power_w=None if (mw := self._ask("nvmlDeviceGetPowerUsage")) is None else mw / 1000,
+            temperature_c=self._ask("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU),
+            throttle_reasons=self._throttle_reasons(),
+        )
+
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        if self._handle is None:
+            return None
+        with suppress(self._nvml.NVMLError):
+            return getattr(self._nvml, function)(self._handle, *arguments)
+        return None
+
+    def _throttle_reasons(self) -> tuple[str, ...]:
+        mask = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
+        if not mask:
+            return ()
+        names = {
+            self._nvml.nvmlClocksEventReasonSwPowerCap: "sw_power_cap",
+            self._nvml.nvmlClocksThrottleReasonHwSlowdown: "hw_slowdown",
+            self._nvml.nvmlClocksEventReasonSwThermalSlowdown: "sw_thermal_slowdown",
+            self._nvml.nvmlClocksThrottleReasonHwThermalSlowdown: "hw_thermal_slowdown",
+            self._nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "hw_power_brake",
+        }
+        return tuple(name for bit, name in names.items() if mask & bit)
+
+
+def with_fingerprint(device: Device, fingerprint: Fingerprint) -> Device:
+    """The same device under another fingerprint (used by recorded devices)."""
+    return replace(device, fingerprint=fingerprint)

@@ -1,0 +1,47 @@
+"""The exception tree. Every error a user can cause names the value and the remedy, on one line.
+
+::
+
+    TunegemmError
+    ├── ProblemError      a shape, dtype, layout or tensor that is no matrix product
+    ├── DeviceError       a device that is not there, or not known
+    ├── SpaceError        a search-space file that cannot be read as one
+    ├── ArtifactError     a compiled object that is missing, foreign or damaged
+    ├── CompileError      the compile pool itself cannot work (one failed candidate is a Failure)
+    ├── MeasureError      the measuring worker itself cannot work (one failed candidate is a Failure)
+    └── DatabaseError     a database that cannot be opened, read or written
+
+What goes wrong with *one candidate* is no exception but data: see `tunegemm.outcome.Failure`.
+"""
+
+
+class TunegemmError(Exception):
+    """Base of all errors that tunegemm raises on purpose."""
+
+
+class ProblemError(TunegemmError, ValueError):
+    """A shape, dtype, layout or tensor that does not describe a matrix product."""
+
+
+class DeviceError(TunegemmError):
+    """A device that is absent, unknown, or cannot do what was asked."""
+
+
+class SpaceError(TunegemmError, ValueError):
+    """A search-space file with an unknown key, an empty list or a value of the wrong kind."""
+
+
+class ArtifactError(TunegemmError):
+    """A compiled object that is missing, was changed on disk, or belongs to someone else."""
+
+
+class CompileError(TunegemmError):
+    """The compile pool cannot work at all, for example because the compiler is not installed."""
+
+
+class MeasureError(TunegemmError):
+    """The measuring worker cannot work at all, for example because the GPU went away."""
+
+
+class DatabaseError(TunegemmError):
+    """A database that cannot be opened, read or written."""

@@ -1,0 +1,75 @@
+"""Kernel families: each is a generator with its own space, rules, compile and launch.
+
+A family is a folder here with a module-level `FAMILY`, and a file in `search_spaces/` of its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from tunegemm.device import Device
+from tunegemm.errors import SpaceError
+from tunegemm.feasibility import Verdict
+from tunegemm.outcome import Resources
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate, SearchSpace
+
+if TYPE_CHECKING:
+    import torch
+
+#: All families, in the order in which they are tried.
+NAMES = ("cute_sm90", "cublaslt")
+
+#: Launches one product on the current stream: (a, b, out). Operands as in torch.matmul.
+Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
+
+
+class Family(Protocol):
+    """What tuning and dispatch need of a kernel family."""
+
+    name: str
+    parameters: Mapping[str, tuple[str, ...]]
+    """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
+    compiled: bool
+    """Whether candidates need `compile`; a library's algorithms do not."""
+
+    def unavailable(self) -> str | None:
+        """None when the family's packages are installed; else one line that names the missing one."""
+
+    def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
+        """Whether the candidate can be compiled and launched for this problem on this device."""
+
+    def kernel_key(self, problem: Problem, candidate: Candidate, device: Device) -> Mapping[str, str | int | bool]:
+        """Everything the compiled object depends on: never m, n, k. Hashed by the artifact store."""
+
+    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
+        """Shared memory of one block, computed."""
+
+    def label(self, candidate: Candidate) -> str:
+        """A short name for tables, such as ``pp128x192x64 s4 c2x1``."""
+
+    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
+        """Compile the kernel of a `kernel_key` into the object file `out`. Runs in a worker without a GPU."""
+
+    def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
+        """A prepared launcher for operands of exactly this problem's extents and majors.
+
+        Raises TunegemmError subclasses, ValueError or RuntimeError when the candidate cannot run here.
+        """
+
+
+@cache
+def get(name: str) -> Family:
+    """The family of that name. Raises SpaceError, which lists the known ones."""
+    if name not in NAMES:
+        raise SpaceError(f"kernel family {name!r} is not known; use one of {', '.join(NAMES)}")
+    return importlib.import_module(f"tunegemm.families.{name}").FAMILY
+
+
+def load_space(name: str, path: Path | None = None) -> SearchSpace:
+    """The search space of a family, checked against the parameters it knows."""
+    return SearchSpace.load(path or name, parameters=get(name).parameters)

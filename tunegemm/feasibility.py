@@ -1,0 +1,65 @@
+"""Whether a candidate can be compiled and launched; of its speed this says nothing.
+
+A rule is a function of (problem, candidate, device) that returns None, or a sentence with the numbers
+that forbid it. Each rule states one physical cause, once. Families list their rules; this module runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tunegemm.device import Device
+from tunegemm.problem import DTYPE_BYTES, Problem
+from tunegemm.space import Candidate
+
+Rule = Callable[[Problem, Candidate, Device], str | None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Feasible, or the first rule that forbids the candidate and why."""
+
+    rule: str | None = None
+    """Name of the rule that rejected it; None when feasible."""
+    reason: str = ""
+    """One sentence with the numbers, such as ``smem 245760 B > 232448 B on sm_90``."""
+
+    @property
+    def feasible(self) -> bool:
+        return self.rule is None
+
+    def __bool__(self) -> bool:
+        return self.feasible
+
+    def __str__(self) -> str:
+        return "feasible" if self.feasible else f"{self.rule}: {self.reason}"
+
+
+FEASIBLE = Verdict()
+
+
+def apply_rules(rules: Sequence[Rule], problem: Problem, candidate: Candidate, device: Device) -> Verdict:
+    """The verdict of the first rule that objects. A rule's name is its function's name."""
+    for rule in rules:
+        if (reason := rule(problem, candidate, device)) is not None:
+            return Verdict(rule.__name__, reason)
+    return FEASIBLE
+
+
+def tma_alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """TMA needs 16-byte strides: the contiguous extent of each operand, in bytes, is a multiple of 16.
+
+    CUDA driver API, cuTensorMapEncodeTiled: `globalStrides` must be multiples of 16. This looks at
+    packed operands; a view with its own leading dimension is checked where its strides are known.
+    """
+    in_bytes, out_bytes = DTYPE_BYTES[problem.in_dtype], DTYPE_BYTES[problem.out_dtype]
+    for operand, mode, element_bytes in (
+        ("A", problem.a_major, in_bytes),
+        ("B", problem.b_major, in_bytes),
+        ("D", problem.out_major, out_bytes),
+    ):
+        extent = {"m": problem.m, "n": problem.n, "k": problem.k}[mode]
+        if extent * element_bytes % 16:
+            return f"{operand} rows of {extent} x {element_bytes} B = {extent * element_bytes} B, no multiple of the 16 B that TMA needs"
+    return None

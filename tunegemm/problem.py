@@ -1,0 +1,173 @@
+"""A matrix product to be solved: D[m, n] = sum over k of A[m, k] * B[k, n], per batch entry."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tunegemm.errors import ProblemError
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes of one element, by the short name used in shapes files, on the command line and in records.
+DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+#: Input dtypes that have kernels, and the output dtypes each may have.
+OUTPUT_DTYPES: dict[str, tuple[str, ...]] = {
+    "bf16": ("bf16", "fp16", "fp32"),
+    "fp16": ("fp16", "bf16", "fp32"),
+}
+
+_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+
+#: Layout letters as in the CUTLASS profiler, A first: for A (m x k) `t` is row-major (k contiguous)
+#: and `n` column-major (m contiguous); for B (k x n) `n` is column-major (k contiguous) and `t`
+#: row-major (n contiguous). The values are the majors of A and B: their contiguous modes.
+LAYOUTS: dict[str, tuple[str, str]] = {
+    "tn": ("k", "k"),
+    "tt": ("k", "n"),
+    "nn": ("m", "k"),
+    "nt": ("m", "n"),
+}
+
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)(?:x(\d+))?")
+_MAX_EXTENT = 2**31 - 1  # TMA coordinates are signed 32-bit
+
+
+def normalize_dtype(name: str) -> str:
+    """`bf16`, `fp16` or `fp32` for any usual spelling, such as ``torch.bfloat16`` or ``half``."""
+    short = name.lower().removeprefix("torch.")
+    short = _ALIASES.get(short, short)
+    if short not in DTYPE_BYTES:
+        raise ProblemError(f"dtype {name!r} is not known; use one of {', '.join(DTYPE_BYTES)}")
+    return short
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One matrix product, by what decides which kernel is fastest. Hashable; the key of a record."""
+
+    m: int
+    """Rows of A and D."""
+    n: int
+    """Columns of B and D."""
+    k: int
+    """Columns of A, rows of B: the reduced extent."""
+    batch: int = 1
+    """Number of independent products with the same shape."""
+    in_dtype: str = "bf16"
+    """Element type of A and B."""
+    out_dtype: str = "bf16"
+    """Element type of D. Accumulation is in fp32."""
+    a_major: str = "k"
+    """Contiguous mode of A: ``k`` or ``m``."""
+    b_major: str = "k"
+    """Contiguous mode of B: ``k`` or ``n``."""
+    out_major: str = "n"
+    """Contiguous mode of D: ``n`` or ``m``."""
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "k", "batch"):
+            extent = getattr(self, name)
+            if not 1 <= extent <= _MAX_EXTENT:
+                raise ProblemError(f"{name}={extent} in {self.shape}: every extent must be from 1 to {_MAX_EXTENT}")
+        if self.in_dtype not in OUTPUT_DTYPES:
+            raise ProblemError(f"input dtype {self.in_dtype!r} has no kernels; use one of {', '.join(OUTPUT_DTYPES)}")
+        if self.out_dtype not in OUTPUT_DTYPES[self.in_dtype]:
+            allowed = ", ".join(OUTPUT_DTYPES[self.in_dtype])
+            raise ProblemError(f"output dtype {self.out_dtype!r} for {self.in_dtype} inputs; use one of {allowed}")
+        if (self.a_major, self.b_major) not in LAYOUTS.values():
+            raise ProblemError(f"majors {self.a_major!r}, {self.b_major!r}: A is 'k' or 'm', B is 'k' or 'n'")
+        if self.out_major not in ("n", "m"):
+            raise ProblemError(f"output major {self.out_major!r}: use 'n' or 'm'")
+
+    @classmethod
+    def parse(
+        cls, shape: str, *, dtype: str = "bf16", out_dtype: str | None = None, layout: str = "tn"
+    ) -> Problem:
+        """From ``MxNxK`` or ``MxNxKxL`` and the names of dtype and layout, as on the command line."""
+        match = _SHAPE.fullmatch(shape.strip().lower())
+        if match is None:
+            raise ProblemError(f"shape {shape!r} is not MxNxK or MxNxKxL; for example 4096x4096x4096")
+        if layout.lower() not in LAYOUTS:
+            raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
+        m, n, k, batch = (int(group) if group else 1 for group in match.groups())
+        in_dtype = normalize_dtype(dtype)
+        a_major, b_major = LAYOUTS[layout.lower()]
+        return cls(
+            m, n, k, batch, in_dtype, normalize_dtype(out_dtype) if out_dtype else in_dtype, a_major, b_major
+        )
+
+    @classmethod
+    def from_tensors(cls, a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> Problem:
+        """From torch operands with the meaning of ``torch.matmul(a, b)``: a (m, k) or (l, m, k), b alike.
+
+        Raises ProblemError for other ranks, for extents that do not match, for mixed dtypes, and for
+        an operand that has no contiguous mode.
+        """
+        if a.ndim not in (2, 3) or a.ndim != b.ndim:
+            raise ProblemError(f"operands of {a.ndim} and {b.ndim} dimensions; both need 2 or both 3")
+        if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+            raise ProblemError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
+        if a.dtype != b.dtype:
+            raise ProblemError(f"operands of dtypes {a.dtype} and {b.dtype}; convert one")
+        in_dtype = normalize_dtype(str(a.dtype))
+        return cls(
+            a.shape[-2],
+            b.shape[-1],
+            a.shape[-1],
+            a.shape[0] if a.ndim == 3 else 1,
+            in_dtype,
+            normalize_dtype(str(out_dtype)) if out_dtype is not None else in_dtype,
+            _major(a, row_mode="m", column_mode="k", prefer="k"),
+            _major(b, row_mode="k", column_mode="n", prefer="k"),
+        )
+
+    @property
+    def shape(self) -> str:
+        """``MxNxK``, with ``xL`` when there is a batch."""
+        return f"{self.m}x{self.n}x{self.k}" + (f"x{self.batch}" if self.batch != 1 else "")
+
+    @property
+    def layout(self) -> str:
+        """The layout letters, such as ``tn``."""
+        return next(name for name, majors in LAYOUTS.items() if majors == (self.a_major, self.b_major))
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions: 2 m n k per batch entry."""
+        return 2 * self.m * self.n * self.k * self.batch
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes through device memory: each operand read once, the output written once."""
+        inputs = (self.m * self.k + self.k * self.n) * DTYPE_BYTES[self.in_dtype]
+        return (inputs + self.m * self.n * DTYPE_BYTES[self.out_dtype]) * self.batch
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """FLOP per byte of device memory; under the device's ridge point the product is memory-bound."""
+        return self.flops / self.bytes
+
+    def __str__(self) -> str:
+        out = "" if self.out_dtype == self.in_dtype else f">{self.out_dtype}"
+        return f"{self.shape} {self.in_dtype}{out} {self.layout}" + ("" if self.out_major == "n" else " out-m")
+
+
+def _major(tensor: torch.Tensor, *, row_mode: str, column_mode: str, prefer: str) -> str:
+    """The contiguous one of the last two modes; `prefer` where an extent of 1 lets both pass."""
+    rows, columns = tensor.shape[-2:]
+    row_stride, column_stride = tensor.stride()[-2:]
+    candidates = []
+    if column_stride == 1 or columns == 1:
+        candidates.append(column_mode)
+    if row_stride == 1 or rows == 1:
+        candidates.append(row_mode)
+    if not candidates:
+        raise ProblemError(
+            f"strides {tuple(tensor.stride())} of a {tuple(tensor.shape)} operand: "
+            "no mode is contiguous; call .contiguous() first"
+        )
+    return prefer if prefer in candidates else candidates[0]

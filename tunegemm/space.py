@@ -1,0 +1,184 @@
+"""Search spaces: what may be varied, and one point of it.
+
+A space is a TOML file in `search_spaces/`: lists of values, compile-time and launch-time ones apart.
+Nothing in it is executable; what is legal is decided by the family's rules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tunegemm.errors import SpaceError
+from tunegemm.resources import data_path
+
+Value = int | str | bool
+_TABLES = ("compile", "launch")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of a search space: how a kernel is compiled and how it is launched. Hashable."""
+
+    family: str
+    """Kernel family, such as ``cute_sm90``."""
+    compile_params: tuple[tuple[str, Value], ...] = ()
+    """Sorted name-value pairs that make another kernel."""
+    launch_params: tuple[tuple[str, Value], ...] = ()
+    """Sorted name-value pairs that are arguments of the launch."""
+
+    @classmethod
+    def make(
+        cls, family: str, compile_params: Mapping[str, Value], launch_params: Mapping[str, Value] | None = None
+    ) -> Candidate:
+        """From mappings, in any order."""
+        return cls(family, tuple(sorted(compile_params.items())), tuple(sorted((launch_params or {}).items())))
+
+    @cached_property
+    def params(self) -> Mapping[str, Value]:
+        """Compile-time and launch-time parameters together."""
+        return dict(self.compile_params + self.launch_params)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.params[name]
+
+    def with_launch(self, **launch_params: Value) -> Candidate:
+        """The same kernel with some launch parameters replaced."""
+        return Candidate.make(self.family, dict(self.compile_params), dict(self.launch_params) | launch_params)
+
+    @property
+    def kernel(self) -> Candidate:
+        """The candidate without its launch parameters: what is compiled once."""
+        return Candidate(self.family, self.compile_params)
+
+    def to_json(self) -> str:
+        """Canonical JSON; `from_json` reads it back."""
+        return json.dumps(
+            {"family": self.family, "compile": dict(self.compile_params), "launch": dict(self.launch_params)},
+            sort_keys=True,
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Candidate:
+        """The inverse of `to_json`. Raises SpaceError for anything else."""
+        try:
+            data = json.loads(text)
+            return cls.make(data["family"], data["compile"], data["launch"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SpaceError(f"not a stored candidate: {text[:80]!r} ({error})") from None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON, 16 hex digits: the name of this candidate in records."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return " ".join([self.family] + [f"{name}={value}" for name, value in self.compile_params + self.launch_params])
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """Value lists of one family. `None` in no list; every combination is a candidate, legal or not."""
+
+    family: str
+    compile_values: Mapping[str, tuple[Value, ...]]
+    """Per compile-time parameter its values, in the file's order."""
+    launch_values: Mapping[str, tuple[Value, ...]]
+    """Per launch-time parameter its values, in the file's order."""
+    source: Path | None = field(default=None, compare=False)
+    """The file it was read from."""
+
+    @classmethod
+    def load(cls, family_or_path: str | Path, *, parameters: Mapping[str, tuple[str, ...]] | None = None) -> SearchSpace:
+        """The shipped space of a family by its name, or any TOML file by its path.
+
+        `parameters` names the parameters that the family knows, per table ``compile`` and ``launch``; a
+        missing or further one raises SpaceError, which names the nearest known key.
+        """
+        path = Path(family_or_path)
+        if path.suffix != ".toml":
+            try:
+                path = data_path("search_spaces", f"{family_or_path}.toml")
+            except FileNotFoundError as error:
+                raise SpaceError(f"no search space for family {str(family_or_path)!r}: {error}") from None
+        try:
+            data = tomllib.loads(path.read_text())
+        except FileNotFoundError:
+            raise SpaceError(f"{path}: no such search-space file") from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise SpaceError(f"{path}: not a readable TOML file: {error}") from None
+        return cls._from_data(data, path, parameters)
+
+    @classmethod
+    def _from_data(
+        cls, data: dict[str, Any], path: Path, parameters: Mapping[str, tuple[str, ...]] | None
+    ) -> SearchSpace:
+        _check_keys(path, "", data, ("family", *_TABLES), required=("family", *_TABLES))
+        tables: dict[str, dict[str, tuple[Value, ...]]] = {}
+        for table in _TABLES:
+            if not isinstance(data[table], dict):
+                raise SpaceError(f"{path}: {table!r} must be a table of lists, not {data[table]!r}")
+            if parameters is not None:
+                _check_keys(path, f"[{table}] ", data[table], parameters[table], required=parameters[table])
+            tables[table] = {}
+            for name, values in data[table].items():
+                good = isinstance(values, list) and values and all(isinstance(v, int | str) for v in values)
+                if not good or len(set(values)) != len(values):
+                    raise SpaceError(
+                        f"{path}: [{table}] {name} = {values!r}: a non-empty list of distinct integers, strings or booleans"
+                    )
+                tables[table][name] = tuple(values)
+        return cls(data["family"], tables["compile"], tables["launch"], path)
+
+    @property
+    def compile_size(self) -> int:
+        """Number of kernels before feasibility."""
+        return _product_size(self.compile_values)
+
+    @property
+    def launch_size(self) -> int:
+        """Number of launches of each kernel."""
+        return _product_size(self.launch_values)
+
+    @property
+    def size(self) -> int:
+        """Number of candidates before feasibility."""
+        return self.compile_size * self.launch_size
+
+    def kernels(self) -> Iterator[Candidate]:
+        """Every compile-time combination, without launch parameters, in the file's order."""
+        for values in itertools.product(*self.compile_values.values()):
+            yield Candidate.make(self.family, dict(zip(self.compile_values, values, strict=True)))
+
+    def launches(self, kernel: Candidate) -> Iterator[Candidate]:
+        """Every launch of one kernel."""
+        for values in itertools.product(*self.launch_values.values()):
+            yield kernel.with_launch(**dict(zip(self.launch_values, values, strict=True)))
+
+
+def _product_size(lists: Mapping[str, tuple[Value, ...]]) -> int:
+    size = 1
+    for values in lists.values():
+        size *= len(values)
+    return size
+
+
+def _check_keys(path: Path, where: str, found: Any, known: tuple[str, ...], required: tuple[str, ...]) -> None:
+    import difflib
+
+    for key in found:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise SpaceError(f"{path}: {where}unknown key {key!r}; {hint}")
+    missing = [key for key in required if key not in found]
+    if missing:
+        raise SpaceError(f"{path}: {where}key {missing[0]!r} is missing")
