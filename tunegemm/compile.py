@@ -7,6 +7,7 @@ kills it at the deadline and replaces it when it dies. What it cost is one candi
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import queue
@@ -21,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tunegemm import families
 from tunegemm.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.errors import CompileError
 from tunegemm.outcome import Resources
@@ -52,11 +52,22 @@ def default_workers() -> int:
 class CompilePool:
     """Compiles kernels in parallel into an `ArtifactStore`. A context manager; workers start on first use."""
 
-    def __init__(self, store: ArtifactStore, *, workers: int | None = None, timeout_s: float = 60.0) -> None:
-        """`timeout_s` bounds one compile; the largest tiles take about 3 s on one core."""
+    def __init__(
+        self,
+        store: ArtifactStore,
+        *,
+        workers: int | None = None,
+        timeout_s: float = 60.0,
+        families_module: str = "tunegemm.families",
+    ) -> None:
+        """
+        timeout_s: bounds one compile; the largest tiles take about 3 s on one core.
+        families_module: where a worker finds ``get(name) -> Family``; tests plant families that misbehave.
+        """
         self.store = store
         self.workers = workers or default_workers()
         self._timeout_s = timeout_s
+        self._families_module = families_module
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="compile")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._all: set[_Worker] = set()
@@ -124,7 +135,7 @@ class CompilePool:
         try:
             return self._idle.get_nowait()
         except queue.Empty:
-            worker = _Worker()
+            worker = _Worker(self._families_module)
             with self._lock:
                 self._all.add(worker)
             return worker
@@ -154,11 +165,11 @@ class _WorkerDied(Exception):
 class _Worker:
     """One worker process, from the side of the thread that owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, families_module: str) -> None:
         reply_read, reply_write = os.pipe()
         # The reply pipe is apart from stdout, which compilers write to.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tunegemm.compile", str(reply_write)],
+            [sys.executable, "-m", "tunegemm.compile", str(reply_write), families_module],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -202,8 +213,9 @@ class _Worker:
         return f"the compiler {how}"
 
 
-def _serve(reply_descriptor: int) -> None:
+def _serve(reply_descriptor: int, families_module: str) -> None:
     """The worker's loop: jobs on stdin, replies on a pipe of their own."""
+    families = importlib.import_module(families_module)
     with os.fdopen(reply_descriptor, "w") as replies:
         for line in sys.stdin:
             job = json.loads(line)
@@ -223,4 +235,4 @@ def _one_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(int(sys.argv[1]), sys.argv[2])

@@ -73,17 +73,6 @@ def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> st
     return None
 
 
-def register_file(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """All warpgroups' setmaxnreg budgets come out of the registers that the block was launched with."""
-    config = config_of(problem, candidate)
-    load, mma = config.registers
-    asked = load + config.consumers * mma
-    per_thread = device.architecture.registers_per_sm // config.threads // 8 * 8
-    if asked > (config.consumers + 1) * per_thread:
-        return f"setmaxnreg {load} + {config.consumers} x {mma} > {config.consumers + 1} x {per_thread} at launch"
-    return None
-
-
 def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """One WGMMA group stays in flight, so its stage is busy: with fewer than 2 stages nothing can be loaded."""
     if candidate["stages"] < 2:
@@ -150,7 +139,6 @@ RULES = (
     epilogue_tile,
     accumulators,
     wgmma_operands,
-    register_file,
     ring_depth,
     shared_memory,
     cluster,
