@@ -125,10 +125,10 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
     swizzle = int(candidate["swizzle_size"])
     m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
     index = device.index if device.is_real else 0
-    # Where a mode has extent 1 its stride says nothing; the packed one is as good and surely aligned.
-    a_mode, b_mode = (-2, -1) if problem.a_major == "k" else (-1, -2), (-1, -2) if problem.b_major == "k" else (-2, -1)
-    b_packed = k if problem.b_major == "k" else n
-    b_rows = n if problem.b_major == "k" else k
+    # Per operand: the strided mode, its extent, and the packed leading dimension. Where the mode has
+    # extent 1 its stride says nothing; the packed one is as good and surely aligned.
+    a_leading = (-2, m, k) if problem.a_major == "k" else (-1, k, m)
+    b_leading = (-1, n, k) if problem.b_major == "k" else (-2, k, n)
     in_unit, out_unit = 16 // DTYPE_BYTES[problem.in_dtype], 16 // DTYPE_BYTES[problem.out_dtype]
 
     def leading(tensor: torch.Tensor, mode: int, rows: int, packed: int, unit: int) -> int:
@@ -156,8 +156,8 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
             n,
             k,
             batch,
-            leading(a, a_mode[0], m, k, in_unit),
-            leading(b, b_mode[0], b_rows, b_packed, in_unit),
+            leading(a, *a_leading, in_unit),
+            leading(b, *b_leading, in_unit),
             leading(out, -2, m, n, out_unit),
             batch_stride(a, m * k, in_unit),
             batch_stride(b, n * k, in_unit),

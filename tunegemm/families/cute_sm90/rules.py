@@ -5,7 +5,7 @@ from __future__ import annotations
 from tunegemm.device import Device
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
 from tunegemm.feasibility import tma_alignment
-from tunegemm.problem import DTYPE_BYTES, Problem
+from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
 #: Registers a consumer thread needs beside its accumulators: descriptors, barriers, addresses, the
@@ -32,10 +32,10 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
-def layout(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """This generator writes K-major A times K- or N-major B into N-major D."""
-    if problem.layout not in ("tn", "tt") or problem.out_major != "n":
-        return f"layout {problem.layout} with {problem.out_major}-major output; cute_sm90 has tn and tt, n-major"
+def output_major(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """This generator's epilogue stores rows: D is n-major."""
+    if problem.out_major != "n":
+        return f"{problem.out_major}-major output; cute_sm90 stores n-major"
     return None
 
 
@@ -89,32 +89,23 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
 
 
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Subtiles cover the tile exactly; a subtile's row is at most one 128-byte swizzle row.
-
-    16 columns are for tiles that 32 do not divide; elsewhere they only double the barriers.
+    """Subtiles cover the tile exactly. 16 columns are for tiles that 32 do not divide: elsewhere they only
+    double the barriers.
     """
-    tile_n, epi_n, out_bytes = candidate["tile_n"], candidate["epi_n"], DTYPE_BYTES[problem.out_dtype]
+    tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
     if tile_n % epi_n:
         return f"epi_n {epi_n} does not divide tile_n {tile_n}"
     if epi_n < 32 and tile_n % 32 == 0:
         return f"epi_n {epi_n} is for tiles that 32 does not divide, not for tile_n {tile_n}"
-    if epi_n * out_bytes > 128:
-        return f"epi_n {epi_n} x {out_bytes} B = {epi_n * out_bytes} B > 128 B, the widest TMA swizzle"
     return None
 
 
 def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A portable cluster, whose shares of a multicast tile are whole 8-row swizzle atoms."""
+    """A cluster must be portable: 8 blocks on every Hopper part (CUDA programming guide, thread block clusters)."""
     cluster_m, cluster_n = candidate["cluster_m"], candidate["cluster_n"]
     size, limit = cluster_m * cluster_n, device.architecture.max_cluster_size
     if size > limit:
         return f"cluster {cluster_m}x{cluster_n} = {size} CTAs > {limit}"
-    for operand, rows, ways, major in (
-        ("A", candidate["tile_m"], cluster_n, problem.a_major),
-        ("B", candidate["tile_n"], cluster_m, problem.b_major),
-    ):
-        if major == "k" and rows % (8 * ways):
-            return f"{operand} tile of {rows} rows in {ways} multicast shares is not a multiple of 8 rows each"
     return None
 
 
@@ -133,7 +124,7 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
 #: Cheapest first. `cluster_fits` is the only rule about extents besides TMA's.
 RULES = (
     architecture,
-    layout,
+    output_major,
     tma_alignment,
     mma_tile,
     epilogue_tile,

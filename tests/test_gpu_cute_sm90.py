@@ -1,0 +1,158 @@
+"""Numerics of the Hopper kernels on the GPU, against fp32, on ragged, strided, batched and tiny shapes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tunegemm.artifacts import ArtifactStore
+from tunegemm.compile import CompilePool
+from tunegemm.device import Device, find_device
+from tunegemm.families.cute_sm90 import FAMILY
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("schedule", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n", "epi_n")
+KERNELS = [
+    ("cooperative", 128, 256, 64, 4, 2, 1, 32),
+    ("cooperative", 256, 128, 64, 4, 1, 2, 64),
+    ("cooperative", 192, 160, 64, 4, 1, 1, 32),
+    ("cooperative", 64, 96, 128, 4, 1, 1, 32),
+    ("cooperative", 128, 176, 64, 5, 2, 1, 16),
+    ("pingpong", 128, 128, 64, 6, 1, 2, 32),
+    ("pingpong", 128, 192, 64, 4, 2, 2, 32),
+    ("pingpong", 64, 256, 64, 4, 4, 1, 64),
+    ("pingpong", 192, 112, 64, 3, 1, 1, 16),
+    ("pingpong", 64, 16, 128, 8, 1, 1, 16),
+]
+LAUNCHES = [("along_m", 1, "all"), ("along_n", 2, "balanced"), ("along_m", 4, "balanced"), ("along_n", 16, "all")]
+# m, n, k, batch and the padding of each row, in elements
+SHAPES = [
+    (512, 512, 512, 1, 0),
+    (1000, 1032, 520, 1, 0),
+    (8, 8, 8, 1, 0),
+    (72, 264, 1096, 1, 8),
+    (304, 520, 136, 3, 0),
+    (2048, 2112, 1000, 1, 16),
+]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KINDS = [
+    ("tn", "bf16", "bf16"), ("tt", "bf16", "bf16"), ("nn", "fp16", "fp16"), ("nt", "bf16", "fp32"),
+    ("tn", "fp16", "fp32"), ("tt", "fp16", "bf16"),
+]  # fmt: skip
+# 3/4 of the unit in the last place for 16-bit outputs; fp32 outputs show the tensor cores' accumulation.
+TOLERANCE = {"bf16": 4e-3, "fp16": 5e-4, "fp32": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return find_device("cuda:0")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
+    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
+        for layout, in_dtype, out_dtype in KINDS:  # all at once, on all cores
+            problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+            for kernel in KERNELS:
+                pool.submit("cute_sm90", FAMILY.kernel_key(problem, candidate(kernel), find_device("cuda:0")))
+        yield pool
+
+
+def candidate(kernel: tuple[str | int, ...], launch: tuple[str | int, ...] = LAUNCHES[0]) -> Candidate:
+    return Candidate.make(
+        "cute_sm90",
+        dict(zip(NAMES, kernel, strict=True)),
+        dict(zip(("raster_order", "swizzle_size", "ctas"), launch, strict=True)),
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_right_on_every_shape(
+    device: Device, pool: CompilePool, kernel: tuple[str | int, ...], kind: tuple[str, str, str]
+) -> None:
+    layout, in_dtype, out_dtype = kind
+    launched = 0
+    for i, (m, n, k, batch, pad) in enumerate(SHAPES):
+        problem = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+        chosen = candidate(kernel, LAUNCHES[i % len(LAUNCHES)])
+        if FAMILY.check(problem, chosen, device).rule == "cluster_fits":
+            continue
+        verdict = FAMILY.check(problem, chosen, device)
+        if verdict.rule == "shared_memory":  # an fp32 output stages twice the bytes
+            chosen = Candidate.make(
+                chosen.family, dict(chosen.compile_params) | {"stages": 2}, dict(chosen.launch_params)
+            )
+            verdict = FAMILY.check(problem, chosen, device)
+        assert verdict, (problem, verdict)
+        result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
+        assert result.artifact is not None, result.failure
+        launch = FAMILY.load(problem, chosen, device, result.artifact.path)
+        a = operand(problem.a_major == "k", m, k, batch, pad, in_dtype)
+        b = operand(problem.b_major == "n", k, n, batch, pad, in_dtype)
+        whole = torch.full((batch, m + 3, n + pad), torch.nan, dtype=DTYPES[out_dtype], device="cuda")
+        out = whole[:, :m, :n]
+        if batch == 1:
+            a, b, out = a[0], b[0], out[0]
+        launch(a, b, out)
+        torch.cuda.synchronize()
+        expected = torch.matmul(a.float(), b.float())
+        error = ((out.float() - expected).norm() / expected.norm()).item()
+        assert error < TOLERANCE[out_dtype], (problem, FAMILY.label(chosen), error)
+        untouched = int(whole.isnan().sum()) - int(out.isnan().sum())
+        assert untouched == whole.numel() - out.numel(), (problem, "wrote outside its output")
+        launched += 1
+    assert launched >= 3
+
+
+def operand(row_major: bool, rows: int, columns: int, batch: int, pad: int, dtype: str) -> torch.Tensor:
+    """Random (batch, rows, columns) with rows padded by `pad` elements, transposed in memory if not row-major."""
+    outer, inner = (rows, columns) if row_major else (columns, rows)
+    values = torch.randn(batch, outer, inner + pad, device="cuda").to(DTYPES[dtype])[:, :, :inner]
+    return values if row_major else values.mT
+
+
+def test_back_to_back_runs_agree_bitwise(device: Device, pool: CompilePool) -> None:
+    """A race would move the result; the order of additions is fixed, so equal inputs give equal bits."""
+    problem = Problem.parse("2048x2112x1000")
+    a = torch.randn(2048, 1000, device="cuda").bfloat16()
+    b = torch.randn(2112, 1000, device="cuda").bfloat16().t()
+    for kernel in KERNELS:
+        chosen = candidate(kernel)
+        artifact = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result().artifact
+        assert artifact is not None
+        launch = FAMILY.load(problem, chosen, device, artifact.path)
+        outs = [torch.full((2048, 2112), torch.nan, device="cuda").bfloat16() for _ in range(20)]
+        for out in outs:
+            launch(a, b, out)
+        assert all(torch.equal(outs[0], out) for out in outs[1:]), FAMILY.label(chosen)
+
+
+def test_refuses_what_tma_cannot_read(device: Device, pool: CompilePool) -> None:
+    problem = Problem.parse("512x512x512")
+    artifact = pool.submit("cute_sm90", FAMILY.kernel_key(problem, candidate(KERNELS[0]), device)).result().artifact
+    assert artifact is not None
+    launch = FAMILY.load(problem, candidate(KERNELS[0]), device, artifact.path)
+    a, out = (torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    shifted = torch.zeros(512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(512, 512)
+    with pytest.raises(ValueError, match="multiple of the 16 B"):
+        launch(a, shifted.t(), out)
+    padded = torch.zeros(512, 516, device="cuda", dtype=torch.bfloat16)[:, :512]
+    with pytest.raises(ValueError, match="leading dimension 516"):
+        launch(padded, a.t(), out)
+
+
+def test_views_with_an_aligned_offset_are_right(device: Device, pool: CompilePool) -> None:
+    problem = Problem.parse("512x512x512")
+    artifact = pool.submit("cute_sm90", FAMILY.kernel_key(problem, candidate(KERNELS[5]), device)).result().artifact
+    assert artifact is not None
+    launch = FAMILY.load(problem, candidate(KERNELS[5]), device, artifact.path)
+    a = torch.randn(1024, 1024, device="cuda").bfloat16()[256:768, 64:576]
+    b = torch.randn(700, 1024, device="cuda").bfloat16()[100:612, 512:].t()
+    out = torch.full((600, 1024), torch.nan, device="cuda").bfloat16()[8:520, 8:520]
+    launch(a, b, out)
+    expected = a.float() @ b.float()
+    assert ((out.float() - expected).norm() / expected.norm()).item() < TOLERANCE["bf16"]
