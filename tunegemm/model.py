@@ -45,6 +45,8 @@ _SUSTAINED_CLOCK = 0.82
 _COOPERATIVE_EFFICIENCY = 0.94
 # Cycles per k-step to pass the ring's barriers when only one warpgroup issues; two hide each other's.
 _BARRIER_CYCLES = 24
+# Cycles per k-step and further CTA of a cluster: a slot is free again when all its readers say so.
+_CLUSTER_CYCLES = 6
 # L2 to SM bytes per cycle and SM, at full clock. DeepGEMM's constants are 64 per SM, at most 6154 (47 per SM)
 # on 132 SMs; 56 ranks the anchors best, since the main loops of 8192^3 lose nothing without a cluster.
 _L2_BYTES_PER_CYCLE_AND_SM = 56
@@ -143,7 +145,8 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     load_bytes = (tile_m + tile_n) * tile_k * in_bytes
     smem_cycles = (smem_bytes + _SMEM_WRITE_WEIGHT * load_bytes) / _SMEM_BYTES_PER_CYCLE
     issuing_warpgroups = 1 if pingpong or tile_m == 64 else 2
-    step_cycles = max(mma_cycles, smem_cycles) + _BARRIER_CYCLES / issuing_warpgroups**2
+    barrier_cycles = _BARRIER_CYCLES / issuing_warpgroups**2 + _CLUSTER_CYCLES * (grid.cluster_size - 1)
+    step_cycles = max(mma_cycles, smem_cycles) + barrier_cycles
     if not pingpong:
         step_cycles /= _COOPERATIVE_EFFICIENCY
     # One slot is being computed on; the others are in flight and must cover the latency of a load.
@@ -294,6 +297,14 @@ def rank_kernels(
 ) -> list[Prediction]:
     """One prediction per kernel, each at its model-best launch, fastest first."""
     return sorted((best_launch(problem, k, launch_values, device) for k in kernels), key=lambda p: p.total_us)
+
+
+def is_redundant_launch(problem: Problem, candidate: Candidate, device: Device) -> bool:
+    """Whether another launch of the same kernel does exactly this: ``balanced`` where it means all CTAs."""
+    if candidate.params.get("ctas") != "balanced":
+        return False
+    everything = candidate.with_launch(ctas="all")
+    return predict(problem, candidate, device).ctas == predict(problem, everything, device).ctas
 
 
 def _launches(kernel: Candidate, launch_values: Mapping[str, Sequence[Value]]) -> Iterator[Candidate]:
