@@ -66,6 +66,7 @@ _DEFAULT_CLOCK_MHZ = 1700.0
 _DEFAULT_BANDWIDTH_GBPS = 3000.0
 
 _REQUIRED = ("tile_m", "tile_n", "tile_k")
+_GRID_PARAMETERS = ("tile_m", "tile_n", "cluster_m", "cluster_n")
 
 
 @dataclass(frozen=True)
@@ -295,8 +296,20 @@ def best_launch(
 def rank_kernels(
     problem: Problem, kernels: Iterable[Candidate], launch_values: Mapping[str, Sequence[Value]], device: Device
 ) -> list[Prediction]:
-    """One prediction per kernel, each at its model-best launch, fastest first."""
-    return sorted((best_launch(problem, k, launch_values, device) for k in kernels), key=lambda p: p.total_us)
+    """One prediction per kernel, each at its model-best launch, fastest first.
+
+    The launch enters the DRAM term alone, so that kernels of one tile and cluster shape share their best.
+    """
+    best: dict[tuple[Value | None, ...], Mapping[str, Value]] = {}
+    predictions = []
+    for kernel in kernels:
+        shape = tuple(kernel.params.get(name) for name in _GRID_PARAMETERS)
+        if shape in best:
+            predictions.append(predict(problem, kernel.with_launch(**best[shape]), device))
+        else:
+            predictions.append(best_launch(problem, kernel, launch_values, device))
+            best[shape] = dict(predictions[-1].candidate.launch_params)
+    return sorted(predictions, key=lambda p: p.total_us)
 
 
 def is_redundant_launch(problem: Problem, candidate: Candidate, device: Device) -> bool:

@@ -219,18 +219,21 @@ class Search:
         return None
 
     def _launches_of_leaders(self) -> Iterator[Candidate]:
-        """Launches of the fastest kernels, nearest to each one's best launch first, the kernels in turn."""
+        """Launches of the fastest kernels in turn, nearest to each one's best launch first; then of the next ones."""
         best: dict[Candidate, Candidate] = {}
         for candidate in self.finalists(len(self._told)):
-            if candidate.kernel in self._by_kernel and len(best) < self._budget.leaders:
+            if candidate.kernel in self._by_kernel:
                 best.setdefault(candidate.kernel, candidate)
-        names, lists = list(self._launch_values), list(self._launch_values.values())
-        grids = []
-        for leader in best.values():
-            grid = [leader.with_launch(**dict(zip(names, values, strict=True))) for values in itertools.product(*lists)]
-            grids.append(sorted(grid, key=lambda launch, leader=leader: _differences(launch, leader)))  # type: ignore[misc]
-        for turn in itertools.zip_longest(*grids):
-            yield from (launch for launch in turn if launch is not None)
+        leaders = iter(best.values())
+        while group := list(itertools.islice(leaders, self._budget.leaders)):
+            for turn in itertools.zip_longest(*map(self._grid_around, group)):
+                yield from (launch for launch in turn if launch is not None)
+
+    def _grid_around(self, leader: Candidate) -> list[Candidate]:
+        """Every launch of the leader's kernel, those with fewest differences first."""
+        names, lists = self._launch_values.keys(), self._launch_values.values()
+        grid = (leader.with_launch(**dict(zip(names, values, strict=True))) for values in itertools.product(*lists))
+        return sorted(grid, key=lambda launch: _differences(launch, leader))
 
 
 _END = Candidate("end of the stream")
