@@ -37,10 +37,14 @@ TILES = {
 
 @pytest.fixture(scope="module")
 def h200() -> Device:
-    return device_from_part("model:h200", PARTS["h200"], Fingerprint("NVIDIA H200", 132, "", "", "", "", "", ""))
+    return device_from_part(
+        "model:h200", PARTS["h200"], Fingerprint("NVIDIA H200", 132, "", "", "", "", "", "")
+    )
 
 
-def tile(tile_m: int, tile_n: int, schedule: str = "pingpong", cluster: tuple[int, int] = (1, 1), **more) -> Candidate:
+def tile(
+    tile_m: int, tile_n: int, schedule: str = "pingpong", cluster: tuple[int, int] = (1, 1), **more
+) -> Candidate:
     stages = min(12, (232448 - 1024 - 16384) // ((tile_m + tile_n) * 128))
     params = {
         "schedule": schedule, "tile_m": tile_m, "tile_n": tile_n, "tile_k": 64, "stages": stages,
@@ -175,7 +179,7 @@ def test_prints_on_one_line_and_says_it_is_a_model(h200: Device) -> None:
 
 
 def test_a_library_algorithm_has_no_prediction(h200: Device) -> None:
-    with pytest.raises(SpaceError, match="cublaslt.*no tile_m"):
+    with pytest.raises(SpaceError, match=r"cublaslt.*no tile_m"):
         model.predict(Problem.parse("64x64x64"), Candidate.make("cublaslt", {"algo": 3}), h200)
 
 

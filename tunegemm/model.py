@@ -161,10 +161,9 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     l2_us = l2_bytes / (_L2_BYTES_PER_CYCLE_AND_SM * device.sm_count * _clock_mhz(device))
 
     # 4. DRAM.
-    read_bytes = operand_bytes_from_dram(
-        problem.m, problem.n, problem.k * in_bytes, problem.batch, grid, resident, int(device.l2_bytes * _L2_USABLE),
-        str(params.get("raster_order", "along_m")), int(params.get("swizzle_size", 1)),
-    )  # fmt: skip
+    raster, swizzle = str(params.get("raster_order", "along_m")), int(params.get("swizzle_size", 1))
+    usable_l2_bytes = int(device.l2_bytes * _L2_USABLE)
+    read_bytes = operand_bytes_from_dram(problem, grid, resident, usable_l2_bytes, raster, swizzle)
     bandwidth = (device.bandwidth_gbps or _DEFAULT_BANDWIDTH_GBPS) * 1e3 * _DRAM_EFFICIENCY
     dram_us = (read_bytes + problem.m * problem.n * problem.batch * out_bytes) / bandwidth
 
@@ -238,7 +237,7 @@ def resident_clusters(sm_count: int, cluster_size: int) -> int:
 
 
 def operand_bytes_from_dram(
-    m: int, n: int, k_bytes: int, batch: int, grid: TileGrid, resident: int, l2_bytes: int, raster: str, swizzle: int
+    problem: Problem, grid: TileGrid, resident: int, l2_bytes: int, raster: str, swizzle: int
 ) -> float:
     """Operand bytes read from device memory, given how the grid is walked.
 
@@ -246,6 +245,8 @@ def operand_bytes_from_dram(
     block of the grid; its rows of A and columns of B are read once, and a next wave finds again what
     L2 still holds. Where both operands fit, that is everything.
     """
+    m, n, batch = problem.m, problem.n, problem.batch
+    k_bytes = problem.k * DTYPE_BYTES[problem.in_dtype]
     if raster == "along_n":
         m, n = n, m
         along, across = grid.clusters_n, grid.clusters_m
@@ -289,12 +290,16 @@ def best_launch(
 ) -> Prediction:
     """The kernel at the launch that the model likes best; the first of equals in the lists' order."""
     return min(
-        (predict(problem, launch, device) for launch in _launches(kernel, launch_values)), key=lambda p: p.total_us
+        (predict(problem, launch, device) for launch in _launches(kernel, launch_values)),
+        key=lambda p: p.total_us,
     )
 
 
 def rank_kernels(
-    problem: Problem, kernels: Iterable[Candidate], launch_values: Mapping[str, Sequence[Value]], device: Device
+    problem: Problem,
+    kernels: Iterable[Candidate],
+    launch_values: Mapping[str, Sequence[Value]],
+    device: Device,
 ) -> list[Prediction]:
     """One prediction per kernel, each at its model-best launch, fastest first.
 

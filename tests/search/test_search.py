@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,14 +28,20 @@ def kernels() -> list[Candidate]:
         too_large = tile_m * tile_n > (128 * 208 if schedule == "pingpong" else 256 * 208)
         if too_large or stages * (tile_m + tile_n) * 128 > 210_000:
             continue
-        params = {"schedule": schedule, "tile_m": tile_m, "tile_n": tile_n, "cluster_m": cluster_m, "stages": stages}
+        params = {
+            "schedule": schedule,
+            "tile_m": tile_m,
+            "tile_n": tile_n,
+            "cluster_m": cluster_m,
+            "stages": stages,
+        }
         first = {name: values[0] for name, values in LAUNCHES.items()}
         found.append(Candidate.make("cute_sm90", params, first))
     return found
 
 
 def truth(candidate: Candidate) -> float:
-    """A smooth landscape with one summit at pingpong 128x192, 2 CTAs, 5 stages, along_n, swizzle 4, balanced."""
+    """A smooth landscape with one summit: pingpong 128x192, pairs, 5 stages, along_n, swizzle 4, balanced."""
     value = 1.1
     value -= 0.10 * abs(candidate["tile_m"] - 128) / 64
     value -= 0.04 * abs(candidate["tile_n"] - 192) / 32
@@ -88,7 +95,7 @@ def test_asks_do_not_depend_on_string_hashing() -> None:
     )
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", code, os.path.dirname(__file__)],
+            [sys.executable, "-c", code, str(Path(__file__).parent)],
             env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
         ).stdout
         for seed in ("1", "2")
@@ -182,7 +189,10 @@ def test_library_and_seeds_come_first_and_only_seeds_are_trials() -> None:
     library = [Candidate.make("cublaslt", {"algo": number}) for number in range(8)]
     seed_candidate = kernels()[100].with_launch(swizzle_size=4)
     foreign = Candidate.make("cute_sm90", {"tile_m": 7})
-    asked = run(Search(kernels(), LAUNCHES, library=library, seeds=[foreign, seed_candidate], trials=20), lambda c: 1.0)
+    asked = run(
+        Search(kernels(), LAUNCHES, library=library, seeds=[foreign, seed_candidate], trials=20),
+        lambda c: 1.0,
+    )
     assert asked[:9] == [*library, seed_candidate]
     assert len(asked) == 28
 
@@ -231,7 +241,7 @@ def test_exhaustive_with_trials_stops_there(trials) -> None:
 
 
 def test_bad_arguments_name_the_value() -> None:
-    with pytest.raises(SpaceError, match="'fast'.*quick, full, exhaustive"):
+    with pytest.raises(SpaceError, match=r"'fast'.*quick, full, exhaustive"):
         budget_for("fast", kernels=1, launches=1)
     with pytest.raises(SpaceError, match="trials = 0"):
         Search(kernels(), LAUNCHES, trials=0)

@@ -26,7 +26,9 @@ from tunegemm.space import Candidate, Value
 
 FORMAT = 1
 _SUFFIX = ".json.xz"
-_STEM = re.compile(r"(?P<shape>[\dx]+)-(?P<dtype>[a-z0-9]+)(?:_(?P<out_dtype>[a-z0-9]+))?-(?P<layout>[nt]{2})(?P<out_m>-outm)?")
+_STEM = re.compile(
+    r"(?P<shape>[\dx]+)-(?P<dtype>[a-z0-9]+)(?:_(?P<out_dtype>[a-z0-9]+))?-(?P<layout>[nt]{2})(?P<out_m>-outm)?"
+)
 #: What reading a damaged or foreign file raises: no xz, cut off, no JSON, a missing or misshapen column.
 _UNREADABLE = (OSError, lzma.LZMAError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 
@@ -90,8 +92,10 @@ class ReplayMeasurer:
     def __init__(self, replay: ReplayDevice) -> None:
         self.replay = replay
 
-    def measure(self, problem: Problem, jobs: Iterable[HasCandidate], policy: object = None) -> Iterator[Outcome]:
-        """The recorded outcome of each job, with ``{"source": "replayed", "recorded_at": ...}`` in its evidence.
+    def measure(
+        self, problem: Problem, jobs: Iterable[HasCandidate], policy: object = None
+    ) -> Iterator[Outcome]:
+        """The recorded outcome of each job, with ``{"source": "replayed", "recorded_at": ...}`` as evidence.
 
         `policy` has no effect: the rounds were run when the sweep was recorded. Raises DeviceError for a
         candidate that was not recorded; a search is to be restricted to `ReplayDevice.recorded`.
@@ -143,7 +147,7 @@ def open_replay(name: str, *, root: Path | None = None) -> ReplayDevice:
         fingerprint = Fingerprint(**data.pop("fingerprint"))
         device = Device(spec=f"replay:{name}", architecture=architecture, fingerprint=fingerprint, **data)
     except _UNREADABLE as error:
-        raise DeviceError(f"{path}: not a readable device description ({_one_line(error)}); restore it") from None
+        raise DeviceError(f"{path}: not a readable device ({_one_line(error)}); restore it") from None
     return ReplayDevice(name, device, folder)
 
 
@@ -151,10 +155,11 @@ def write_sweep(
     root: Path, name: str, device: Device, problem: Problem, outcomes: Iterable[Outcome], *,
     recorded_at: datetime, command: str,
 ) -> Path:  # fmt: skip
-    """Record one problem's outcomes under ``root/name/`` and return the file. The same input gives the same bytes.
+    """Record one problem's outcomes under ``root/name/`` and return the file.
 
-    Of several outcomes of one candidate the last one stays. Samples are kept to 0.001 us. Raises
-    DeviceError when the device is none to measure on, or when the folder belongs to another GPU.
+    The same input gives the same bytes. Of several outcomes of one candidate the last one stays. Samples
+    are kept to 0.001 us. Raises DeviceError when the device is none to measure on, or when the
+    folder belongs to another GPU.
     """
     if not device.is_real:
         raise DeviceError(f"{device.spec} measures nothing: record sweeps on a cuda device")
@@ -193,7 +198,7 @@ def _write_device(path: Path, device: Device) -> None:
             old = json.loads(path.read_text())
             same = all(old[key] == facts[key] for key in ("name", "capability", "sm_count"))
         except _UNREADABLE as error:
-            raise DeviceError(f"{path}: not a readable device description ({_one_line(error)}); restore it") from None
+            raise DeviceError(f"{path}: not a readable device ({_one_line(error)}); restore it") from None
         if not same:
             raise DeviceError(f"{path} describes {old['name']}, not {device.name}; record under another name")
     _replace(path, (json.dumps(facts, indent=2) + "\n").encode())
@@ -212,7 +217,9 @@ def _replace(path: Path, content: bytes) -> None:
 def _to_columns(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     families: dict[str, dict[str, Any]] = {}
     interleaves: dict[str, int] = {}
-    measured: dict[str, list[Any]] = {key: [] for key in ("row", "interleave", "samples_us", "relative_error", "evidence")}
+    measured: dict[str, list[Any]] = {
+        key: [] for key in ("row", "interleave", "samples_us", "relative_error", "evidence")
+    }
     failed: dict[str, list[Any]] = {key: [] for key in ("row", "stage", "reason")}
     # Rows are numbered family by family, so that the candidates' columns need no row numbers of their own.
     ordered = sorted(outcomes, key=lambda outcome: (outcome.candidate.family, _names(outcome.candidate)))
@@ -228,7 +235,9 @@ def _to_columns(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             for column, value in (("row", row), ("stage", outcome.stage), ("reason", outcome.reason)):
                 failed[column].append(value)
             continue
-        shared = json.dumps({"baseline_us": _rounded(outcome.baseline_us), "noise": outcome.noise}, sort_keys=True)
+        shared = json.dumps(
+            {"baseline_us": _rounded(outcome.baseline_us), "noise": outcome.noise}, sort_keys=True
+        )
         measured["row"].append(row)
         measured["interleave"].append(interleaves.setdefault(shared, len(interleaves)))
         measured["samples_us"].append(_rounded(outcome.samples_us))
@@ -254,7 +263,7 @@ def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, 
     ):
         shared = data["interleaves"][interleave]
         if len(samples) != len(shared["baseline_us"]) or not samples or min(samples) <= 0:
-            raise ValueError(f"row {row} has {len(samples)} samples for {len(shared['baseline_us'])} of its baseline")
+            raise ValueError(f"row {row} has {len(samples)} samples, its baseline another number")
         outcomes[row] = Measurement(
             candidates[row], tuple(samples), tuple(shared["baseline_us"]), error, shared["noise"],
             evidence | {"source": "replayed", "recorded_at": recorded_at},
@@ -265,6 +274,8 @@ def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, 
         outcomes[row] = Failure(candidates[row], stage, reason)
     if sorted(outcomes) != list(range(len(candidates))):
         raise ValueError(f"{len(outcomes)} outcomes of {len(candidates)} candidates")
+    if len(set(candidates)) != len(candidates):
+        raise ValueError("a candidate has two rows")
     return {candidates[row]: outcomes[row] for row in range(len(candidates))}
 
 
@@ -299,12 +310,16 @@ def _read(path: Path, problem: Problem) -> Sweep:
             Fingerprint(**data["fingerprint"]),
         )  # fmt: skip
     except _UNREADABLE as error:
-        raise DeviceError(f"{path}: not a readable sweep ({_one_line(error)}); restore or delete it") from None
+        raise DeviceError(
+            f"{path}: not a readable sweep ({_one_line(error)}); restore or delete it"
+        ) from None
 
 
 def _stem(problem: Problem) -> str:
     out = "" if problem.out_dtype == problem.in_dtype else f"_{problem.out_dtype}"
-    return f"{problem.shape}-{problem.in_dtype}{out}-{problem.layout}" + ("-outm" if problem.out_major == "m" else "")
+    return f"{problem.shape}-{problem.in_dtype}{out}-{problem.layout}" + (
+        "-outm" if problem.out_major == "m" else ""
+    )
 
 
 def _problem_of(path: Path) -> Problem:

@@ -29,8 +29,9 @@ class Budget:
         return self.screen + self.explore + self.refine
 
 
-# A candidate costs some 20 ms once compiled: 80 of them two seconds, 320 seven. Half of a small budget goes
-# to the model's list, whose best 16 of 141 hold the best four tiles of each published shape (tests/test_model.py).
+# A candidate costs some 20 ms once compiled: 80 of them two seconds, 320 seven. Two fifths go to the model's
+# list, whose best 16 of 141 hold the best four tiles of each published shape (tests/test_model.py), and one
+# fifth to launches, which compile nothing.
 _TRIALS = {"quick": 80, "full": 320}
 _LEADERS = {"quick": 2, "full": 4, "exhaustive": 8}
 
@@ -52,6 +53,6 @@ def budget_for(effort: Effort, *, kernels: int, launches: int, trials: int | Non
         screen = kernels if trials is None else min(kernels, trials)
         return Budget(screen, 0, grid if trials is None else min(grid, trials - screen), leaders)
     total = _TRIALS[effort] if trials is None else trials
-    screen = min(kernels, max(1, total // 2 if effort == "quick" else total * 2 // 5))
+    screen = min(kernels, max(1, total * 2 // 5))
     refine = min(total - screen, total // 5, leaders * (launches - 1))
     return Budget(screen, total - screen - refine, refine, leaders)

@@ -33,12 +33,14 @@ class Sampler:
         with warnings.catch_warnings():
             # Optuna 4 calls both options experimental; in 5 they are the defaults.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            tpe = optuna.samplers.TPESampler(seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True)
+            tpe = optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True
+            )
             self._study = optuna.create_study(direction="maximize", sampler=tpe)
         optuna.logging.set_verbosity(verbosity)
 
     def suggest(self) -> dict[str, Value]:
-        """The sampler's next point, a value for every parameter that has a choice. `start` makes it a trial."""
+        """The sampler's next point, a value per parameter with a choice. `start` makes it a trial."""
         if not self._distributions:
             return {}
         self._drop_suggestion()

@@ -198,7 +198,9 @@ class Search:
         """The sampler, told everything that came in since; made on first use, as it loads Optuna."""
         if self._sampler is None:
             self._sampler = Sampler(self._values, self._seed)
-            self._nearest = _Nearest(self._ranked, {name: self._values[name] for name, _ in self._ranked[0].compile_params})
+            self._nearest = _Nearest(
+                self._ranked, {name: self._values[name] for name, _ in self._ranked[0].compile_params}
+            )
         for candidate, value in self._unlearned:
             if candidate.kernel in self._by_kernel:
                 self._sampler.tell(candidate, value)
@@ -219,7 +221,7 @@ class Search:
         return None
 
     def _launches_of_leaders(self) -> Iterator[Candidate]:
-        """Launches of the fastest kernels in turn, nearest to each one's best launch first; then of the next ones."""
+        """Launches of the fastest kernels in turn, each from its best launch outwards; then of the next."""
         best: dict[Candidate, Candidate] = {}
         for candidate in self.finalists(len(self._told)):
             if candidate.kernel in self._by_kernel:
@@ -232,7 +234,10 @@ class Search:
     def _grid_around(self, leader: Candidate) -> list[Candidate]:
         """Every launch of the leader's kernel, those with fewest differences first."""
         names, lists = self._launch_values.keys(), self._launch_values.values()
-        grid = (leader.with_launch(**dict(zip(names, values, strict=True))) for values in itertools.product(*lists))
+        grid = (
+            leader.with_launch(**dict(zip(names, values, strict=True)))
+            for values in itertools.product(*lists)
+        )
         return sorted(grid, key=lambda launch: _differences(launch, leader))
 
 
@@ -288,7 +293,9 @@ def _value_lists(
     for candidate in ranked:
         for name, value in candidate.compile_params:
             lists.setdefault(name, set()).add(value)
-    return {name: tuple(sorted(values, key=lambda v: (str(type(v)), v))) for name, values in sorted(lists.items())}
+    return {
+        name: tuple(sorted(values, key=lambda v: (str(type(v)), v))) for name, values in sorted(lists.items())
+    }
 
 
 def _check_alike(ranked: Sequence[Candidate]) -> None:
