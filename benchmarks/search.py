@@ -28,7 +28,7 @@ from tunegemm.device import Device
 from tunegemm.measure.replay import Sweep, open_replay
 from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem
-from tunegemm.search import Search
+from tunegemm.search import Search, first_of_each_kernel
 from tunegemm.search.sampler import Sampler
 from tunegemm.space import Candidate, Value
 
@@ -66,13 +66,11 @@ def by_tpe(problem: Problem, values: Values, device: Device, seed: int) -> Itera
 
 
 def by_search(problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    best: dict[Candidate, Candidate] = {}
-    for prediction in model.rank(problem, values, device):
-        best.setdefault(prediction.candidate.kernel, prediction.candidate)
+    ranked = first_of_each_kernel(prediction.candidate for prediction in model.rank(problem, values, device))
     launch_names = {name for candidate in values for name, _ in candidate.launch_params}
     launches = {name: listed for name, listed in value_lists(values).items() if name in launch_names}
     search = Search(
-        list(best.values()),
+        ranked,
         launches,
         allowed=values.__contains__,
         effort="quick",

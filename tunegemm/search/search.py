@@ -241,6 +241,14 @@ class Search:
         return sorted(grid, key=lambda launch: _differences(launch, leader))
 
 
+def first_of_each_kernel(ranked: Iterable[Candidate]) -> list[Candidate]:
+    """The best-ranked launch of each kernel: what `Search` wants as `ranked`, from any list of candidates."""
+    best: dict[Candidate, Candidate] = {}
+    for candidate in ranked:
+        best.setdefault(candidate.kernel, candidate)
+    return list(best.values())
+
+
 _END = Candidate("end of the stream")
 
 
