@@ -50,8 +50,8 @@ _CLUSTER_CYCLES = 6
 # L2 to SM bytes per cycle and SM, at full clock. DeepGEMM's constants are 64 per SM, at most 6154 (47 per SM)
 # on 132 SMs; 56 ranks the anchors best, since the main loops of 8192^3 lose nothing without a cluster.
 _L2_BYTES_PER_CYCLE_AND_SM = 56
-# From issuing a TMA load to the full barrier, in cycles: an L2 miss.
-_LOAD_LATENCY_CYCLES = 1100
+# From issuing a TMA load to its first bytes, in cycles: an L2 miss. The slot's bytes follow at L2's rate.
+_LOAD_LATENCY_CYCLES = 900
 _DRAM_EFFICIENCY = 0.85
 # Part of the L2 that holds operands over a wave; the rest turns over with output and the other partition.
 _L2_USABLE = 0.6
@@ -151,7 +151,9 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     if not pingpong:
         step_cycles /= _COOPERATIVE_EFFICIENCY
     # One slot is being computed on; the others are in flight and must cover the latency of a load.
-    step_cycles = _overlap(step_cycles, _LOAD_LATENCY_CYCLES / max(stages - 1, 1))
+    slot_bytes = tile_k * in_bytes * (tile_m / cluster_n + tile_n / cluster_m)
+    load_cycles = _LOAD_LATENCY_CYCLES + slot_bytes / _L2_BYTES_PER_CYCLE_AND_SM
+    step_cycles = _overlap(step_cycles, load_cycles / max(stages - 1, 1))
     mainloop_us = k_steps * step_cycles / clock_mhz
     compute_us = waves * mainloop_us
 
