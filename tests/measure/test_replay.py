@@ -1,0 +1,251 @@
+"""Sweeps are written, read back the same, and answer like a measuring worker. The numbers are made up."""
+
+import json
+import lzma
+import math
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.errors import DeviceError
+from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay, replay_names, write_sweep
+from tunegemm.outcome import Failure, Measurement, Outcome
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+PROBLEM = Problem.parse("512x6144x4096")
+WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class Job:
+    candidate: Candidate
+    artifact: Path | None = None
+
+
+def gpu(sm_count: int = 132) -> Device:
+    fingerprint = Fingerprint(
+        "NVIDIA H200", sm_count, "580.1", "13.0", "2.11", "4.8.1", "3.6", "0123456789abcdef"
+    )
+    return device_from_part("cuda:0", replace(PARTS["h200"], sm_count=sm_count), fingerprint)
+
+
+def tile(tile_n: int, swizzle: int = 1) -> Candidate:
+    return Candidate.make(
+        "cute_sm90", {"tile_m": 128, "tile_n": tile_n, "multicast": True}, {"swizzle_size": swizzle}
+    )
+
+
+def library(**params: int) -> Candidate:
+    return Candidate.make("cublaslt", params)
+
+
+def outcomes() -> list[Outcome]:
+    first, second = (40.0, 41.25, 40.5), (44.125, 43.0, 44.0)
+    return [
+        Measurement(
+            tile(128), (38.0, 39.5, 38.25), first, 0.0021, 0.004, {"sm_clock_mhz": 1755, "power_w": 640.5}
+        ),
+        Failure(tile(256), "compile", "ptxas: C7510 wgmma serialized"),
+        Measurement(library(algo=7, split_k=2), (39.0, 40.0, 39.5), first, 0.0019, 0.004, {}),
+        Measurement(
+            tile(128, swizzle=8), (41.0, 41.5, 41.75), second, 0.0021, 0.007, {"throttle": ["sw_power_cap"]}
+        ),
+        Measurement(library(algo=3), (44.0, 43.125, 44.0), second, 0.0, 0.007, {}),
+        Failure(tile(192), "timeout", "no answer in 10 s"),
+    ]
+
+
+@pytest.fixture
+def replay(tmp_path: Path) -> ReplayDevice:
+    write_sweep(tmp_path, "h200", gpu(), PROBLEM, outcomes(), recorded_at=WHEN, command="tunegemm tune")
+    return open_replay("h200", root=tmp_path)
+
+
+def test_round_trip(replay: ReplayDevice) -> None:
+    sweep = replay.sweep(PROBLEM)
+    assert set(sweep.outcomes) == {outcome.candidate for outcome in outcomes()}
+    for written in outcomes():
+        read = sweep.outcomes[written.candidate]
+        if isinstance(written, Failure):
+            assert read == written
+            continue
+        assert isinstance(read, Measurement)
+        assert read == written  # evidence is not compared, so:
+        assert read.evidence == written.evidence | {
+            "source": "replayed",
+            "recorded_at": "2026-01-02T03:04:05+00:00",
+        }
+        assert read.ratio == written.ratio
+    assert sweep.command == "tunegemm tune"
+    assert sweep.fingerprint == gpu().fingerprint
+
+
+def test_the_device_is_the_recorded_one_and_not_real(replay: ReplayDevice) -> None:
+    assert replay.device == replace(gpu(), spec="replay:h200")
+    assert not replay.device.is_real
+    assert open_replay("replay:h200", root=replay.folder.parent).device == replay.device
+
+
+def test_file_is_small_text_and_reproducible(tmp_path: Path) -> None:
+    paths = [
+        write_sweep(tmp_path / run, "h200", gpu(), PROBLEM, outcomes(), recorded_at=WHEN, command="x")
+        for run in ("one", "two")
+    ]
+    assert paths[0].name == "512x6144x4096-bf16-tn.json.xz"
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert sorted(path.name for path in (tmp_path / "one/h200").iterdir()) == [paths[0].name, "device.json"]
+
+
+def test_thousands_of_rows_stay_small(tmp_path: Path) -> None:
+    """2,000 candidates of ten rounds in under 150 kB."""
+    rows: list[Outcome] = []
+    for number in range(2000):
+        noise = [math.sin(number * 37.0 + i) for i in range(20)]
+        samples = tuple(40 + number / 100 + noise[i] for i in range(10))
+        baseline = tuple(40 + noise[number // 40 % 10 + i] for i in range(10))
+        rows.append(Measurement(tile(number), samples, baseline, 0.002, 0.004))
+    path = write_sweep(tmp_path, "h200", gpu(), PROBLEM, rows, recorded_at=WHEN, command="x")
+    assert path.stat().st_size < 150_000
+    read = open_replay("h200", root=tmp_path).sweep(PROBLEM).outcomes
+    assert len(read) == 2000
+    assert read[tile(1234)].median_us == pytest.approx(rows[1234].median_us, abs=0.001)
+
+
+def test_problems_come_from_file_names(tmp_path: Path) -> None:
+    problems = [
+        PROBLEM,
+        Problem.parse("64x64x64x5", dtype="fp16", layout="nt"),
+        Problem.parse("64x128x64", out_dtype="fp32"),
+        replace(Problem.parse("64x128x64"), out_major="m"),
+    ]
+    for problem in problems:
+        write_sweep(tmp_path, "h200", gpu(), problem, outcomes(), recorded_at=WHEN, command="x")
+    replay = open_replay("h200", root=tmp_path)
+    assert replay.problems() == sorted(problems)
+    assert all(replay.recorded(problem) for problem in problems)
+
+
+def test_measures_like_the_worker(replay: ReplayDevice) -> None:
+    with ReplayMeasurer(replay) as measurer:
+        jobs = [Job(tile(256)), Job(tile(128, swizzle=8)), Job(tile(128))]
+        results = list(measurer.measure(PROBLEM, jobs, policy=None))
+        assert [result.candidate for result in results] == [job.candidate for job in jobs]
+        assert isinstance(results[0], Failure)
+        assert [result.evidence["source"] for result in results[1:]] == ["replayed", "replayed"]
+        assert set(measurer.discover(PROBLEM)) == {library(algo=7, split_k=2), library(algo=3)}
+
+
+def test_what_was_not_recorded_is_refused(replay: ReplayDevice) -> None:
+    with pytest.raises(DeviceError, match=r"swizzle_size=4 was not recorded on replay:h200.*6 recorded"):
+        list(ReplayMeasurer(replay).measure(PROBLEM, [Job(tile(128, swizzle=4))]))
+    with pytest.raises(DeviceError, match=r"64x64x64 bf16 tn was not recorded.*512x6144x4096 bf16 tn"):
+        replay.recorded(Problem.parse("64x64x64"))
+
+
+def test_a_later_outcome_of_a_candidate_stays(tmp_path: Path) -> None:
+    again = [*outcomes(), Failure(tile(128), "wrong", "relative error 1.4")]
+    write_sweep(tmp_path, "h200", gpu(), PROBLEM, again, recorded_at=WHEN, command="x")
+    read = open_replay("h200", root=tmp_path).sweep(PROBLEM).outcomes
+    assert len(read) == 6 and isinstance(read[tile(128)], Failure)
+
+
+def test_unknown_names_list_the_known(replay: ReplayDevice, tmp_path: Path) -> None:
+    assert replay_names(tmp_path) == ["h200"]
+    with pytest.raises(DeviceError, match="'replay:h100': no such recording; recorded: h200"):
+        open_replay("h100", root=tmp_path)
+    with pytest.raises(DeviceError, match="none is recorded; use model:h200"):
+        open_replay("h200", root=tmp_path / "empty")
+    with pytest.raises(DeviceError, match="no such recording"):
+        open_replay("../h200", root=tmp_path)
+
+
+def _edited(change) -> bytes:
+    def edit(content: bytes) -> bytes:
+        data = json.loads(lzma.decompress(content))
+        change(data)
+        return lzma.compress(json.dumps(data).encode())
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:40] + bytes(8) + content[48:],
+        lambda content: b"version https://git-lfs.github.com/spec/v1\n",
+        lambda content: lzma.compress(b"not json"),
+        lambda content: lzma.compress(b"[1, 2]"),
+        _edited(lambda data: data.update(format=2)),
+        _edited(lambda data: data.update(problem="1x1x1-bf16-tn")),
+        _edited(lambda data: data["measured"].pop("evidence")),
+        _edited(lambda data: data["measured"]["samples_us"].pop()),
+        _edited(lambda data: data["measured"]["samples_us"][0].pop()),
+        _edited(lambda data: data["measured"]["samples_us"].__setitem__(0, ["a", "b", "c"])),
+        _edited(lambda data: data["measured"]["row"].__setitem__(0, 99)),
+        _edited(lambda data: data["measured"]["row"].__setitem__(0, data["measured"]["row"][1])),
+        _edited(lambda data: data["failed"]["stage"].__setitem__(0, "misc")),
+        _edited(lambda data: data["candidates"][2]["compile"]["tile_n"].pop()),
+        _edited(lambda data: data["candidates"][2]["compile"].pop("tile_n")),
+        _edited(lambda data: data["fingerprint"].pop("driver")),
+        _edited(lambda data: data["candidates"][0].update(count=10**6)),
+    ],
+)  # fmt: skip
+def test_a_damaged_sweep_is_named(replay: ReplayDevice, damage) -> None:
+    path = next(replay.folder.glob("*.xz"))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DeviceError, match=r"512x6144x4096-bf16-tn\.json\.xz: not a readable sweep") as caught:
+        replay.sweep(PROBLEM)
+    assert "\n" not in str(caught.value)
+
+
+def test_damage_of_the_rest_of_the_folder_is_named(replay: ReplayDevice) -> None:
+    (replay.folder / "notes.json.xz").write_bytes(b"")
+    with pytest.raises(DeviceError, match=r"notes\.json\.xz: not a sweep"):
+        replay.problems()
+    (replay.folder / "device.json").write_text('{"name": "x"}')
+    with pytest.raises(DeviceError, match=r"device\.json: not a readable device"):
+        open_replay("h200", root=replay.folder.parent)
+
+
+def test_only_a_real_device_is_recorded(tmp_path: Path) -> None:
+    for spec in ("model:h200", "replay:h200"):
+        with pytest.raises(DeviceError, match=f"{spec} measures nothing"):
+            write_sweep(
+                tmp_path,
+                "h200",
+                replace(gpu(), spec=spec),
+                PROBLEM,
+                outcomes(),
+                recorded_at=WHEN,
+                command="x",
+            )
+    assert not list(tmp_path.rglob("*.xz"))
+
+
+def test_a_folder_is_of_one_gpu(replay: ReplayDevice) -> None:
+    with pytest.raises(DeviceError, match=r"describes NVIDIA H200.*another name"):
+        write_sweep(
+            replay.folder.parent, "h200", gpu(114), PROBLEM, outcomes(), recorded_at=WHEN, command="x"
+        )
+
+
+def test_a_sweep_without_a_time_zone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no time zone"):
+        write_sweep(
+            tmp_path, "h200", gpu(), PROBLEM, outcomes(), recorded_at=WHEN.replace(tzinfo=None), command="x"
+        )
+
+
+def test_every_shipped_sweep_can_be_read() -> None:
+    for replay in map(open_replay, replay_names()):
+        assert replay.problems()
+        for problem in replay.problems():
+            assert any(
+                isinstance(outcome, Measurement) for outcome in replay.sweep(problem).outcomes.values()
+            )

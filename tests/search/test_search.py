@@ -1,0 +1,279 @@
+"""The search: what it asks, in which order, and that it finds what is there to find."""
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tunegemm.errors import SpaceError
+from tunegemm.search import Search, budget_for
+from tunegemm.search.sampler import Sampler
+from tunegemm.space import Candidate
+
+LAUNCHES = {"raster_order": ("along_m", "along_n"), "swizzle_size": (1, 2, 4, 8), "ctas": ("all", "balanced")}
+GRID = 16
+
+
+def kernels() -> list[Candidate]:
+    """Kernels as of a tile family, with a ring that is only as deep as the tile leaves room for."""
+    found = []
+    for schedule, tile_m, tile_n, cluster_m, stages in itertools.product(
+        ("pingpong", "cooperative"), (64, 128, 192, 256), range(32, 257, 32), (1, 2), range(3, 13)
+    ):
+        too_large = tile_m * tile_n > (128 * 208 if schedule == "pingpong" else 256 * 208)
+        if too_large or stages * (tile_m + tile_n) * 128 > 210_000:
+            continue
+        params = {
+            "schedule": schedule,
+            "tile_m": tile_m,
+            "tile_n": tile_n,
+            "cluster_m": cluster_m,
+            "stages": stages,
+        }
+        first = {name: values[0] for name, values in LAUNCHES.items()}
+        found.append(Candidate.make("cute_sm90", params, first))
+    return found
+
+
+def truth(candidate: Candidate) -> float:
+    """A smooth landscape with one summit: pingpong 128x192, pairs, 5 stages, along_n, swizzle 4, balanced."""
+    value = 1.1
+    value -= 0.10 * abs(candidate["tile_m"] - 128) / 64
+    value -= 0.04 * abs(candidate["tile_n"] - 192) / 32
+    value -= 0.01 * abs(candidate["stages"] - 5)
+    value -= 0.03 * (candidate["schedule"] != "pingpong") + 0.02 * (candidate["cluster_m"] != 2)
+    value -= 0.01 * abs(candidate["swizzle_size"].bit_length() - 3)
+    value -= 0.02 * (candidate["raster_order"] != "along_n") + 0.01 * (candidate["ctas"] != "balanced")
+    return max(value, 0.05)
+
+
+SUMMIT = 1.1
+
+
+def shuffled(seed: int) -> list[Candidate]:
+    """A ranking by a model that knows nothing."""
+    ranked = kernels()
+    random.Random(seed).shuffle(ranked)
+    return ranked
+
+
+def run(search: Search, value=truth, count: int = 24) -> list[Candidate]:
+    asked: list[Candidate] = []
+    while batch := search.ask(count):
+        assert len(batch) <= count
+        asked += batch
+        for candidate in batch:
+            search.tell(candidate, value(candidate))
+    assert search.stage == "done" and search.ask() == []
+    return asked
+
+
+@pytest.mark.parametrize(("effort", "trials"), [("quick", 80), ("full", 320)])
+def test_spends_its_budget_on_distinct_candidates(effort, trials) -> None:
+    ranked = kernels()
+    asked = run(Search(ranked, LAUNCHES, effort=effort))
+    assert len(asked) == len(set(asked)) == trials
+    assert {candidate.kernel for candidate in asked} <= {candidate.kernel for candidate in ranked}
+
+
+def test_same_seed_and_values_give_the_same_asks() -> None:
+    runs = [run(Search(shuffled(1), LAUNCHES, seed=seed)) for seed in (7, 7, 8)]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+def test_asks_do_not_depend_on_string_hashing() -> None:
+    """Two processes with other hash seeds ask the same."""
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); import test_search as t;"
+        "print(json.dumps([c.digest for c in t.run(t.Search(t.shuffled(1), t.LAUNCHES, trials=50))]))"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(Path(__file__).parent)],
+            env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(outputs) == 1
+    assert len(json.loads(outputs.pop())) == 50
+
+
+def test_finds_more_than_chance_under_a_blind_model() -> None:
+    """The mean of the best of 80, over seeds: random draws, and the search with a shuffled ranking."""
+    found, drawn = [], []
+    for seed in range(5):
+        search = Search(shuffled(seed), LAUNCHES, seed=seed)
+        run(search)
+        found.append(search.best[1])
+        rng = random.Random(seed)
+        grid = [
+            kernel.with_launch(**{name: rng.choice(values) for name, values in LAUNCHES.items()})
+            for kernel in rng.sample(kernels(), 80)
+        ]
+        drawn.append(max(map(truth, grid)))
+    assert sum(found) / 5 > sum(drawn) / 5 + 0.01
+    assert min(found) > SUMMIT - 0.04
+
+
+def test_exhaustive_takes_every_kernel_and_the_leaders_whole_grid() -> None:
+    ranked = kernels()
+    search = Search(ranked, LAUNCHES, effort="exhaustive")
+    asked = run(search, count=48)
+    assert set(ranked) <= set(asked)
+    assert len(asked) == len(ranked) + search.budget.leaders * (GRID - 1)
+    leaders = sorted(ranked, key=truth, reverse=True)[:3]
+    for leader in leaders:
+        assert sum(candidate.kernel == leader.kernel for candidate in asked) == GRID
+    assert search.best[1] == pytest.approx(SUMMIT)
+
+
+def test_refining_needs_no_further_kernel() -> None:
+    search = Search(kernels(), LAUNCHES)
+    before: set[Candidate] = set()
+    while batch := search.ask():
+        if search.stage == "refine":
+            assert {candidate.kernel for candidate in batch} <= before
+        before |= {candidate.kernel for candidate in batch}
+        for candidate in batch:
+            search.tell(candidate, truth(candidate))
+
+
+def test_screen_is_diverse_and_in_the_models_order() -> None:
+    ranked = sorted(kernels(), key=truth, reverse=True)
+    screen = Search(ranked, LAUNCHES).ask(20)
+    assert screen[0] == ranked[0]
+    shapes = [tuple(c[name] for name in ("schedule", "tile_m", "tile_n", "cluster_m")) for c in screen]
+    assert len(set(shapes)) == 20
+    assert [truth(c) for c in screen] == sorted((truth(c) for c in screen), reverse=True)
+
+
+def test_disallowed_launches_are_never_asked() -> None:
+    def allowed(candidate: Candidate) -> bool:
+        return candidate["swizzle_size"] != 8 and candidate["ctas"] == "all"
+
+    asked = run(Search(kernels(), LAUNCHES, allowed=allowed))
+    assert all(allowed(candidate) for candidate in asked)
+    assert len(asked) == 80
+
+
+def test_failures_teach_and_are_not_asked_again() -> None:
+    """All of one tile fails: the budget is still spent, and nothing failed is a finalist."""
+    search = Search(kernels(), LAUNCHES)
+    asked = run(search, lambda c: None if c["tile_m"] == 128 else truth(c))
+    assert len(asked) == len(set(asked)) == 80
+    assert all(candidate["tile_m"] != 128 for candidate in search.finalists(80))
+
+
+def test_all_failing_ends() -> None:
+    search = Search(kernels(), LAUNCHES)
+    assert len(run(search, lambda c: None)) <= 80
+    assert search.finalists(5) == [] and search.best is None
+
+
+def test_finalists_are_the_highest_values_first() -> None:
+    search = Search(kernels(), LAUNCHES, library=[Candidate.make("cublaslt", {"algo": 1})])
+    asked = run(search, lambda c: 2.0 if c.family == "cublaslt" else truth(c))
+    finalists = search.finalists(6)
+    assert finalists[0].family == "cublaslt"
+    values = sorted((truth(c) for c in asked[1:]), reverse=True)
+    assert [truth(c) for c in finalists[1:]] == values[:5]
+
+
+def test_library_and_seeds_come_first_and_only_seeds_are_trials() -> None:
+    library = [Candidate.make("cublaslt", {"algo": number}) for number in range(8)]
+    seed_candidate = kernels()[100].with_launch(swizzle_size=4)
+    foreign = Candidate.make("cute_sm90", {"tile_m": 7})
+    asked = run(
+        Search(kernels(), LAUNCHES, library=library, seeds=[foreign, seed_candidate], trials=20),
+        lambda c: 1.0,
+    )
+    assert asked[:9] == [*library, seed_candidate]
+    assert len(asked) == 28
+
+
+def test_library_alone_is_a_search() -> None:
+    library = [Candidate.make("cublaslt", {"algo": number}) for number in range(3)]
+    assert run(Search([], LAUNCHES, library=library), lambda c: 1.0) == library
+
+
+def test_known_results_are_learned_and_not_asked() -> None:
+    ranked = shuffled(3)
+    known = [(candidate, truth(candidate)) for candidate in sorted(ranked, key=truth)[-40:]]
+    failed = [(ranked[0], None)]
+    search = Search(ranked, LAUNCHES, known=[*known, *failed])
+    asked = run(search)
+    assert not {candidate for candidate, _ in known + failed} & set(asked)
+    assert search.best[1] >= max(value for _, value in known)
+    blind = Search(ranked, LAUNCHES)
+    run(blind)
+    assert search.best[1] >= blind.best[1]
+
+
+def test_a_small_space_is_exhausted_without_repeats() -> None:
+    ranked = kernels()[:3]
+    asked = run(Search(ranked, LAUNCHES, trials=1000))
+    assert len(asked) == len(set(asked))
+    assert set(ranked) <= set(asked) and len(asked) >= 2 * GRID
+
+
+def test_one_kernel_with_one_launch() -> None:
+    only = kernels()[0]
+    assert run(Search([only], {"swizzle_size": (1,)})) == [only]
+
+
+@pytest.mark.parametrize("trials", [1, 2, 3, 7])
+def test_tiny_budgets(trials) -> None:
+    assert len(run(Search(kernels(), LAUNCHES, trials=trials))) == trials
+
+
+@pytest.mark.parametrize("trials", [1, 10, 5000])
+def test_exhaustive_with_trials_stops_there(trials) -> None:
+    ranked = kernels()
+    assert len(run(Search(ranked, LAUNCHES, effort="exhaustive", trials=trials), count=512)) == min(
+        trials, len(ranked) + 8 * (GRID - 1)
+    )
+
+
+def test_bad_arguments_name_the_value() -> None:
+    with pytest.raises(SpaceError, match=r"'fast'.*quick, full, exhaustive"):
+        budget_for("fast", kernels=1, launches=1)
+    with pytest.raises(SpaceError, match="trials = 0"):
+        Search(kernels(), LAUNCHES, trials=0)
+    with pytest.raises(SpaceError, match="one family"):
+        Search([kernels()[0], Candidate.make("cublaslt", {"algo": 1})], LAUNCHES)
+    search = Search(kernels(), LAUNCHES)
+    for value in (float("nan"), 0.0, -1.0, float("inf")):
+        with pytest.raises(ValueError, match=str(value)):
+            search.tell(kernels()[0], value)
+
+
+def test_untold_candidates_do_not_block() -> None:
+    """A batch whose values never come, as after a crash, costs that batch only."""
+    search = Search(kernels(), LAUNCHES)
+    total = 0
+    while batch := search.ask():
+        total += len(batch)
+    assert total <= 80 and search.finalists(1) == []
+
+
+def test_sampler_is_drawn_to_good_points() -> None:
+    values = {"x": tuple(range(0, 200, 10)), "word": ("a", "b", "c"), "constant": (5,)}
+    sampler = Sampler(values, seed=0)
+    for x, word in itertools.product(values["x"], values["word"]):
+        candidate = Candidate.make("f", {"x": x, "word": word, "constant": 5})
+        sampler.tell(candidate, 1.0 / (1 + abs(x - 150)) + (word == "b"))
+    points = [sampler.suggest() for _ in range(30)]
+    assert all(set(point) == {"x", "word"} for point in points)
+    assert sum(point["word"] == "b" for point in points) > 20
+    assert sum(abs(point["x"] - 150) <= 40 for point in points) > 15
+
+
+def test_optuna_loads_on_first_use_only() -> None:
+    code = "import sys, tunegemm.search; assert 'optuna' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,332 @@
+"""A predicted time for a tile candidate: waves, tensor cores, shared memory, L2, DRAM, epilogue.
+
+It only ever ranks: its microseconds order candidates of one problem and are no measurement, so nothing
+stores or shows them as one. Every term is a closed formula of the problem, the candidate and the
+device; what is left out (power, clocks of a moment, bank conflicts) is what measuring is for.
+
+The terms of one product, in order:
+
+1. *waves*: a persistent grid of clusters walks the tiles; the slowest CTA computes ceil(tiles / resident).
+2. *compute*: WGMMA cycles of one k-step, or the shared-memory cycles of its operands where they are
+   more, or the latency of a load that the ring of stages does not hide.
+3. *L2*: operand bytes of all CTAs at once; a cluster multicasts, and so asks for less.
+4. *DRAM*: every operand once, and again what a wave's working set pushes out of L2; output once.
+5. *epilogue*: exposed for each tile when cooperative, only for the last one when pingpong.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from tunegemm.device import Device
+from tunegemm.errors import SpaceError
+from tunegemm.problem import DTYPE_BYTES, Problem
+from tunegemm.space import Candidate, Value
+
+# Tensor cores: m64 nN k16 of 16-bit elements takes N/2 cycles, 4096 FLOP per cycle and SM. Its operands
+# come from shared memory at 128 B per cycle: A (2 KiB) and B (32 N bytes) for every instruction. That
+# ratio *is* the published efficiency table: N=32 gives 16/24 = 67 % (63 % seen), N=16 40 % (38 %), N=8
+# 22 % (21 %), N >= 64 is bound by the tensor cores (95-96 %); arXiv 2402.13499, table of SS WGMMA on H800.
+_FLOP_PER_CYCLE_AND_SM = 4096
+_WGMMA_PEAK = 0.95
+_SMEM_BYTES_PER_CYCLE = 128
+_INSTRUCTION_K_BYTES = 32
+# TMA's writes of the next stages share the same banks, but mostly fall into cycles in which the
+# tensor cores read nothing: with full weight 128x128 tiles could never reach the 88 % they do.
+_SMEM_WRITE_WEIGHT = 0.25
+# Dense work runs at the power cap: SM clocks near 1500 of 1830 MHz on an H200 (nvidia-smi, 700 W).
+_SUSTAINED_CLOCK = 0.82
+# Two warpgroups that share a tile wait for each other at every ring slot and idle the tensor cores
+# between tiles: no cooperative tile is among the best four of the large squares in `anchors_h200.toml`.
+_COOPERATIVE_EFFICIENCY = 0.94
+# Cycles per k-step to pass the ring's barriers when only one warpgroup issues; two hide each other's.
+_BARRIER_CYCLES = 24
+# Cycles per k-step and further CTA of a cluster: a slot is free again when all its readers say so.
+_CLUSTER_CYCLES = 6
+# L2 to SM bytes per cycle and SM, at full clock. DeepGEMM's constants are 64 per SM, at most 6154 (47 per SM)
+# on 132 SMs; 56 ranks the anchors best, since the main loops of 8192^3 lose nothing without a cluster.
+_L2_BYTES_PER_CYCLE_AND_SM = 56
+# From issuing a TMA load to its first bytes, in cycles: an L2 miss. The slot's bytes follow at L2's rate.
+_LOAD_LATENCY_CYCLES = 900
+_DRAM_EFFICIENCY = 0.85
+# Part of the L2 that holds operands over a wave; the rest turns over with output and the other partition.
+_L2_USABLE = 0.6
+# Epilogue: cycles per 64-row subtile beside its bytes (stmatrix, fence, TMA store, barrier).
+_SUBTILE_CYCLES = 90
+_LAUNCH_US = 2.0
+_FILL_US = 1.0
+# Overlapping limits disturb each other: the sum of powers lies between their maximum and their sum.
+_OVERLAP_POWER = 6.0
+# A part that is not in `device.PARTS`: cycles and bytes of a mid-range Hopper.
+_DEFAULT_CLOCK_MHZ = 1700.0
+_DEFAULT_BANDWIDTH_GBPS = 3000.0
+
+_REQUIRED = ("tile_m", "tile_n", "tile_k")
+_GRID_PARAMETERS = ("tile_m", "tile_n", "cluster_m", "cluster_n")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The model's terms for one candidate. `str()` is one line."""
+
+    candidate: Candidate
+    tiles: int
+    """Output tiles, after rounding each mode up to whole clusters."""
+    ctas: int
+    """CTAs of the grid that the launch asks for."""
+    waves: int
+    """Tiles of the busiest CTA."""
+    wave_efficiency: float
+    """Tiles over waves times the CTAs that the device holds; 1 without a tail."""
+    compute_us: float
+    """Tensor cores, or shared memory or the ring where they are slower, over all waves."""
+    l2_us: float
+    """Reads and writes of L2."""
+    dram_us: float
+    """Reads and writes of device memory."""
+    epilogue_us: float
+    """The part of the epilogues that no main loop hides."""
+    total_us: float
+    """Launch, fill, the overlapped terms and the exposed epilogue."""
+
+    @property
+    def bound(self) -> str:
+        """The term that weighs most: ``compute``, ``l2`` or ``dram``."""
+        terms = {"compute": self.compute_us, "l2": self.l2_us, "dram": self.dram_us}
+        return max(terms, key=lambda name: terms[name])
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total_us:.1f} us by model ({self.bound}-bound): {self.tiles} tiles / {self.ctas} CTAs = "
+            f"{self.waves} waves at {self.wave_efficiency:.0%}, compute {self.compute_us:.1f}, "
+            f"L2 {self.l2_us:.1f}, DRAM {self.dram_us:.1f}, epilogue {self.epilogue_us:.1f}"
+        )
+
+
+def predict_us(problem: Problem, candidate: Candidate, device: Device) -> float:
+    """The predicted time in microseconds. Good for ranking candidates of one problem, for nothing else."""
+    return predict(problem, candidate, device).total_us
+
+
+def predict(problem: Problem, candidate: Candidate, device: Device) -> Prediction:
+    """The terms of the prediction for a tile candidate.
+
+    Raises SpaceError for a candidate without a tile shape, such as a library's algorithm.
+    """
+    params = candidate.params
+    for name in _REQUIRED:
+        if name not in params:
+            raise SpaceError(f"the model ranks tiles, and {candidate} has no {name}")
+    tile_m, tile_n, tile_k = (int(params[name]) for name in _REQUIRED)
+    cluster_m, cluster_n = int(params.get("cluster_m", 1)), int(params.get("cluster_n", 1))
+    stages = int(params.get("stages", 4))
+    pingpong = params.get("schedule") == "pingpong"
+    in_bytes, out_bytes = DTYPE_BYTES[problem.in_dtype], DTYPE_BYTES[problem.out_dtype]
+    clock_mhz = _clock_mhz(device) * _SUSTAINED_CLOCK
+
+    # 1. Waves.
+    grid = TileGrid.of(problem, tile_m, tile_n, cluster_m, cluster_n)
+    resident = resident_clusters(device.sm_count, grid.cluster_size)
+    waves = ceil(grid.clusters / resident)
+    balanced = ceil(grid.clusters / waves)
+    launched = balanced if params.get("ctas") == "balanced" else min(resident, grid.clusters)
+    active_ctas = min(resident, grid.clusters) * grid.cluster_size
+
+    # 2. Compute: cycles of one k-step of one tile; a CTA's tiles share the SM's tensor cores one by one.
+    k_steps = ceil(problem.k / tile_k)
+    instructions = (tile_m // 64) * ceil(tile_k * in_bytes / _INSTRUCTION_K_BYTES)
+    mma_cycles = instructions * tile_n / 2 / _WGMMA_PEAK
+    # A warpgroup that owns only part of the columns (192 rows have 3 groups, 256 columns may be split)
+    # reads the same A again; the families here split rows, so B is what every 64 rows read again.
+    smem_bytes = instructions * _INSTRUCTION_K_BYTES * (64 + tile_n)
+    load_bytes = (tile_m + tile_n) * tile_k * in_bytes
+    smem_cycles = (smem_bytes + _SMEM_WRITE_WEIGHT * load_bytes) / _SMEM_BYTES_PER_CYCLE
+    issuing_warpgroups = 1 if pingpong or tile_m == 64 else 2
+    barrier_cycles = _BARRIER_CYCLES / issuing_warpgroups**2 + _CLUSTER_CYCLES * (grid.cluster_size - 1)
+    step_cycles = max(mma_cycles, smem_cycles) + barrier_cycles
+    if not pingpong:
+        step_cycles /= _COOPERATIVE_EFFICIENCY
+    # One slot is being computed on; the others are in flight and must cover the latency of a load.
+    slot_bytes = tile_k * in_bytes * (tile_m / cluster_n + tile_n / cluster_m)
+    load_cycles = _LOAD_LATENCY_CYCLES + slot_bytes / _L2_BYTES_PER_CYCLE_AND_SM
+    step_cycles = _overlap(step_cycles, load_cycles / max(stages - 1, 1))
+    mainloop_us = k_steps * step_cycles / clock_mhz
+    compute_us = waves * mainloop_us
+
+    # 3. L2: what all CTAs of a wave ask for together; the tail wave asks for less but takes as long.
+    operand_bytes = problem.k * in_bytes * (tile_m / cluster_n + tile_n / cluster_m)
+    l2_bytes = active_ctas * waves * (operand_bytes + tile_m * tile_n * out_bytes)
+    l2_us = l2_bytes / (_L2_BYTES_PER_CYCLE_AND_SM * device.sm_count * _clock_mhz(device))
+
+    # 4. DRAM.
+    raster, swizzle = str(params.get("raster_order", "along_m")), int(params.get("swizzle_size", 1))
+    usable_l2_bytes = int(device.l2_bytes * _L2_USABLE)
+    read_bytes = operand_bytes_from_dram(problem, grid, resident, usable_l2_bytes, raster, swizzle)
+    bandwidth = (device.bandwidth_gbps or _DEFAULT_BANDWIDTH_GBPS) * 1e3 * _DRAM_EFFICIENCY
+    dram_us = (read_bytes + problem.m * problem.n * problem.batch * out_bytes) / bandwidth
+
+    # 5. Epilogue of one tile, and how much of all of them stays exposed.
+    subtiles = ceil(tile_n / int(params.get("epi_n", 32)))
+    rows_in_turn = tile_m // 64 if pingpong else ceil(tile_m / 128)
+    epilogue_cycles = (
+        subtiles * rows_in_turn * _SUBTILE_CYCLES + 2 * tile_m * tile_n * out_bytes / _SMEM_BYTES_PER_CYCLE
+    )
+    tile_epilogue_us = epilogue_cycles / clock_mhz
+    if pingpong:
+        hidden_us = min(tile_epilogue_us, mainloop_us)
+        epilogue_us = tile_epilogue_us + (waves - 1) / 2 * (tile_epilogue_us - hidden_us)
+    else:
+        epilogue_us = waves * tile_epilogue_us
+
+    busy_us = _overlap(compute_us, l2_us, dram_us)
+    return Prediction(
+        candidate, grid.tiles, launched * grid.cluster_size, waves, grid.clusters / (waves * resident),
+        compute_us, l2_us, dram_us, epilogue_us, _LAUNCH_US + _FILL_US + busy_us + epilogue_us,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """The output cut into tiles, and the tiles into clusters."""
+
+    tile_m: int
+    tile_n: int
+    clusters_m: int
+    """Clusters along M, the last one perhaps partly outside."""
+    clusters_n: int
+    cluster_m: int
+    cluster_n: int
+    batch: int
+
+    @classmethod
+    def of(cls, problem: Problem, tile_m: int, tile_n: int, cluster_m: int, cluster_n: int) -> TileGrid:
+        return cls(
+            tile_m, tile_n, ceil(problem.m / (tile_m * cluster_m)), ceil(problem.n / (tile_n * cluster_n)),
+            cluster_m, cluster_n, problem.batch,
+        )  # fmt: skip
+
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def clusters(self) -> int:
+        return self.clusters_m * self.clusters_n * self.batch
+
+    @property
+    def tiles(self) -> int:
+        return self.clusters * self.cluster_size
+
+
+@functools.cache
+def resident_clusters(sm_count: int, cluster_size: int) -> int:
+    """Clusters that are resident at once with one CTA per SM.
+
+    A cluster lives in one GPC. Hopper has 8 of them, cut unevenly by yield, always by whole pairs of
+    SMs; the most even cut of 132 SMs is 2 x 18 + 6 x 16, which holds 66 clusters of 2 and 32 of 4. The
+    driver's own figure (`cudaOccupancyMaxActiveClusters`) may be lower on a less even part.
+    """
+    if cluster_size == 1:
+        return sm_count
+    gpcs = 8
+    pairs, odd = divmod(sm_count // 2, gpcs)
+    sizes = [2 * (pairs + 1)] * odd + [2 * pairs] * (gpcs - odd)
+    return max(1, sum(size // cluster_size for size in sizes))
+
+
+def operand_bytes_from_dram(
+    problem: Problem, grid: TileGrid, resident: int, l2_bytes: int, raster: str, swizzle: int
+) -> float:
+    """Operand bytes read from device memory, given how the grid is walked.
+
+    The walk goes along M (or N) through groups of `swizzle` clusters of the other mode. A wave covers a
+    block of the grid; its rows of A and columns of B are read once, and a next wave finds again what
+    L2 still holds. Where both operands fit, that is everything.
+    """
+    m, n, batch = problem.m, problem.n, problem.batch
+    k_bytes = problem.k * DTYPE_BYTES[problem.in_dtype]
+    if raster == "along_n":
+        m, n = n, m
+        along, across = grid.clusters_n, grid.clusters_m
+        extent_along, extent_across = grid.tile_n * grid.cluster_n, grid.tile_m * grid.cluster_m
+    else:
+        along, across = grid.clusters_m, grid.clusters_n
+        extent_along, extent_across = grid.tile_m * grid.cluster_m, grid.tile_n * grid.cluster_n
+    once = (m + n) * k_bytes
+    if once <= l2_bytes:
+        return batch * once
+    group = min(swizzle, across)
+    steps = resident / group
+    wave_along = min(along, ceil(steps))
+    wave_across = min(across, max(group, ceil(resident / along)))
+    wave_bytes = min(m, wave_along * extent_along) * k_bytes + min(n, wave_across * extent_across) * k_bytes
+    waves = max(1.0, along * across / resident)
+    # Walking on within a group keeps its columns; where the walk wraps, the rows come round again.
+    again = max(0.0, waves * wave_bytes - once)
+    kept = min(1.0, l2_bytes / (once if wave_bytes < l2_bytes else wave_bytes))
+    return batch * (once + again * (1 - kept))
+
+
+def _overlap(*limits: float) -> float:
+    """The time of work that runs at once under several limits: a little over the largest."""
+    return sum(limit**_OVERLAP_POWER for limit in limits) ** (1 / _OVERLAP_POWER)
+
+
+def _clock_mhz(device: Device) -> float:
+    if not device.peak_tflops:
+        return _DEFAULT_CLOCK_MHZ
+    return device.peak_tflops * 1e6 / (device.sm_count * _FLOP_PER_CYCLE_AND_SM)
+
+
+def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> list[Prediction]:
+    """Predictions, fastest first; equal ones in the order given."""
+    return sorted((predict(problem, c, device) for c in candidates), key=lambda p: p.total_us)
+
+
+def best_launch(
+    problem: Problem, kernel: Candidate, launch_values: Mapping[str, Sequence[Value]], device: Device
+) -> Prediction:
+    """The kernel at the launch that the model likes best; the first of equals in the lists' order."""
+    return min(
+        (predict(problem, launch, device) for launch in _launches(kernel, launch_values)),
+        key=lambda p: p.total_us,
+    )
+
+
+def rank_kernels(
+    problem: Problem,
+    kernels: Iterable[Candidate],
+    launch_values: Mapping[str, Sequence[Value]],
+    device: Device,
+) -> list[Prediction]:
+    """One prediction per kernel, each at its model-best launch, fastest first.
+
+    The launch enters the DRAM term alone, so that kernels of one tile and cluster shape share their best.
+    """
+    best: dict[tuple[Value | None, ...], Mapping[str, Value]] = {}
+    predictions = []
+    for kernel in kernels:
+        shape = tuple(kernel.params.get(name) for name in _GRID_PARAMETERS)
+        if shape in best:
+            predictions.append(predict(problem, kernel.with_launch(**best[shape]), device))
+        else:
+            predictions.append(best_launch(problem, kernel, launch_values, device))
+            best[shape] = dict(predictions[-1].candidate.launch_params)
+    return sorted(predictions, key=lambda p: p.total_us)
+
+
+def is_redundant_launch(problem: Problem, candidate: Candidate, device: Device) -> bool:
+    """Whether another launch of the same kernel does exactly this: ``balanced`` where it means all CTAs."""
+    if candidate.params.get("ctas") != "balanced":
+        return False
+    everything = candidate.with_launch(ctas="all")
+    return predict(problem, candidate, device).ctas == predict(problem, everything, device).ctas
+
+
+def _launches(kernel: Candidate, launch_values: Mapping[str, Sequence[Value]]) -> Iterator[Candidate]:
+    for values in itertools.product(*launch_values.values()):
+        yield kernel.with_launch(**dict(zip(launch_values, values, strict=True)))

@@ -1,0 +1,58 @@
+"""How many trials each stage of a search may spend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tunegemm.errors import SpaceError
+
+Effort = Literal["quick", "full", "exhaustive"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Trials per stage. What a stage leaves over, the next one may spend."""
+
+    screen: int
+    """Kernels at their model-best launch, in the model's order."""
+    explore: int
+    """Suggestions of the sampler, over compile-time and launch parameters."""
+    refine: int
+    """Further launches of the leaders: they cost no compile."""
+    leaders: int
+    """How many kernels share the launches of the last stage."""
+
+    @property
+    def trials(self) -> int:
+        return self.screen + self.explore + self.refine
+
+
+# A candidate costs some 20 ms once compiled: 80 of them two seconds, 320 seven. Two fifths go to the model's
+# list, whose best 16 of 141 hold the best four tiles of each published shape (tests/test_model.py), and one
+# fifth to launches, which compile nothing.
+_TRIALS = {"quick": 80, "full": 320}
+_LEADERS = {"quick": 2, "full": 4, "exhaustive": 8}
+
+
+def budget_for(effort: Effort, *, kernels: int, launches: int, trials: int | None = None) -> Budget:
+    """The budget of an effort in a space of `kernels`, each with `launches`; `trials` overrides its total.
+
+    Raises SpaceError for an unknown effort and for less than one trial.
+    """
+    if effort not in EFFORTS:
+        raise SpaceError(f"effort {effort!r} is not known; use one of {', '.join(EFFORTS)}")
+    if trials is not None and trials < 1:
+        raise SpaceError(f"trials = {trials}: at least 1 is needed")
+    if not kernels:
+        return Budget(0, 0, 0, 0)
+    leaders = min(_LEADERS[effort], kernels)
+    if effort == "exhaustive":
+        grid = leaders * (launches - 1)
+        screen = kernels if trials is None else min(kernels, trials)
+        return Budget(screen, 0, grid if trials is None else min(grid, trials - screen), leaders)
+    total = _TRIALS[effort] if trials is None else trials
+    screen = min(kernels, max(1, total * 2 // 5))
+    refine = min(total - screen, total // 5, leaders * (launches - 1))
+    return Budget(screen, total - screen - refine, refine, leaders)

@@ -1,0 +1,321 @@
+"""The search of one problem: screen, explore, refine, then name the finalists.
+
+::
+
+    search = Search(ranked, space.launch_values, allowed=feasible, effort="quick", seed=0)
+    while batch := search.ask():
+        for candidate, ratio in evaluate(batch):     # compile, measure; None where it failed
+            search.tell(candidate, ratio)
+    race(search.finalists(6))
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+from tunegemm.errors import SpaceError
+from tunegemm.search.budget import Budget, Effort, budget_for
+from tunegemm.search.sampler import Sampler, is_ordered
+from tunegemm.space import Candidate, Value
+
+#: What the search is doing. `library` is the vendor's algorithms and the seeds.
+StageName = Literal["library", "screen", "explore", "refine", "done"]
+
+#: The screen takes each tile once per cluster shape, with few clusters, before it takes a variant of stages.
+_TILE = ("schedule", "tile_m", "tile_n")
+_CLUSTER = ("cluster_m", "cluster_n")
+_CLUSTERS_PER_TILE = 3
+#: Suggestions per batch of the exploring stage: the sampler learns between batches only.
+_EXPLORE_BATCH = 12
+#: Suggestions in a row that come to nothing new before the model's next best is taken instead.
+_MAX_SKIPS = 12
+
+
+class Search:
+    """Asks for candidates in batches, each at most once and only feasible ones, and learns from their values.
+
+    Deterministic: the same arguments and the same values told in the same batches give the same asks.
+    """
+
+    def __init__(
+        self,
+        ranked: Sequence[Candidate],
+        launch_values: Mapping[str, Sequence[Value]],
+        *,
+        allowed: Callable[[Candidate], bool] | None = None,
+        library: Sequence[Candidate] = (),
+        seeds: Sequence[Candidate] = (),
+        known: Iterable[tuple[Candidate, float | None]] = (),
+        effort: Effort = "quick",
+        trials: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """A search over the kernels of `ranked` and their launches.
+
+        ranked: one candidate per feasible kernel of one family, at its model-best launch, best first.
+        launch_values: the values of each launch-time parameter.
+        allowed: whether a *launch* of these kernels may be asked for; default all. On a replay device,
+            whether it was recorded.
+        library: candidates outside the space, such as the vendor's algorithms: asked first, all of them,
+            and not counted as trials.
+        seeds: candidates of the space to begin with, such as winners of nearby problems.
+        known: stored results (value None: it failed). They are learned from and never asked again.
+        effort, trials: the budget; see `budget_for`.
+
+        Raises SpaceError for kernels of several families, for kernels with unlike parameters, and for a
+        budget that makes no sense.
+        """
+        _check_alike(ranked)
+        self._ranked = list(ranked)
+        self._launch_values = {name: tuple(values) for name, values in launch_values.items()}
+        self._allowed = allowed or (lambda candidate: True)
+        self._by_kernel = {candidate.kernel: candidate for candidate in self._ranked}
+        self._library, self._seeds = list(library), list(seeds)
+        launches = math.prod(len(values) for values in self._launch_values.values())
+        self._budget = budget_for(effort, kernels=len(self._ranked), launches=launches, trials=trials)
+        self._values = _value_lists(self._ranked, self._launch_values)
+        self._seed = seed
+        self._sampler: Sampler | None = None
+        self._asked: list[Candidate] = []
+        self._unlearned: list[tuple[Candidate, float | None]] = []
+        self._told: dict[Candidate, float | None] = {}
+        self._spent = 0
+        self._stage: StageName = "library"
+        self._stream = self._stages()
+        for candidate, value in known:
+            self.tell(candidate, value)
+
+    @property
+    def budget(self) -> Budget:
+        """Trials per stage."""
+        return self._budget
+
+    @property
+    def stage(self) -> StageName:
+        """The stage of the candidate asked for last; ``done`` when there are no more."""
+        return self._stage
+
+    @property
+    def asked(self) -> Sequence[Candidate]:
+        """Every candidate asked for, in order."""
+        return tuple(self._asked)
+
+    @property
+    def best(self) -> tuple[Candidate, float] | None:
+        """The highest value told so far and its candidate."""
+        leaders = self.finalists(1)
+        return (leaders[0], self._told[leaders[0]] or 0.0) if leaders else None
+
+    def ask(self, count: int = 24) -> list[Candidate]:
+        """The next candidates, at most `count`; empty when the budget is spent or nothing new is left.
+
+        A batch ends early where the next stage needs the values of this one.
+        """
+        batch: list[Candidate] = []
+        while len(batch) < count:
+            candidate = next(self._stream, _END)
+            if candidate is _END:
+                break
+            if candidate is not None:
+                batch.append(candidate)
+            elif batch:
+                break
+        return batch
+
+    def tell(self, candidate: Candidate, value: float | None) -> None:
+        """What came of a candidate: its speed relative to the baseline, or None when it failed.
+
+        Raises ValueError for a value that is no positive number.
+        """
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"value {value} of {candidate}: a positive ratio, or None for a failure")
+        self._told[candidate] = value
+        self._unlearned.append((candidate, value))
+
+    def finalists(self, count: int) -> list[Candidate]:
+        """The candidates with the highest told values, best first; the earlier told one of equals."""
+        told = [(candidate, value) for candidate, value in self._told.items() if value is not None]
+        return [candidate for candidate, _ in sorted(told, key=lambda pair: -pair[1])[:count]]
+
+    # The stages are one generator of candidates. It yields None where values of all before are needed.
+
+    def _stages(self) -> Iterator[Candidate | None]:
+        yield from self._take(self._library, "library", limit=len(self._library), counted=False)
+        budget = self._budget
+        seeds = [seed for seed in self._seeds if seed.kernel in self._by_kernel]
+        yield from self._take(seeds, "screen", limit=budget.screen)
+        yield from self._take(_diverse(self._ranked), "screen", limit=budget.screen)
+        yield None
+        if budget.explore:
+            yield from self._explore(budget.screen + budget.explore)
+            yield None
+        # Two rounds, so that the second one turns around the best launch that the first has found.
+        for limit in (budget.trials - budget.refine // 2, budget.trials):
+            yield from self._take(self._launches_of_leaders(), "refine", limit=limit)
+            yield None
+        self._stage = "done"
+
+    def _take(
+        self, candidates: Iterable[Candidate], stage: StageName, *, limit: int, counted: bool = True
+    ) -> Iterator[Candidate]:
+        """The new and allowed ones of `candidates`, while less than `limit` trials are spent in all."""
+        for candidate in candidates:
+            if counted and self._spent >= limit:
+                return
+            if not self._is_new(candidate) or (counted and not self._is_allowed(candidate)):
+                continue
+            self._stage = stage
+            self._spent += counted
+            self._told.setdefault(candidate, None)
+            self._asked.append(candidate)
+            yield candidate
+
+    def _is_new(self, candidate: Candidate) -> bool:
+        return candidate not in self._told
+
+    def _is_allowed(self, candidate: Candidate) -> bool:
+        best_launch = self._by_kernel.get(candidate.kernel)
+        return best_launch is not None and (candidate == best_launch or self._allowed(candidate))
+
+    def _explore(self, limit: int) -> Iterator[Candidate | None]:
+        for number in itertools.count():
+            if self._spent >= limit:
+                return
+            if number and number % _EXPLORE_BATCH == 0:
+                yield None
+            sampler = self._learned_sampler()
+            candidate = self._suggestion(sampler) or next(filter(self._is_new, self._ranked), None)
+            if candidate is None:
+                return
+            sampler.start(candidate)
+            yield from self._take([candidate], "explore", limit=limit)
+
+    def _learned_sampler(self) -> Sampler:
+        """The sampler, told everything that came in since; made on first use, as it loads Optuna."""
+        if self._sampler is None:
+            self._sampler = Sampler(self._values, self._seed)
+            self._nearest = _Nearest(
+                self._ranked, {name: self._values[name] for name, _ in self._ranked[0].compile_params}
+            )
+        for candidate, value in self._unlearned:
+            if candidate.kernel in self._by_kernel:
+                self._sampler.tell(candidate, value)
+        self._unlearned.clear()
+        return self._sampler
+
+    def _suggestion(self, sampler: Sampler) -> Candidate | None:
+        """A new, allowed candidate near the sampler's suggestion; None after too many that were neither."""
+        for _ in range(_MAX_SKIPS):
+            point = {name: values[0] for name, values in self._values.items()} | sampler.suggest()
+            # Most of the product of all lists is infeasible (a ring too deep for its tile, say): the nearest
+            # feasible kernel is what the suggestion means.
+            best_launch = self._nearest.to(point)
+            suggested = best_launch.with_launch(**{name: point[name] for name in self._launch_values})
+            for candidate in (suggested, best_launch):
+                if self._is_new(candidate) and self._is_allowed(candidate):
+                    return candidate
+        return None
+
+    def _launches_of_leaders(self) -> Iterator[Candidate]:
+        """Launches of the fastest kernels in turn, each from its best launch outwards; then of the next."""
+        best: dict[Candidate, Candidate] = {}
+        for candidate in self.finalists(len(self._told)):
+            if candidate.kernel in self._by_kernel:
+                best.setdefault(candidate.kernel, candidate)
+        leaders = iter(best.values())
+        while group := list(itertools.islice(leaders, self._budget.leaders)):
+            for turn in itertools.zip_longest(*map(self._grid_around, group)):
+                yield from (launch for launch in turn if launch is not None)
+
+    def _grid_around(self, leader: Candidate) -> list[Candidate]:
+        """Every launch of the leader's kernel, those with fewest differences first."""
+        names, lists = self._launch_values.keys(), self._launch_values.values()
+        grid = (
+            leader.with_launch(**dict(zip(names, values, strict=True)))
+            for values in itertools.product(*lists)
+        )
+        return sorted(grid, key=lambda launch: _differences(launch, leader))
+
+
+def first_of_each_kernel(ranked: Iterable[Candidate]) -> list[Candidate]:
+    """The best-ranked launch of each kernel: what `Search` wants as `ranked`, from any list of candidates."""
+    best: dict[Candidate, Candidate] = {}
+    for candidate in ranked:
+        best.setdefault(candidate.kernel, candidate)
+    return list(best.values())
+
+
+_END = Candidate("end of the stream")
+
+
+class _Nearest:
+    """Finds the kernel nearest to a point: numbers by their places in the list, words by being the same."""
+
+    def __init__(self, ranked: Sequence[Candidate], values: Mapping[str, Sequence[Value]]) -> None:
+        import numpy
+
+        self._ranked = ranked
+        self._values = {name: listed for name, listed in values.items() if len(listed) > 1}
+        self._columns = numpy.array([self._coordinates(candidate.params) for candidate in ranked])
+        self._ordered = numpy.array([is_ordered(listed) for listed in self._values.values()], dtype=bool)
+        self._scale = numpy.array([len(listed) - 1 for listed in self._values.values()])
+
+    def to(self, point: Mapping[str, Value]) -> Candidate:
+        """The nearest one; of equally near ones the first in rank."""
+        import numpy
+
+        steps = numpy.abs(self._columns - numpy.array(self._coordinates(point)))
+        distance = numpy.where(self._ordered, steps / self._scale, steps != 0).sum(axis=1)
+        return self._ranked[int(distance.argmin())]
+
+    def _coordinates(self, point: Mapping[str, Value]) -> list[int]:
+        return [listed.index(point[name]) for name, listed in self._values.items()]
+
+
+def _diverse(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """`ranked` with the best of each tile and cluster shape first, few clusters per tile, then the rest."""
+    clusters_of_tile: Counter[tuple[Value | None, ...]] = Counter()
+    seen: set[tuple[Value | None, ...]] = set()
+    first, rest = [], []
+    for candidate in ranked:
+        tile = tuple(candidate.params.get(name) for name in _TILE)
+        shape = tile + tuple(candidate.params.get(name) for name in _CLUSTER)
+        if shape in seen or clusters_of_tile[tile] >= _CLUSTERS_PER_TILE:
+            rest.append(candidate)
+            continue
+        seen.add(shape)
+        clusters_of_tile[tile] += 1
+        first.append(candidate)
+    return first + rest
+
+
+def _value_lists(
+    ranked: Sequence[Candidate], launch_values: Mapping[str, Sequence[Value]]
+) -> dict[str, tuple[Value, ...]]:
+    """Every parameter's values, sorted: fixed for the whole study."""
+    lists: dict[str, set[Value]] = {name: set(values) for name, values in launch_values.items()}
+    for candidate in ranked:
+        for name, value in candidate.compile_params:
+            lists.setdefault(name, set()).add(value)
+    return {
+        name: tuple(sorted(values, key=lambda v: (str(type(v)), v))) for name, values in sorted(lists.items())
+    }
+
+
+def _check_alike(ranked: Sequence[Candidate]) -> None:
+    for candidate in ranked[1:]:
+        first = ranked[0]
+        if candidate.family != first.family or not _same_names(candidate, first):
+            raise SpaceError(f"one search is over one family's parameters; got {first} and {candidate}")
+
+
+def _same_names(one: Candidate, other: Candidate) -> bool:
+    return [name for name, _ in one.compile_params] == [name for name, _ in other.compile_params]
+
+
+def _differences(one: Candidate, other: Candidate) -> int:
+    return sum(a != b for a, b in zip(one.launch_params, other.launch_params, strict=True))
