@@ -33,7 +33,7 @@ def resolve(location: str | Path | None) -> Path | URL:
     if isinstance(location, str) and "://" in location:
         try:
             url = make_url(location)
-        except ArgumentError:
+        except (ArgumentError, ValueError):  # the latter for a port that is no number
             raise DatabaseError(
                 f"database {location.partition('://')[0]}://...: not a URL; give a path"
             ) from None
@@ -63,23 +63,43 @@ def connect(location: Path | URL, *, read_only: bool) -> Engine:
             raise DatabaseError(
                 f"{display(location)}: no driver for it ({error}); install psycopg, or give a path"
             ) from None
-    if location.is_dir():
-        raise DatabaseError(f"{location}: a folder, not a database file; give the file's path")
-    if read_only:
-        if not location.exists():
-            raise DatabaseError(f"{location}: no such database; `tunegemm tune` creates it")
-        options = _read_only_options(location)
-    else:
-        try:
-            location.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DatabaseError(
-                f"{location}: {error.strerror} while creating its folder; choose another path"
-            ) from None
-        with translated(location):
+    with translated(location):
+        if read_only:
+            _check_readable(location)
+            options = _read_only_options(location)
+        else:
+            _make_writable(location)
             _choose_journal(location)
-        options = "mode=rwc"
+            options = "mode=rwc"
     return _sqlite_engine(location, options)
+
+
+def _check_readable(path: Path) -> None:
+    if not os.path.exists(path):
+        raise DatabaseError(f"{path}: no such database; `tunegemm tune` creates it")
+    if os.path.isdir(path):
+        raise DatabaseError(f"{path}: a folder, not a database file; give the file's path")
+    if not os.access(path, os.R_OK):
+        raise DatabaseError(f"{path}: you may not read it; change its permissions or choose another path")
+
+
+def _make_writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatabaseError(
+            f"{path}: {error.strerror} while creating its folder; choose another path"
+        ) from None
+    places = [path.parent]
+    if os.path.exists(path):
+        _check_readable(path)
+        places.append(path)
+    for place in places:
+        # SQLite opens what it may not write as if for reading, and does not say so before the first write.
+        if not os.access(place, os.W_OK):
+            raise DatabaseError(
+                f"{path}: {place} is read-only; change its permissions or choose another path"
+            )
 
 
 def writer(engine: Engine) -> Engine:
@@ -157,11 +177,12 @@ def _choose_journal(path: Path) -> None:
         try:
             if connection.execute("PRAGMA page_count").fetchone() == (0,):
                 connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("SELECT count(*) FROM sqlite_master")
+            connection.execute("BEGIN IMMEDIATE")  # a mere read may succeed where writing cannot
+            connection.execute("ROLLBACK")
             return
         except sqlite3.OperationalError as error:
             name = error.sqlite_errorname
-            if name == "SQLITE_BUSY":  # another process is creating the file, and chooses for all
+            if name.startswith("SQLITE_BUSY"):  # another process is creating the file, and chooses for all
                 return
             if not name.startswith(("SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_PROTOCOL")):
                 raise
