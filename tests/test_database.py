@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import shutil
 import signal
@@ -169,6 +168,15 @@ class TestRecords:
         assert again is not None and again.candidate == KERNEL
         assert len(database.measurements(PROBLEM, FINGERPRINT)) == 4
 
+    def test_settling_what_the_race_published_adds_no_second_row(self, database: Database) -> None:
+        raced = measurement(1.05)
+        database.publish(PROBLEM, DEVICE, measurement(1.06), policy="race")
+        database.publish(PROBLEM, DEVICE, raced, policy="race")
+        database.settle(PROBLEM, DEVICE, raced)
+        assert len(database.measurements(PROBLEM, FINGERPRINT)) == 2
+        record = database.best(PROBLEM, FINGERPRINT)
+        assert record is not None and record.settled and record.ratio == pytest.approx(1.05)
+
     def test_settling_needs_no_earlier_record(self, database: Database) -> None:
         database.settle(PROBLEM, DEVICE, measurement(), label="winner")
         record = database.best(PROBLEM, FINGERPRINT)
@@ -266,83 +274,73 @@ class TestFrame:
         assert list(database.frame(Problem.parse("8x8x8")).columns) == list(database.frame().columns)
 
 
-def _publish_many(path: str, writer: int, count: int) -> None:
+def publish_many(path: str, writer: int, count: int) -> None:
     with Database.open(path) as database:
         for index in range(count):
             candidate = KERNEL.with_launch(writer=writer, index=index)
-            database.publish(PROBLEM, DEVICE, measurement(1 + writer / 100 + index / 10_000, candidate))
+            ratio = 1 + writer / 100 + index / 10_000
+            database.publish(PROBLEM, DEVICE, measurement(ratio, candidate))
+            print(index, flush=True)  # acknowledged
 
 
-def _publish_until_killed(path: str, acknowledged: Any) -> None:
-    with Database.open(path) as database:
-        for index in range(100_000):
-            database.publish(PROBLEM, DEVICE, measurement(1 + index / 1e6, KERNEL.with_launch(index=index)))
-            acknowledged.send(index)
-
-
-def _hold_lock(path: str, holding: Any, seconds: float) -> None:
+def hold_lock(path: str, seconds: float) -> None:
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("BEGIN IMMEDIATE")
-    holding.send(True)
+    print("holding", flush=True)
     time.sleep(seconds)
     connection.execute("ROLLBACK")
     connection.close()
 
 
-class TestProcesses:
-    spawn = multiprocessing.get_context("spawn")
+def child(call: str) -> subprocess.Popen[str]:
+    """Another process that evaluates a call of one of the functions above, in this very file."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    return subprocess.Popen(
+        [sys.executable, __file__, call], stdout=subprocess.PIPE, text=True, env=environment
+    )
 
+
+class TestProcesses:
     def test_four_processes_lose_nothing(self, path: Path) -> None:
         # The file does not exist yet: they race to create and migrate it, too.
-        processes = [self.spawn.Process(target=_publish_many, args=(str(path), i, 100)) for i in range(4)]
+        processes = [child(f"publish_many({str(path)!r}, {writer}, 100)") for writer in range(4)]
         for process in processes:
-            process.start()
-        for process in processes:
-            process.join(60)
-        assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+            process.communicate(timeout=60)
+        assert [process.returncode for process in processes] == [0, 0, 0, 0]
         with Database.open(path, read_only=True) as database:
-            published = {
-                (m.candidate["writer"], m.candidate["index"])
-                for m in database.measurements(PROBLEM, FINGERPRINT)
-            }
-            assert published == {(writer, index) for writer in range(4) for index in range(100)}
+            read = database.measurements(PROBLEM, FINGERPRINT)
+            published = [(m.candidate["writer"], m.candidate["index"]) for m in read]
+            assert sorted(published) == [(writer, index) for writer in range(4) for index in range(100)]
             record = database.best(PROBLEM, FINGERPRINT)
             assert record is not None
             assert (record.candidate["writer"], record.candidate["index"]) == (3, 99)
 
     def test_a_killed_process_leaves_every_acknowledged_row(self, path: Path) -> None:
-        receive, send = self.spawn.Pipe(duplex=False)
-        process = self.spawn.Process(target=_publish_until_killed, args=(str(path), send))
-        process.start()
-        last = -1
-        while last < 50:
-            assert receive.poll(30)
-            last = receive.recv()
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(30)
-        assert process.exitcode == -signal.SIGKILL
-        while receive.poll():
-            last = receive.recv()
+        process = child(f"publish_many({str(path)!r}, 0, 100_000)")
+        assert process.stdout is not None
+        for _ in range(50):
+            process.stdout.readline()
+        process.kill()
+        rest, _ = process.communicate(timeout=30)
+        acknowledged = 50 + rest.count("\n")
+        assert process.returncode == -signal.SIGKILL
         with Database.open(path) as database:
             indices = [m.candidate["index"] for m in database.measurements(PROBLEM, FINGERPRINT)]
-            assert indices[: last + 1] == list(range(last + 1))
+            assert indices[:acknowledged] == list(range(acknowledged))
             record = database.best(PROBLEM, FINGERPRINT)
             assert record is not None and record.candidate["index"] == indices[-1]
             database.publish(PROBLEM, DEVICE, measurement())
 
     def test_a_writer_waits_for_another_and_a_reader_does_not(self, database: Database, path: Path) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.01))
-        receive, send = self.spawn.Pipe(duplex=False)
-        process = self.spawn.Process(target=_hold_lock, args=(str(path), send, 1.0))
-        process.start()
-        assert receive.poll(30)
+        process = child(f"hold_lock({str(path)!r}, 1.0)")
+        assert process.stdout is not None and process.stdout.readline() == "holding\n"
         begin = time.perf_counter()
         assert database.best(PROBLEM, FINGERPRINT) is not None
         read = time.perf_counter() - begin
         database.publish(PROBLEM, DEVICE, measurement(1.02))
         written = time.perf_counter() - begin
-        process.join(30)
+        process.communicate(timeout=30)
         assert read < 0.7 < written
         assert len(database.measurements(PROBLEM, FINGERPRINT)) == 2
 
@@ -556,7 +554,7 @@ class TestPermissions:
         (folder / "t.sqlite").chmod(0o444)
         folder.chmod(0o555)
         assert self.run(folder / "t.sqlite", "ro") == "records: 1\n"
-        assert os.listdir(folder) == ["t.sqlite"]
+        assert [file.name for file in folder.iterdir()] == ["t.sqlite"]
 
     def test_a_writer_names_a_read_only_folder(self, folder: Path) -> None:
         folder.chmod(0o555)
@@ -619,7 +617,7 @@ def test_opening_a_current_database_does_not_load_alembic(path: Path) -> None:
     assert done.stdout == "False\n", done.stderr
 
 
-def _write_sample(path: Path, device: Device = DEVICE) -> None:
+def write_sample(path: Path, device: Device = DEVICE) -> None:
     """How tests/data/schema-NNNN.sqlite was made, by the version of that schema."""
     with Database.open(path) as database:
         database.publish(PROBLEM, device, measurement(1.04), resources=RESOURCES, label="pp128x256")
@@ -630,3 +628,7 @@ def _write_sample(path: Path, device: Device = DEVICE) -> None:
             PROBLEM, device, Failure(KERNEL.with_launch(clusters=7), "timeout", "no answer within 10 s")
         )
         database.settle(PROBLEM, device, measurement(1.05), resources=RESOURCES, label="pp128x256")
+
+
+if __name__ == "__main__":
+    eval(sys.argv[1])

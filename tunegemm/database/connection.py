@@ -75,12 +75,20 @@ def connect(location: Path | URL, *, read_only: bool) -> Engine:
 
 
 def _check_readable(path: Path) -> None:
-    if not os.path.exists(path):
+    if not _exists(path):
         raise DatabaseError(f"{path}: no such database; `tunegemm tune` creates it")
-    if os.path.isdir(path):
+    if path.is_dir():
         raise DatabaseError(f"{path}: a folder, not a database file; give the file's path")
     if not os.access(path, os.R_OK):
         raise DatabaseError(f"{path}: you may not read it; change its permissions or choose another path")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError:  # not there, or in a folder one may not search, where Path.exists raises
+        return False
+    return True
 
 
 def _make_writable(path: Path) -> None:
@@ -91,7 +99,7 @@ def _make_writable(path: Path) -> None:
             f"{path}: {error.strerror} while creating its folder; choose another path"
         ) from None
     places = [path.parent]
-    if os.path.exists(path):
+    if _exists(path):
         _check_readable(path)
         places.append(path)
     for place in places:

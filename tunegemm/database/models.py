@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from sqlalchemy import (
     CheckConstraint,
@@ -88,7 +88,9 @@ def plain(value: Any) -> Any:
 class Base(DeclarativeBase):
     """Names its constraints, so that a later migration can refer to them on every server."""
 
-    type_annotation_map = {float: Double}  # a plain Float is 4 bytes wide on some servers
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        float: Double
+    }  # a plain Float is 4 bytes wide on some servers
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -175,7 +177,8 @@ class MeasurementRow(Base):
     candidate_id: Mapped[int] = mapped_column(ForeignKey("candidates.id"), doc="What solved it.")
     fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), doc="Where.")
     policy: Mapped[str] = mapped_column(
-        String(16), doc="How it was measured: screen (few rounds, while searching) or final (the last race)."
+        String(16),
+        doc="screen: few rounds, while searching. Another word, such as race or final: a final race.",
     )
     samples_us: Mapped[list[float]] = mapped_column(
         JsonText, doc="JSON list: device time of one product per round, microseconds."

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import pandas
 
 Value = TypeVar("Value")
+ResultRow = TypeVar("ResultRow", MeasurementRow, FailureRow, MeasurementRow | FailureRow)
 
 _log = logging.getLogger(__name__)
 
@@ -122,12 +123,13 @@ class Database:
         """Add one outcome to the history; on return it is committed.
 
         A measurement with a better ratio than the record's becomes the record, unless a final race has
-        settled that. Raises DatabaseError when it cannot be written, for a device that is not real, and
-        for samples that are no times.
+        settled that. policy: ``screen`` while searching, another word for a final race, where more rounds
+        make better evidence. Raises DatabaseError when it cannot be written, for a device that is not
+        real, and for samples that are no times.
         """
         row = _outcome_row(outcome, resources, policy)
         with self._publication(device) as session:
-            self._add(session, row, problem, device, outcome.candidate, label)
+            _add(session, row, _keys(session, problem, device, outcome.candidate, label))
             if isinstance(row, MeasurementRow):
                 record = _record_row(session, row, settled=False)
                 if (
@@ -145,12 +147,19 @@ class Database:
         resources: Resources | None = None,
         label: str = "",
     ) -> None:
-        """Publish the final race's measurement of its winner, and make it the record. Raises as `publish`."""
-        row = MeasurementRow(
+        """Make the final race's measurement of its winner the record. Raises as `publish`.
+
+        It is published with policy ``final``, unless the very same samples are in the history already.
+        """
+        new = MeasurementRow(
             policy="final", **_measurement_values(measurement), **_resource_values(resources)
         )
         with self._publication(device) as session:
-            self._add(session, row, problem, device, measurement.candidate, label)
+            keys = _keys(session, problem, device, measurement.candidate, label)
+            same = select(MeasurementRow).filter_by(
+                **keys, samples_us=new.samples_us, baseline_us=new.baseline_us
+            )
+            row = session.scalar(same.order_by(MeasurementRow.id.desc()).limit(1)) or _add(session, new, keys)
             _choose(_record_row(session, row, settled=True), row, settled=True)
 
     def best(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
@@ -211,7 +220,8 @@ class Database:
     ) -> pandas.DataFrame:
         """One row per problem, fingerprint and candidate, with the best evidence for it.
 
-        That is its latest ``final`` measurement, or else its latest one. Columns: the fields of the problem
+        That is the settled record's measurement, or its latest of a final race (any policy but
+        ``screen``), or else its latest one. Columns: the fields of the problem
         and of the fingerprint; ``fingerprint`` (its digest), ``candidate`` (its digest), family, label;
         policy, median_us, baseline_median_us, ratio, spread, baseline_spread, noise, relative_error,
         sm_clock_mhz, power_w, temperature_c, throttle_reasons, registers, spill_bytes, smem_bytes, warnings,
@@ -268,7 +278,7 @@ class Database:
         is_record = frame["measurement_id"] == frame["record_measurement_id"]
         frame["record"] = is_record
         frame["settled"] = is_record & frame["settled"].eq(True)
-        frame["_evidence"] = frame["policy"].eq("final").astype(int) + 2 * frame["settled"].astype(int)
+        frame["_evidence"] = frame["policy"].ne("screen").astype(int) + 2 * frame["settled"].astype(int)
         frame = frame.sort_values(["_evidence", "measurement_id"], kind="stable")
         key = ["problem_id", "fingerprint", "candidate"]
         # A candidate measured again stays the record, though its row now shows the later evidence.
@@ -292,23 +302,6 @@ class Database:
     def _reading(self) -> Iterator[Session]:
         with translated(self.location), Session(self._engine) as session:
             yield session
-
-    def _add(
-        self,
-        session: Session,
-        row: MeasurementRow | FailureRow,
-        problem: Problem,
-        device: Device,
-        candidate: Candidate,
-        label: str,
-    ) -> None:
-        digest = fingerprint_digest(device.fingerprint)
-        row.problem_id = _row_id(session, ProblemRow, dataclasses.asdict(problem))
-        row.fingerprint_id = _row_id(session, FingerprintRow, {"digest": digest}, device.fingerprint.asdict())
-        row.candidate_id = _candidate_id(session, candidate, label)
-        row.created_at = datetime.now(UTC)
-        session.add(row)
-        session.flush()
 
     def _read_records(self, query: Select[Any]) -> list[Record]:
         with self._reading() as session:
@@ -471,6 +464,27 @@ def _measurement_values(measurement: Measurement) -> dict[str, Any]:
 
 def _resource_values(resources: Resources | None) -> dict[str, Any]:
     return {} if resources is None else dataclasses.asdict(resources)
+
+
+def _keys(
+    session: Session, problem: Problem, device: Device, candidate: Candidate, label: str
+) -> dict[str, int]:
+    """The keys of a result's problem, fingerprint and candidate, whose rows are added when missing."""
+    digest = fingerprint_digest(device.fingerprint)
+    return {
+        "problem_id": _row_id(session, ProblemRow, dataclasses.asdict(problem)),
+        "fingerprint_id": _row_id(session, FingerprintRow, {"digest": digest}, device.fingerprint.asdict()),
+        "candidate_id": _candidate_id(session, candidate, label),
+    }
+
+
+def _add(session: Session, row: ResultRow, keys: dict[str, int]) -> ResultRow:
+    for name, key in keys.items():
+        setattr(row, name, key)
+    row.created_at = datetime.now(UTC)
+    session.add(row)
+    session.flush()
+    return row
 
 
 def _row_id(
