@@ -1,0 +1,291 @@
+"""Ranking, ties and renderers of leaderboards, from memory and from a real database."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tunegemm.database import Database
+from tunegemm.device import PARTS, Fingerprint, device_from_part
+from tunegemm.errors import TunegemmError
+from tunegemm.outcome import Failure, Measurement
+from tunegemm.problem import Problem
+from tunegemm.report.leaderboard import Leaderboard
+from tunegemm.space import Candidate
+
+FINGERPRINT = Fingerprint(
+    "NVIDIA H200", 132, "580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0", "0123456789abcdef"
+)
+DEVICE = device_from_part("cuda:0", PARTS["h200"], FINGERPRINT)
+PROBLEM = Problem.parse("4096x4096x4096")
+SMALL = Problem.parse("64x24576x1536")
+
+
+def candidate(tile_n: int, family: str = "cute_sm90") -> Candidate:
+    return Candidate.make(family, {"tile_n": tile_n})
+
+
+def measurement(ratio: float, tile_n: int, *, family: str = "cute_sm90", clock: float = 1.0) -> Measurement:
+    """A measurement with that ratio; `clock` slows the whole interleave, the baseline with it."""
+    baseline = tuple(clock * time for time in (199.0, 200.0, 201.0, 202.0))
+    samples = tuple(time / ratio for time in baseline)
+    return Measurement(candidate(tile_n, family), samples, baseline, 1.7e-3, 0.004)
+
+
+def labels(*outcomes: Measurement | Failure) -> dict[str, str]:
+    return {o.candidate.digest: f"n{o.candidate['tile_n']}" for o in outcomes}
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    with Database.open(tmp_path / "t.sqlite") as database:
+        yield database
+
+
+def ranks(board: Leaderboard) -> list[tuple[int, bool, str]]:
+    frame = board.frame
+    return list(zip(frame["rank"], frame["tie"], frame["candidate"], strict=True))
+
+
+class TestRanking:
+    def test_by_ratio_and_not_by_time(self) -> None:
+        # The second was measured while the chip was 10 % slower, with its baseline.
+        fast, faster = measurement(1.03, 128), measurement(1.07, 256, clock=1.1)
+        assert faster.median_us > fast.median_us
+        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [fast, faster], labels(fast, faster))
+        assert ranks(board) == [(1, False, "n256"), (2, False, "n128"), (3, False, "torch.mm")]
+
+    def test_the_baselines_row_is_of_the_leaders_interleave(self) -> None:
+        outcomes = [measurement(1.03, 128), measurement(1.07, 256, clock=1.1)]
+        frame = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes).frame.set_index("candidate")
+        baseline = frame.loc["torch.mm"]
+        assert baseline["median_us"] == pytest.approx(200.5 * 1.1)
+        assert baseline["ratio_to_torch_mm"] == 1
+        assert baseline["spread_percent"] > 0
+
+    def test_a_measured_torch_mm_is_not_shown_twice(self) -> None:
+        outcomes = [measurement(1.03, 128), measurement(0.999, 1, family="cublaslt")]
+        names = {outcomes[1].candidate.digest: "torch.mm"}
+        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes, names)
+        assert list(board.frame["candidate"]).count("torch.mm") == 1
+        assert len(board.frame) == 2
+
+    def test_closer_than_the_noise_is_a_tie_with_the_first_of_the_rank(self) -> None:
+        # Each is within 0.4 % of its neighbour, but the third is not within 0.4 % of the first.
+        outcomes = [measurement(1.050, 1), measurement(1.047, 2), measurement(1.044, 3), measurement(0.9, 4)]
+        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes, labels(*outcomes))
+        assert ranks(board) == [
+            (1, True, "n1"), (1, True, "n2"), (3, False, "n3"), (4, False, "torch.mm"), (5, False, "n4"),
+        ]  # fmt: skip
+        assert "1=" in board.render("md")
+
+    def test_the_winner_of_the_final_race_comes_first(self) -> None:
+        lucky, winner = measurement(1.09, 128), measurement(1.05, 256)
+        board = Leaderboard.from_outcomes(
+            PROBLEM, DEVICE, [lucky, winner], labels(lucky, winner), best=winner.candidate
+        )
+        assert ranks(board)[:2] == [(1, False, "n256"), (2, False, "n128")]
+        assert list(board.frame["chosen"]) == [True, False, False]
+
+    def test_the_last_measurement_counts_and_failures_have_no_row(self) -> None:
+        outcomes = [
+            measurement(1.2, 128),
+            Failure(candidate(64), "crash", "illegal address"),
+            measurement(1.02, 128),
+        ]
+        frame = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes).frame
+        assert len(frame) == 2
+        assert frame["ratio_to_torch_mm"].iloc[0] == pytest.approx(1.02)
+
+    def test_figures(self) -> None:
+        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [measurement(1.0025, 128)])
+        row = board.frame.iloc[0]
+        assert row["median_us"] == pytest.approx(200.0)
+        assert row["tflops"] == pytest.approx(2 * 4096**3 / 200e-6 / 1e12)
+        assert row["percent_of_roofline"] == pytest.approx(100 * row["tflops"] / 989.4, rel=1e-6)
+        memory_bound = Leaderboard.from_outcomes(SMALL, DEVICE, [measurement(1.0025, 128)]).frame.iloc[0]
+        assert memory_bound["percent_of_roofline"] == pytest.approx(100 * SMALL.bytes / 4800e9 / 200e-6)
+
+    def test_an_unknown_peak_leaves_its_column_empty(self) -> None:
+        device = dataclasses.replace(DEVICE, peak_tflops=0.0, bandwidth_gbps=0.0)
+        board = Leaderboard.from_outcomes(PROBLEM, device, [measurement(1.05, 128)])
+        assert board.frame["percent_of_roofline"].isna().all()
+        assert board.as_dict()["rows"][0]["percent_of_roofline"] is None
+        assert (
+            "nan"
+            not in board.render("table")
+            + board.render("md")
+            + board.render("csv")
+            + board.render("json").lower()
+        )
+
+    def test_nothing_measured(self) -> None:
+        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [Failure(candidate(64), "compile", "spills")])
+        assert board.frame.empty
+        for format in ("table", "csv", "json", "md"):
+            assert board.render(format, top=3)
+
+
+class TestSources:
+    def test_replayed_says_so_everywhere(self) -> None:
+        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [measurement(1.05, 128)], source="replayed")
+        for format in ("table", "md", "json"):
+            text = board.render(format)
+            assert "Replayed from a recording of NVIDIA H200; nothing was measured here." in text
+            assert "Measured" not in text
+        assert all(row["source"] == "replayed" for row in csv.DictReader(io.StringIO(board.csv())))
+
+    def test_modelled_has_no_figure_that_could_pass_for_measured(self) -> None:
+        predictions = [(candidate(64), 250.0), (candidate(256), 190.0)]
+        board = Leaderboard.from_predictions(PROBLEM, DEVICE, predictions, {candidate(256).digest: "n256"})
+        assert list(board.frame["candidate"]) == ["n256", "cute_sm90 tile_n=64"]
+        assert not {"median_us", "tflops", "ratio_to_torch_mm", "percent_of_roofline"} & set(
+            board.frame.columns
+        )
+        assert board.source == "modelled"
+        assert "Ranked by a model of NVIDIA H200; nothing was timed" in board.render("table")
+        outcomes = [measurement(1.0, 64), measurement(1.1, 256)]
+        same = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes, source="modelled")
+        assert list(same.frame.columns) == list(board.frame.columns)
+
+
+class TestRendering:
+    @pytest.fixture
+    def board(self) -> Leaderboard:
+        outcomes = [measurement(1.05, 128), measurement(1.02, 64), measurement(0.5, 32)]
+        return Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes, labels(*outcomes))
+
+    def test_table(self, board: Leaderboard) -> None:
+        text = board.render("table")
+        assert "4096x4096x4096 bf16 tn on NVIDIA H200" in text
+        row = next(line for line in text.splitlines() if "n128" in line)
+        assert row.replace("│", " ").split() == [
+            "1", "n128", "191.0", "719.8", "1.050", "72.7", "1.2", "cute_sm90", "NVIDIA", "H200",
+        ]  # fmt: skip
+
+    def test_markdown(self, board: Leaderboard) -> None:
+        lines = board.render("md").splitlines()
+        assert lines[0] == "**4096x4096x4096 bf16 tn on NVIDIA H200**"
+        assert lines[2].startswith("| rank | candidate | median us | TFLOP/s | ratio to torch.mm |")
+        assert lines[3].startswith("|---:|---|---:|")
+        assert lines[4] == "| 1 | n128 | 191.0 | 719.8 | 1.050 | 72.7 | 1.2 | cute_sm90 | NVIDIA H200 |"
+        assert lines[8] == ""
+
+    def test_json_has_plain_numbers(self, board: Leaderboard) -> None:
+        data = json.loads(board.render("json"))
+        assert data["source"] == "measured"
+        first = data["rows"][0]
+        assert first["rank"] == 1 and first["tie"] is False and first["chosen"] is False
+        assert first["median_us"] == pytest.approx(190.952)
+        assert first["ratio_to_torch_mm"] == 1.05
+
+    def test_csv_reads_back(self, board: Leaderboard) -> None:
+        rows = list(csv.DictReader(io.StringIO(board.render("csv"))))
+        assert [row["candidate"] for row in rows] == ["n128", "n64", "torch.mm", "n32"]
+        assert float(rows[0]["tflops"]) == pytest.approx(719.7, rel=1e-3)
+
+    def test_top_keeps_the_baseline_and_says_what_is_missing(self, board: Leaderboard) -> None:
+        top = board.top(1)
+        assert list(top.frame["candidate"]) == ["n128", "torch.mm"]
+        assert list(top.frame["rank"]) == [1, 3]
+        assert "Rows not shown: 2." in top.note
+        assert board.top(None) is board
+        assert "not shown" not in board.top(9).note
+
+    def test_a_narrow_terminal_folds_words_and_keeps_numbers(self, board: Leaderboard) -> None:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=80).print(board.table())
+        rows = [line for line in text.getvalue().splitlines() if "n128" in line]
+        assert all(figure in rows[0] for figure in ("n128", "191.0", "719.8", "1.050", "72.7"))
+        assert rows[0].endswith("│")
+
+    def test_labels_with_markup_stay_text(self) -> None:
+        outcome = measurement(1.05, 128)
+        board = Leaderboard.from_outcomes(
+            PROBLEM, DEVICE, [outcome], {outcome.candidate.digest: "a|b [red]x"}
+        )
+        assert "a|b [red]x" in board.render("table")
+        assert "a\\|b [red]x" in board.render("md")
+
+    def test_an_unknown_format(self, board: Leaderboard) -> None:
+        with pytest.raises(TunegemmError, match="format 'xml' is not known; use one of table, csv, json, md"):
+            board.render("xml")
+
+
+class TestStored:
+    def test_a_board_from_the_database(self, database: Database) -> None:
+        database.publish(PROBLEM, DEVICE, measurement(1.08, 64), label="lucky")
+        database.publish(PROBLEM, DEVICE, measurement(0.97, 32))
+        database.settle(PROBLEM, DEVICE, measurement(1.05, 128), label="winner")
+        board = Leaderboard.from_frame(PROBLEM, database.frame(PROBLEM))
+        assert ranks(board) == [
+            (1, False, "winner"), (2, False, "lucky"), (3, False, "torch.mm"),
+            (4, False, f"cute_sm90 {candidate(32).digest}"),
+        ]  # fmt: skip
+        assert list(board.frame["chosen"]) == [True, False, False, False]
+        assert list(board.frame["stage"])[:2] == ["final", "screen"]
+        assert board.frame["percent_of_roofline"].iloc[0] == pytest.approx(72.8, abs=0.1)
+        assert "Measured on NVIDIA H200, driver 580.159.04, torch 2.11.0." in board.note
+
+    def test_only_the_latest_software_of_a_device_unless_one_is_given(self, database: Database) -> None:
+        newer = dataclasses.replace(DEVICE, fingerprint=dataclasses.replace(FINGERPRINT, torch="2.12.0"))
+        database.publish(PROBLEM, DEVICE, measurement(1.30, 64), label="old")
+        database.publish(PROBLEM, newer, measurement(1.05, 64), label="new")
+        frame = database.frame()
+        latest = Leaderboard.from_frame(PROBLEM, frame)
+        assert latest.frame["ratio_to_torch_mm"].iloc[0] == pytest.approx(1.05)
+        assert "Rows of other devices or software versions, left out: 1." in latest.note
+        given = Leaderboard.from_frame(PROBLEM, frame, DEVICE)
+        assert given.frame["ratio_to_torch_mm"].iloc[0] == pytest.approx(1.30)
+        foreign = dataclasses.replace(DEVICE, fingerprint=dataclasses.replace(FINGERPRINT, driver="1"))
+        assert Leaderboard.from_frame(PROBLEM, frame, foreign).frame.empty
+
+    def test_devices_are_ranked_apart(self, database: Database) -> None:
+        other = dataclasses.replace(
+            DEVICE, fingerprint=dataclasses.replace(FINGERPRINT, device_name="NVIDIA Unheard")
+        )
+        database.publish(PROBLEM, DEVICE, measurement(1.05, 64), label="a")
+        database.publish(PROBLEM, other, measurement(1.20, 64), label="a")
+        board = Leaderboard.from_frame(PROBLEM, database.frame())
+        assert list(zip(board.frame["device"], board.frame["rank"], strict=True)) == [
+            ("NVIDIA H200", 1), ("NVIDIA H200", 2), ("NVIDIA Unheard", 1), ("NVIDIA Unheard", 2),
+        ]  # fmt: skip
+        assert list(board.frame["percent_of_roofline"].isna()) == [False, False, True, True]
+        assert len(board.top(1).frame) == 4  # each device's first, and its torch.mm
+
+    def test_a_problem_that_was_not_measured(self, database: Database) -> None:
+        board = Leaderboard.from_frame(SMALL, database.frame())
+        assert board.frame.empty
+        assert board.note == "Nothing was measured for this device and software."
+        assert board.render("table")
+
+    def test_summary(self, database: Database) -> None:
+        database.settle(PROBLEM, DEVICE, measurement(1.10, 128), label="pp")
+        database.publish(PROBLEM, DEVICE, measurement(1.04, 7, family="cublaslt"), label="a66")
+        database.publish(SMALL, DEVICE, measurement(0.95, 64), label="slow")
+        database.publish(SMALL, DEVICE, measurement(0.97, 8, family="cublaslt"), label="a67")
+        board = Leaderboard.summary(database.frame())
+        small, large = board.as_dict()["rows"]
+        assert (large["problem"], large["candidate"], large["best_vendor"]) == (str(PROBLEM), "pp", "a66")
+        assert (large["ratio_to_torch_mm"], large["best_vendor_ratio"]) == (1.1, 1.04)
+        # Where nothing beats torch.mm, torch.mm is the best, and the best of the vendor's.
+        assert (small["problem"], small["candidate"], small["best_vendor"]) == (
+            str(SMALL),
+            "torch.mm",
+            "torch.mm",
+        )
+        assert "Geometric mean over 2 rows, to torch.mm: 1.049; " in board.note
+        for format in ("table", "csv", "md"):
+            assert "4096x4096x4096 bf16 tn" in board.render(format, top=1)
+
+    def test_an_empty_summary(self, database: Database) -> None:
+        board = Leaderboard.summary(database.frame())
+        assert board.frame.empty and "Nothing was measured" in board.render("table")

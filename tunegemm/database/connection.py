@@ -1,0 +1,238 @@
+"""From a location to an engine, and from a driver's error to one line that names the remedy.
+
+What is special about SQLite is here, and nowhere else: a server's URL gives a plain engine.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+
+from tunegemm.errors import DatabaseError
+
+#: How long a statement waits for another process's transaction. One publication takes some
+#: milliseconds, so half a minute is the queue of thousands.
+BUSY_TIMEOUT_S = 30.0
+
+#: Execution option of engines whose transactions write; read by the SQLite hook below.
+_WRITES = "tunegemm_writes"
+
+
+def resolve(location: str | Path | None) -> Path | URL:
+    """A file's path or a server's URL; without a location ``TUNEGEMM_DB`` or the user's data folder."""
+    if location is None:
+        location = os.environ.get("TUNEGEMM_DB") or _default_path()
+    if isinstance(location, str) and "://" in location:
+        try:
+            url = make_url(location)
+        except (ArgumentError, ValueError):  # the latter for a port that is no number
+            raise DatabaseError(
+                f"database {location.partition('://')[0]}://...: not a URL; give a path"
+            ) from None
+        if url.get_backend_name() != "sqlite":
+            return url
+        if not url.database or url.database == ":memory:":
+            raise DatabaseError(f"database {location}: a database in memory is lost at exit; give a path")
+        location = url.database
+    return Path(location).expanduser().absolute()
+
+
+def _default_path() -> Path:
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("tunegemm")) / "tunegemm.sqlite"
+
+
+def connect(location: Path | URL, *, read_only: bool) -> Engine:
+    """An engine for a file or server; a writable file and its folder are created when missing.
+
+    Raises DatabaseError when there is no such file, or when it can be neither created nor opened.
+    """
+    if isinstance(location, URL):
+        try:
+            return create_engine(location, pool_pre_ping=True)
+        except (NoSuchModuleError, ModuleNotFoundError) as error:
+            raise DatabaseError(
+                f"{display(location)}: no driver for it ({error}); install psycopg, or give a path"
+            ) from None
+    with translated(location):
+        if read_only:
+            _check_readable(location)
+            options = _read_only_options(location)
+        else:
+            _make_writable(location)
+            _choose_journal(location)
+            options = "mode=rwc"
+    return _sqlite_engine(location, options)
+
+
+def _check_readable(path: Path) -> None:
+    if not _exists(path):
+        raise DatabaseError(f"{path}: no such database; `tunegemm tune` creates it")
+    if path.is_dir():
+        raise DatabaseError(f"{path}: a folder, not a database file; give the file's path")
+    if not os.access(path, os.R_OK):
+        raise DatabaseError(f"{path}: you may not read it; change its permissions or choose another path")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError:  # not there, or in a folder one may not search, where Path.exists raises
+        return False
+    return True
+
+
+def _make_writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatabaseError(
+            f"{path}: {error.strerror} while creating its folder; choose another path"
+        ) from None
+    places = [path.parent]
+    if _exists(path):
+        _check_readable(path)
+        places.append(path)
+    for place in places:
+        # SQLite opens what it may not write as if for reading, and does not say so before the first write.
+        if not os.access(place, os.W_OK):
+            raise DatabaseError(
+                f"{path}: {place} is read-only; change its permissions or choose another path"
+            )
+
+
+def writer(engine: Engine) -> Engine:
+    """The same engine (and pool), for transactions that write."""
+    return engine.execution_options(**{_WRITES: True})
+
+
+def display(location: Path | URL) -> str:
+    """For messages: a URL's password is hidden."""
+    return location.render_as_string(hide_password=True) if isinstance(location, URL) else str(location)
+
+
+def _open(path: Path, options: str) -> sqlite3.Connection:
+    # isolation_level=None: BEGIN is ours to send (see `_begin`), and DDL joins the transaction.
+    # A pooled connection may serve another thread than the one that opened it, one at a time.
+    return sqlite3.connect(
+        f"file:{quote(str(path))}?{options}",
+        uri=True,
+        timeout=BUSY_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+
+
+def _sqlite_engine(path: Path, options: str) -> Engine:
+    engine = create_engine("sqlite://", creator=lambda: _open(path, options), poolclass=QueuePool)
+    event.listen(engine, "connect", _prepare)
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _prepare(connection: sqlite3.Connection, _: Any) -> None:
+    connection.execute("PRAGMA foreign_keys = ON")
+    # With WAL, NORMAL keeps every committed row when the process is killed; only a power cut may cost
+    # the last ones, never the file's consistency. Without WAL that takes FULL, SQLite's default.
+    (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
+    if mode == "wal":
+        connection.execute("PRAGMA synchronous = NORMAL")
+
+
+def _begin(connection: Connection) -> None:
+    # A writer takes the lock before it reads. A transaction that reads first and writes later gets
+    # SQLITE_BUSY at once, without the busy timeout, when another one wrote in between.
+    immediate = connection.get_execution_options().get(_WRITES, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+
+
+def _read_only_options(path: Path) -> str:
+    """`mode=ro`, and `immutable=1` where SQLite cannot make the two side files that reading WAL needs.
+
+    That is so in a folder one may not write to, such as a system-wide layer. Without a `-wal` file
+    nothing is left out by not looking at it.
+    """
+    with closing(_open(path, "mode=ro")) as connection:
+        try:
+            connection.execute("SELECT count(*) FROM sqlite_master")
+        except sqlite3.OperationalError as error:
+            blocked = error.sqlite_errorname.startswith(
+                ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_IOERR")
+            )
+            if blocked and not path.with_name(path.name + "-wal").exists():
+                return "mode=ro&immutable=1"
+        except sqlite3.DatabaseError:
+            pass  # damaged: the caller's first query says so
+    return "mode=ro"
+
+
+def _choose_journal(path: Path) -> None:
+    """WAL for a new file, so that readers and a writer do not wait for each other.
+
+    WAL needs memory shared between processes, which some network and FUSE file systems lack; there,
+    or where a file made elsewhere was brought to, the file gets a rollback journal.
+    """
+    with closing(_open(path, "mode=rwc")) as connection:
+        try:
+            if connection.execute("PRAGMA page_count").fetchone() == (0,):
+                connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("BEGIN IMMEDIATE")  # a mere read may succeed where writing cannot
+            connection.execute("ROLLBACK")
+            return
+        except sqlite3.OperationalError as error:
+            name = error.sqlite_errorname
+            if name.startswith("SQLITE_BUSY"):  # another process is creating the file, and chooses for all
+                return
+            if not name.startswith(("SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_PROTOCOL")):
+                raise
+    with closing(_open(path, "mode=rwc")) as connection:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # WAL without shared memory, to get out of it
+        connection.execute("PRAGMA journal_mode = DELETE")
+
+
+@contextmanager
+def translated(location: Path | URL) -> Iterator[None]:
+    """Turns the driver's errors into DatabaseError: the place, what is wrong, the remedy."""
+    try:
+        yield
+    except DBAPIError as error:
+        raise DatabaseError(f"{display(location)}: {_explain(location, error.orig)}") from error
+    except sqlite3.Error as error:
+        raise DatabaseError(f"{display(location)}: {_explain(location, error)}") from error
+
+
+#: By the start of SQLite's error name: what is wrong, and the remedy.
+_EXPLANATIONS = (
+    ("SQLITE_NOTADB", "not a SQLite database; choose another path"),
+    (
+        "SQLITE_CORRUPT",
+        "the database is damaged; move it away, or save its rows with `sqlite3 FILE .recover`",
+    ),
+    ("SQLITE_FULL", "the disk is full; free some space and go on, everything published is kept"),
+    ("SQLITE_READONLY", "the file or its folder is read-only; change its permissions or choose another path"),
+    ("SQLITE_CANTOPEN", "cannot be opened; check that you may read and write the file and its folder"),
+    ("SQLITE_PERM", "cannot be opened; check that you may read and write the file and its folder"),
+    (
+        "SQLITE_BUSY",
+        f"locked by another process for over {BUSY_TIMEOUT_S:.0f} s; end that process, then try again",
+    ),
+    ("SQLITE_IOERR", "the file system fails to read or write it; check the disk or choose another path"),
+)
+
+
+def _explain(location: Path | URL, error: BaseException | None) -> str:
+    name = getattr(error, "sqlite_errorname", "") or ""
+    for start, explanation in _EXPLANATIONS:
+        if name.startswith(start):
+            return explanation.replace("FILE", str(location)) + f" ({error})"
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{first_line}; check the database's address and permissions"

@@ -1,0 +1,70 @@
+"""Brings a database to the schema of this version, with Alembic and within the caller's transaction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Connection, column, inspect, select, table
+
+from tunegemm.database.models import SCHEMA_VERSION, VERSION_TABLE
+from tunegemm.errors import DatabaseError
+from tunegemm.resources import data_path
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+
+def stored_version(connection: Connection) -> str | None:
+    """The revision a database is at; None for an empty one.
+
+    Raises DatabaseError for a database of something else: nothing is ever added to that.
+    """
+    tables = inspect(connection).get_table_names()
+    if VERSION_TABLE in tables:
+        return connection.scalar(select(column("version_num")).select_from(table(VERSION_TABLE)))
+    if tables:
+        raise DatabaseError(
+            f"a database of another program (it has a table {sorted(tables)[0]!r}); choose another path"
+        )
+    return None
+
+
+def upgrade(connection: Connection) -> None:
+    """Create or migrate the schema; all of it or nothing, since the connection is in a transaction."""
+    version = stored_version(connection)
+    if version == SCHEMA_VERSION:
+        return
+    _refuse_newer(version)
+    from alembic import command
+
+    config = alembic_config()
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def require_current(connection: Connection) -> None:
+    """For readers, which do not migrate. Raises DatabaseError unless the schema is this version's."""
+    version = stored_version(connection)
+    if version == SCHEMA_VERSION:
+        return
+    _refuse_newer(version)
+    raise DatabaseError(
+        f"its schema {version or '(none)'} is older than {SCHEMA_VERSION}; `tunegemm tune` migrates it"
+    )
+
+
+def alembic_config() -> Config:
+    """Alembic's configuration, without an .ini file: the wheel's or the checkout's db/migrations."""
+    from alembic.config import Config
+
+    config = Config()
+    # ConfigParser takes "%" for an interpolation.
+    config.set_main_option("script_location", str(data_path("db", "migrations")).replace("%", "%%"))
+    return config
+
+
+def _refuse_newer(version: str | None) -> None:
+    if version is not None and version > SCHEMA_VERSION:
+        raise DatabaseError(
+            f"its schema {version} is newer than {SCHEMA_VERSION}, the newest known here; upgrade tunegemm"
+        )

@@ -1,0 +1,36 @@
+"""The stored best of one problem on one device, as a plain value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from tunegemm.device import Fingerprint
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+
+@dataclass(frozen=True)
+class Record:
+    """Which candidate to launch for a problem under a fingerprint, and the evidence for it."""
+
+    problem: Problem
+    candidate: Candidate
+    fingerprint: Fingerprint
+    """Device, driver, packages and kernel sources under which it was measured."""
+    label: str
+    """Short name for tables; the family's word for it."""
+    median_us: float
+    """Median device time of one product, microseconds."""
+    baseline_median_us: float
+    """torch.mm in the same interleave, microseconds."""
+    ratio: float
+    """Speed relative to torch.mm; above 1 is faster."""
+    noise: float
+    """A/A noise of the interleave, relative: differences below it are ties."""
+    relative_error: float
+    """||D - fp32 reference|| / ||fp32 reference||."""
+    settled: bool
+    """True when it won a final race; False when it is merely the best of an unfinished search."""
+    measured_at: datetime
+    """UTC."""

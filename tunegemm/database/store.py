@@ -1,0 +1,534 @@
+"""The store: publish each outcome as it is measured, read records back for dispatch and reports.
+
+Every publication is one short transaction of its own, so that what was published survives whatever ends
+the process. Reading skips rows that cannot be understood, and says so in the log: such a row is a miss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+from sqlalchemy import URL, Engine, Select, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from tunegemm.database import migrations
+from tunegemm.database.connection import connect, display, resolve, translated, writer
+from tunegemm.database.models import (
+    CandidateRow,
+    FailureRow,
+    FingerprintRow,
+    MeasurementRow,
+    ProblemRow,
+    RecordRow,
+    plain,
+)
+from tunegemm.database.record import Record
+from tunegemm.device import Device, Fingerprint
+from tunegemm.errors import DatabaseError, SpaceError, TunegemmError
+from tunegemm.outcome import Failure, Measurement, Resources
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+if TYPE_CHECKING:
+    import pandas
+
+Value = TypeVar("Value")
+ResultRow = TypeVar("ResultRow", MeasurementRow, FailureRow, MeasurementRow | FailureRow)
+
+_log = logging.getLogger(__name__)
+
+_PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
+_FINGERPRINT_FIELDS = tuple(field.name for field in dataclasses.fields(Fingerprint))
+_PROBLEM_COLUMNS = [getattr(ProblemRow, name) for name in _PROBLEM_FIELDS]
+_FINGERPRINT_COLUMNS = [getattr(FingerprintRow, name) for name in _FINGERPRINT_FIELDS]
+
+#: Evidence that has columns of its own; the rest of it is kept as JSON.
+_EVIDENCE_NUMBERS = ("sm_clock_mhz", "power_w", "temperature_c")
+_THROTTLE = "throttle_reasons"
+
+#: What a stored row that cannot be understood raises while its values are built.
+_UNREADABLE = (TunegemmError, TypeError, ValueError)
+
+
+class Database:
+    """One tuning database: a SQLite file, or a server by its URL. A context manager.
+
+    Made by `Database.open`. Several processes may publish into one file at a time. After a fork, open anew.
+    """
+
+    def __init__(self, location: Path | URL, engine: Engine, *, read_only: bool) -> None:
+        self.location = location
+        """The file's path, or the server's URL."""
+        self.read_only = read_only
+        """Whether `publish` and `settle` are refused."""
+        self._engine = engine
+
+    @classmethod
+    def open(cls, location: str | Path | None = None, *, read_only: bool = False) -> Self:
+        """Open by path or SQLAlchemy URL; None means ``TUNEGEMM_DB`` or else the user's data folder.
+
+        For writing, a missing file and its folder are created and an older schema is migrated. Read-only
+        opening changes nothing, and works in a folder that cannot be written to. Raises DatabaseError for
+        a file that is missing (read-only), unreadable, damaged, no tuning database, or of a newer schema.
+        """
+        place = resolve(location)
+        database = cls(place, connect(place, read_only=read_only), read_only=read_only)
+        try:
+            with translated(place):
+                try:
+                    if read_only:
+                        with database._engine.begin() as connection:
+                            migrations.require_current(connection)
+                    else:
+                        with writer(database._engine).begin() as connection:
+                            migrations.upgrade(connection)
+                except DatabaseError as error:
+                    raise DatabaseError(f"{display(place)}: {error}") from None
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def close(self) -> None:
+        """Close the connections. Nothing is pending: every publication was already committed."""
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def publish(
+        self,
+        problem: Problem,
+        device: Device,
+        outcome: Measurement | Failure,
+        *,
+        resources: Resources | None = None,
+        label: str = "",
+        policy: str = "screen",
+    ) -> None:
+        """Add one outcome to the history; on return it is committed.
+
+        A measurement with a better ratio than the record's becomes the record, unless a final race has
+        settled that. policy: ``screen`` while searching, another word for a final race, where more rounds
+        make better evidence. Raises DatabaseError when it cannot be written, for a device that is not
+        real, and for samples that are no times.
+        """
+        row = _outcome_row(outcome, resources, policy)
+        with self._publication(device) as session:
+            _add(session, row, _keys(session, problem, device, outcome.candidate, label))
+            if isinstance(row, MeasurementRow):
+                record = _record_row(session, row, settled=False)
+                if (
+                    not record.settled
+                    and row.ratio > session.get_one(MeasurementRow, record.measurement_id).ratio
+                ):
+                    _choose(record, row, settled=False)
+
+    def settle(
+        self,
+        problem: Problem,
+        device: Device,
+        measurement: Measurement,
+        *,
+        resources: Resources | None = None,
+        label: str = "",
+    ) -> None:
+        """Make the final race's measurement of its winner the record. Raises as `publish`.
+
+        It is published with policy ``final``, unless the very same samples are in the history already.
+        """
+        new = MeasurementRow(
+            policy="final", **_measurement_values(measurement), **_resource_values(resources)
+        )
+        with self._publication(device) as session:
+            keys = _keys(session, problem, device, measurement.candidate, label)
+            same = select(MeasurementRow).filter_by(
+                **keys, samples_us=new.samples_us, baseline_us=new.baseline_us
+            )
+            row = session.scalar(same.order_by(MeasurementRow.id.desc()).limit(1)) or _add(session, new, keys)
+            _choose(_record_row(session, row, settled=True), row, settled=True)
+
+    def best(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
+        """The record of one problem under one fingerprint."""
+        query = _where_problem(_where_fingerprint(_records_query(), fingerprint), problem)
+        return next(iter(self._read_records(query)), None)
+
+    def records(self, fingerprint: Fingerprint | None = None) -> list[Record]:
+        """All records, or those under one fingerprint, in one query. Unreadable rows are left out."""
+        query = _records_query()
+        if fingerprint is not None:
+            query = _where_fingerprint(query, fingerprint)
+        return self._read_records(query)
+
+    def measurements(self, problem: Problem, fingerprint: Fingerprint) -> list[Measurement]:
+        """All measurements of a problem, oldest first, for example to seed a search."""
+        row = MeasurementRow
+        query = (
+            select(
+                *(
+                    CandidateRow.json,
+                    CandidateRow.digest,
+                    row.samples_us,
+                    row.baseline_us,
+                    row.relative_error,
+                ),
+                *(row.noise, row.evidence, row.throttle_reasons),
+                *(getattr(row, name) for name in _EVIDENCE_NUMBERS),
+            )
+            .select_from(row)
+            .order_by(row.id)
+        )
+        return self._read_history(query, problem, fingerprint, _measurement, "measurement")
+
+    def failures(self, problem: Problem, fingerprint: Fingerprint) -> list[Failure]:
+        """All failures of a problem, oldest first: what a search need not try again."""
+        query = (
+            select(CandidateRow.json, CandidateRow.digest, FailureRow.stage, FailureRow.reason)
+            .select_from(FailureRow)
+            .order_by(FailureRow.id)
+        )
+        return self._read_history(query, problem, fingerprint, _failure, "failure")
+
+    def problems(self) -> list[Problem]:
+        """Every problem that has a measurement, smallest first."""
+        query = select(*_PROBLEM_COLUMNS).where(ProblemRow.id.in_(select(MeasurementRow.problem_id)))
+        with self._reading() as session:
+            rows = session.execute(query).all()
+        return sorted(_readable(rows, lambda row: Problem(*row), "problem"))
+
+    def frame(
+        self,
+        problem: Problem | None = None,
+        *,
+        device_name: str | None = None,
+        family: str | None = None,
+        fingerprint: Fingerprint | None = None,
+    ) -> pandas.DataFrame:
+        """One row per problem, fingerprint and candidate, with the best evidence for it.
+
+        That is the settled record's measurement, or its latest of a final race (any policy but
+        ``screen``), or else its latest one. Columns: the fields of the problem
+        and of the fingerprint; ``fingerprint`` (its digest), ``candidate`` (its digest), family, label;
+        policy, median_us, baseline_median_us, ratio, spread, baseline_spread, noise, relative_error,
+        sm_clock_mhz, power_w, temperature_c, throttle_reasons, registers, spill_bytes, smem_bytes, warnings,
+        compile_seconds, measured_at (UTC); ``record`` and ``settled``: whether it is the record.
+        """
+        import pandas
+
+        row = MeasurementRow
+        query = (
+            select(
+                *(ProblemRow.id.label("problem_id"), *_PROBLEM_COLUMNS),
+                *(FingerprintRow.digest.label("fingerprint"), *_FINGERPRINT_COLUMNS),
+                *(CandidateRow.digest.label("candidate"), CandidateRow.family, CandidateRow.label),
+                *(
+                    row.id.label("measurement_id"),
+                    row.policy,
+                    row.median_us,
+                    row.baseline_median_us,
+                    row.ratio,
+                ),
+                *(
+                    row.spread,
+                    row.baseline_spread,
+                    row.noise,
+                    row.relative_error,
+                    row.sm_clock_mhz,
+                    row.power_w,
+                ),
+                *(row.temperature_c, row.throttle_reasons, row.registers, row.spill_bytes, row.smem_bytes),
+                *(row.warnings, row.compile_seconds, row.created_at.label("measured_at")),
+                *(RecordRow.measurement_id.label("record_measurement_id"), RecordRow.settled),
+            )
+            .select_from(row)
+            .join(ProblemRow, ProblemRow.id == row.problem_id)
+            .join(FingerprintRow, FingerprintRow.id == row.fingerprint_id)
+            .join(CandidateRow, CandidateRow.id == row.candidate_id)
+            .outerjoin(
+                RecordRow,
+                (RecordRow.problem_id == row.problem_id) & (RecordRow.fingerprint_id == row.fingerprint_id),
+            )
+            .order_by(row.id)
+        )
+        if problem is not None:
+            query = _where_problem(query, problem)
+        if device_name is not None:
+            query = query.where(FingerprintRow.device_name == device_name)
+        if family is not None:
+            query = query.where(CandidateRow.family == family)
+        if fingerprint is not None:
+            query = _where_fingerprint(query, fingerprint)
+        with self._reading() as session:
+            result = session.execute(query)
+            frame = pandas.DataFrame(result.all(), columns=list(result.keys()))
+        is_record = frame["measurement_id"] == frame["record_measurement_id"]
+        frame["record"] = is_record
+        frame["settled"] = is_record & frame["settled"].eq(True)
+        frame["_evidence"] = frame["policy"].ne("screen").astype(int) + 2 * frame["settled"].astype(int)
+        frame = frame.sort_values(["_evidence", "measurement_id"], kind="stable")
+        key = ["problem_id", "fingerprint", "candidate"]
+        # A candidate measured again stays the record, though its row now shows the later evidence.
+        frame["record"] = frame.groupby(key)["record"].transform("any") if len(frame) else frame["record"]
+        frame = frame.drop_duplicates(key, keep="last")
+        frame = frame.drop(columns=["problem_id", "measurement_id", "record_measurement_id", "_evidence"])
+        return frame.reset_index(drop=True)
+
+    @contextmanager
+    def _publication(self, device: Device) -> Iterator[Session]:
+        if self.read_only:
+            raise DatabaseError(f"{display(self.location)}: opened read-only; open it for writing to publish")
+        if not device.is_real:
+            raise DatabaseError(
+                f"device {device.spec!r}: its times are not measured here, so never stored; tune on cuda:N"
+            )
+        with translated(self.location), Session(writer(self._engine)) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        with translated(self.location), Session(self._engine) as session:
+            yield session
+
+    def _read_records(self, query: Select[Any]) -> list[Record]:
+        with self._reading() as session:
+            rows = session.execute(query).all()
+        # 100,000 records share few candidates and fewer fingerprints.
+        fingerprint_of = functools.cache(Fingerprint)
+        candidate_of = functools.cache(_candidate)
+        first, second = len(_PROBLEM_FIELDS), len(_PROBLEM_FIELDS) + len(_FINGERPRINT_FIELDS)
+
+        def build(row: Sequence[Any]) -> Record:
+            text, digest, label, *numbers, settled, measured_at = row[second:]
+            median_us, baseline_median_us, ratio, noise, relative_error = map(float, numbers)
+            if measured_at is None:
+                raise ValueError("its time is no ISO 8601 time")
+            return Record(
+                Problem(*row[:first]), candidate_of(text, digest), fingerprint_of(*row[first:second]), label,
+                median_us, baseline_median_us, ratio, noise, relative_error, bool(settled), measured_at,
+            )  # fmt: skip
+
+        return _readable(rows, build, "record")
+
+    def _read_history(
+        self,
+        query: Select[*tuple[Any, ...]],
+        problem: Problem,
+        fingerprint: Fingerprint,
+        build: Callable[[Sequence[Any]], Value],
+        kind: str,
+    ) -> list[Value]:
+        query = query.join(CandidateRow).join(ProblemRow).join(FingerprintRow)
+        with self._reading() as session:
+            rows = session.execute(_where_problem(_where_fingerprint(query, fingerprint), problem)).all()
+        return _readable(rows, build, kind)
+
+
+def fingerprint_digest(fingerprint: Fingerprint) -> str:
+    """SHA-256 over the fields as canonical JSON, 16 hex digits: the name of a fingerprint in the database."""
+    text = json.dumps(fingerprint.asdict(), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _records_query() -> Select[Any]:
+    row = MeasurementRow
+    return (
+        select(
+            *_PROBLEM_COLUMNS,
+            *_FINGERPRINT_COLUMNS,
+            *(CandidateRow.json, CandidateRow.digest, CandidateRow.label),
+            *(row.median_us, row.baseline_median_us, row.ratio, row.noise, row.relative_error),
+            *(RecordRow.settled, row.created_at),
+        )
+        .select_from(RecordRow)
+        .join(row, row.id == RecordRow.measurement_id)
+        .join(ProblemRow, ProblemRow.id == RecordRow.problem_id)
+        .join(FingerprintRow, FingerprintRow.id == RecordRow.fingerprint_id)
+        .join(CandidateRow, CandidateRow.id == row.candidate_id)
+        .order_by(RecordRow.id)
+    )
+
+
+def _where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
+    return query.where(
+        *(
+            column == getattr(problem, name)
+            for name, column in zip(_PROBLEM_FIELDS, _PROBLEM_COLUMNS, strict=True)
+        )
+    )
+
+
+def _where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[Any]:
+    return query.where(FingerprintRow.digest == fingerprint_digest(fingerprint))
+
+
+def _readable(rows: Iterable[Any], build: Callable[[Any], Value], kind: str) -> list[Value]:
+    """What `build` makes of the rows it can read; the log says how many it could not, and why."""
+    values, skipped, reason = [], 0, ""
+    for row in rows:
+        try:
+            values.append(build(row))
+        except _UNREADABLE as error:
+            skipped, reason = skipped + 1, str(error)
+    if skipped:
+        _log.warning("skipped %d unreadable %s row(s); the last one: %s", skipped, kind, reason)
+    return values
+
+
+def _candidate(text: str, digest: str) -> Candidate:
+    candidate = Candidate.from_json(text)
+    if candidate.digest != digest:
+        raise SpaceError(f"candidate {digest} holds the parameters of {candidate.digest}")
+    return candidate
+
+
+def _measurement(row: Sequence[Any]) -> Measurement:
+    text, digest, samples, baseline, relative_error, noise, evidence, throttle, *numbers = row
+    if not samples or not baseline or len(samples) != len(baseline):
+        raise ValueError("its samples are incomplete")
+    further = dict(zip(_EVIDENCE_NUMBERS, numbers, strict=True)) | {
+        _THROTTLE: None if throttle is None else tuple(throttle)
+    }
+    return Measurement(
+        _candidate(text, digest),
+        tuple(map(float, samples)),
+        tuple(map(float, baseline)),
+        float(relative_error),
+        float(noise),
+        dict(evidence or {}) | {name: value for name, value in further.items() if value is not None},
+    )
+
+
+def _failure(row: Sequence[Any]) -> Failure:
+    text, digest, stage, reason = row
+    return Failure(_candidate(text, digest), stage, reason)
+
+
+def _outcome_row(
+    outcome: Measurement | Failure, resources: Resources | None, policy: str
+) -> MeasurementRow | FailureRow:
+    """The row, still without its keys and time."""
+    if isinstance(outcome, Failure):
+        return FailureRow(stage=outcome.stage, reason=outcome.reason)
+    return MeasurementRow(policy=policy, **_measurement_values(outcome), **_resource_values(resources))
+
+
+def _measurement_values(measurement: Measurement) -> dict[str, Any]:
+    """The columns of a measurement. Raises DatabaseError for what can be no measurement."""
+    samples, baseline = measurement.samples_us, measurement.baseline_us
+    if not samples or len(samples) != len(baseline):
+        raise DatabaseError(
+            f"{len(samples)} samples and {len(baseline)} of the baseline; as many of both are needed"
+        )
+    if not all(math.isfinite(time) and time > 0 for time in samples + baseline):
+        raise DatabaseError(
+            f"samples of {measurement.candidate} are not all positive times; measure it again"
+        )
+    if not math.isfinite(measurement.relative_error) or not math.isfinite(measurement.noise):
+        raise DatabaseError(
+            f"relative error or noise of {measurement.candidate} is not finite; measure it again"
+        )
+    evidence = plain(dict(measurement.evidence))
+    columns: dict[str, Any] = {}
+    for name in _EVIDENCE_NUMBERS:
+        number = isinstance(evidence.get(name), int | float)
+        columns[name] = evidence.pop(name) if number else None
+    listed = isinstance(evidence.get(_THROTTLE), list)
+    columns[_THROTTLE] = evidence.pop(_THROTTLE) if listed else None
+    return columns | {
+        "samples_us": samples,
+        "baseline_us": baseline,
+        "median_us": measurement.median_us,
+        "baseline_median_us": measurement.baseline_median_us,
+        "ratio": measurement.ratio,
+        "spread": measurement.spread,
+        "baseline_spread": dataclasses.replace(measurement, samples_us=baseline).spread,
+        "noise": float(measurement.noise),
+        "relative_error": float(measurement.relative_error),
+        "evidence": evidence,
+    }
+
+
+def _resource_values(resources: Resources | None) -> dict[str, Any]:
+    return {} if resources is None else dataclasses.asdict(resources)
+
+
+def _keys(
+    session: Session, problem: Problem, device: Device, candidate: Candidate, label: str
+) -> dict[str, int]:
+    """The keys of a result's problem, fingerprint and candidate, whose rows are added when missing."""
+    digest = fingerprint_digest(device.fingerprint)
+    return {
+        "problem_id": _row_id(session, ProblemRow, dataclasses.asdict(problem)),
+        "fingerprint_id": _row_id(session, FingerprintRow, {"digest": digest}, device.fingerprint.asdict()),
+        "candidate_id": _candidate_id(session, candidate, label),
+    }
+
+
+def _add(session: Session, row: ResultRow, keys: dict[str, int]) -> ResultRow:
+    for name, key in keys.items():
+        setattr(row, name, key)
+    row.created_at = datetime.now(UTC)
+    session.add(row)
+    session.flush()
+    return row
+
+
+def _row_id(
+    session: Session, table: type[Any], identity: dict[str, Any], further: dict[str, Any] | None = None
+) -> int:
+    """The key of the row with that identity, which is added when missing."""
+    query = select(table.id).filter_by(**identity)
+    found = session.scalar(query)
+    if found is not None:
+        return cast(int, found)
+    row = table(**identity, **(further or {}))
+    try:
+        with session.begin_nested():
+            session.add(row)
+            session.flush()
+    except IntegrityError:
+        # On a server another writer may have added it since; SQLite's writers come one at a time.
+        return cast(int, session.scalars(query).one())
+    return cast(int, row.id)
+
+
+def _candidate_id(session: Session, candidate: Candidate, label: str) -> int:
+    key = _row_id(
+        session,
+        CandidateRow,
+        {"digest": candidate.digest},
+        {"family": candidate.family, "json": candidate.to_json(), "label": label},
+    )
+    if label:
+        session.execute(
+            update(CandidateRow)
+            .where(CandidateRow.id == key, CandidateRow.label != label)
+            .values(label=label)
+        )
+    return key
+
+
+def _record_row(session: Session, row: MeasurementRow, *, settled: bool) -> RecordRow:
+    """The record of a measurement's problem and fingerprint, locked; it is made when missing."""
+    key = {"problem_id": row.problem_id, "fingerprint_id": row.fingerprint_id}
+    first = {"measurement_id": row.id, "settled": settled, "chosen_at": row.created_at}
+    record_id = _row_id(session, RecordRow, key, first)
+    return session.get_one(RecordRow, record_id, with_for_update=True)
+
+
+def _choose(record: RecordRow, row: MeasurementRow, *, settled: bool) -> None:
+    record.measurement_id, record.settled, record.chosen_at = row.id, settled, row.created_at

@@ -1,0 +1,1 @@
+"""Reports of what was found: values with renderers; they print nothing and measure nothing."""

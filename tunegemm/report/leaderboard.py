@@ -1,0 +1,462 @@
+"""Leaderboards: candidates of one problem, or the best of many problems, as pandas frames with renderers.
+
+Rank is by the ratio to torch.mm. Times of different interleaves are not comparable, since the chip's
+clock moves between them; each ratio is to the baseline in the same rounds. The candidate that won the
+final race comes first whatever a screening of few rounds says of others, because it is what is dispatched.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.errors import TunegemmError
+from tunegemm.outcome import Measurement, Outcome
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+if TYPE_CHECKING:
+    import pandas
+    from rich.table import Table
+
+#: Where times come from: this GPU, a recording of another, or nothing but a model.
+Source = Literal["measured", "replayed", "modelled"]
+
+Format = Literal["table", "csv", "json", "md"]
+
+#: The baseline's name, in tables and as the label of the candidate that calls it.
+BASELINE = "torch.mm"
+
+#: The family whose candidates are the vendor's library.
+VENDOR_FAMILY = "cublaslt"
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One candidate's evidence, wherever it comes from."""
+
+    label: str
+    family: str
+    median_us: float
+    ratio: float
+    spread: float
+    noise: float
+    stage: str = ""
+    chosen: bool = False
+    baseline_median_us: float = math.nan
+    baseline_spread: float = math.nan
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a column of a leaderboard is shown to people."""
+
+    heading: str
+    decimals: int | None = None
+    """Digits after the point; None for text; -1 for a time, which gets four significant digits."""
+
+
+COLUMNS: Mapping[str, Column] = {
+    "rank": Column("rank", 0),
+    "problem": Column("problem"),
+    "candidate": Column("candidate"),
+    "median_us": Column("median us", -1),
+    "predicted_us": Column("predicted us", -1),
+    "tflops": Column("TFLOP/s", 1),
+    "ratio_to_torch_mm": Column("ratio to torch.mm", 3),
+    "percent_of_roofline": Column("% of roofline", 1),
+    "spread_percent": Column("spread %", 1),
+    "best_vendor": Column("best of vendor"),
+    "best_vendor_ratio": Column("its ratio", 3),
+    "family": Column("family"),
+    "device": Column("device"),
+}
+
+
+@dataclass(frozen=True)
+class Leaderboard:
+    """Rows, best first, with what they are and where they come from."""
+
+    title: str
+    source: Source
+    note: str
+    """One or two sentences: where the times come from, and what was left out."""
+    frame: pandas.DataFrame = field(compare=False)
+    """The rows. Columns of one problem: ``rank``, ``tie`` (closer to the first of its rank than the noise),
+    ``problem``, ``candidate`` (its label), ``median_us``, ``tflops``, ``ratio_to_torch_mm``,
+    ``percent_of_roofline``, ``spread_percent``, ``family``, ``device``, ``stage``, ``chosen`` (what is
+    dispatched). A modelled one has ``predicted_us`` in place of all figures, since a model only ranks."""
+
+    @classmethod
+    def from_outcomes(
+        cls,
+        problem: Problem,
+        device: Device,
+        outcomes: Iterable[Outcome],
+        labels: Mapping[str, str] | None = None,
+        *,
+        source: Source = "measured",
+        best: Candidate | None = None,
+    ) -> Leaderboard:
+        """Of what one tuning found. The last measurement of each candidate counts; failures have no row.
+
+        labels: candidate digest -> short name; the candidate's parameters where there is none.
+        best: the winner of the final race; it comes first.
+        """
+        latest = {outcome.candidate: outcome for outcome in outcomes if isinstance(outcome, Measurement)}
+        if source == "modelled":
+            predicted = ((candidate, measurement.median_us) for candidate, measurement in latest.items())
+            return cls.from_predictions(problem, device, predicted, labels)
+        names = labels or {}
+        rows = [
+            _Row(
+                names.get(candidate.digest, str(candidate)),
+                candidate.family,
+                measurement.median_us,
+                measurement.ratio,
+                measurement.spread,
+                measurement.noise,
+                chosen=candidate == best,
+                baseline_median_us=measurement.baseline_median_us,
+                baseline_spread=replace(measurement, samples_us=measurement.baseline_us).spread,
+            )
+            for candidate, measurement in latest.items()
+        ]
+        return cls(
+            _title(problem, device.name), source, _note(source, device, rows), _ranked(rows, problem, device)
+        )
+
+    @classmethod
+    def from_predictions(
+        cls,
+        problem: Problem,
+        device: Device,
+        predictions: Iterable[tuple[Candidate, float]],
+        labels: Mapping[str, str] | None = None,
+    ) -> Leaderboard:
+        """Of a model's predicted microseconds: a ranking, with no figure that could pass for measured."""
+        import pandas
+
+        names = labels or {}
+        ordered = sorted(predictions, key=lambda prediction: prediction[1])
+        rows = [
+            {
+                "rank": rank,
+                "problem": str(problem),
+                "candidate": names.get(candidate.digest, str(candidate)),
+                "predicted_us": predicted_us,
+                "family": candidate.family,
+                "device": device.name,
+            }
+            for rank, (candidate, predicted_us) in enumerate(ordered, 1)
+        ]
+        frame = pandas.DataFrame(
+            rows, columns=["rank", "problem", "candidate", "predicted_us", "family", "device"]
+        )
+        return cls(_title(problem, device.name), "modelled", _note("modelled", device, []), frame)
+
+    @classmethod
+    def from_frame(
+        cls, problem: Problem, frame: pandas.DataFrame, device: Device | None = None
+    ) -> Leaderboard:
+        """Of rows of `Database.frame`.
+
+        device: only rows measured under its fingerprint. Without one: of each device name the fingerprint
+        measured last, each ranked for itself.
+        """
+        import pandas
+
+        boards = [
+            _ranked(_stored_rows(group), problem, shown)
+            for shown, group in _groups(_only(frame, problem), device)
+        ]
+        ranked = pandas.concat(boards, ignore_index=True) if boards else _ranked([], problem, device)
+        return cls(_title(problem, _names(ranked)), "measured", _stored_note(frame, problem, device), ranked)
+
+    @classmethod
+    def summary(cls, frame: pandas.DataFrame, device: Device | None = None) -> Leaderboard:
+        """The best candidate of every problem in `Database.frame`, and the best of the vendor's beside it.
+
+        `best_vendor_ratio` is at least that of torch.mm itself, 1. The note has the geometric mean.
+        """
+        import pandas
+
+        rows = []
+        for problem in sorted(set(_problems(frame))):
+            for shown, group in _groups(_only(frame, problem), device):
+                board = _ranked(_stored_rows(group), problem, shown)
+                vendor = board[board["family"] == VENDOR_FAMILY].sort_values("ratio_to_torch_mm").iloc[-1]
+                best = board.iloc[0].to_dict()
+                rows.append(
+                    {name: best[name] for name in _SUMMARY_COLUMNS[:-2]}
+                    | {"best_vendor": vendor["candidate"], "best_vendor_ratio": vendor["ratio_to_torch_mm"]}
+                )
+        table = pandas.DataFrame(rows, columns=list(_SUMMARY_COLUMNS))
+        title = f"Best per problem on {_names(table)}" if rows else "Best per problem"
+        return cls(title, "measured", _mean_note(table), table)
+
+    def top(self, count: int | None) -> Leaderboard:
+        """The first `count` rows per device, and the baseline's row wherever it is; all rows for None."""
+        if count is None or self.frame.empty or "rank" not in self.frame:
+            return self
+        position = self.frame.groupby("device").cumcount()
+        kept = (position < count) | (self.frame["candidate"] == BASELINE)
+        note = self.note if kept.all() else f"{self.note} Rows not shown: {(~kept).sum()}."
+        return replace(self, frame=self.frame[kept].reset_index(drop=True), note=note)
+
+    def table(self, top: int | None = None) -> Table:
+        """For a terminal, with Rich. The row that is dispatched is bold."""
+        from rich.table import Table
+        from rich.text import Text
+
+        board = self.top(top)
+        table = Table(title=board.title, caption=board.note, caption_justify="left", title_justify="left")
+        shown = board._shown()
+        rows = board.frame.to_dict("records")
+        for name in shown:
+            number = COLUMNS[name].decimals is not None
+            # In a narrow terminal words fold. Numbers never do: cut short, they would be others.
+            width = max((len(_cell(name, row)) for row in rows), default=0) if number else 5
+            justify: Literal["left", "right"] = "right" if number else "left"
+            table.add_column(COLUMNS[name].heading, justify=justify, min_width=width, overflow="fold")
+        for row in rows:
+            style = "bold" if row.get("chosen") else ""
+            table.add_row(*(Text(_cell(name, row)) for name in shown), style=style)
+        return table
+
+    def markdown(self, top: int | None = None) -> str:
+        """A table in GitHub's Markdown, under the title and the note."""
+        board = self.top(top)
+        shown = board._shown()
+        lines = ["| " + " | ".join(COLUMNS[name].heading for name in shown) + " |"]
+        rules = ("---" if COLUMNS[name].decimals is None else "---:" for name in shown)
+        lines.append("|" + "|".join(rules) + "|")
+        for row in board.frame.to_dict("records"):
+            cells = [_cell(name, row).replace("|", "\\|") for name in shown]
+            lines.append("| " + " | ".join(cells) + " |")
+        return f"**{board.title}**\n\n" + "\n".join(lines) + f"\n\n{board.note}\n"
+
+    def csv(self, top: int | None = None) -> str:
+        """Comma-separated, one header line, plain numbers; the column ``source`` tells what they are."""
+        frame = self.top(top).frame.assign(source=self.source)
+        return str(frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+
+    def as_dict(self, top: int | None = None) -> dict[str, Any]:
+        """Title, source, note and rows, with nothing but JSON's types; unknown figures are None."""
+        board = self.top(top)
+        rows = [
+            {name: _plain(value) for name, value in row.items()} for row in board.frame.to_dict("records")
+        ]
+        return {"title": board.title, "source": board.source, "note": board.note, "rows": rows}
+
+    def json(self, top: int | None = None) -> str:
+        """`as_dict` as JSON, units in the names."""
+        return json.dumps(self.as_dict(top), indent=2, ensure_ascii=False) + "\n"
+
+    def render(self, format: str = "table", top: int | None = None) -> str:
+        """As text in one of the formats `table`, `csv`, `json`, `md`. TunegemmError for any other."""
+        if format == "table":
+            from rich.console import Console
+
+            text = io.StringIO()
+            Console(file=text, width=240).print(self.table(top))
+            return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+        renderers = {"csv": self.csv, "json": self.json, "md": self.markdown}
+        if format not in renderers:
+            raise TunegemmError(f"format {format!r} is not known; use one of {', '.join(get_args(Format))}")
+        return renderers[format](top)
+
+    def _shown(self) -> list[str]:
+        """Columns for people. On a board of one problem the title names it."""
+        hidden = {"problem"} if "rank" in self.frame else set()
+        return [name for name in self.frame.columns if name in COLUMNS and name not in hidden]
+
+
+_PROBLEM_FIELDS = [entry.name for entry in fields(Problem)]
+_FINGERPRINT_FIELDS = [entry.name for entry in fields(Fingerprint)]
+_SUMMARY_COLUMNS = (
+    "problem", "candidate", "median_us", "tflops", "ratio_to_torch_mm", "percent_of_roofline",
+    "spread_percent", "family", "device", "best_vendor", "best_vendor_ratio",
+)  # fmt: skip
+
+
+def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas.DataFrame:
+    """The frame of one problem on one device."""
+    import pandas
+
+    ordered = sorted(rows, key=lambda row: (not row.chosen, -row.ratio, row.label))
+    if ordered and not any(row.label == BASELINE for row in ordered):
+        # The leader's interleave is the one whose baseline can stand beside the leader's time.
+        leader = ordered[0]
+        baseline = _Row(
+            BASELINE,
+            VENDOR_FAMILY,
+            leader.baseline_median_us,
+            1.0,
+            leader.baseline_spread,
+            leader.noise,
+            leader.stage,
+        )
+        ordered = sorted([*ordered, baseline], key=lambda row: (not row.chosen, -row.ratio, row.label))
+    ranks: list[int] = []
+    for position, row in enumerate(ordered):
+        first = ordered[ranks[-1] - 1] if ranks else row
+        tied = bool(ranks) and abs(row.ratio / first.ratio - 1) <= max(row.noise, first.noise)
+        ranks.append(ranks[-1] if tied else position + 1)
+    roofline_us = device.roofline_us(problem.flops, problem.bytes) if device else 0.0
+    return pandas.DataFrame(
+        {
+            "rank": ranks,
+            "tie": [ranks.count(rank) > 1 for rank in ranks],
+            "problem": [str(problem)] * len(ordered),
+            "candidate": [row.label for row in ordered],
+            "median_us": [row.median_us for row in ordered],
+            "tflops": [problem.flops / row.median_us / 1e6 for row in ordered],
+            "ratio_to_torch_mm": [row.ratio for row in ordered],
+            "percent_of_roofline": [
+                100 * roofline_us / row.median_us if roofline_us else math.nan for row in ordered
+            ],
+            "spread_percent": [100 * row.spread for row in ordered],
+            "family": [row.family for row in ordered],
+            "device": [device.name if device else ""] * len(ordered),
+            "stage": [row.stage for row in ordered],
+            "chosen": [row.chosen for row in ordered],
+        }
+    )
+
+
+def _stored_rows(frame: pandas.DataFrame) -> list[_Row]:
+    return [
+        _Row(
+            row["label"] or f"{row['family']} {row['candidate']}",
+            row["family"],
+            row["median_us"],
+            row["ratio"],
+            row["spread"],
+            row["noise"],
+            row["policy"],
+            bool(row["settled"]),
+            row["baseline_median_us"],
+            row["baseline_spread"],
+        )
+        for row in frame.to_dict("records")
+    ]
+
+
+def _problems(frame: pandas.DataFrame) -> list[Problem]:
+    return [Problem(*row) for row in frame[_PROBLEM_FIELDS].drop_duplicates().itertuples(index=False)]
+
+
+def _only(frame: pandas.DataFrame, problem: Problem) -> pandas.DataFrame:
+    for name in _PROBLEM_FIELDS:
+        frame = frame[frame[name] == getattr(problem, name)]
+    return frame
+
+
+def _groups(frame: pandas.DataFrame, device: Device | None) -> list[tuple[Device, pandas.DataFrame]]:
+    """The rows to show per device: those of its fingerprint, or of the fingerprint measured last."""
+    found: dict[str, tuple[Any, Device, pandas.DataFrame]] = {}
+    for _, group in frame.groupby("fingerprint", sort=False):
+        fingerprint = Fingerprint(*(_python(group.iloc[0][name]) for name in _FINGERPRINT_FIELDS))
+        if device is not None:
+            if fingerprint == device.fingerprint:
+                return [(device, group)]
+            continue
+        latest = group["measured_at"].max()
+        name = fingerprint.device_name
+        if name not in found or latest > found[name][0]:
+            found[name] = (latest, _known_device(fingerprint), group)
+    return [(shown, group) for _, shown, group in (found[name] for name in sorted(found))]
+
+
+def _known_device(fingerprint: Fingerprint) -> Device:
+    """A device by its stored name, for the roofline; its peaks are 0, unknown, when no part has the name."""
+    parts = {part.device_name: part for part in PARTS.values()}
+    part = parts.get(fingerprint.device_name)
+    if part is not None:
+        return device_from_part("stored", part, fingerprint)
+    unknown = replace(
+        next(iter(PARTS.values())), device_name=fingerprint.device_name, peak_tflops=0.0, bandwidth_gbps=0.0
+    )
+    return device_from_part("stored", unknown, fingerprint)
+
+
+def _title(problem: Problem, device_name: str) -> str:
+    return f"{problem} on {device_name}" if device_name else str(problem)
+
+
+def _names(frame: pandas.DataFrame) -> str:
+    return ", ".join(dict.fromkeys(frame["device"]))
+
+
+def _note(source: Source, device: Device, rows: list[_Row]) -> str:
+    if source == "modelled":
+        return f"Ranked by a model of {device.name}; nothing was timed, and a model only ranks."
+    origin = {
+        "measured": f"Measured on {device.name}.",
+        "replayed": f"Replayed from a recording of {device.name}; nothing was measured here.",
+    }[source]
+    return f"{origin} {_noise_note([row.noise for row in rows])}".rstrip()
+
+
+def _noise_note(noises: list[float]) -> str:
+    if not noises:
+        return ""
+    return f"= marks ties: closer than the noise, here up to {100 * max(noises):.1f} %."
+
+
+def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | None) -> str:
+    rows = _only(frame, problem)
+    groups = _groups(rows, device)
+    if not groups:
+        return "Nothing was measured for this device and software."
+    parts = [
+        f"Measured on {shown.name}, driver {shown.fingerprint.driver}, torch {shown.fingerprint.torch}."
+        for shown, _ in groups
+    ]
+    parts.append(_noise_note([noise for _, group in groups for noise in group["noise"]]))
+    left_out = len(rows) - sum(len(group) for _, group in groups)
+    if left_out:
+        parts.append(f"Rows of other devices or software versions, left out: {left_out}.")
+    return " ".join(parts)
+
+
+def _mean_note(table: pandas.DataFrame) -> str:
+    if table.empty:
+        return "Nothing was measured for this device and software."
+    mean = math.exp(sum(map(math.log, table["ratio_to_torch_mm"])) / len(table))
+    vendor = math.exp(sum(map(math.log, table["best_vendor_ratio"])) / len(table))
+    return (
+        f"Geometric mean over {len(table)} rows, to torch.mm: {mean:.3f}; "
+        f"the best of the vendor's algorithms per row: {vendor:.3f}."
+    )
+
+
+def _cell(name: str, row: Mapping[Any, Any]) -> str:
+    value, decimals = row[name], COLUMNS[name].decimals
+    if decimals is None:
+        return str(value)
+    if math.isnan(value):
+        return ""
+    if name == "rank":
+        return f"{value}=" if row.get("tie") else str(value)
+    if decimals < 0:  # four significant digits, and whole numbers above
+        decimals = max(0, 3 - math.floor(math.log10(value)))
+    return f"{value:.{decimals}f}"
+
+
+def _plain(value: Any) -> Any:
+    value = _python(value)
+    if isinstance(value, float):
+        return None if math.isnan(value) else float(f"{value:.6g}")
+    return value
+
+
+def _python(value: Any) -> Any:
+    """A numpy scalar as Python's own."""
+    return value.item() if hasattr(value, "item") else value
