@@ -94,6 +94,11 @@ class CompilePool:
                 self._pending[name] = future
             return self._pending[name]
 
+    def drop_waiting(self) -> None:
+        """Forget the jobs that no worker has begun; their futures are cancelled."""
+        with self._lock:
+            self._pending = {name: future for name, future in self._pending.items() if not future.cancel()}
+
     def close(self) -> None:
         """Drop what has not started, kill the workers."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -172,6 +172,7 @@ class Tuner:
         deadline = time.monotonic() + (budget_seconds if budget_seconds is not None else float("inf"))
         try:
             search = run.start_search(measurer, effort, trials)
+            run.compile_ahead(search.planned_screen())
             while time.monotonic() < deadline and (batch := search.ask(_BATCH)):
                 run.stage = search.stage
                 for outcome in run.evaluate(measurer, batch, replace(SCREEN, seed=self.seed)):
@@ -180,6 +181,8 @@ class Tuner:
             return run.settle(run.final_race(measurer, replace(FINAL, seed=self.seed)))
         except KeyboardInterrupt:
             return run.interrupt()
+        finally:
+            self.pool.drop_waiting()
 
     def _measurer_for(self, problem: Problem) -> Measurer | None:
         """The worker of a real device; a recording when it has the problem; else None."""
@@ -314,17 +317,22 @@ class _Run:
             for outcome in measurer.measure(self.problem, jobs, policy):
                 yield self._record(outcome, policy)
 
+    def compile_ahead(self, candidates: Sequence[Candidate]) -> None:
+        """Keep every core compiling while the GPU measures: in the order in which they will be asked for."""
+        for candidate in candidates:
+            self._future(candidate)
+
+    def _future(self, candidate: Candidate) -> Future[CompileResult] | None:
+        family = families.get(candidate.family)
+        if not family.compiled:
+            return None
+        key = family.kernel_key(self.problem, candidate, self.device)
+        return self.tuner.pool.submit(candidate.family, key)
+
     def _submit(
         self, batch: Sequence[Candidate]
     ) -> list[tuple[Candidate, Future[CompileResult] | None]]:
-        submitted: list[tuple[Candidate, Future[CompileResult] | None]] = []
-        for candidate in batch:
-            family = families.get(candidate.family)
-            future = None
-            if family.compiled:
-                key = family.kernel_key(self.problem, candidate, self.device)
-                future = self.tuner.pool.submit(candidate.family, key)
-            submitted.append((candidate, future))
+        submitted = [(candidate, self._future(candidate)) for candidate in batch]
         self.waiting = sum(1 for _, future in submitted if future is not None and not future.done())
         self._report()
         return submitted

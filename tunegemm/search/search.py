@@ -110,6 +110,12 @@ class Search:
         leaders = self.finalists(1)
         return (leaders[0], self._told[leaders[0]] or 0.0) if leaders else None
 
+    def planned_screen(self) -> list[Candidate]:
+        """What the screen will ask for whatever it is told: may be compiled ahead, in this order."""
+        chosen = itertools.chain(self._seeds, _diverse(self._ranked))
+        new = (c for c in chosen if c.kernel in self._by_kernel and self._is_new(c) and self._is_allowed(c))
+        return list(itertools.islice(dict.fromkeys(new), self._budget.screen))
+
     def ask(self, count: int = 24) -> list[Candidate]:
         """The next candidates, at most `count`; empty when the budget is spent or nothing new is left.
 
