@@ -243,7 +243,7 @@ def kernel_source_hash() -> str:
 
     digest = hashlib.sha256()
     root = Path(__file__).parent / "families"
-    for path in sorted(root.rglob("kernel*.py")):
+    for path in sorted([*root.rglob("kernel*.py"), *root.rglob("config.py")]):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 

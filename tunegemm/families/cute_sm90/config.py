@@ -1,0 +1,106 @@
+"""The numbers of one Hopper kernel, derived once for feasibility, compilation and launch alike.
+
+No import of the compiler here: feasibility and dispatch need these numbers without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tunegemm.problem import DTYPE_BYTES
+
+WARPGROUP_THREADS = 128
+MMA_ATOM_M = 64
+"""Rows of one WGMMA (PTX ISA, wgmma.mma_async: .m64nNk16)."""
+EPILOGUE_BUFFERS = 2
+"""Staging buffers of each consumer warpgroup: one is filled while TMA reads the other."""
+SMEM_ALIGNMENT = 1024
+"""A 128-byte-swizzled operand tile starts at a multiple of 8 rows x 128 B."""
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """All compile-time choices. Two problems with equal configs share one compiled object."""
+
+    schedule: str
+    """``cooperative``: all consumer warpgroups share a tile. ``pingpong``: two alternate, a whole tile each."""
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    """Depth of the shared-memory ring of A and B tiles."""
+    cluster_m: int
+    cluster_n: int
+    epi_n: int
+    """Columns of one epilogue subtile; its rows are one WGMMA's 64."""
+    in_dtype: str
+    out_dtype: str
+    a_major: str
+    b_major: str
+    out_major: str
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
+        """From any mapping that holds at least the fields."""
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups: pingpong 2; cooperative one per 64 rows, but 2 for 256 rows."""
+        if self.schedule == "pingpong":
+            return 2
+        return 2 if self.tile_m == 256 else self.tile_m // MMA_ATOM_M
+
+    @property
+    def tile_warpgroups(self) -> int:
+        """Warpgroups that share one tile."""
+        return 1 if self.schedule == "pingpong" else self.consumers
+
+    @property
+    def atoms_per_warpgroup(self) -> int:
+        """64-row WGMMA atoms that one warpgroup accumulates."""
+        return self.tile_m // (MMA_ATOM_M * self.tile_warpgroups)
+
+    @property
+    def accumulator_registers(self) -> int:
+        """fp32 accumulators of one consumer thread."""
+        return self.tile_m * self.tile_n // (WARPGROUP_THREADS * self.tile_warpgroups)
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block: the consumers and one producer warpgroup."""
+        return (self.consumers + 1) * WARPGROUP_THREADS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """setmaxnreg budgets (producer, consumer): multiples of 8 whose sum fits the launch allocation."""
+        if self.consumers == 3:  # 32 + 3 x 160 = 4 x 128, the allocation of 512 threads
+            return 32, 160
+        # 2 consumers: 24 + 2 x 240 = 40 + 2 x 232 = 3 x 168, the allocation of 384 threads
+        return (24, 240) if self.accumulator_registers >= 200 else (40, 232)
+
+    @property
+    def stage_bytes(self) -> int:
+        """One stage of the ring: an A tile and a B tile."""
+        return (self.tile_m + self.tile_n) * self.tile_k * DTYPE_BYTES[self.in_dtype]
+
+    @property
+    def epilogue_bytes(self) -> int:
+        """Staging buffers of all consumer warpgroups."""
+        return self.consumers * EPILOGUE_BUFFERS * MMA_ATOM_M * self.epi_n * DTYPE_BYTES[self.out_dtype]
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block: barriers in the first KiB, then ring and staging, to the byte."""
+        return SMEM_ALIGNMENT + self.stages * self.stage_bytes + self.epilogue_bytes
+
+    @property
+    def label(self) -> str:
+        """``pp128x192x64 s4 c2x1 e32``: schedule, tile, stages, cluster, epilogue columns."""
+        kind = "pp" if self.schedule == "pingpong" else "co"
+        return (
+            f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
+            f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n}"
+        )

@@ -1,0 +1,497 @@
+"""The Hopper kernel body: persistent, warp-specialized TMA + WGMMA, cooperative or pingpong.
+
+One producer warpgroup (one warp of it issues TMA loads) feeds a ring of A and B tiles in shared memory;
+consumer warpgroups multiply them by WGMMA and store through shared memory by TMA. Barriers:
+
+    full[s]    1 arrival and the bytes of a stage      producer -> consumers
+    empty[s]   one arrival of each consumer warp, of   consumers -> producer, at every CTA that
+               every CTA that this CTA's tiles reach   multicasts into the released stage
+    order[w]   named barrier, pingpong only: warpgroup w may issue its mainloop
+
+Extents, strides, raster order, swizzle size and the number of clusters are arguments of the launch.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.utils import LayoutEnum, SmemAllocator
+
+from tunegemm.families.cute_sm90.config import (
+    EPILOGUE_BUFFERS,
+    MMA_ATOM_M,
+    SMEM_ALIGNMENT,
+    WARPGROUP_THREADS,
+    KernelConfig,
+)
+
+DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
+WARPS = WARPGROUP_THREADS // 32
+
+# Named barriers; 0 is the whole block's.
+EPILOGUE_BARRIER = 1  # + consumer warpgroup
+ORDER_BARRIER = 4  # + consumer warpgroup
+
+
+class Gemm:
+    """D[m, n] = A[m, k] B[n, k]^T for one `KernelConfig`."""
+
+    def __init__(self, config: KernelConfig):
+        self.config = config
+        self.in_dtype = DTYPES[config.in_dtype]
+        self.out_dtype = DTYPES[config.out_dtype]
+        self.acc_dtype = cutlass.Float32
+        self.cluster_size = config.cluster_m * config.cluster_n
+        self.smem_bytes = 0
+
+    # ---- host side: runs on the CPU at every launch -------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        a_address: Int64,
+        b_address: Int64,
+        d_address: Int64,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        batch: Int32,
+        lda: Int64,
+        ldb: Int64,
+        ldd: Int64,
+        a_batch_stride: Int64,
+        b_batch_stride: Int64,
+        d_batch_stride: Int64,
+        raster_along_m: Int32,
+        swizzle_size: Int32,
+        clusters: Int32,
+        stream,
+    ):
+        """Encode the TMA descriptors and launch. Strides count elements; `clusters` is the grid."""
+        config = self.config
+        mA = self.operand(a_address, self.in_dtype, (m, k, batch), config.a_major == "k", lda, a_batch_stride)
+        mB = self.operand(b_address, self.in_dtype, (n, k, batch), config.b_major == "k", ldb, b_batch_stride)
+        mD = self.operand(d_address, self.out_dtype, (m, n, batch), config.out_major == "n", ldd, d_batch_stride)
+        a_layout, b_layout = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
+
+        tiled_mma = sm90.make_trivial_tiled_mma(
+            self.in_dtype,
+            self.in_dtype,
+            a_layout.sm90_mma_major_mode(),
+            b_layout.sm90_mma_major_mode(),
+            self.acc_dtype,
+            (config.tile_warpgroups, 1, 1),
+            tiler_mn=(MMA_ATOM_M, config.tile_n),
+        )
+        # The same atom, one epilogue subtile wide: which thread holds which element of a subtile.
+        epilogue_mma = sm90.make_trivial_tiled_mma(
+            self.in_dtype,
+            self.in_dtype,
+            a_layout.sm90_mma_major_mode(),
+            b_layout.sm90_mma_major_mode(),
+            self.acc_dtype,
+            (1, 1, 1),
+            tiler_mn=(MMA_ATOM_M, config.epi_n),
+        )
+
+        sA_layout = self.ring_layout(a_layout, config.tile_m)
+        sB_layout = self.ring_layout(b_layout, config.tile_n)
+        sD_layout = self.staging_layout(LayoutEnum.from_tensor(mD))
+
+        tma_a, gA = self.tma_load(mA, sA_layout, (config.tile_m, config.tile_k), config.cluster_n)
+        tma_b, gB = self.tma_load(mB, sB_layout, (config.tile_n, config.tile_k), config.cluster_m)
+        tma_d, gD = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(),
+            mD,
+            cute.slice_(sD_layout, (None, None, 0)),
+            (MMA_ATOM_M, config.epi_n),
+        )
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, config.stages]
+            empty: cute.struct.MemRange[Int64, config.stages]
+            a: cute.struct.Align[cute.struct.MemRange[self.in_dtype, cute.cosize(sA_layout)], SMEM_ALIGNMENT]
+            b: cute.struct.Align[cute.struct.MemRange[self.in_dtype, cute.cosize(sB_layout)], SMEM_ALIGNMENT]
+            d: cute.struct.Align[cute.struct.MemRange[self.out_dtype, cute.cosize(sD_layout)], SMEM_ALIGNMENT]
+
+        self.storage = Storage
+        self.smem_bytes = Storage.size_in_bytes()
+
+        # Work is counted in clusters; a tile beyond the edge loads zeros and stores nothing (TMA clips).
+        work_m = cute.ceil_div(m, config.tile_m * config.cluster_m)
+        work_n = cute.ceil_div(n, config.tile_n * config.cluster_n)
+        k_tiles = cute.ceil_div(k, config.tile_k)
+
+        self.kernel(
+            tma_a, gA, tma_b, gB, tma_d, gD, tiled_mma, epilogue_mma, sA_layout, sB_layout, sD_layout,
+            k_tiles, work_m, work_n, batch, raster_along_m, swizzle_size,
+        ).launch(
+            grid=(config.cluster_m, config.cluster_n, clusters),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster_m, config.cluster_n, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            # Without it ptxas ignores setmaxnreg (warning C7508).
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.jit
+    def operand(self, address, dtype, shape, minor_is_second, leading, batch_stride):
+        """A (rows, columns, batch) tensor at a raw address. TMA wants 16-byte strides, which is promised here."""
+        divisor = 128 // dtype.width
+        leading = cute.assume(leading, divby=divisor)
+        batch_stride = cute.assume(batch_stride, divby=divisor)
+        if const_expr(minor_is_second):
+            stride = (leading, 1, batch_stride)
+        else:
+            stride = (1, leading, batch_stride)
+        pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+
+    def ring_layout(self, layout, rows):
+        """Swizzled (rows, tile_k, stages) layout of an operand's ring."""
+        config = self.config
+        k_major = layout.sm90_mma_major_mode() == warpgroup.OperandMajorMode.K
+        atom = warpgroup.make_smem_layout_atom(
+            sm90.get_smem_layout_atom(layout, self.in_dtype, config.tile_k if k_major else rows), self.in_dtype
+        )
+        return cute.tile_to_shape(
+            atom, (rows, config.tile_k, config.stages), order=(0, 1, 2) if k_major else (1, 0, 2)
+        )
+
+    def staging_layout(self, layout):
+        """Swizzled (64, epi_n, buffers) layout of the output's staging buffers, all warpgroups' in a row."""
+        config = self.config
+        n_major = config.out_major == "n"
+        atom = warpgroup.make_smem_layout_atom(
+            sm90.get_smem_layout_atom(layout, self.out_dtype, config.epi_n if n_major else MMA_ATOM_M),
+            self.out_dtype,
+        )
+        return cute.tile_to_shape(
+            atom,
+            (MMA_ATOM_M, config.epi_n, config.consumers * EPILOGUE_BUFFERS),
+            order=(0, 1, 2) if n_major else (1, 0, 2),
+        )
+
+    def tma_load(self, tensor, staged_layout, box, multicast):
+        """TMA load atom of one stage; with a cluster each CTA loads its share and multicasts it."""
+        op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        stage_layout = cute.slice_(staged_layout, (None, None, 0))
+        return cpasync.make_tiled_tma_atom(op, tensor, stage_layout, box, num_multicast=multicast)
+
+    # ---- device side --------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_a: cute.CopyAtom,
+        mA: cute.Tensor,
+        tma_b: cute.CopyAtom,
+        mB: cute.Tensor,
+        tma_d: cute.CopyAtom,
+        mD: cute.Tensor,
+        tiled_mma: cute.TiledMma,
+        epilogue_mma: cute.TiledMma,
+        sA_layout: cute.ComposedLayout,
+        sB_layout: cute.ComposedLayout,
+        sD_layout: cute.ComposedLayout,
+        k_tiles: Int32,
+        work_m: Int32,
+        work_n: Int32,
+        batch: Int32,
+        raster_along_m: Int32,
+        swizzle_size: Int32,
+    ):
+        config = self.config
+        pingpong = const_expr(config.schedule == "pingpong")
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = thread % 32
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        cta_m, cta_n, cluster = cute.arch.block_idx()
+        _, _, clusters = cute.arch.grid_dim()
+        total_work = work_m * work_n * batch
+
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(tma_a)
+            cpasync.prefetch_descriptor(tma_b)
+            cpasync.prefetch_descriptor(tma_d)
+
+        storage = SmemAllocator().allocate(self.storage)
+        full = storage.full.data_ptr()
+        empty = storage.empty.data_ptr()
+        releases = config.tile_warpgroups * WARPS * (config.cluster_m + config.cluster_n - 1)
+        if thread == 0:
+            for stage in cutlass.range_constexpr(config.stages):
+                cute.arch.mbarrier_init(full + stage, 1)
+                cute.arch.mbarrier_init(empty + stage, releases)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(self.cluster_size > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+        sA = storage.a.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
+        sB = storage.b.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)
+        sD = storage.d.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
+
+        load_registers, mma_registers = config.registers
+        if group == 0:
+            cute.arch.setmaxregister_decrease(load_registers)
+            if warp_index == 0:
+                self.produce(
+                    tma_a, mA, tma_b, mB, sA, sB, full, empty, cta_m, cta_n, cluster, clusters, total_work,
+                    k_tiles, work_m, work_n, raster_along_m, swizzle_size,
+                )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(mma_registers)
+            self.consume(
+                tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, thread - WARPGROUP_THREADS,
+                lane, group - 1, cta_m, cta_n, cluster, clusters, total_work, k_tiles, work_m, work_n,
+                raster_along_m, swizzle_size, pingpong,
+            )  # fmt: skip
+
+    @cute.jit
+    def tile_of(self, work, cta_m, cta_n, work_m, work_n, raster_along_m, swizzle_size):
+        """(tile m, tile n, batch) of a work index.
+
+        The walk goes along the raster order's mode in bands `swizzle_size` cluster tiles wide; the last
+        band may be narrower, so no index is a phantom tile.
+        """
+        config = self.config
+        length = work_n
+        width = work_m
+        if raster_along_m != 0:
+            length = work_m
+            width = work_n
+        per_batch = Uint32(work_m * work_n)
+        per_band = Uint32(length * swizzle_size)
+        entry = Uint32(work) // per_batch
+        rest = Uint32(work) - entry * per_batch
+        band = rest // per_band
+        rest = rest - band * per_band
+        first = Int32(band) * swizzle_size
+        columns = width - first
+        if columns > swizzle_size:
+            columns = swizzle_size
+        step = Int32(rest // Uint32(columns))
+        across = first + Int32(rest) - step * columns
+        tile_m = across
+        tile_n = step
+        if raster_along_m != 0:
+            tile_m = step
+            tile_n = across
+        return tile_m * config.cluster_m + cta_m, tile_n * config.cluster_n + cta_n, Int32(entry)
+
+    @cute.jit
+    def produce(
+        self, tma_a, mA, tma_b, mB, sA, sB, full, empty, cta_m, cta_n, cluster, clusters, total_work,
+        k_tiles, work_m, work_n, raster_along_m, swizzle_size,
+    ):  # fmt: skip
+        """One warp: fill the ring, tile after tile."""
+        config = self.config
+        cta_layout = cute.make_layout((config.cluster_m, config.cluster_n))
+        gA = cute.local_tile(mA, (config.tile_m, config.tile_k), (None, None, None))
+        gB = cute.local_tile(mB, (config.tile_n, config.tile_k), (None, None, None))
+        # CTAs of one cluster row share A tiles, those of one column share B tiles.
+        tAsA, tAgA = cpasync.tma_partition(
+            tma_a, cta_n, cute.make_layout(config.cluster_n), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
+        )
+        tBsB, tBgB = cpasync.tma_partition(
+            tma_b, cta_m, cute.make_layout(config.cluster_m), cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2)
+        )
+        a_mask = None
+        b_mask = None
+        if const_expr(config.cluster_n > 1):
+            a_mask = cute.make_layout_image_mask(cta_layout, (cta_m, cta_n), mode=1)
+        if const_expr(config.cluster_m > 1):
+            b_mask = cute.make_layout_image_mask(cta_layout, (cta_m, cta_n), mode=0)
+
+        stage = Int32(0)
+        phase = Int32(1)  # of a fresh barrier the previous phase counts as done: the ring starts empty
+        work = Int32(cluster)
+        while work < total_work:
+            tile_m, tile_n, entry = self.tile_of(
+                work, cta_m, cta_n, work_m, work_n, raster_along_m, swizzle_size
+            )
+            tAgA_tile = tAgA[(None, tile_m, None, entry)]
+            tBgB_tile = tBgB[(None, tile_n, None, entry)]
+            for k_tile in cutlass.range(k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, config.stage_bytes)
+                cute.copy(
+                    tma_a, tAgA_tile[(None, k_tile)], tAsA[(None, stage)], tma_bar_ptr=full + stage, mcast_mask=a_mask
+                )
+                cute.copy(
+                    tma_b, tBgB_tile[(None, k_tile)], tBsB[(None, stage)], tma_bar_ptr=full + stage, mcast_mask=b_mask
+                )
+                stage += 1
+                if stage == config.stages:
+                    stage = Int32(0)
+                    phase ^= 1
+            work += clusters
+
+        # A CTA must outlive the arrivals that its cluster's consumers send to its barriers.
+        if const_expr(self.cluster_size > 1):
+            for _ in cutlass.range(config.stages, unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                stage += 1
+                if stage == config.stages:
+                    stage = Int32(0)
+                    phase ^= 1
+
+    @cute.jit
+    def consume(
+        self, tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, thread, lane, group, cta_m, cta_n,
+        cluster, clusters, total_work, k_tiles, work_m, work_n, raster_along_m, swizzle_size,
+        pingpong: cutlass.Constexpr,
+    ):  # fmt: skip
+        """One consumer warpgroup: multiply, convert, store."""
+        config = self.config
+        group_thread = thread % WARPGROUP_THREADS
+
+        # WGMMA operands are descriptors; the slice of a warpgroup's first thread stands for all of it.
+        first_thread = Int32(0) if const_expr(pingpong) else group * WARPGROUP_THREADS
+        slice_mma = tiled_mma.get_slice(first_thread)
+        tCrA = tiled_mma.make_fragment_A(slice_mma.partition_A(sA))
+        tCrB = tiled_mma.make_fragment_B(slice_mma.partition_B(sB))
+        accumulators = cute.make_rmem_tensor(
+            slice_mma.partition_shape_C((config.tile_m, config.tile_n)), self.acc_dtype
+        )
+
+        # Which CTAs wait for this CTA's release of a stage: those that multicast into it.
+        signal = lane == 0
+        peer = None
+        if const_expr(self.cluster_size > 1):
+            peer = lane % self.cluster_size
+            peer_m = peer % config.cluster_m
+            peer_n = peer // config.cluster_m
+            signal = lane < self.cluster_size and (peer_m == cta_m or peer_n == cta_n)
+
+        stage = Int32(0)
+        phase = Int32(0)
+        work = Int32(cluster)
+        if const_expr(pingpong):
+            if group == 1:
+                # The second warpgroup takes the cluster's second tile; its tiles sit k_tiles deeper in the ring.
+                work += clusters
+                stage = k_tiles % config.stages
+                phase = (k_tiles // config.stages) & 1
+                cute.arch.barrier_arrive(
+                    barrier_id=ORDER_BARRIER, number_of_threads=2 * WARPGROUP_THREADS
+                )
+
+        while work < total_work:
+            tile_m, tile_n, entry = self.tile_of(
+                work, cta_m, cta_n, work_m, work_n, raster_along_m, swizzle_size
+            )
+            if const_expr(pingpong):
+                cute.arch.barrier(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP_THREADS)
+
+            # The first k tile overwrites the accumulators, the others add to them. One WGMMA group stays
+            # in flight, so that the tensor cores have work while a stage is released and the next awaited.
+            cute.arch.mbarrier_wait(full + stage, phase)
+            warpgroup.fence()
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+            for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                self.multiply(tiled_mma, accumulators, tCrA, tCrB, block, stage)
+                tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            previous = stage
+            stage += 1
+            if stage == config.stages:
+                stage = Int32(0)
+                phase ^= 1
+            for _ in cutlass.range(k_tiles - 1, unroll=1):
+                cute.arch.mbarrier_wait(full + stage, phase)
+                warpgroup.fence()
+                for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                    self.multiply(tiled_mma, accumulators, tCrA, tCrB, block, stage)
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                if signal:
+                    cute.arch.mbarrier_arrive(empty + previous, peer)
+                previous = stage
+                stage += 1
+                if stage == config.stages:
+                    stage = Int32(0)
+                    phase ^= 1
+            if const_expr(pingpong):
+                cute.arch.barrier_arrive(
+                    barrier_id=ORDER_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP_THREADS
+                )
+            warpgroup.wait_group(0)
+            if signal:
+                cute.arch.mbarrier_arrive(empty + previous, peer)
+
+            self.store(tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry)
+
+            if const_expr(pingpong):
+                # Skip the other warpgroup's tile.
+                work += 2 * clusters
+                skipped = stage + k_tiles
+                phase ^= (skipped // config.stages) & 1
+                stage = skipped % config.stages
+            else:
+                work += clusters
+
+        # The staging buffers must stay until TMA has read them.
+        if group_thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def multiply(self, tiled_mma, accumulators, tCrA, tCrB, block, stage):
+        """The WGMMAs of one 32-byte block of k in one stage."""
+        index = (None, None, block, stage)
+        cute.gemm(tiled_mma, accumulators, tCrA[index], tCrB[index], accumulators)
+
+    @cute.jit
+    def store(self, tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry):
+        """Convert and store one warpgroup's rows, subtile by subtile, double-buffered, without other warpgroups."""
+        config = self.config
+        if const_expr(self.out_dtype.width == 16):
+            op = warp.StMatrix8x8x16bOp(config.out_major == "m", 4)
+        else:
+            op = cute.nvgpu.CopyUniversalOp()
+        tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, self.out_dtype), epilogue_mma)
+        thread_copy = tiled_copy.get_slice(group_thread)
+        tRS_sD = thread_copy.partition_D(sD)
+
+        gD = cute.local_tile(mD, (MMA_ATOM_M, config.epi_n), (None, None, None))
+        bSG_sD, bSG_gD = cpasync.tma_partition(
+            tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
+        )
+        atoms_m = config.tile_m // MMA_ATOM_M
+        subtiles = config.tile_n // config.epi_n
+        values = MMA_ATOM_M * config.epi_n // WARPGROUP_THREADS
+        for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
+            row = tile_m * atoms_m + atom * config.tile_warpgroups
+            if const_expr(config.tile_warpgroups > 1):
+                row += group
+            for subtile in cutlass.range_constexpr(subtiles):
+                buffer = group * EPILOGUE_BUFFERS + (atom * subtiles + subtile) % EPILOGUE_BUFFERS
+                fragment = cute.make_rmem_tensor(
+                    epilogue_mma.partition_shape_C((MMA_ATOM_M, config.epi_n)), self.acc_dtype
+                )
+                for value in cutlass.range_constexpr(values):
+                    fragment[value] = accumulators[(atom * subtiles + subtile) * values + value]
+                converted = cute.make_rmem_tensor(fragment.layout, self.out_dtype)
+                converted.store(fragment.load().to(self.out_dtype))
+
+                if group_thread < 32:
+                    cute.arch.cp_async_bulk_wait_group(EPILOGUE_BUFFERS - 1, read=True)
+                cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + group, number_of_threads=WARPGROUP_THREADS)
+                cute.copy(tiled_copy, tiled_copy.retile(converted), tRS_sD[(None, None, None, buffer)])
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + group, number_of_threads=WARPGROUP_THREADS)
+                if group_thread < 32:
+                    cute.copy(
+                        tma_d,
+                        bSG_sD[(None, buffer)],
+                        bSG_gD[(None, row, tile_n * subtiles + subtile, entry)],
+                    )
+                    cute.arch.cp_async_bulk_commit_group()

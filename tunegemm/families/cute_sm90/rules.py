@@ -1,0 +1,140 @@
+"""What a Hopper kernel may be: one function per physical cause (see `tunegemm.feasibility`)."""
+
+from __future__ import annotations
+
+from tunegemm.device import Device
+from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
+from tunegemm.feasibility import tma_alignment
+from tunegemm.problem import DTYPE_BYTES, Problem
+from tunegemm.space import Candidate
+
+#: Registers a consumer thread needs beside its accumulators: descriptors, barriers, addresses, the
+#: epilogue's fragment. Peak SASS register index minus accumulators over the compiled sample of
+#: tests/test_cute_sm90.py: 24 to 40; 232 - 192 and 240 - 208 leave 40 and 32, which ptxas meets without spills.
+_OVERHEAD_REGISTERS = 32
+
+
+def config_of(problem: Problem, candidate: Candidate) -> KernelConfig:
+    """The compile-time choices that the candidate and the problem's dtypes and majors make together."""
+    return KernelConfig.from_mapping(
+        dict(candidate.compile_params)
+        | {
+            name: getattr(problem, name)
+            for name in ("in_dtype", "out_dtype", "a_major", "b_major", "out_major")
+        }
+    )
+
+
+def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, target sm_90a)."""
+    if device.architecture.capability != (9, 0):
+        return f"{device.architecture.compile_target} has no WGMMA; cute_sm90 needs sm_90a"
+    return None
+
+
+def layout(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """This generator writes K-major A times K- or N-major B into N-major D."""
+    if problem.layout not in ("tn", "tt") or problem.out_major != "n":
+        return f"layout {problem.layout} with {problem.out_major}-major output; cute_sm90 has tn and tt, n-major"
+    return None
+
+
+def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A tile is whole WGMMA atoms: 64 rows, 8 to 256 columns; a warpgroup of pingpong takes at most three."""
+    tile_m, tile_n = candidate["tile_m"], candidate["tile_n"]
+    if tile_m % MMA_ATOM_M or not 64 <= tile_m <= 256:
+        return f"tile_m {tile_m} is not 64, 128, 192 or 256"
+    if tile_n % 16 or not 16 <= tile_n <= 256:
+        return f"tile_n {tile_n} is no multiple of 16 from 16 to 256"
+    return None
+
+
+def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills and serializes."""
+    config = config_of(problem, candidate)
+    need = config.accumulator_registers + _OVERHEAD_REGISTERS
+    budget = config.registers[1]
+    if need > budget:
+        return f"{config.accumulator_registers} accumulators + {_OVERHEAD_REGISTERS} registers > setmaxnreg {budget}"
+    return None
+
+
+def register_file(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """All warpgroups' setmaxnreg budgets come out of the registers that the block was launched with."""
+    config = config_of(problem, candidate)
+    load, mma = config.registers
+    asked = load + config.consumers * mma
+    per_thread = device.architecture.registers_per_sm // config.threads // 8 * 8
+    if asked > (config.consumers + 1) * per_thread:
+        return f"setmaxnreg {load} + {config.consumers} x {mma} > {config.consumers + 1} x {per_thread} at launch"
+    return None
+
+
+def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """One WGMMA group stays in flight, so its stage is busy: with fewer than 2 stages nothing can be loaded."""
+    if candidate["stages"] < 2:
+        return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
+    return None
+
+
+def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Ring, staging buffers and barriers must fit one block's shared memory."""
+    need, limit = config_of(problem, candidate).smem_bytes, device.architecture.smem_bytes_per_block
+    if need > limit:
+        return f"smem {need} B > {limit} B on {device.architecture.compile_target}"
+    return None
+
+
+def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Subtiles cover the tile exactly, and a subtile's row is at most one 128-byte swizzle row."""
+    tile_n, epi_n, out_bytes = candidate["tile_n"], candidate["epi_n"], DTYPE_BYTES[problem.out_dtype]
+    if tile_n % epi_n:
+        return f"epi_n {epi_n} does not divide tile_n {tile_n}"
+    if epi_n * out_bytes > 128:
+        return f"epi_n {epi_n} x {out_bytes} B = {epi_n * out_bytes} B > 128 B, the widest TMA swizzle"
+    return None
+
+
+def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A portable cluster, whose shares of a multicast tile are whole 8-row swizzle atoms."""
+    cluster_m, cluster_n = candidate["cluster_m"], candidate["cluster_n"]
+    size, limit = cluster_m * cluster_n, device.architecture.max_cluster_size
+    if size > limit:
+        return f"cluster {cluster_m}x{cluster_n} = {size} CTAs > {limit}"
+    for operand, rows, ways, major in (
+        ("A", candidate["tile_m"], cluster_n, problem.a_major),
+        ("B", candidate["tile_n"], cluster_m, problem.b_major),
+    ):
+        if major == "k" and rows % (8 * ways):
+            return f"{operand} tile of {rows} rows in {ways} multicast shares is not a multiple of 8 rows each"
+    return None
+
+
+def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A cluster larger than the problem's tiles only loads zeros."""
+    for extent, tile, ways, name in (
+        (problem.m, candidate["tile_m"], candidate["cluster_m"], "m"),
+        (problem.n, candidate["tile_n"], candidate["cluster_n"], "n"),
+    ):
+        tiles = -(-extent // tile)
+        if ways > 1 and tiles < ways:
+            return f"cluster_{name} {ways} > {tiles} tiles of {tile} in {name}={extent}"
+    return None
+
+
+#: Cheapest first. `cluster_fits` is the only rule about extents besides TMA's.
+RULES = (
+    architecture,
+    layout,
+    tma_alignment,
+    mma_tile,
+    epilogue_tile,
+    accumulators,
+    register_file,
+    ring_depth,
+    shared_memory,
+    cluster,
+    cluster_fits,
+)
+
+assert WARPGROUP_THREADS == 128  # the formulas above count per 128-thread warpgroup
