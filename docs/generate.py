@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-BASELINE = "torch_mm"
+BASELINE = "torch"
 NOT_MEASURED = "*Nothing measured yet: `{path}` is not there.*"
 
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
@@ -89,7 +89,9 @@ def geometric_mean(values: Sequence[float]) -> float:
 def ratios(row: dict[str, Any]) -> dict[str, float]:
     """Per provider its speed relative to torch.mm in the same interleave; without those that did not run."""
     times = {
-        name: entry["median_us"] for name, entry in row["providers"].items() if entry and entry.get("median_us")
+        name: entry["median_us"]
+        for name, entry in row["providers"].items()
+        if entry and entry.get("median_us")
     }
     if BASELINE not in times:
         raise DocsError(f"{shape_of(row)}: no time of {BASELINE!r} to compare with")
@@ -118,7 +120,9 @@ def peers(results: Path) -> str:
     means = []
     for name in names:
         values = [found[name] for found in all_ratios if name in found]
-        means.append(f"{geometric_mean(values):.3f}" + ("" if len(values) == len(rows) else f" ({len(values)})"))
+        means.append(
+            f"{geometric_mean(values):.3f}" + ("" if len(values) == len(rows) else f" ({len(values)})")
+        )
     lines.append(["*geometric mean*", "", *means])
     parts = [
         machine_line(data.get("meta", {})),
@@ -147,9 +151,15 @@ def losses(rows: list[dict[str, Any]], all_ratios: list[dict[str, float]]) -> st
 
 
 def machine_line(meta: dict[str, Any]) -> str:
-    """Every plain fact of a result file's meta, in its order."""
-    facts = [f"{key} {value}" for key, value in meta.items() if isinstance(value, str | int | float) and value != ""]
-    return f"Measured: {', '.join(facts)}." if facts else ""
+    """On what, with what and when the rows of a result file were measured, as far as its meta says."""
+    facts = [
+        meta.get("gpu"),
+        meta.get("driver") and f"driver {meta['driver']}",
+        str(meta.get("date", ""))[:10],
+    ]
+    facts += [f"{name} {version}" for name, version in meta.get("packages", {}).items()]
+    told = ", ".join(str(fact) for fact in facts if fact)
+    return f"Measured on {told}." if told else ""
 
 
 def tuning_time(results: Path) -> str:
@@ -190,7 +200,9 @@ BLOCKS: dict[str, Callable[[Path], str]] = {"peers": peers, "tuning-time": tunin
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fill the generated blocks of the documents.")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a block is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 when a block is out of date"
+    )
     check = parser.parse_args(arguments).check
     stale = []
     for path in documents():

@@ -47,12 +47,12 @@ class TestFindDevice:
 
     @pytest.mark.parametrize("spec", ["cuda:x", "cuda:-1", "cuda:0.5", "cuda:0:1"])
     def test_ordinals_that_are_none(self, spec: str) -> None:
-        with pytest.raises(DeviceError, match=f"device '{spec}' is not known; use cuda:N with a number"):
+        with pytest.raises(DeviceError, match=rf"device '{spec}' is not known; use cuda:N with a number"):
             find_device(spec)
 
     def test_without_a_gpu_the_message_says_what_else_there_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        with pytest.raises(DeviceError, match="0 CUDA device.* use replay:h200 or model:h200"):
+        with pytest.raises(DeviceError, match=r"0 CUDA device.* use replay:h200 or model:h200"):
             find_device("cuda:0")
 
     @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 GENERATOR = ROOT / "docs" / "generate.py"
 
 
@@ -28,7 +30,9 @@ def generate() -> ModuleType:
 
 
 def test_the_blocks_are_current() -> None:
-    run = subprocess.run([sys.executable, str(GENERATOR), "--check"], capture_output=True, text=True, cwd=ROOT)
+    run = subprocess.run(
+        [sys.executable, str(GENERATOR), "--check"], capture_output=True, text=True, env=ENVIRONMENT
+    )
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -44,11 +48,15 @@ def test_links_of_the_documents_lead_somewhere() -> None:
 
 
 def timed(**medians: float | None) -> dict[str, Any]:
-    return {name: None if us is None else {"median_us": us} for name, us in medians.items()}
+    return {
+        name: {"skipped": "not installed"} if us is None else {"median_us": us}
+        for name, us in medians.items()
+    }
 
 
 def write_peers(folder: Path, *rows: dict[str, Any]) -> None:
-    meta = {"device_name": "Some GPU", "rounds": 15, "notes": ["not", "printed"]}
+    packages = {"torch": "2.11.0", "cuda": "13.0"}
+    meta = {"gpu": "Some GPU", "driver": "580.1", "date": "2026-11-20T12:00:00+00:00", "packages": packages}
     (folder / "peers.json").write_text(json.dumps({"rows": rows, "meta": meta}))
 
 
@@ -67,25 +75,25 @@ class TestBlocks:
     def test_peers(self, generate: ModuleType, tmp_path: Path) -> None:
         write_peers(
             tmp_path,
-            row(4096, 4096, 4096, timed(torch_mm=200.0, quack=190.0, tunegemm=160.0)),
-            row(128, 256, 64, timed(torch_mm=10.0, quack=None, tunegemm=12.5), layout="tt", batch=2),
+            row(4096, 4096, 4096, timed(torch=200.0, quack=190.0, tunegemm=160.0)),
+            row(128, 256, 64, timed(torch=10.0, quack=None, tunegemm=12.5), layout="tt", batch=2),
         )
         table = generate.peers(tmp_path)
-        assert "Measured: device_name Some GPU, rounds 15." in table
+        assert "Measured on Some GPU, driver 580.1, 2026-11-20, torch 2.11.0, cuda 13.0." in table
         assert "| 4096x4096x4096 | 200.0 us, 687 | 1.053 | **1.250** |" in table
         assert "| 128x256x64x2 tt | 10.0 us, 1 |  | 0.800 |" in table
         assert "| *geometric mean* |  | 1.053 (1) | 1.000 |" in table
-        assert "Where tunegemm loses: 128x256x64x2 tt (torch_mm: 25.0 % faster)." in table
+        assert "Where tunegemm loses: 128x256x64x2 tt (torch: 25.0 % faster)." in table
 
     def test_no_loss_is_said_only_where_tunegemm_ran(self, generate: ModuleType, tmp_path: Path) -> None:
-        write_peers(tmp_path, row(8, 8, 8, timed(torch_mm=2.0, tunegemm=1.0)))
+        write_peers(tmp_path, row(8, 8, 8, timed(torch=2.0, tunegemm=1.0)))
         assert "tunegemm loses on none of these shapes." in generate.peers(tmp_path)
-        write_peers(tmp_path, row(8, 8, 8, timed(torch_mm=2.0, quack=1.0)))
+        write_peers(tmp_path, row(8, 8, 8, timed(torch=2.0, quack=1.0)))
         assert "loses" not in generate.peers(tmp_path)
 
     def test_a_row_without_the_baseline_is_refused(self, generate: ModuleType, tmp_path: Path) -> None:
         write_peers(tmp_path, row(8, 8, 8, timed(tunegemm=1.0)))
-        with pytest.raises(generate.DocsError, match="8x8x8: no time of 'torch_mm'"):
+        with pytest.raises(generate.DocsError, match="8x8x8: no time of 'torch'"):
             generate.peers(tmp_path)
 
     def test_tuning_time(self, generate: ModuleType, tmp_path: Path) -> None:
@@ -100,7 +108,13 @@ class TestBlocks:
 
     def test_every_command_is_listed(self, generate: ModuleType, tmp_path: Path) -> None:
         text = generate.cli(tmp_path)
-        for words in ("tunegemm tune`", "tunegemm leaderboard`", "tunegemm space`", "tunegemm doctor`", "`--budget`"):
+        for words in (
+            "tunegemm tune`",
+            "tunegemm leaderboard`",
+            "tunegemm space`",
+            "tunegemm doctor`",
+            "`--budget`",
+        ):
             assert words in text
 
     @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"rows": []}'])
@@ -111,7 +125,10 @@ class TestBlocks:
 
     @pytest.mark.parametrize(
         ("text", "named"),
-        [("<!-- generated: nothing -->\n<!-- end -->", "'nothing'"), ("<!-- generated: peers -->\n", "no end mark")],
+        [
+            ("<!-- generated: nothing -->\n<!-- end -->", "'nothing'"),
+            ("<!-- generated: peers -->\n", "no end mark"),
+        ],
     )
     def test_bad_blocks(self, generate: ModuleType, tmp_path: Path, text: str, named: str) -> None:
         with pytest.raises(generate.DocsError, match=named):

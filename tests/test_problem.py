@@ -31,7 +31,8 @@ class TestParse:
         assert problem.layout == layout
 
     @pytest.mark.parametrize(
-        "shape", ["", "4096", "4096x4096", "1x2x3x4x5", "4096*4096*4096", "-1x4x4", "1.5x4x4", "axbxc", "4x4x"]
+        "shape",
+        ["", "4096", "4096x4096", "1x2x3x4x5", "4096*4096*4096", "-1x4x4", "1.5x4x4", "axbxc", "4x4x"],
     )
     def test_no_shape(self, shape: str) -> None:
         with pytest.raises(ProblemError, match="is not MxNxK or MxNxKxL; for example") as caught:
@@ -193,5 +194,5 @@ class TestFromTensors:
             Problem.from_tensors(a, b)
 
     def test_unknown_output_dtype(self) -> None:
-        with pytest.raises(ProblemError, match="'torch.int32' is not known"):
+        with pytest.raises(ProblemError, match=r"'torch\.int32' is not known"):
             Problem.from_tensors(operand(4, 4), operand(4, 4), out_dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The command line: arguments and printing only. What it prints is made by `tuning`, `report` and `database`."""
+"""The command line: arguments and printing only; `tuning`, `report` and `database` make what it prints."""
 
 from tunegemm.cli.app import app, main
 

@@ -23,12 +23,12 @@ _UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c
 class OneLineErrors(TyperGroup):
     """A command group whose errors are one line on stderr and an exit code, never a traceback."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
+    def main(self, *args: Any, **extra: Any) -> Any:
+        if not extra.get("standalone_mode", True):
+            return super().main(*args, **extra)
         try:
             # Without standalone mode an exit code that a command raised is returned instead.
-            code = super().main(*args, standalone_mode=False, **extra)
+            code = super().main(*args, **extra | {"standalone_mode": False})
         except TunegemmError as error:
             _fail(str(error))
         except _UsageProblem as error:

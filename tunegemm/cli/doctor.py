@@ -22,7 +22,6 @@ def command(
     if as_json:
         typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
     else:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
@@ -31,6 +30,6 @@ def command(
         for check in checks:
             detail = check.detail + (f" -> {check.remedy}" if check.remedy else "")
             table.add_row(Text(check.status, style=colours[check.status]), check.name, Text(detail))
-        Console().print(table)
+        options.stdout_console().print(table)
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunegemm.errors import TunegemmError
 from tunegemm.problem import Problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Shapes = Annotated[
     list[str],
@@ -17,7 +20,8 @@ Shapes = Annotated[
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="Element type of A and B: bf16 or fp16.")]
 OutDtype = Annotated[
-    str | None, typer.Option("--out-dtype", help="Element type of D: bf16, fp16 or fp32. Default: as A and B.")
+    str | None,
+    typer.Option("--out-dtype", help="Element type of D: bf16, fp16 or fp32. Default: as A and B."),
 ]
 Layout = Annotated[
     str,
@@ -68,7 +72,7 @@ _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``. Raises UsageError for anything else, and for nothing."""
+    """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``. Raises UsageError for anything else."""
     match = _DURATION.fullmatch(text.strip().lower())
     hours, minutes, seconds = match.groups() if match else (None, None, None)
     total = 3600 * int(hours or 0) + 60 * int(minutes or 0) + float(seconds or 0)
@@ -89,6 +93,14 @@ def parse_families(text: str | None) -> tuple[str, ...] | None:
     for name in names:
         families.get(name)
     return names
+
+
+def stdout_console() -> Console:
+    """For tables. A pipe or a log has no width of its own: there nothing is cut to 80 columns."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
 
 
 def write_text(path: Path, text: str) -> None:

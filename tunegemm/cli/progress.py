@@ -33,10 +33,14 @@ def describe_best(progress: Progress) -> str:
 
 
 def describe_counts(progress: Progress) -> str:
-    """``feasible 812 · compiled 24/96 · measured 120/400``, and the failures by stage."""
+    """``feasible 812 · compiled 24 (+8) · measured 120/400``, and the failures by stage.
+
+    In brackets the kernels that are being compiled.
+    """
+    waiting = f" (+{progress.to_compile})" if progress.to_compile else ""
     parts = [
         f"feasible {progress.feasible}",
-        f"compiled {progress.compiled}/{progress.to_compile}",
+        f"compiled {progress.compiled}{waiting}",
         f"measured {progress.measured}/{progress.planned}",
         describe_failures(progress.failures),
     ]
@@ -52,7 +56,9 @@ class ProgressView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        )
         self._stage = ""
 
     def __enter__(self) -> ProgressView:
@@ -77,10 +83,13 @@ class ProgressView:
 
     @staticmethod
     def _render(progress: Progress) -> Group:
-        total = progress.to_compile + progress.planned
+        total = progress.compiled + progress.to_compile + progress.planned
         bar = ProgressBar(total=max(total, 1), completed=progress.compiled + progress.measured, width=30)
         head = Table.grid(padding=(0, 2))
         head.add_row(
-            Text(str(progress.problem), style="bold"), progress.stage, bar, Text(f"{progress.elapsed_s:.0f} s")
+            Text(str(progress.problem), style="bold"),
+            progress.stage,
+            bar,
+            Text(f"{progress.elapsed_s:.0f} s"),
         )
         return Group(head, Text(describe_counts(progress)), Text(describe_best(progress), style="green"))

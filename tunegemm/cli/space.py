@@ -14,6 +14,7 @@ from tunegemm.cli import options
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from tunegemm.device import Device
     from tunegemm.report.census import Census
     from tunegemm.space import SearchSpace
 
@@ -32,27 +33,36 @@ def command(
         str | None, typer.Option("--family", metavar="NAME[,NAME]", help="Kernel families. Default: all.")
     ] = None,
     space_file: Annotated[
-        Path | None, typer.Option("--space-file", metavar="FILE", help="Your own space, in place of the shipped.")
+        Path | None,
+        typer.Option("--space-file", metavar="FILE", help="Your own space, in place of the shipped."),
     ] = None,
-    device: options.DeviceSpec = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="SPEC", help="Default: cuda:0, or model:h200 without a GPU."),
+    ] = None,
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
     problems = options.parse_problems(shape, dtype, out_dtype, layout)
     from tunegemm.report.census import take_census
-    from tunegemm.tuning import open_device
 
     spaces = _spaces(options.parse_families(family), space_file)
-    opened = open_device(device)
+    opened = _open_device(device)
     counts = [take_census(space, problem, opened) for problem in problems for space in spaces]
     if format is Format.json:
         typer.echo(json.dumps([count.asdict() for count in counts], indent=2))
         return
-    from rich.console import Console
-
-    console = Console()
+    console = options.stdout_console()
     for count in counts:
         console.print(_table(count))
+
+
+def _open_device(spec: str | None) -> Device:
+    from tunegemm.device import cuda_device_count, find_device
+    from tunegemm.tuning import open_device
+
+    # Nothing is timed here, so without a GPU the known limits do; no recording is needed.
+    return open_device(spec) if spec or cuda_device_count() else find_device("model:h200")
 
 
 def _spaces(names: tuple[str, ...] | None, space_file: Path | None) -> list[SearchSpace]:
@@ -74,7 +84,9 @@ def _table(count: Census) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"{count.family} for {count.problem} on {count.device.name}", title_justify="left", show_footer=True
+        title=f"{count.family} for {count.problem} on {count.device.name}",
+        title_justify="left",
+        show_footer=True,
     )
     table.add_column("rule", footer="feasible")
     table.add_column("candidates", justify="right", footer=f"{count.feasible:,}")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from tunegemm.device import Device
     from tunegemm.problem import Problem
+    from tunegemm.report.leaderboard import Leaderboard
     from tunegemm.tuning import TuneResult
 
 
@@ -33,9 +34,7 @@ def command(
     dtype: options.Dtype = "bf16",
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
-    effort: Annotated[
-        Effort, typer.Option("--effort", help="How much of the space to try.")
-    ] = Effort.quick,
+    effort: Annotated[Effort, typer.Option("--effort", help="How much of the space to try.")] = Effort.quick,
     trials: Annotated[
         int | None, options.count_option("--trials", "Most candidates to measure per shape.")
     ] = None,
@@ -49,11 +48,12 @@ def command(
     device: options.DeviceSpec = None,
     db: options.DatabaseLocation = None,
     workers: Annotated[
-        int | None, options.count_option("--workers", "Compile workers. Default: by cores and free RAM.")
+        int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
     ] = None,
     top: Annotated[int, options.count_option("--top", "Rows to print per shape.")] = 10,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document per shape, one per line, and nothing else.")
+        bool,
+        typer.Option("--json", help="Print one JSON document per shape, one per line, and nothing else."),
     ] = False,
 ) -> None:
     """Find and remember the fastest kernel for each shape."""
@@ -67,12 +67,13 @@ def command(
     from tunegemm.database import Database
     from tunegemm.tuning import Tuner, open_device
 
-    out, log = Console(), Console(stderr=True)
+    out, log = options.stdout_console(), Console(stderr=True)
     opened = open_device(device)
     if device is None and not opened.is_real and not as_json:
         log.print(
             f"No CUDA GPU here: candidates are really compiled for {opened.architecture.compile_target}; "
             f"times come from a recorded {opened.name} ({opened.spec}). Nothing is stored as measured.",
+            soft_wrap=True,
             highlight=False,
         )
     # Only what is measured is stored, so only a real device gets a database; a bad --db is told of anyway.
@@ -91,7 +92,7 @@ def command(
                         budget_seconds=budget_seconds,
                         on_progress=None if as_json else view.update,
                     )
-                found += result.best is not None
+                found += result.best is not None or bool(result.predictions)
                 if as_json:
                     typer.echo(json.dumps(result_document(result)))
                 else:
@@ -109,15 +110,25 @@ def command(
 
 def show_result(console: Console, result: TuneResult, top: int, *, where: str) -> None:
     """The leaderboard of one tuning, what failed, and how to use the winner."""
-    from tunegemm.report.leaderboard import Leaderboard
-
-    board = Leaderboard.from_outcomes(
-        result.problem, result.device, result.outcomes, result.labels, source=result.source
-    )
-    console.print(board.table(top))
-    for line in (result.note, failure_line(result), usage_line(result, where)):
+    console.print(leaderboard(result).table(top))
+    closing = ["" if result.predictions else result.note, failure_line(result), usage_line(result, where)]
+    for line in [failure_line(result)] if result.interrupted else closing:
         if line:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def leaderboard(result: TuneResult) -> Leaderboard:
+    """What was measured or replayed; without that the model's order of the kernels that were compiled."""
+    from tunegemm.report.leaderboard import Leaderboard
+
+    problem, device, labels = result.problem, result.device, result.labels
+    if result.predictions:
+        predictions = [(one.candidate, one.total_us) for one in result.predictions]
+        return Leaderboard.from_predictions(problem, device, predictions, labels)
+    best = result.best.candidate if result.best is not None else None
+    return Leaderboard.from_outcomes(
+        problem, device, result.outcomes, labels, source=result.source, best=best
+    )
 
 
 def failure_line(result: TuneResult) -> str:
@@ -134,11 +145,14 @@ def failure_line(result: TuneResult) -> str:
 def usage_line(result: TuneResult, where: str) -> str:
     """The one line that says what the result is good for."""
     problem, seconds = result.problem, f"{result.seconds:.1f} s"
-    if result.best is None:
+    if result.best is None and not result.predictions:
         return f"No candidate for {problem} could be used, after {seconds}: see `tunegemm doctor`."
     if result.source == "measured":
         return f"Tuned in {seconds}: tunegemm.matmul(a, b) now uses this kernel for {problem} (from {where})."
-    origin = "replayed, not measured here" if result.source == "replayed" else "a model's ranking, no measurement"
+    seconds += f", {result.compiled} kernels compiled"
+    origin = (
+        "replayed, not measured here" if result.source == "replayed" else "a model's ranking, no measurement"
+    )
     return (
         f"Done in {seconds} ({origin}; nothing stored). On your GPU: {tune_command(problem)} "
         "measures and stores it for tunegemm.matmul(a, b)."
@@ -149,8 +163,10 @@ def interruption(result: TuneResult, again: str) -> str:
     """What an interrupted tuning kept, and the command that goes on."""
     from tunegemm.outcome import Measurement
 
-    measured = sum(isinstance(outcome, Measurement) for outcome in result.outcomes)
-    kept = f"{measured} measured candidates are kept" if result.source == "measured" else "nothing to keep"
+    measured = {outcome.candidate for outcome in result.outcomes if isinstance(outcome, Measurement)}
+    kept = (
+        f"{len(measured)} measured candidates are kept" if result.source == "measured" else "nothing to keep"
+    )
     return f"Interrupted: {kept}. Go on with: {again}"
 
 
@@ -201,8 +217,14 @@ def result_document(result: TuneResult) -> dict[str, Any]:
         "device_name": result.device.name,
         "source": result.source,
         "best": outcome_document(result.best) if result.best is not None else None,
+        "predictions": [
+            {"label": result.labels[one.candidate.digest], "candidate": json.loads(one.candidate.to_json())}
+            | {"digest": one.candidate.digest, "predicted_us": one.total_us, "bound": one.bound}
+            for one in result.predictions
+        ],
         "outcomes": [outcome_document(outcome) for outcome in result.outcomes],
         "seconds": result.seconds,
+        "compiled": result.compiled,
         "interrupted": result.interrupted,
         "note": result.note,
     }

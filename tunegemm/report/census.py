@@ -9,6 +9,7 @@ from typing import Any
 
 from tunegemm import families
 from tunegemm.device import Device
+from tunegemm.feasibility import Verdict
 from tunegemm.problem import Problem
 from tunegemm.space import SearchSpace
 
@@ -47,20 +48,27 @@ class Census:
 
 
 def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:
-    """Checks every candidate of a space. Takes some microseconds for each."""
+    """Checks every kernel of a space, and every launch of those that pass: some microseconds for each."""
     family = families.get(space.family)
     rejected: Counter[str] = Counter()
     examples: dict[str, str] = {}
     feasible = feasible_kernels = 0
+
+    def reject(verdict: Verdict, candidates: int) -> None:
+        rule = str(verdict.rule)
+        rejected[rule] += candidates
+        examples.setdefault(rule, verdict.reason)
+
     for kernel in space.kernels():
+        if not (verdict := family.check(problem, kernel, device)):
+            reject(verdict, space.launch_size)
+            continue
         before = feasible
         for candidate in space.launches(kernel):
-            verdict = family.check(problem, candidate, device)
-            if verdict.rule is None:
+            if verdict := family.check(problem, candidate, device):
                 feasible += 1
             else:
-                rejected[verdict.rule] += 1
-                examples.setdefault(verdict.rule, verdict.reason)
+                reject(verdict, 1)
         feasible_kernels += feasible > before
     return Census(
         space.family, problem, device, space.compile_size, space.launch_size, feasible_kernels, feasible,

@@ -15,7 +15,16 @@ from tunegemm.errors import DatabaseError, DeviceError
 #: `note` is worth knowing and hinders nothing; `fail` keeps tunegemm from working.
 Status = Literal["ok", "note", "fail"]
 
-_REQUIRED = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "optuna", "sqlalchemy", "alembic", "pandas")
+_REQUIRED = (
+    "torch",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "optuna",
+    "sqlalchemy",
+    "alembic",
+    "pandas",
+)
 _OPTIONAL = ("nvmath-python", "nvidia-ml-py")
 
 
@@ -50,9 +59,19 @@ def _packages() -> Check:
     missing = [name for name in _REQUIRED if not versions[name]]
     absent = [name for name in _OPTIONAL if not versions[name]]
     if missing:
-        return Check("packages", "fail", f"missing: {', '.join(missing)}; found: {found}", f"pip install {' '.join(missing)}")
+        return Check(
+            "packages",
+            "fail",
+            f"missing: {', '.join(missing)}; found: {found}",
+            f"pip install {' '.join(missing)}",
+        )
     if absent:
-        return Check("packages", "note", f"missing: {', '.join(absent)}; found: {found}", f"pip install {' '.join(absent)}")
+        return Check(
+            "packages",
+            "note",
+            f"missing: {', '.join(absent)}; found: {found}",
+            f"pip install {' '.join(absent)}",
+        )
     return Check("packages", "ok", found)
 
 
@@ -109,9 +128,9 @@ def _database(location: str | None) -> Check:
 
 
 def _cache() -> Check:
-    from tunegemm.artifacts import cache_dir
+    from tunegemm.artifacts import ArtifactStore
 
-    folder = cache_dir()
+    folder = ArtifactStore().root
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(parent, os.W_OK):
         remedy = "make it writable, or name another folder in TUNEGEMM_CACHE_DIR"
@@ -121,8 +140,10 @@ def _cache() -> Check:
 
 
 def _workers() -> Check:
-    from tunegemm.compile import available_memory_bytes, default_workers
+    import psutil
+    from tunegemm.compile import default_workers
 
-    memory, cores, workers = available_memory_bytes(), len(os.sched_getaffinity(0)), default_workers()
+    memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
+    workers = default_workers()
     detail = f"{memory / 1e9:.1f} GB of free RAM, {cores} core(s): {workers} compile worker(s)"
     return Check("workers", "ok", detail)
