@@ -48,7 +48,7 @@ def build(config: KernelConfig, out: Path) -> Resources:
                 options=f"--enable-tvm-ffi --dump-dir={dumps} --remarks{{ptx}}",
             )
             compiled.export_to_c(object_file_path=str(out), function_name=FUNCTION_NAME)
-        report = log.read_text()
+        report = " ".join(log.read_text().split())  # the compiler wraps long lines
     spills, registers = _SPILLS.search(report), _REGISTERS.search(report)
     if spills is None or registers is None:
         raise RuntimeError("ptxas reported neither registers nor spills; is this nvidia-cutlass-dsl 4.8?")

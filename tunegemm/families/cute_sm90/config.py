@@ -14,8 +14,8 @@ from tunegemm.problem import DTYPE_BYTES
 WARPGROUP_THREADS = 128
 MMA_ATOM_M = 64
 """Rows of one WGMMA (PTX ISA, wgmma.mma_async: .m64nNk16)."""
-EPILOGUE_BUFFERS = 2
-"""Staging buffers of each consumer warpgroup: one is filled while TMA reads the other."""
+SMEM_LIMIT = 232448
+"""Shared memory of one block on compute capability 9.0 (227 KiB)."""
 SMEM_ALIGNMENT = 1024
 """A 128-byte-swizzled operand tile starts at a multiple of 8 rows x 128 B."""
 
@@ -87,9 +87,22 @@ class KernelConfig:
         return (self.tile_m + self.tile_n) * self.tile_k * DTYPE_BYTES[self.in_dtype]
 
     @property
+    def epilogue_buffers(self) -> int:
+        """Staging buffers of each consumer warpgroup: 2 to 4, as many as the ring leaves room for.
+
+        With two, a subtile takes two barriers; with three or more one (see `kernel.Gemm.store`).
+        """
+        left = SMEM_LIMIT - SMEM_ALIGNMENT - self.stages * self.stage_bytes
+        return min(4, max(2, left // (self.consumers * self._subtile_bytes)))
+
+    @property
+    def _subtile_bytes(self) -> int:
+        return MMA_ATOM_M * self.epi_n * DTYPE_BYTES[self.out_dtype]
+
+    @property
     def epilogue_bytes(self) -> int:
         """Staging buffers of all consumer warpgroups."""
-        return self.consumers * EPILOGUE_BUFFERS * MMA_ATOM_M * self.epi_n * DTYPE_BYTES[self.out_dtype]
+        return self.consumers * self.epilogue_buffers * self._subtile_bytes
 
     @property
     def smem_bytes(self) -> int:

@@ -19,7 +19,6 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.utils import LayoutEnum, SmemAllocator
 
 from tunegemm.families.cute_sm90.config import (
-    EPILOGUE_BUFFERS,
     MMA_ATOM_M,
     SMEM_ALIGNMENT,
     WARPGROUP_THREADS,
@@ -171,7 +170,7 @@ class Gemm:
         )
         return cute.tile_to_shape(
             atom,
-            (MMA_ATOM_M, config.epi_n, config.consumers * EPILOGUE_BUFFERS),
+            (MMA_ATOM_M, config.epi_n, config.consumers * config.epilogue_buffers),
             order=(0, 1, 2) if n_major else (1, 0, 2),
         )
 
@@ -386,9 +385,6 @@ class Gemm:
                 )
 
         while work < total_work:
-            tile_m, tile_n, entry = self.tile_of(
-                work, cta_m, cta_n, work_m, work_n, raster_along_m, swizzle_size
-            )
             if const_expr(pingpong):
                 cute.arch.barrier(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP_THREADS)
 
@@ -424,6 +420,10 @@ class Gemm:
                 cute.arch.barrier_arrive(
                     barrier_id=ORDER_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP_THREADS
                 )
+            # The divisions of the tile's coordinates run under the last WGMMAs.
+            tile_m, tile_n, entry = self.tile_of(
+                work, cta_m, cta_n, work_m, work_n, raster_along_m, swizzle_size
+            )
             warpgroup.wait_group(0)
             if signal:
                 cute.arch.mbarrier_arrive(empty + previous, peer)
@@ -451,16 +451,21 @@ class Gemm:
 
     @cute.jit
     def store(self, tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry):
-        """Convert and store one warpgroup's rows, subtile by subtile, double-buffered, without other warpgroups."""
+        """Convert and store one warpgroup's rows, subtile by subtile, without the other warpgroups.
+
+        A subtile is staged in one of `epilogue_buffers` buffers, from which TMA reads it while the next is
+        converted. Buffer reuse needs the earlier read to be done, which only the issuing warp can await:
+        with three buffers or more it awaits it one subtile early and the barrier that publishes a subtile
+        also hands out the next buffer; with two that would serialize, so each subtile takes two barriers.
+        """
         config = self.config
+        buffers = config.epilogue_buffers
         if const_expr(self.out_dtype.width == 16):
             op = warp.StMatrix8x8x16bOp(config.out_major == "m", 4)
         else:
             op = cute.nvgpu.CopyUniversalOp()
         tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, self.out_dtype), epilogue_mma)
-        thread_copy = tiled_copy.get_slice(group_thread)
-        tRS_sD = thread_copy.partition_D(sD)
-
+        tRS_sD = tiled_copy.get_slice(group_thread).partition_D(sD)
         gD = cute.local_tile(mD, (MMA_ATOM_M, config.epi_n), (None, None, None))
         bSG_sD, bSG_gD = cpasync.tma_partition(
             tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
@@ -468,30 +473,46 @@ class Gemm:
         atoms_m = config.tile_m // MMA_ATOM_M
         subtiles = config.tile_n // config.epi_n
         values = MMA_ATOM_M * config.epi_n // WARPGROUP_THREADS
-        for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
-            row = tile_m * atoms_m + atom * config.tile_warpgroups
-            if const_expr(config.tile_warpgroups > 1):
-                row += group
-            for subtile in cutlass.range_constexpr(subtiles):
-                buffer = group * EPILOGUE_BUFFERS + (atom * subtiles + subtile) % EPILOGUE_BUFFERS
-                fragment = cute.make_rmem_tensor(
-                    epilogue_mma.partition_shape_C((MMA_ATOM_M, config.epi_n)), self.acc_dtype
-                )
-                for value in cutlass.range_constexpr(values):
-                    fragment[value] = accumulators[(atom * subtiles + subtile) * values + value]
-                converted = cute.make_rmem_tensor(fragment.layout, self.out_dtype)
-                converted.store(fragment.load().to(self.out_dtype))
+        issues = group_thread < 32
 
-                if group_thread < 32:
-                    cute.arch.cp_async_bulk_wait_group(EPILOGUE_BUFFERS - 1, read=True)
-                cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + group, number_of_threads=WARPGROUP_THREADS)
-                cute.copy(tiled_copy, tiled_copy.retile(converted), tRS_sD[(None, None, None, buffer)])
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + group, number_of_threads=WARPGROUP_THREADS)
-                if group_thread < 32:
-                    cute.copy(
-                        tma_d,
-                        bSG_sD[(None, buffer)],
-                        bSG_gD[(None, row, tile_n * subtiles + subtile, entry)],
-                    )
-                    cute.arch.cp_async_bulk_commit_group()
+        # The previous tile's stores have had a whole mainloop to be read.
+        self.await_buffers(issues, 0)
+        self.epilogue_barrier(group)
+        for index in cutlass.range_constexpr(config.atoms_per_warpgroup * subtiles):
+            atom, subtile = index // subtiles, index % subtiles
+            buffer = group * buffers + index % buffers
+            fragment = cute.make_rmem_tensor(
+                epilogue_mma.partition_shape_C((MMA_ATOM_M, config.epi_n)), self.acc_dtype
+            )
+            for value in cutlass.range_constexpr(values):
+                fragment[value] = accumulators[index * values + value]
+            converted = cute.make_rmem_tensor(fragment.layout, self.out_dtype)
+            converted.store(fragment.load().to(self.out_dtype))
+
+            if const_expr(buffers == 2 and index >= 2):
+                self.await_buffers(issues, 1)
+                self.epilogue_barrier(group)
+            cute.copy(tiled_copy, tiled_copy.retile(converted), tRS_sD[(None, None, None, buffer)])
+            cute.arch.fence_view_async_shared()
+            if const_expr(buffers > 2 and index >= buffers - 1):
+                self.await_buffers(issues, buffers - 2)
+            self.epilogue_barrier(group)
+            if issues:
+                row = tile_m * atoms_m + atom * config.tile_warpgroups
+                if const_expr(config.tile_warpgroups > 1):
+                    row += group
+                cute.copy(
+                    tma_d, bSG_sD[(None, buffer)], bSG_gD[(None, row, tile_n * subtiles + subtile, entry)]
+                )
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def await_buffers(self, issues, pending: cutlass.Constexpr):
+        """The issuing warp waits until TMA has read all but the `pending` newest staged subtiles."""
+        if issues:
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
+
+    @cute.jit
+    def epilogue_barrier(self, group):
+        """All threads of one consumer warpgroup."""
+        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + group, number_of_threads=WARPGROUP_THREADS)

@@ -59,14 +59,17 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
-def register_file(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """All warpgroups' setmaxnreg budgets come out of the registers that the block was launched with."""
+def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """ptxas places one WGMMA within the launch allocation, whatever setmaxnreg adds later (error C7602).
+
+    It asks for 26 registers beside the instruction's accumulators: 154 for 64x256, 130 for 64x208, which
+    512 threads with their 128 each do not have (nvidia-cutlass-dsl 4.8.1).
+    """
     config = config_of(problem, candidate)
-    load, mma = config.registers
-    asked = load + config.consumers * mma
-    per_thread = device.architecture.registers_per_sm // config.threads // 8 * 8
-    if asked > (config.consumers + 1) * per_thread:
-        return f"setmaxnreg {load} + {config.consumers} x {mma} > {config.consumers + 1} x {per_thread} at launch"
+    allocation = device.architecture.registers_per_sm // config.threads // 8 * 8
+    need = config.tile_n * MMA_ATOM_M // WARPGROUP_THREADS + 26
+    if need > allocation:
+        return f"a 64x{config.tile_n} WGMMA needs {need} registers > {allocation} at launch of {config.threads} threads"
     return None
 
 
@@ -86,10 +89,15 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
 
 
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Subtiles cover the tile exactly, and a subtile's row is at most one 128-byte swizzle row."""
+    """Subtiles cover the tile exactly; a subtile's row is at most one 128-byte swizzle row.
+
+    16 columns are for tiles that 32 do not divide; elsewhere they only double the barriers.
+    """
     tile_n, epi_n, out_bytes = candidate["tile_n"], candidate["epi_n"], DTYPE_BYTES[problem.out_dtype]
     if tile_n % epi_n:
         return f"epi_n {epi_n} does not divide tile_n {tile_n}"
+    if epi_n < 32 and tile_n % 32 == 0:
+        return f"epi_n {epi_n} is for tiles that 32 does not divide, not for tile_n {tile_n}"
     if epi_n * out_bytes > 128:
         return f"epi_n {epi_n} x {out_bytes} B = {epi_n * out_bytes} B > 128 B, the widest TMA swizzle"
     return None
@@ -130,7 +138,7 @@ RULES = (
     mma_tile,
     epilogue_tile,
     accumulators,
-    register_file,
+    wgmma_operands,
     ring_depth,
     shared_memory,
     cluster,

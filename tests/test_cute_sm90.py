@@ -1,0 +1,203 @@
+"""Feasibility of the Hopper family from both sides, by the compiler's own report. No GPU needed.
+
+`TUNEGEMM_TEST_SAMPLE=N` compiles N accepted candidates instead of the default few dozen.
+"""
+
+import math
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tunegemm import families
+from tunegemm.artifacts import ArtifactStore
+from tunegemm.compile import CompilePool, CompileResult
+from tunegemm.device import Device, find_device
+from tunegemm.families.cute_sm90 import FAMILY, grid_clusters
+from tunegemm.families.cute_sm90.rules import RULES, config_of
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "32"))
+SHAPE = "4096x4096x4096"
+GOOD = {
+    "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4,
+    "cluster_m": 1, "cluster_n": 1, "epi_n": 32,
+}  # fmt: skip
+PROBLEMS = [
+    Problem.parse(SHAPE),
+    Problem.parse(SHAPE, layout="tt"),
+    Problem.parse(SHAPE, dtype="fp16"),
+    Problem.parse(SHAPE, out_dtype="fp32"),
+    Problem.parse(SHAPE, dtype="fp16", out_dtype="fp32", layout="tt"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
+    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def h200() -> Device:
+    return find_device("model:h200")
+
+
+def candidate(**changes: int | str) -> Candidate:
+    return Candidate.make("cute_sm90", GOOD | changes)
+
+
+def compile_all(pool: CompilePool, h200: Device, pairs: list[tuple[Problem, Candidate]]) -> list[CompileResult]:
+    futures = [pool.submit("cute_sm90", FAMILY.kernel_key(problem, c, h200)) for problem, c in pairs]
+    return [future.result() for future in futures]
+
+
+def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200: Device) -> None:
+    space = families.load_space("cute_sm90")
+    generator = random.Random(0)
+    pairs = []
+    for problem in PROBLEMS:
+        accepted = [k for k in space.kernels() if FAMILY.check(problem, k, h200)]
+        assert len(accepted) > 1000
+        pairs += [(problem, k) for k in generator.sample(accepted, math.ceil(SAMPLE / len(PROBLEMS)))]
+    # The corners of the register rules, where a spill would show first.
+    corners = [
+        candidate(tile_m=256, tile_n=208, epi_n=16, stages=3),
+        candidate(tile_m=192, tile_n=192, stages=3),
+        candidate(schedule="pingpong", tile_m=128, tile_n=208, epi_n=16),
+        candidate(schedule="pingpong", tile_m=192, tile_n=128),
+    ]
+    pairs += [(PROBLEMS[0], corner) for corner in corners]
+    for (problem, kernel), result in zip(pairs, compile_all(pool, h200, pairs), strict=True):
+        assert FAMILY.check(problem, kernel, h200), (problem, kernel)
+        assert result.failure == "", (problem, kernel)
+        assert result.artifact is not None
+        resources = result.artifact.resources
+        assert resources.spill_bytes == 0 and resources.warnings == ()
+        assert resources.smem_bytes == FAMILY.smem_bytes(problem, kernel), (problem, kernel)
+
+
+# Per rule: a change to GOOD that only this rule objects to, and what the compiler says of it. Where it says
+# nothing, the object exceeds a limit of the hardware, which is asserted instead.
+REJECTED = [
+    ("mma_tile", {"tile_m": 96}, "MLIRError"),
+    ("mma_tile", {"tile_m": 320}, "Insufficient registers"),
+    ("mma_tile", {"tile_n": 24, "epi_n": 8}, "aborted"),
+    ("mma_tile", {"tile_n": 272, "epi_n": 16}, "8 <= N <= 256"),
+    ("accumulators", {"tile_m": 256, "tile_n": 224}, "spills"),
+    ("accumulators", {"tile_m": 256, "tile_n": 256}, "spills"),
+    ("accumulators", {"schedule": "pingpong", "tile_n": 224}, "spills"),
+    ("accumulators", {"schedule": "pingpong", "tile_m": 192, "tile_n": 144, "epi_n": 16}, "spills"),
+    ("wgmma_operands", {"tile_m": 192, "tile_n": 208, "epi_n": 16, "stages": 3}, "C7602"),
+    ("shared_memory", {"stages": 8}, ""),
+]
+
+
+@pytest.mark.parametrize(("rule", "change", "verdict"), REJECTED)
+def test_what_is_rejected_fails(
+    pool: CompilePool, h200: Device, rule: str, change: dict[str, int | str], verdict: str
+) -> None:
+    problem, kernel = PROBLEMS[0], candidate(**change)
+    assert FAMILY.check(problem, kernel, h200).rule == rule
+    (result,) = compile_all(pool, h200, [(problem, kernel)])
+    if verdict:
+        assert verdict in result.failure
+    else:
+        assert result.artifact is not None
+        assert result.artifact.resources.smem_bytes > h200.architecture.smem_bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem", "change"),
+    [
+        ("layout", Problem.parse(SHAPE, layout="nn"), {}),
+        ("tma_alignment", Problem.parse("4096x4096x1001"), {}),
+        ("tma_alignment", Problem.parse("4096x1004x4096"), {}),
+        ("tma_alignment", Problem.parse("4096x1004x4096", layout="tt"), {}),
+        ("ring_depth", PROBLEMS[0], {"stages": 1}),
+        ("epilogue_tile", PROBLEMS[0], {"epi_n": 48}),
+        ("epilogue_tile", PROBLEMS[0], {"epi_n": 16}),
+        ("epilogue_tile", PROBLEMS[3], {"epi_n": 64}),
+        ("cluster", PROBLEMS[0], {"cluster_m": 4, "tile_n": 48, "epi_n": 16}),
+        ("cluster", PROBLEMS[0], {"cluster_m": 4, "cluster_n": 4}),
+        ("cluster_fits", Problem.parse("64x4096x4096"), {"cluster_m": 2}),
+    ],
+)
+def test_each_rule_names_its_numbers(h200: Device, rule: str, problem: Problem, change: dict[str, int]) -> None:
+    verdict = FAMILY.check(problem, candidate(**change), h200)
+    assert verdict.rule == rule
+    assert any(character.isdigit() for character in verdict.reason) or rule == "layout"
+
+
+def test_every_rule_can_object(h200: Device) -> None:
+    """No dead rule: each rejects something, in the shipped space or in the cases above."""
+    seen = {rule for rule, _, _ in REJECTED} | {"layout", "tma_alignment", "ring_depth", "epilogue_tile"}
+    seen |= {"cluster", "cluster_fits", "architecture"}
+    assert {rule.__name__ for rule in RULES} <= seen
+    assert FAMILY.check(PROBLEMS[0], candidate(), find_device("model:a100-sxm-80gb")).rule == "architecture"
+
+
+def test_register_budgets_fit_the_launch_allocation(h200: Device) -> None:
+    """setmaxnreg hands out no more than the block was launched with: a larger sum would deadlock."""
+    space = families.load_space("cute_sm90")
+    for kernel in space.kernels():
+        if FAMILY.check(PROBLEMS[0], kernel, h200):
+            config = config_of(PROBLEMS[0], kernel)
+            load, mma = config.registers
+            allocated = 65536 // config.threads // 8 * 8 * (config.consumers + 1)
+            assert load % 8 == mma % 8 == 0
+            assert load + config.consumers * mma <= allocated
+
+
+def test_balanced_grid_has_no_more_waves_and_fewer_clusters(h200: Device) -> None:
+    for shape, tile, expected in [
+        ("4096x4096x4096", {"tile_n": 256}, 128),
+        ("8192x8192x8192", {"tile_n": 256}, 128),
+        ("16384x16384x1024", {"tile_n": 256}, 131),
+        ("4096x4096x4096", {"tile_n": 192}, 118),
+        ("128x128x4096", {}, 1),
+    ]:
+        problem = Problem.parse(shape)
+        launch = Candidate.make(
+            "cute_sm90", GOOD | tile, {"raster_order": "along_m", "swizzle_size": 1, "ctas": "balanced"}
+        )
+        assert grid_clusters(problem, launch, h200) == expected
+        everything = grid_clusters(problem, launch.with_launch(ctas="all"), h200)
+        tiles = math.ceil(problem.m / 128) * math.ceil(problem.n / int(launch["tile_n"]))
+        assert everything == min(132, tiles)
+        assert math.ceil(tiles / expected) == math.ceil(tiles / everything)
+
+
+def test_labels_are_short_and_distinct(h200: Device) -> None:
+    space = families.load_space("cute_sm90")
+    kernels = [k for k in space.kernels() if FAMILY.check(PROBLEMS[0], k, h200)]
+    labels = {FAMILY.label(k) for k in kernels}
+    assert len(labels) == len(kernels)
+    assert max(map(len, labels)) < 32
+
+
+def test_one_object_serves_every_shape(h200: Device) -> None:
+    keys = {
+        str(FAMILY.kernel_key(Problem.parse(shape), candidate(), h200))
+        for shape in ("4096x4096x4096", "8x16x24", "128x128x128x7")
+    }
+    assert len(keys) == 1
+
+
+def test_load_without_an_object_names_the_remedy(h200: Device) -> None:
+    from tunegemm.errors import ArtifactError
+
+    launch = candidate().with_launch(raster_order="along_m", swizzle_size=1, ctas="all")
+    with pytest.raises(ArtifactError, match="run tunegemm tune"):
+        FAMILY.load(PROBLEMS[0], launch, h200, None)
+
+
+def test_an_object_holds_the_launch_function(pool: CompilePool, h200: Device) -> None:
+    from tunegemm.families.cute_sm90 import load_function
+
+    (result,) = compile_all(pool, h200, [(PROBLEMS[0], candidate())])
+    assert result.artifact is not None
+    assert callable(load_function(Path(result.artifact.path)))

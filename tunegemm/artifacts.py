@@ -1,0 +1,127 @@
+"""Content-addressed store of compiled objects and what the compiler said of them.
+
+An entry is named by the SHA-256 of its kernel key: `NAME.o` is the object, `NAME.json` its key, its
+resources and the object's own hash. The JSON is written last and by rename, so an entry is whole or absent.
+Objects are native code: folders are 0700, and an object that is not ours or whose bytes changed is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tunegemm.errors import ArtifactError
+from tunegemm.outcome import Resources
+
+Key = Mapping[str, str | int | bool]
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One compiled object on disk."""
+
+    path: Path
+    """The object file."""
+    resources: Resources
+    """Registers, spills, shared memory and warnings from the compiler."""
+
+
+class ArtifactStore:
+    """The compiled objects of one user."""
+
+    def __init__(self, root: Path | str | None = None) -> None:
+        """`root` defaults to `TUNEGEMM_CACHE_DIR`, else the user's cache directory. Created on first write."""
+        if root is None:
+            root = os.environ.get("TUNEGEMM_CACHE_DIR") or _default_root()
+        self.root = Path(root) / "objects"
+
+    def find(self, key: Key) -> Artifact | None:
+        """The object of a key, hash-checked; None when there is none.
+
+        Raises ArtifactError for an object that another user owns or may write, or that was altered.
+        """
+        entry = self._entry(key)
+        if entry is None or "object_sha256" not in entry:
+            return None
+        path = self._path(key, ".o")
+        try:
+            status, content = path.stat(), path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+            raise ArtifactError(f"{path}: owned or writable by another user; delete it and tune again")
+        if hashlib.sha256(content).hexdigest() != entry["object_sha256"]:
+            raise ArtifactError(f"{path}: its bytes changed since it was compiled; delete it and tune again")
+        return Artifact(path, _resources(entry["resources"]))
+
+    def failure(self, key: Key) -> str | None:
+        """Why an earlier compile of this key failed, so that nobody pays for it again; None otherwise."""
+        entry = self._entry(key)
+        return None if entry is None else entry.get("failure")
+
+    def scratch(self) -> Path:
+        """A fresh path in the store's file system for an object that is being compiled."""
+        self._make_root()
+        handle, name = tempfile.mkstemp(suffix=".o", prefix="new-", dir=self.root)
+        os.close(handle)
+        return Path(name)
+
+    def add(self, key: Key, scratch: Path, resources: Resources) -> Artifact:
+        """Move a compiled object from `scratch` into the store. Concurrent adds of one key agree."""
+        scratch.chmod(0o600)
+        content = scratch.read_bytes()
+        path = self._path(key, ".o")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        os.replace(scratch, path)
+        self._write_entry(
+            key, {"object_sha256": hashlib.sha256(content).hexdigest(), "resources": asdict(resources)}
+        )
+        return Artifact(path, resources)
+
+    def add_failure(self, key: Key, reason: str) -> None:
+        """Remember that this key does not compile."""
+        self._make_root()
+        self._path(key, ".json").parent.mkdir(mode=0o700, exist_ok=True)
+        self._write_entry(key, {"failure": reason})
+
+    def _path(self, key: Key, suffix: str) -> Path:
+        digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
+        return self.root / digest[:2] / (digest[2:] + suffix)
+
+    def _entry(self, key: Key) -> dict | None:  # type: ignore[type-arg]
+        """The JSON beside an object. A truncated or foreign one counts as absent: the object is compiled again."""
+        try:
+            entry = json.loads(self._path(key, ".json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+            return None
+        return entry if isinstance(entry, dict) and entry.get("key") == dict(key) else None
+
+    def _write_entry(self, key: Key, entry: dict) -> None:  # type: ignore[type-arg]
+        path = self._path(key, ".json")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix="new-")
+        with os.fdopen(handle, "w") as file:
+            json.dump({"key": dict(key)} | entry, file, sort_keys=True)
+        os.replace(name, path)
+
+    def _make_root(self) -> None:
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArtifactError(
+                f"{self.root}: cannot be created ({error.strerror}); set TUNEGEMM_CACHE_DIR"
+            ) from None
+
+
+def _default_root() -> str:
+    import platformdirs
+
+    return platformdirs.user_cache_dir("tunegemm")
+
+
+def _resources(data: dict) -> Resources:  # type: ignore[type-arg]
+    return Resources(**{**data, "warnings": tuple(data["warnings"])})

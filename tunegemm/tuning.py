@@ -1,0 +1,482 @@
+"""Tuning, the whole story: ask, check, compile, measure, record, tell; then race the finalists.
+
+`Tuner.tune` is the place to start reading. What it calls: `families` say what is feasible, `model` ranks it,
+`search` picks, `compile` builds, `measure` times beside torch.mm, `database` remembers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, Self
+
+from tunegemm import families, model
+from tunegemm.artifacts import ArtifactStore
+from tunegemm.compile import CompilePool, CompileResult
+from tunegemm.device import Device, cuda_device_count, find_device
+from tunegemm.errors import DeviceError
+from tunegemm.measure import FINAL, SCREEN, Job, Policy
+from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
+from tunegemm.measure.statistics import winner
+from tunegemm.outcome import Failure, Measurement, Outcome, Resources
+from tunegemm.problem import Problem
+from tunegemm.search import Search
+from tunegemm.search.budget import Effort
+from tunegemm.space import Candidate, SearchSpace
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from tunegemm.database import Database
+
+Source = Literal["measured", "replayed", "modelled"]
+
+#: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
+_BATCH = 32
+#: Own candidates that enter the final race, beside the best library algorithms.
+_FINALISTS = 8
+_LIBRARY_FINALISTS = 2
+#: Kernels compiled where nothing can be timed, to show that the model's best are real.
+_MODELLED = 16
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a tuning is; passed to `on_progress` whenever something happened."""
+
+    problem: Problem
+    stage: str
+    """What is being done: library, screen, explore, refine, final or done."""
+    feasible: int
+    """Kernels that passed feasibility."""
+    compiled: int
+    """Kernels that are ready to launch."""
+    to_compile: int
+    """Kernels asked for that are not ready yet."""
+    measured: int
+    planned: int
+    """Measurements that the effort allows, without the library's algorithms."""
+    failures: Mapping[str, int]
+    """Failed candidates by stage."""
+    best_label: str
+    best_us: float | None
+    best_ratio: float | None
+    """Speed of the best so far relative to torch.mm."""
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a tuning found."""
+
+    problem: Problem
+    device: Device
+    source: Source
+    """Where the times come from: this GPU, a recording of another, or nothing but the model."""
+    best: Measurement | None
+    """The winner of the final race; of what was measured when it was cut short; None without a measurement."""
+    outcomes: tuple[Outcome, ...]
+    """Every outcome, the final race's last."""
+    predictions: tuple[model.Prediction, ...]
+    """The model's ranking, best first, where nothing was timed; empty otherwise."""
+    labels: Mapping[str, str]
+    """Candidate digest -> short name."""
+    seconds: float
+    compiled: int
+    """Kernels compiled by this call; those found in the object store are not counted."""
+    interrupted: bool = False
+    note: str = ""
+    """One sentence for the user: what was not done, and how to go on."""
+
+
+class Measurer(Protocol):
+    """What times candidates: the GPU's worker or a recording."""
+
+    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy) -> Iterator[Outcome]: ...
+
+    def discover(self, problem: Problem) -> list[Candidate]: ...
+
+
+def open_device(spec: str | None = None) -> Device:
+    """The device of a name; without one the first GPU, or the recorded H200 on a machine that has none."""
+    if spec is None:
+        spec = "cuda:0" if cuda_device_count() else "replay:h200"
+    kind, _, name = spec.partition(":")
+    return open_replay(name).device if kind == "replay" else find_device(spec)
+
+
+class Tuner:
+    """Keeps the compile pool and the measuring worker alive over several problems. A context manager."""
+
+    def __init__(
+        self,
+        device: Device,
+        database: Database | None = None,
+        *,
+        families: Sequence[str] | None = None,
+        workers: int | None = None,
+        seed: int = 0,
+        cache: Path | str | None = None,
+    ) -> None:
+        """
+        device: from `open_device`.
+        database: where measurements of a real device are published; None keeps them in memory.
+        families: names of the kernel families to try; default all whose packages are installed.
+        workers: compile workers; default by cores and memory.
+        seed: of operands, of the order of rounds and of the sampler.
+        cache: folder of compiled objects; default the user's cache directory.
+        """
+        self.device = device
+        self.database = database
+        self.families = _usable(families)
+        self.seed = seed
+        self.pool = CompilePool(ArtifactStore(cache), workers=workers)
+        self._replay: ReplayDevice | None = None
+        self._measurer: Measurer | None = None
+        self._resources = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._resources.enter_context(self.pool)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers; what was measured is stored already."""
+        self._resources.close()
+        self._measurer = None
+
+    def tune(
+        self,
+        problem: Problem,
+        *,
+        effort: Effort = "quick",
+        trials: int | None = None,
+        budget_seconds: float | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> TuneResult:
+        """Search for the problem's fastest kernel.
+
+        effort, trials: how many candidates; see `tunegemm.search`. budget_seconds: no new batch after that.
+        Ctrl-C ends it early: the result says so, and everything measured is kept.
+        """
+        run = _Run(self, problem, on_progress)
+        measurer = self._measurer_for(problem)
+        if measurer is None:
+            return run.rank_by_model()
+        deadline = time.monotonic() + (budget_seconds if budget_seconds is not None else float("inf"))
+        try:
+            search = run.start_search(measurer, effort, trials)
+            while time.monotonic() < deadline and (batch := search.ask(_BATCH)):
+                run.stage = search.stage
+                for outcome in run.evaluate(measurer, batch, replace(SCREEN, seed=self.seed)):
+                    search.tell(outcome.candidate, run.value(outcome))
+            run.stage = "final"
+            return run.settle(run.final_race(measurer, replace(FINAL, seed=self.seed)))
+        except KeyboardInterrupt:
+            return run.interrupt()
+
+    def _measurer_for(self, problem: Problem) -> Measurer | None:
+        """The worker of a real device; a recording when it has the problem; else None."""
+        if self.device.is_real:
+            if self._measurer is None:
+                from tunegemm.measure import MeasureWorker
+
+                self._measurer = self._resources.enter_context(MeasureWorker(self.device))
+            return self._measurer
+        if self.device.spec.startswith("replay:"):
+            if self._replay is None:
+                self._replay = open_replay(self.device.spec.partition(":")[2])
+            if problem in self._replay.problems():
+                return ReplayMeasurer(self._replay)
+        return None
+
+    def recorded(self, problem: Problem) -> frozenset[Candidate] | None:
+        """The candidates that have a time on a recorded device; None when every feasible one may be tried."""
+        if self._replay is None or problem not in self._replay.problems():
+            return None
+        return frozenset(self._replay.recorded(problem))
+
+
+def tune(
+    problem: Problem | str,
+    *,
+    device: Device | str | None = None,
+    database: Database | None = None,
+    effort: Effort = "quick",
+    trials: int | None = None,
+    budget_seconds: float | None = None,
+) -> TuneResult:
+    """Tune one problem, such as ``"4096x4096x4096"``, on `device` and publish into `database` (default: the user's)."""
+    from tunegemm.database import Database
+
+    if isinstance(problem, str):
+        problem = Problem.parse(problem)
+    if not isinstance(device, Device):
+        device = open_device(device)
+    with ExitStack() as stack:
+        if database is None and device.is_real:
+            database = stack.enter_context(Database.open())
+        tuner = stack.enter_context(Tuner(device, database))
+        return tuner.tune(problem, effort=effort, trials=trials, budget_seconds=budget_seconds)
+
+
+@dataclass
+class _Run:
+    """The state of one `Tuner.tune`."""
+
+    tuner: Tuner
+    problem: Problem
+    on_progress: Callable[[Progress], None] | None
+    stage: str = "library"
+    started: float = field(default_factory=time.monotonic)
+    feasible: int = 0
+    planned: int = 0
+    compiled: int = 0
+    ready: set[Candidate] = field(default_factory=set)
+    waiting: int = 0
+    screened: dict[Candidate, Measurement] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+    resources: dict[Candidate, Resources] = field(default_factory=dict)
+    jobs: dict[Candidate, Job] = field(default_factory=dict)
+
+    @property
+    def device(self) -> Device:
+        return self.tuner.device
+
+    def start_search(self, measurer: Measurer, effort: Effort, trials: int | None) -> Search:
+        """Feasible kernels in the model's order, the library's algorithms, and what the database knows."""
+        library = [c for c in measurer.discover(self.problem) if c.family in self.tuner.families]
+        space, ranked = self._ranked_kernels()
+        recorded = self.tuner.recorded(self.problem)
+        known = []
+        if self.tuner.database is not None:
+            stored = self.tuner.database.measurements(self.problem, self.device.fingerprint)
+            # Of several measurements of one candidate the last one counts.
+            self.screened.update({m.candidate: m for m in stored})
+            known = [(m.candidate, m.ratio) for m in self.screened.values()]
+            known += [
+                (failure.candidate, None)
+                for failure in self.tuner.database.failures(self.problem, self.device.fingerprint)
+                if failure.candidate not in self.screened and failure.stage != "timeout"
+            ]
+        search = Search(
+            [prediction.candidate for prediction in ranked],
+            space.launch_values if space else {},
+            allowed=lambda candidate: (
+                not model.is_redundant_launch(self.problem, candidate, self.device)
+                if recorded is None
+                else candidate in recorded
+            ),
+            library=library,
+            known=known,
+            effort=effort,
+            trials=trials,
+            seed=self.tuner.seed,
+        )
+        self.planned = search.budget.trials
+        return search
+
+    def _ranked_kernels(self) -> tuple[SearchSpace | None, list[model.Prediction]]:
+        """One prediction per feasible kernel of the generator, at its model-best launch, fastest first."""
+        if "cute_sm90" not in self.tuner.families:
+            return None, []
+        family, space = families.get("cute_sm90"), families.load_space("cute_sm90")
+        recorded = self.tuner.recorded(self.problem)
+        kernels = [k for k in space.kernels() if family.check(self.problem, k, self.device)]
+        self.feasible = len(kernels)
+        if recorded is None:
+            return space, model.rank_kernels(self.problem, kernels, space.launch_values, self.device)
+        # A recording has few launches of each kernel: the model's best among them stands for the kernel.
+        best: dict[Candidate, model.Prediction] = {}
+        feasible = set(kernels)
+        launches = [c for c in recorded if c.kernel in feasible]
+        for prediction in model.rank(self.problem, sorted(launches, key=Candidate.to_json), self.device):
+            best.setdefault(prediction.candidate.kernel, prediction)
+        self.feasible = len(best)
+        return space, list(best.values())
+
+    def evaluate(self, measurer: Measurer, batch: Sequence[Candidate], policy: Policy) -> Iterator[Outcome]:
+        """Compile a batch and measure it; every outcome is recorded before it is yielded."""
+        jobs = []
+        for candidate, future in self._submit(batch):
+            result = future.result() if future else None
+            if result is not None and result.artifact is None:
+                yield self._record(Failure(candidate, "compile", result.failure))
+                continue
+            jobs.append(self._job(candidate, result))
+        if jobs:
+            for outcome in measurer.measure(self.problem, jobs, policy):
+                yield self._record(outcome, policy)
+
+    def _submit(
+        self, batch: Sequence[Candidate]
+    ) -> list[tuple[Candidate, Future[CompileResult] | None]]:
+        submitted: list[tuple[Candidate, Future[CompileResult] | None]] = []
+        for candidate in batch:
+            family = families.get(candidate.family)
+            future = None
+            if family.compiled:
+                key = family.kernel_key(self.problem, candidate, self.device)
+                future = self.tuner.pool.submit(candidate.family, key)
+            submitted.append((candidate, future))
+        self.waiting = sum(1 for _, future in submitted if future is not None and not future.done())
+        self._report()
+        return submitted
+
+    def _job(self, candidate: Candidate, result: CompileResult | None) -> Job:
+        if result is not None and result.artifact is not None:
+            if candidate.kernel not in self.ready:
+                self.ready.add(candidate.kernel)
+                self.compiled += not result.cached
+            self.waiting = max(0, self.waiting - 1)
+            self.resources[candidate] = result.artifact.resources
+        job = Job(candidate, result.artifact.path if result is not None and result.artifact else None)
+        self.jobs[candidate] = job
+        self._report()
+        return job
+
+    def value(self, outcome: Outcome) -> float | None:
+        """What the search maximizes: speed relative to torch.mm in the same interleave."""
+        return outcome.ratio if isinstance(outcome, Measurement) else None
+
+    def final_race(self, measurer: Measurer, policy: Policy) -> list[Measurement]:
+        """The leaders and the library's best once more, in one interleave with more rounds."""
+        leaders = sorted(self.screened.values(), key=lambda m: -m.ratio)
+        library = [m.candidate for m in leaders if m.candidate.family == "cublaslt"]
+        baseline = [c for c in library if c["algorithm"] == "torch.mm"]
+        own = [m.candidate for m in leaders if m.candidate.family != "cublaslt"]
+        finalists = list(dict.fromkeys(own[:_FINALISTS] + library[:_LIBRARY_FINALISTS] + baseline))
+        return [o for o in self.evaluate(measurer, finalists, policy) if isinstance(o, Measurement)]
+
+    def settle(self, raced: Sequence[Measurement]) -> TuneResult:
+        """Choose by evidence, record the choice, report."""
+        best = winner(self.problem, raced) if raced else None
+        if best is not None and self._publishes:
+            assert self.tuner.database is not None
+            self.tuner.database.settle(
+                self.problem,
+                self.device,
+                best,
+                resources=self.resources.get(best.candidate),
+                label=self._label(best.candidate),
+            )
+        self.stage = "done"
+        self._report()
+        note = "" if best else "nothing could be measured; see the failures"
+        return self._result(best, note=note)
+
+    def interrupt(self) -> TuneResult:
+        """After Ctrl-C: the best of what was measured. The database has it already."""
+        best = max(self.screened.values(), key=lambda m: m.ratio, default=None)
+        note = f"interrupted after {len(self.screened)} measurements; run the same command again to go on"
+        return self._result(best, note=note, interrupted=True)
+
+    def rank_by_model(self) -> TuneResult:
+        """Nothing can be timed: compile the model's best for real and report its ranking as such."""
+        try:
+            _, ranked = self._ranked_kernels()
+            self.planned, self.stage = min(_MODELLED, len(ranked)), "compile"
+            kept = []
+            for prediction, (candidate, future) in zip(
+                ranked, self._submit([p.candidate for p in ranked[:_MODELLED]]), strict=False
+            ):
+                result = future.result() if future else None
+                if result is not None and result.artifact is None:
+                    self._record(Failure(candidate, "compile", result.failure))
+                else:
+                    self._job(candidate, result)
+                    kept.append(prediction)
+        except KeyboardInterrupt:
+            return self._result(None, note="interrupted; nothing was timed", interrupted=True)
+        note = f"{self.problem} has no times on {self.device.spec}: ranked by the model, which only ranks"
+        return self._result(None, note=note, predictions=tuple(kept))
+
+    @property
+    def _publishes(self) -> bool:
+        return self.tuner.database is not None and self.device.is_real
+
+    def _record(self, outcome: Outcome, policy: Policy = SCREEN) -> Outcome:
+        self.outcomes.append(outcome)
+        if isinstance(outcome, Measurement):
+            self.screened[outcome.candidate] = outcome
+        if self._publishes:
+            assert self.tuner.database is not None
+            self.tuner.database.publish(
+                self.problem,
+                self.device,
+                outcome,
+                resources=self.resources.get(outcome.candidate),
+                label=self._label(outcome.candidate),
+                policy="screen" if self.stage != "final" else "race",
+            )
+        self._report()
+        return outcome
+
+    def _report(self) -> None:
+        if self.on_progress is None:
+            return
+        best = max(self.screened.values(), key=lambda m: m.ratio, default=None)
+        self.on_progress(
+            Progress(
+                problem=self.problem,
+                stage=self.stage,
+                feasible=self.feasible,
+                compiled=len(self.ready),
+                to_compile=self.waiting,
+                measured=len(self.screened),
+                planned=self.planned,
+                failures=Counter(o.stage for o in self.outcomes if isinstance(o, Failure)),
+                best_label=self._label(best.candidate) if best else "",
+                best_us=best.median_us if best else None,
+                best_ratio=best.ratio if best else None,
+                elapsed_s=time.monotonic() - self.started,
+            )
+        )
+
+    def _label(self, candidate: Candidate) -> str:
+        return families.get(candidate.family).label(candidate)
+
+    def _result(
+        self,
+        best: Measurement | None,
+        *,
+        note: str = "",
+        interrupted: bool = False,
+        predictions: tuple[model.Prediction, ...] = (),
+    ) -> TuneResult:
+        source: Source = "measured"
+        if not self.device.is_real:
+            source = "modelled" if self.tuner.recorded(self.problem) is None else "replayed"
+        candidates = [o.candidate for o in self.outcomes] + [p.candidate for p in predictions]
+        return TuneResult(
+            problem=self.problem,
+            device=self.device,
+            source=source,
+            best=best,
+            outcomes=tuple(self.outcomes),
+            predictions=predictions,
+            labels={c.digest: self._label(c) for c in dict.fromkeys(candidates)},
+            seconds=time.monotonic() - self.started,
+            compiled=self.compiled,
+            interrupted=interrupted,
+            note=note,
+        )
+
+
+def _usable(names: Sequence[str] | None) -> tuple[str, ...]:
+    """The families asked for, or all that can work here. Raises DeviceError when an asked one cannot."""
+    usable = []
+    for name in names or families.NAMES:
+        reason = families.get(name).unavailable()
+        # Without nvmath-python the family `cublaslt` still has torch.mm.
+        if reason is None or name == "cublaslt":
+            usable.append(name)
+        elif names:
+            raise DeviceError(f"family {name!r} cannot be used: {reason}")
+    return tuple(usable)
