@@ -25,7 +25,7 @@ PUBLIC = ["Candidate", "Database", "Device", "Problem", "TunegemmError", "linear
 
 
 def room(path: Path, package: Path = PACKAGE) -> str:
-    """The entry of ORDER that a source file belongs to; empty for the package's own `__init__`, `__main__`."""
+    """The entry of ORDER that a source file belongs to; empty for the package's `__init__`, `__main__`."""
     first = path.relative_to(package).parts[0]
     name = first.removesuffix(".py")
     return "" if name in ("__init__", "__main__") else name

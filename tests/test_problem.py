@@ -41,7 +41,8 @@ class TestParse:
 
     @pytest.mark.parametrize(
         ("shape", "named"),
-        [("0x4x4", "m=0"), ("4x0x4", "n=0"), ("4x4x0", "k=0"), ("4x4x4x0", "batch=0"), ("4x4x2147483648", "k=2147483648")],
+        [("0x4x4", "m=0"), ("4x0x4", "n=0"), ("4x4x0", "k=0"), ("4x4x4x0", "batch=0"),
+         ("4x4x2147483648", "k=2147483648")],
     )  # fmt: skip
     def test_extent_out_of_range(self, shape: str, named: str) -> None:
         with pytest.raises(ProblemError, match=f"{named} in .*every extent must be from 1 to 2147483647"):

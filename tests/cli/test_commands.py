@@ -195,7 +195,8 @@ class TestProgress:
         from tunegemm.problem import Problem
 
         facts: dict[str, object] = {
-            "problem": Problem.parse(SHAPE), "stage": "compile", "feasible": 812, "compiled": 24, "to_compile": 96,
+            "problem": Problem.parse(SHAPE), "stage": "compile", "feasible": 812,
+            "compiled": 24, "to_compile": 96,
             "measured": 12, "planned": 400, "failures": {"compile": 2, "wrong": 0, "timeout": 1},
             "best_label": "pp128x192x64", "best_us": 205.31, "best_ratio": 1.0432, "elapsed_s": 12.3,
         }  # fmt: skip

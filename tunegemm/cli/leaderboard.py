@@ -63,7 +63,8 @@ def command(
         if missing:
             words = " ".join([missing[0], *filter(None, (dtype, out_dtype, layout))])
             raise options.UsageError(
-                f"{database.location}: no measurement of {words}; run `tunegemm tune --shape {missing[0]}` first"
+                f"{database.location}: no measurement of {words}; "
+                f"run `tunegemm tune --shape {missing[0]}` first"
             )
         frame = database.frame()
 
