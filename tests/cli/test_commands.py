@@ -190,9 +190,8 @@ class TestDoctor:
 
 class TestProgress:
     def progress(self, **changes: object) -> object:
-        from tunegemm.tuning import Progress
-
         from tunegemm.problem import Problem
+        from tunegemm.tuning import Progress
 
         facts: dict[str, object] = {
             "problem": Problem.parse(SHAPE), "stage": "compile", "feasible": 812,
