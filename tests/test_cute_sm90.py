@@ -53,7 +53,9 @@ def candidate(**changes: int | str) -> Candidate:
     return Candidate.make("cute_sm90", GOOD | changes)
 
 
-def compile_all(pool: CompilePool, h200: Device, pairs: list[tuple[Problem, Candidate]]) -> list[CompileResult]:
+def compile_all(
+    pool: CompilePool, h200: Device, pairs: list[tuple[Problem, Candidate]]
+) -> list[CompileResult]:
     futures = [pool.submit("cute_sm90", FAMILY.kernel_key(problem, c, h200)) for problem, c in pairs]
     return [future.result() for future in futures]
 
@@ -128,7 +130,9 @@ def test_what_is_rejected_fails(
         ("cluster_fits", Problem.parse("64x4096x4096"), {"cluster_m": 2}),
     ],
 )
-def test_each_rule_names_its_numbers(h200: Device, rule: str, problem: Problem, change: dict[str, int]) -> None:
+def test_each_rule_names_its_numbers(
+    h200: Device, rule: str, problem: Problem, change: dict[str, int]
+) -> None:
     verdict = FAMILY.check(problem, candidate(**change), h200)
     assert verdict.rule == rule
     assert any(character.isdigit() for character in verdict.reason) or rule == "output_major"

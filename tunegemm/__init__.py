@@ -1,1 +1,45 @@
-"""tunegemm: find, remember and dispatch the fastest matrix-product kernel for your GPU."""
+"""tunegemm: find, remember and dispatch the fastest matrix-product kernel for your GPU.
+
+The public names below load on first use, so that `import tunegemm` costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tunegemm.database import Database
+    from tunegemm.device import Device
+    from tunegemm.dispatch import linear, matmul
+    from tunegemm.errors import TunegemmError
+    from tunegemm.problem import Problem
+    from tunegemm.space import Candidate
+    from tunegemm.tuning import tune
+
+__version__ = "0.1.0"
+
+__all__ = ["Candidate", "Database", "Device", "Problem", "TunegemmError", "linear", "matmul", "tune"]
+
+_HOMES = {
+    "Candidate": "space",
+    "Database": "database",
+    "Device": "device",
+    "Problem": "problem",
+    "TunegemmError": "errors",
+    "linear": "dispatch",
+    "matmul": "dispatch",
+    "tune": "tuning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value  # so that the next access costs one dictionary look-up
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

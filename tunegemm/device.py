@@ -102,7 +102,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU to tune for: a real one (`cuda:N`), a recorded one (`replay:NAME`) or a modelled one (`model:NAME`)."""
+    """One GPU to tune for: real (`cuda:N`), recorded (`replay:NAME`) or modelled (`model:NAME`)."""
 
     spec: str
     """The name it was asked for by, such as ``cuda:0`` or ``replay:h200``."""
@@ -129,7 +129,7 @@ class Device:
         return int(self.spec.partition(":")[2] or 0)
 
     def roofline_us(self, flops: int, num_bytes: int) -> float:
-        """The floor in microseconds: the larger of arithmetic and memory time at datasheet peaks; 0 if unknown.
+        """The floor in us: the larger of arithmetic and memory time at datasheet peaks; 0 if unknown.
 
         S. Williams et al., "Roofline: an insightful visual performance model", CACM 52(4), 2009.
         """

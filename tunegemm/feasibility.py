@@ -61,5 +61,9 @@ def tma_alignment(problem: Problem, candidate: Candidate, device: Device) -> str
     ):
         extent = {"m": problem.m, "n": problem.n, "k": problem.k}[mode]
         if extent * element_bytes % 16:
-            return f"{operand} rows of {extent} x {element_bytes} B = {extent * element_bytes} B, no multiple of the 16 B that TMA needs"
+            row_bytes = extent * element_bytes
+            return (
+                f"{operand} rows of {extent} x {element_bytes} B = {row_bytes} B, "
+                "no multiple of the 16 B that TMA needs"
+            )
     return None

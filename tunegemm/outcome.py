@@ -42,7 +42,7 @@ class Measurement:
     noise: float
     """A/A noise of the interleave: relative difference of two captures of the same kernel."""
     evidence: dict[str, Any] = field(default_factory=dict, compare=False)
-    """SM clock (MHz), power (W), temperature (C), throttle reasons, operand sets, rounds, launch arguments."""
+    """SM clock (MHz), power (W), temperature (C), throttle reasons, operand sets, rounds, launch values."""
 
     @property
     def median_us(self) -> float:

@@ -72,12 +72,18 @@ class Problem:
         for name in ("m", "n", "k", "batch"):
             extent = getattr(self, name)
             if not 1 <= extent <= _MAX_EXTENT:
-                raise ProblemError(f"{name}={extent} in {self.shape}: every extent must be from 1 to {_MAX_EXTENT}")
+                raise ProblemError(
+                    f"{name}={extent} in {self.shape}: every extent must be from 1 to {_MAX_EXTENT}"
+                )
         if self.in_dtype not in OUTPUT_DTYPES:
-            raise ProblemError(f"input dtype {self.in_dtype!r} has no kernels; use one of {', '.join(OUTPUT_DTYPES)}")
+            raise ProblemError(
+                f"input dtype {self.in_dtype!r} has no kernels; use one of {', '.join(OUTPUT_DTYPES)}"
+            )
         if self.out_dtype not in OUTPUT_DTYPES[self.in_dtype]:
             allowed = ", ".join(OUTPUT_DTYPES[self.in_dtype])
-            raise ProblemError(f"output dtype {self.out_dtype!r} for {self.in_dtype} inputs; use one of {allowed}")
+            raise ProblemError(
+                f"output dtype {self.out_dtype!r} for {self.in_dtype} inputs; use one of {allowed}"
+            )
         if (self.a_major, self.b_major) not in LAYOUTS.values():
             raise ProblemError(f"majors {self.a_major!r}, {self.b_major!r}: A is 'k' or 'm', B is 'k' or 'n'")
         if self.out_major not in ("n", "m"):
@@ -101,7 +107,9 @@ class Problem:
         )
 
     @classmethod
-    def from_tensors(cls, a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> Problem:
+    def from_tensors(
+        cls, a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None
+    ) -> Problem:
         """From torch operands with the meaning of ``torch.matmul(a, b)``: a (m, k) or (l, m, k), b alike.
 
         Raises ProblemError for other ranks, for extents that do not match, for mixed dtypes, and for
@@ -153,7 +161,9 @@ class Problem:
 
     def __str__(self) -> str:
         out = "" if self.out_dtype == self.in_dtype else f">{self.out_dtype}"
-        return f"{self.shape} {self.in_dtype}{out} {self.layout}" + ("" if self.out_major == "n" else " out-m")
+        return f"{self.shape} {self.in_dtype}{out} {self.layout}" + (
+            "" if self.out_major == "n" else " out-m"
+        )
 
 
 def _major(tensor: torch.Tensor, *, row_mode: str, column_mode: str, prefer: str) -> str:

@@ -36,10 +36,15 @@ class Candidate:
 
     @classmethod
     def make(
-        cls, family: str, compile_params: Mapping[str, Value], launch_params: Mapping[str, Value] | None = None
+        cls,
+        family: str,
+        compile_params: Mapping[str, Value],
+        launch_params: Mapping[str, Value] | None = None,
     ) -> Candidate:
         """From mappings, in any order."""
-        return cls(family, tuple(sorted(compile_params.items())), tuple(sorted((launch_params or {}).items())))
+        return cls(
+            family, tuple(sorted(compile_params.items())), tuple(sorted((launch_params or {}).items()))
+        )
 
     @cached_property
     def params(self) -> Mapping[str, Value]:
@@ -51,7 +56,9 @@ class Candidate:
 
     def with_launch(self, **launch_params: Value) -> Candidate:
         """The same kernel with some launch parameters replaced."""
-        return Candidate.make(self.family, dict(self.compile_params), dict(self.launch_params) | launch_params)
+        return Candidate.make(
+            self.family, dict(self.compile_params), dict(self.launch_params) | launch_params
+        )
 
     @property
     def kernel(self) -> Candidate:
@@ -81,7 +88,9 @@ class Candidate:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        return " ".join([self.family] + [f"{name}={value}" for name, value in self.compile_params + self.launch_params])
+        return " ".join(
+            [self.family] + [f"{name}={value}" for name, value in self.compile_params + self.launch_params]
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,9 @@ class SearchSpace:
     """The file it was read from."""
 
     @classmethod
-    def load(cls, family_or_path: str | Path, *, parameters: Mapping[str, tuple[str, ...]] | None = None) -> SearchSpace:
+    def load(
+        cls, family_or_path: str | Path, *, parameters: Mapping[str, tuple[str, ...]] | None = None
+    ) -> SearchSpace:
         """The shipped space of a family by its name, or any TOML file by its path.
 
         `parameters` names the parameters that the family knows, per table ``compile`` and ``launch``; a
@@ -133,7 +144,8 @@ class SearchSpace:
                 good = isinstance(values, list) and values and all(isinstance(v, int | str) for v in values)
                 if not good or len(set(values)) != len(values):
                     raise SpaceError(
-                        f"{path}: [{table}] {name} = {values!r}: a non-empty list of distinct integers, strings or booleans"
+                        f"{path}: [{table}] {name} = {values!r}: "
+                        "a non-empty list of distinct integers, strings or booleans"
                     )
                 tables[table][name] = tuple(values)
         return cls(data["family"], tables["compile"], tables["launch"], path)
@@ -171,7 +183,9 @@ def _product_size(lists: Mapping[str, tuple[Value, ...]]) -> int:
     return size
 
 
-def _check_keys(path: Path, where: str, found: Any, known: tuple[str, ...], required: tuple[str, ...]) -> None:
+def _check_keys(
+    path: Path, where: str, found: Any, known: tuple[str, ...], required: tuple[str, ...]
+) -> None:
     import difflib
 
     for key in found:

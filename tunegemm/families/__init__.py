@@ -43,7 +43,9 @@ class Family(Protocol):
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
         """Whether the candidate can be compiled and launched for this problem on this device."""
 
-    def kernel_key(self, problem: Problem, candidate: Candidate, device: Device) -> Mapping[str, str | int | bool]:
+    def kernel_key(
+        self, problem: Problem, candidate: Candidate, device: Device
+    ) -> Mapping[str, str | int | bool]:
         """Everything the compiled object depends on: never m, n, k. Hashed by the artifact store."""
 
     def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:

@@ -1,0 +1,44 @@
+# make tune [SHAPE=MxNxK] | test | check | format | docs | wheel | clean
+PYTHON ?= python3
+VENV ?= .venv
+SHAPE ?= 4096x4096x4096
+DTYPE ?= bf16
+LAYOUT ?= tn
+
+comma := ,
+# torch's own wheels for GPUs are CUDA 13; without a GPU the DSL's CUDA 13 libraries are not needed.
+EXTRAS ?= test,dev$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cu13)
+
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: tune test check format docs wheel clean
+
+tune: $(READY)
+	$(RUN) -m tunegemm tune --shape $(SHAPE) --dtype $(DTYPE) --layout $(LAYOUT)
+
+test: $(READY)
+	$(RUN) -m pytest
+
+check: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+format: $(READY)
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+docs: $(READY)
+	$(RUN) docs/generate.py
+
+wheel: $(READY)
+	$(RUN) -m hatchling build -t wheel
+
+# Set-up, done again when what is to be installed changes.
+$(READY): pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,182 @@
+"""Bad input: one line on stderr that names value and remedy, exit code 2, no traceback.
+
+What users are likeliest to meet runs in processes of its own; the rest of the arguments in this one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tunegemm.cli import app
+
+SHAPE = ("--shape", "64x64x64")
+
+
+def tunegemm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tunegemm", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def refused(*arguments: str | Path) -> str:
+    """The one line that a refusal prints, by a real process."""
+    run = tunegemm(*arguments)
+    return the_line(run.returncode, run.stdout, run.stderr)
+
+
+def refused_here(*arguments: str | Path) -> str:
+    """The same in this process, which spares the start of another."""
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    return the_line(result.exit_code, result.stdout, result.stderr)
+
+
+def the_line(code: int, output: str, errors: str) -> str:
+    assert code == 2, errors
+    assert output == ""
+    lines = errors.splitlines()
+    assert len(lines) == 1, errors
+    assert lines[0].startswith("tunegemm: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--shape", "0x4x4"), "m=0 in 0x4x4: every extent must be from 1"),
+        (("--shape", "4096"), "shape '4096' is not MxNxK or MxNxKxL; for example 4096x4096x4096"),
+        ((*SHAPE, "--dtype", "int8"), "dtype 'int8' is not known; use one of bf16, fp16, fp32"),
+        ((*SHAPE, "--device", "cuda:77"), "device 'cuda:77': "),
+    ],
+)
+def test_in_a_process(arguments: tuple[str, ...], named: str) -> None:
+    assert named in refused("tune", *arguments)
+
+
+@pytest.mark.parametrize("command", ["tune", "space"])
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--shape", "0x4x4"), "m=0 in 0x4x4: every extent must be from 1"),
+        (("--shape", "4096"), "shape '4096' is not MxNxK or MxNxKxL; for example 4096x4096x4096"),
+        (("--shape", "64x64x64", "--shape", "9x9"), "shape '9x9' is not"),
+        ((*SHAPE, "--dtype", "int8"), "dtype 'int8' is not known; use one of bf16, fp16, fp32"),
+        ((*SHAPE, "--dtype", "fp32"), "input dtype 'fp32' has no kernels; use one of bf16, fp16"),
+        ((*SHAPE, "--out-dtype", "int8"), "dtype 'int8' is not known"),
+        ((*SHAPE, "--layout", "rc"), "layout 'rc' is not known; use one of tn, tt, nn, nt"),
+        ((*SHAPE, "--device", "tpu:0"), "device 'tpu:0' is not known; use cuda:N, replay:NAME or model:NAME"),
+        ((*SHAPE, "--device", "cuda:77"), "device 'cuda:77': "),
+        ((*SHAPE, "--device", "model:gtx970"), "device 'model:gtx970': no such part"),
+        ((), "Missing option '--shape'"),
+        ((*SHAPE, "--shap", "1x1x1"), "No such option: --shap"),
+    ],
+)
+def test_arguments(command: str, arguments: tuple[str, ...], named: str) -> None:
+    assert named in refused_here(command, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--effort", "heroic"), "'heroic' is not one of 'quick', 'full', 'exhaustive'"),
+        (("--trials", "0"), "--trials 0: must be 1 or more"),
+        (("--trials", "many"), "--trials"),
+        (("--workers", "-1"), "--workers -1: must be 1 or more"),
+        (("--budget", "soon"), "budget 'soon' is no duration; for example 90, 90s, 10m or 1h30m"),
+        (("--families", "cutlas"), "kernel family 'cutlas' is not known; use one of cute_sm90"),
+        (("--families", ","), "families ',' names none"),
+    ],
+)
+def test_arguments_of_tune(arguments: tuple[str, ...], named: str) -> None:
+    assert named in refused_here("tune", *SHAPE, *arguments)
+
+
+def test_no_such_command() -> None:
+    assert "No such command 'tun'" in refused_here("tun")
+
+
+class TestDatabase:
+    """The same for a command that writes and for one that reads."""
+
+    @pytest.fixture(
+        params=[("tune", *SHAPE, "--device", "model:h200"), ("leaderboard",)], ids=["tune", "read"]
+    )
+    def command(self, request: pytest.FixtureRequest) -> tuple[str, ...]:
+        chosen: tuple[str, ...] = request.param
+        return chosen
+
+    def test_corrupt(self, command: tuple[str, ...], tmp_path: Path) -> None:
+        path = tmp_path / "tuning.sqlite"
+        path.write_bytes(b"this was never a database " * 400)
+        line = refused(*command, "--db", path)
+        assert str(path) in line and ";" in line
+        assert path.read_bytes() == b"this was never a database " * 400, (
+            "a foreign file must be left as it is"
+        )
+
+    def test_folder(self, command: tuple[str, ...], tmp_path: Path) -> None:
+        assert f"{tmp_path}: a folder, not a database file" in refused_here(*command, "--db", tmp_path)
+
+    def test_environment_variable_is_named_by_its_value(
+        self, command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if command[0] == "tune":
+            command = (*command, "--db", str(tmp_path))  # a modelled tuning opens only a database it is given
+        monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path))
+        assert str(tmp_path) in refused_here(*command)
+
+
+def test_read_only_place(tmp_path: Path) -> None:
+    # Permissions do not bind root, but nobody creates files in /proc.
+    folder = tmp_path if os.geteuid() else Path("/proc")
+    folder.chmod(0o555)
+    line = refused("tune", *SHAPE, "--device", "model:h200", "--db", folder / "tuning.sqlite")
+    assert str(folder / "tuning.sqlite") in line
+
+
+def test_leaderboard_of_nothing(tmp_path: Path) -> None:
+    line = refused_here("leaderboard", "--db", tmp_path / "absent.sqlite")
+    assert "absent.sqlite: no such database; `tunegemm tune` creates it" in line
+    assert not (tmp_path / "absent.sqlite").exists()
+
+
+class TestSpaceFile:
+    def refused(self, tmp_path: Path, text: str) -> str:
+        path = tmp_path / "space.toml"
+        path.write_text(text)
+        line = refused("space", *SHAPE, "--device", "model:h200", "--space-file", path)
+        assert str(path) in line
+        return line
+
+    def test_misspelt_table(self, tmp_path: Path) -> None:
+        line = self.refused(tmp_path, 'family = "cute_sm90"\n[compil]\ntile_m = [64]\n[launch]\n')
+        assert "unknown key 'compil'; did you mean 'compile'?" in line
+
+    def test_misspelt_parameter(self, tmp_path: Path) -> None:
+        line = self.refused(tmp_path, 'family = "cute_sm90"\n[compile]\ntile_mm = [64]\n[launch]\n')
+        assert "[compile] unknown key 'tile_mm'; did you mean 'tile_m'?" in line
+
+    def test_unknown_family(self, tmp_path: Path) -> None:
+        path = tmp_path / "space.toml"
+        path.write_text('family = "mine"\n[compile]\n[launch]\n')
+        assert "kernel family 'mine' is not known" in refused_here("space", *SHAPE, "--space-file", path)
+
+    def test_absent(self, tmp_path: Path) -> None:
+        assert "no such search-space file" in refused_here(
+            "space", *SHAPE, "--space-file", tmp_path / "no.toml"
+        )
+
+    def test_no_toml(self, tmp_path: Path) -> None:
+        assert "a search space is a .toml file" in refused_here(
+            "space", *SHAPE, "--space-file", tmp_path / "x.yaml"
+        )
+
+    def test_family_and_file_disagree(self, tmp_path: Path) -> None:
+        path = tmp_path / "space.toml"
+        path.write_text('family = "cute_sm90"\n[compile]\n[launch]\n')
+        line = refused_here("space", *SHAPE, "--family", "cublaslt", "--space-file", path)
+        assert "is a space of family 'cute_sm90', not of cublaslt" in line

@@ -1,0 +1,229 @@
+"""Commands that do their work, without a GPU: real kernels, recorded or modelled times."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+SHAPE = "4096x4096x4096"
+TUNEGEMM = [sys.executable, "-m", "tunegemm"]
+
+
+def tunegemm(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    run = subprocess.run([*TUNEGEMM, *arguments], capture_output=True, text=True, timeout=170)
+    assert run.returncode == code, run
+    return run
+
+
+TUNE = ("tune", "--shape", SHAPE, "--device", "replay:h200", "--families", "cute_sm90", "--trials", "3")
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[dict[str, Any]]:
+    """A replayed tuning as JSON. Its kernels stay compiled for the other tests."""
+    run = tunegemm(*TUNE, "--json")
+    assert run.stderr == ""
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+class TestTune:
+    def test_json(self, documents: list[dict[str, Any]]) -> None:
+        (document,) = documents
+        assert document["shape"] == SHAPE
+        assert document["source"] == "replayed"
+        assert document["device"] == "replay:h200"
+        assert document["interrupted"] is False
+        best, outcomes = document["best"], document["outcomes"]
+        assert isinstance(best, dict) and isinstance(outcomes, list)
+        measured = {outcome["digest"] for outcome in outcomes if "median_us" in outcome}
+        assert best["candidate"]["family"] == "cute_sm90"
+        assert best["median_us"] > 0
+        assert best["tflops"] == pytest.approx(2 * 4096**3 / best["median_us"] * 1e-6)
+        assert 1 <= len(measured) <= 3, "the final race measures candidates again, and only those"
+
+    def test_text(self, documents: list[dict[str, Any]]) -> None:
+        run = tunegemm(*TUNE)
+        assert "replayed, not measured here; nothing stored" in run.stdout
+        assert f"tunegemm tune --shape {SHAPE}" in run.stdout
+        assert "compiled" in run.stderr, "progress is told on stderr"
+        assert "\x1b[" not in run.stdout, "no control sequences in a pipe"
+
+    def test_same_seed_same_trials(self, documents: list[dict[str, Any]]) -> None:
+        (again,) = [json.loads(line) for line in tunegemm(*TUNE, "--json").stdout.splitlines()]
+        digests = [[outcome["digest"] for outcome in run["outcomes"]] for run in (documents[0], again)]
+        assert digests[0] == digests[1]
+
+    def test_nothing_replayed_is_stored(self, tmp_path: Path, documents: list[dict[str, Any]]) -> None:
+        database = tmp_path / "tuning.sqlite"
+        tunegemm(*TUNE, "--db", str(database))
+        run = tunegemm("leaderboard", "--db", str(database), code=2)
+        assert "no measurement of MxNxK" in run.stderr
+
+    def test_modelled_is_labelled(self, documents: list[dict[str, Any]]) -> None:
+        run = tunegemm(
+            "tune",
+            "--shape",
+            "1000x2048x512",
+            "--device",
+            "model:h200",
+            "--families",
+            "cute_sm90",
+            "--trials",
+            "2",
+        )
+        assert "a model's ranking, no measurement; nothing stored" in run.stdout
+
+    def test_without_a_gpu_one_line_says_what_happens(self, documents: list[dict[str, Any]]) -> None:
+        from tunegemm.device import cuda_device_count
+
+        if cuda_device_count():
+            pytest.skip("there is a GPU here")
+        run = tunegemm("tune", "--shape", SHAPE, "--families", "cute_sm90", "--trials", "2")
+        first = run.stderr.splitlines()[0]
+        assert first.startswith("No CUDA GPU here: candidates are really compiled for sm_90a;")
+
+    def test_interrupt(self) -> None:
+        """Ctrl-C ends it within seconds, with the command that goes on and exit code 130."""
+        command = [
+            *TUNEGEMM,
+            *TUNE[:-2],
+            "--shape",
+            "8192x8192x8192",
+            "--effort",
+            "exhaustive",
+            "--seed",
+            "7",
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        process.stderr.readline()  # the first stage: the tuner runs
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130, errors
+        assert "Traceback" not in errors
+        (line,) = [line for line in errors.splitlines() if "Go on with:" in line]
+        again = line.partition("Go on with: ")[2]
+        assert again.startswith("tunegemm tune --shape 4096x4096x4096 --shape 8192x8192x8192 ")
+        for words in ("--effort exhaustive", "--seed 7", "--device replay:h200", "--families cute_sm90"):
+            assert words in again
+
+
+@pytest.mark.gpu
+def test_tune_store_and_show_on_a_gpu(tmp_path: Path) -> None:
+    database = str(tmp_path / "tuning.sqlite")
+    run = tunegemm("tune", "--shape", "512x512x512", "--trials", "4", "--db", database)
+    assert "tunegemm.matmul(a, b) now uses this kernel for 512x512x512 bf16 tn" in run.stdout
+    for form in ("table", "csv", "json", "md"):
+        assert tunegemm("leaderboard", "--db", database, "--format", form).stdout.strip()
+
+
+class TestSpace:
+    ARGUMENTS = ("space", "--shape", SHAPE, "--family", "cute_sm90", "--device", "model:h200")
+
+    @pytest.fixture
+    def small(self, tmp_path: Path) -> Path:
+        """The shipped space with the first and last value of each list."""
+        from tunegemm import families
+
+        space = families.load_space("cute_sm90")
+        lines = ['family = "cute_sm90"']
+        for table, lists in (("compile", space.compile_values), ("launch", space.launch_values)):
+            lines.append(f"[{table}]")
+            lines += [
+                f"{name} = {json.dumps(list(dict.fromkeys((v[0], v[-1]))))}" for name, v in lists.items()
+            ]
+        path = tmp_path / "small.toml"
+        path.write_text("\n".join(lines))
+        return path
+
+    def test_json_adds_up(self, small: Path) -> None:
+        run = tunegemm(*self.ARGUMENTS, "--space-file", str(small), "--format", "json")
+        (count,) = json.loads(run.stdout)
+        assert count["size"] == count["kernels"] * count["launches"]
+        assert count["feasible"] + sum(count["rejected"].values()) == count["size"]
+        assert 0 < count["feasible"] < count["size"]
+        assert set(count["examples"]) == set(count["rejected"])
+
+    def test_table(self, small: Path) -> None:
+        run = tunegemm(*self.ARGUMENTS, "--space-file", str(small))
+        assert "(the whole space)" in run.stdout
+        assert re.search(r"feasible\s+.*\d+ of \d+ kernels", run.stdout)
+
+    def test_shipped_spaces(self) -> None:
+        run = tunegemm("space", "--shape", SHAPE, "--device", "model:h200", "--format", "json")
+        counts = {count["family"]: count for count in json.loads(run.stdout)}
+        assert counts["cute_sm90"]["feasible"] > 100
+        assert "cublaslt" in counts
+
+
+class TestDoctor:
+    def test_findings(self) -> None:
+        run = tunegemm("doctor", "--json")
+        names = [check["name"] for check in json.loads(run.stdout)]
+        assert names[:2] == ["tunegemm", "packages"]
+        assert {"database", "kernel cache", "workers", "family cute_sm90", "family cublaslt"} <= set(names)
+
+    def test_fault(self, tmp_path: Path) -> None:
+        path = tmp_path / "broken.sqlite"
+        path.write_bytes(b"no database " * 100)
+        run = tunegemm("doctor", "--db", str(path), code=1)
+        (line,) = [
+            line for line in run.stdout.splitlines() if "broken.sqlite" in line or line.startswith("fail")
+        ][:1]
+        assert line.startswith("fail")
+
+    def test_text(self) -> None:
+        run = tunegemm("doctor")
+        assert re.search(r"^ok +tunegemm", run.stdout, re.MULTILINE)
+
+
+class TestProgress:
+    def progress(self, **changes: object) -> object:
+        from tunegemm.problem import Problem
+        from tunegemm.tuning import Progress
+
+        facts: dict[str, object] = {
+            "problem": Problem.parse(SHAPE), "stage": "compile", "feasible": 812,
+            "compiled": 24, "to_compile": 96,
+            "measured": 12, "planned": 400, "failures": {"compile": 2, "wrong": 0, "timeout": 1},
+            "best_label": "pp128x192x64", "best_us": 205.31, "best_ratio": 1.0432, "elapsed_s": 12.3,
+        }  # fmt: skip
+        return Progress(**(facts | changes))  # type: ignore[arg-type]
+
+    def lines(self, terminal: bool, *updates: object) -> str:
+        from tunegemm.cli.progress import ProgressView
+
+        file = io.StringIO()
+        with ProgressView(Console(file=file, force_terminal=terminal, width=160)) as view:
+            for update in updates:
+                view.update(update)  # type: ignore[arg-type]
+        return file.getvalue()
+
+    def test_a_pipe_gets_a_line_per_stage(self) -> None:
+        text = self.lines(False, self.progress(), self.progress(compiled=25), self.progress(stage="measure"))
+        assert text.splitlines() == [
+            f"{SHAPE} bf16 tn · {stage} · feasible 812 · compiled 24 (+96) · measured 12/400 · "
+            "failed 3 (compile 2, timeout 1) · best pp128x192x64 at 205.3 us, 1.043 x torch.mm · 12 s"
+            for stage in ("compile", "measure")
+        ]
+
+    def test_before_the_first_measurement(self) -> None:
+        text = self.lines(False, self.progress(best_us=None, best_ratio=None, failures={}))
+        assert "best" not in text
+        assert "failed" not in text
+
+    def test_a_terminal_gets_a_live_view(self) -> None:
+        text = self.lines(True, self.progress())
+        assert "best pp128x192x64 at 205.3 us" in text
+        assert "\x1b[" in text

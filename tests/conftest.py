@@ -1,0 +1,32 @@
+"""What every test shares: a home of its own for the cache and the database, and the `gpu` marker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tunegemm.device import cuda_device_count
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not cuda_device_count():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; there is none here"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps the user's tuning database and compiled kernels out of the tests, and the tests out of them."""
+    home = tmp_path_factory.mktemp("home")
+    own = {"TUNEGEMM_DB": str(home / "tuning.sqlite"), "TUNEGEMM_CACHE_DIR": str(home / "cache")}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    yield
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value

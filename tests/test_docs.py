@@ -1,0 +1,150 @@
+"""The generated blocks of the documents are current, and the generator invents nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+GENERATOR = ROOT / "docs" / "generate.py"
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", GENERATOR)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_blocks_are_current() -> None:
+    run = subprocess.run(
+        [sys.executable, str(GENERATOR), "--check"], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_readme_has_every_block(generate: ModuleType) -> None:
+    found = re.findall(r"<!-- generated: ([\w-]+) -->", (ROOT / "README.md").read_text())
+    assert sorted(found) == sorted(generate.BLOCKS)
+
+
+def test_links_of_the_documents_lead_somewhere() -> None:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def timed(**medians: float | None) -> dict[str, Any]:
+    return {
+        name: {"skipped": "not installed"} if us is None else {"median_us": us}
+        for name, us in medians.items()
+    }
+
+
+def write_peers(folder: Path, *rows: dict[str, Any]) -> None:
+    packages = {"torch": "2.11.0", "cuda": "13.0"}
+    meta = {"gpu": "Some GPU", "driver": "580.1", "date": "2026-11-20T12:00:00+00:00", "packages": packages}
+    (folder / "peers.json").write_text(json.dumps({"rows": rows, "meta": meta}))
+
+
+def row(m: int, n: int, k: int, providers: dict[str, Any], **more: Any) -> dict[str, Any]:
+    usual = {"batch": 1, "dtype": "bf16", "layout": "tn", "epilogue": "none", "tune_seconds": 1.0}
+    return {"m": m, "n": n, "k": k, "providers": providers} | usual | more
+
+
+class TestBlocks:
+    def test_without_results_nothing_is_claimed(self, generate: ModuleType, tmp_path: Path) -> None:
+        for name in ("peers", "tuning-time"):
+            text = generate.refresh(f"<!-- generated: {name} -->\nold 1.234\n<!-- end -->\n", tmp_path)
+            assert "Nothing measured yet" in text
+            assert "1.234" not in text
+
+    def test_peers(self, generate: ModuleType, tmp_path: Path) -> None:
+        write_peers(
+            tmp_path,
+            row(4096, 4096, 4096, timed(torch=200.0, quack=190.0, tunegemm=160.0)),
+            row(128, 256, 64, timed(torch=10.0, quack=None, tunegemm=12.5), layout="tt", batch=2),
+        )
+        table = generate.peers(tmp_path)
+        assert "Measured on Some GPU, driver 580.1, 2026-11-20, torch 2.11.0, cuda 13.0." in table
+        assert "| 4096x4096x4096 | 200.0 us, 687 | 1.053 | **1.250** |" in table
+        assert "| 128x256x64x2 tt | 10.0 us, 1 |  | 0.800 |" in table
+        assert "| *geometric mean* |  | 1.053 (1) | 1.000 |" in table
+        assert "Where tunegemm loses: 128x256x64x2 tt (torch: 25.0 % faster)." in table
+
+    def test_no_loss_is_said_only_where_tunegemm_ran(self, generate: ModuleType, tmp_path: Path) -> None:
+        write_peers(tmp_path, row(8, 8, 8, timed(torch=2.0, tunegemm=1.0)))
+        assert "tunegemm loses on none of these shapes." in generate.peers(tmp_path)
+        write_peers(tmp_path, row(8, 8, 8, timed(torch=2.0, quack=1.0)))
+        assert "loses" not in generate.peers(tmp_path)
+
+    def test_a_row_without_the_baseline_is_refused(self, generate: ModuleType, tmp_path: Path) -> None:
+        write_peers(tmp_path, row(8, 8, 8, timed(tunegemm=1.0)))
+        with pytest.raises(generate.DocsError, match="8x8x8: no time of 'torch'"):
+            generate.peers(tmp_path)
+
+    def test_tuning_time(self, generate: ModuleType, tmp_path: Path) -> None:
+        rows = [
+            {"m": 64, "n": 64, "k": 64, "effort": "quick", "measured": 96, "cold_s": 81.26},
+            {"m": 64, "n": 64, "k": 128, "effort": "quick", "measured": 51, "warm_s": 3.04},
+        ]
+        (tmp_path / "tuning_time.json").write_text(json.dumps({"rows": rows}))
+        table = generate.tuning_time(tmp_path)
+        assert "| 64x64x64 | quick | 96 | 81.3 |  |" in table
+        assert "| 64x64x128 | quick | 51 |  | 3.0 |" in table
+
+    def test_every_command_is_listed(self, generate: ModuleType, tmp_path: Path) -> None:
+        text = generate.cli(tmp_path)
+        for words in (
+            "tunegemm tune`",
+            "tunegemm leaderboard`",
+            "tunegemm space`",
+            "tunegemm doctor`",
+            "`--budget`",
+        ):
+            assert words in text
+
+    @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"rows": []}'])
+    def test_damaged_result_file(self, generate: ModuleType, tmp_path: Path, content: str) -> None:
+        (tmp_path / "peers.json").write_text(content)
+        with pytest.raises(generate.DocsError, match=r"peers\.json"):
+            generate.peers(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("<!-- generated: nothing -->\n<!-- end -->", "'nothing'"),
+            ("<!-- generated: peers -->\n", "no end mark"),
+        ],
+    )
+    def test_bad_blocks(self, generate: ModuleType, tmp_path: Path, text: str, named: str) -> None:
+        with pytest.raises(generate.DocsError, match=named):
+            generate.refresh(text, tmp_path)
+
+    def test_refreshing_twice_changes_nothing(self, generate: ModuleType) -> None:
+        once = generate.refresh((ROOT / "README.md").read_text())
+        assert generate.refresh(once) == once
+
+
+def test_the_check_fails_on_a_stale_block(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    shutil.copy(GENERATOR, tmp_path / "docs")
+    (tmp_path / "README.md").write_text("<!-- generated: peers -->\n1.5 x faster\n<!-- end -->\n")
+    command = [sys.executable, str(tmp_path / "docs" / "generate.py")]
+    assert subprocess.run([*command, "--check"], capture_output=True).returncode == 1
+    assert "1.5" in (tmp_path / "README.md").read_text(), "--check must change nothing"
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert subprocess.run([*command, "--check"], capture_output=True).returncode == 0

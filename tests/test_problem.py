@@ -1,0 +1,199 @@
+"""Problem: parsing, tensors' strides, figures and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.problem import DTYPE_BYTES, LAYOUTS, OUTPUT_DTYPES, Problem, normalize_dtype
+
+
+class TestParse:
+    def test_defaults(self) -> None:
+        assert Problem.parse("4096x2112x7168") == Problem(4096, 2112, 7168, 1, "bf16", "bf16", "k", "k", "n")
+
+    def test_batch_blanks_and_capitals(self) -> None:
+        problem = Problem.parse(" 128X256x64X3 ", layout="NT")
+        assert (problem.m, problem.n, problem.k, problem.batch) == (128, 256, 64, 3)
+        assert problem.layout == "nt"
+
+    def test_output_dtype_follows_input_unless_given(self) -> None:
+        assert Problem.parse("1x1x1", dtype="fp16").out_dtype == "fp16"
+        assert Problem.parse("1x1x1", dtype="fp16", out_dtype="float32").out_dtype == "fp32"
+
+    @pytest.mark.parametrize(("layout", "majors"), LAYOUTS.items())
+    def test_layout_letters(self, layout: str, majors: tuple[str, str]) -> None:
+        problem = Problem.parse("8x16x32", layout=layout)
+        assert (problem.a_major, problem.b_major) == majors
+        assert problem.layout == layout
+
+    @pytest.mark.parametrize(
+        "shape",
+        ["", "4096", "4096x4096", "1x2x3x4x5", "4096*4096*4096", "-1x4x4", "1.5x4x4", "axbxc", "4x4x"],
+    )
+    def test_no_shape(self, shape: str) -> None:
+        with pytest.raises(ProblemError, match="is not MxNxK or MxNxKxL; for example") as caught:
+            Problem.parse(shape)
+        assert repr(shape) in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("shape", "named"),
+        [("0x4x4", "m=0"), ("4x0x4", "n=0"), ("4x4x0", "k=0"), ("4x4x4x0", "batch=0"),
+         ("4x4x2147483648", "k=2147483648")],
+    )  # fmt: skip
+    def test_extent_out_of_range(self, shape: str, named: str) -> None:
+        with pytest.raises(ProblemError, match=f"{named} in .*every extent must be from 1 to 2147483647"):
+            Problem.parse(shape)
+
+    def test_largest_extent(self) -> None:
+        assert Problem.parse("2147483647x1x1").m == 2**31 - 1
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            ({"dtype": "int8"}, "'int8'"),
+            ({"dtype": "fp32"}, "'fp32' has no kernels; use one of bf16, fp16"),
+            ({"out_dtype": "fp8"}, "'fp8'"),
+            ({"layout": "kk"}, "layout 'kk' is not known; use one of tn, tt, nn, nt"),
+        ],
+    )
+    def test_unknown_names(self, arguments: dict[str, str], named: str) -> None:
+        with pytest.raises(ProblemError, match=named):
+            Problem.parse("64x64x64", **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [("torch.bfloat16", "bf16"), ("BF16", "bf16"), ("half", "fp16"), ("float16", "fp16"), ("float", "fp32")],
+)
+def test_dtype_spellings(name: str, short: str) -> None:
+    assert normalize_dtype(name) == short
+
+
+class TestConstruction:
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"m": -5}, "m=-5"),
+            ({"out_dtype": "int32"}, "output dtype 'int32' for bf16 inputs; use one of bf16, fp16, fp32"),
+            ({"a_major": "n"}, "majors 'n', 'k'"),
+            ({"b_major": "m"}, "majors 'k', 'm'"),
+            ({"out_major": "k"}, "output major 'k'"),
+        ],
+    )
+    def test_refusals(self, change: dict[str, object], named: str) -> None:
+        with pytest.raises(ProblemError, match=named):
+            dataclasses.replace(Problem(8, 8, 8), **change)  # type: ignore[arg-type]
+
+    def test_refusals_are_one_line_and_catchable_as_the_base(self) -> None:
+        with pytest.raises(TunegemmError) as caught:
+            Problem(0, 1, 1)
+        assert "\n" not in str(caught.value)
+
+    def test_every_dtype_pair_is_allowed_once(self) -> None:
+        for in_dtype, outs in OUTPUT_DTYPES.items():
+            for out_dtype in outs:
+                assert Problem(8, 8, 8, in_dtype=in_dtype, out_dtype=out_dtype).out_dtype in DTYPE_BYTES
+
+    def test_hashable_ordered_frozen(self) -> None:
+        small, large = Problem(8, 8, 8), Problem(16, 8, 8)
+        assert len({small, Problem(8, 8, 8), large}) == 2
+        assert sorted([large, small]) == [small, large]
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            small.m = 3  # type: ignore[misc]
+
+
+class TestFigures:
+    def test_flops_and_bytes(self) -> None:
+        problem = Problem(3, 5, 7, batch=2, out_dtype="fp32")
+        assert problem.flops == 2 * 3 * 5 * 7 * 2
+        assert problem.bytes == 2 * ((3 * 7 + 7 * 5) * 2 + 3 * 5 * 4)
+        assert problem.arithmetic_intensity == problem.flops / problem.bytes
+
+    def test_square_intensity_is_a_third_of_the_extent(self) -> None:
+        assert Problem(4096, 4096, 4096).arithmetic_intensity == pytest.approx(4096 / 3)
+
+    def test_names(self) -> None:
+        assert str(Problem(1, 2, 3)) == "1x2x3 bf16 tn"
+        assert str(Problem(1, 2, 3, 4, out_dtype="fp32", b_major="n", out_major="m")) == (
+            "1x2x3x4 bf16>fp32 tt out-m"
+        )
+        assert Problem.parse(Problem(1, 2, 3, 4).shape) == Problem(1, 2, 3, 4)
+
+
+def operand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+class TestFromTensors:
+    def test_row_major_and_transposed_weight(self) -> None:
+        problem = Problem.from_tensors(operand(16, 32), operand(24, 32).T)
+        assert problem == Problem(16, 24, 32)
+        assert problem.layout == "tn"
+
+    @pytest.mark.parametrize(("layout", "majors"), LAYOUTS.items())
+    def test_all_layouts(self, layout: str, majors: tuple[str, str]) -> None:
+        a = operand(16, 32) if majors[0] == "k" else operand(32, 16).T
+        b = operand(24, 32).T if majors[1] == "k" else operand(32, 24)
+        assert Problem.from_tensors(a, b) == Problem.parse("16x24x32", layout=layout)
+
+    def test_batch(self) -> None:
+        problem = Problem.from_tensors(operand(5, 16, 32), operand(5, 24, 32).transpose(1, 2))
+        assert problem == Problem(16, 24, 32, batch=5)
+
+    def test_dtypes(self) -> None:
+        half = operand(4, 8, dtype=torch.float16), operand(8, 4, dtype=torch.float16)
+        assert Problem.from_tensors(*half).out_dtype == "fp16"
+        assert Problem.from_tensors(*half, out_dtype=torch.float32).out_dtype == "fp32"
+
+    def test_offset_view_with_a_leading_dimension(self) -> None:
+        """A window of a larger matrix: same problem, since no extent and no major differs."""
+        a, b = operand(64, 128)[8:24, 16:48], operand(64, 128)[3:27, 64:96].T
+        assert a.storage_offset() and a.stride() == (128, 1)
+        assert Problem.from_tensors(a, b) == Problem(16, 24, 32)
+
+    def test_every_second_row(self) -> None:
+        assert Problem.from_tensors(operand(32, 32)[::2], operand(32, 24)) == Problem(16, 24, 32, b_major="n")
+
+    def test_every_second_column_has_no_contiguous_mode(self) -> None:
+        with pytest.raises(ProblemError, match=r"strides \(64, 2\) of a \(16, 32\) operand.*\.contiguous"):
+            Problem.from_tensors(operand(16, 64)[:, ::2], operand(32, 24))
+
+    def test_expanded_operand_has_no_contiguous_mode(self) -> None:
+        with pytest.raises(ProblemError, match=r"strides \(0, 0\)"):
+            Problem.from_tensors(operand(1, 1).expand(16, 32), operand(32, 24))
+
+    def test_extent_of_one_is_k_major_unless_k_has_gaps(self) -> None:
+        """A single row or column is contiguous in both modes; one choice keeps equal products equal."""
+        assert Problem.from_tensors(operand(1, 32), operand(24, 32).T).layout == "tn"
+        assert Problem.from_tensors(operand(32, 1).T, operand(24, 32).T).layout == "tn"
+        assert Problem.from_tensors(operand(16, 32), operand(32, 1)).layout == "tn"
+        assert Problem.from_tensors(operand(16, 1), operand(1, 24)).layout == "tn"
+        gaps = operand(1, 64)[:, ::2]
+        assert Problem.from_tensors(gaps, operand(24, 32).T) == Problem.parse("1x24x32", layout="nn")
+
+    @pytest.mark.parametrize(
+        ("a", "b", "named"),
+        [
+            (operand(16, 32), operand(31, 24), r"\(16, 32\) and \(31, 24\) do not multiply"),
+            (operand(2, 16, 32), operand(3, 32, 24), "do not multiply"),
+            (operand(32), operand(32, 24), "operands of 1 and 2 dimensions"),
+            (operand(2, 16, 32), operand(32, 24), "operands of 3 and 2 dimensions"),
+            (operand(2, 2, 4, 4), operand(2, 2, 4, 4), "operands of 4 and 4 dimensions"),
+            (operand(4, 4), operand(4, 4, dtype=torch.float16), "torch.bfloat16 and torch.float16; convert"),
+            (operand(4, 4, dtype=torch.int8), operand(4, 4, dtype=torch.int8), "'torch.int8' is not known"),
+            (operand(4, 4, dtype=torch.float32), operand(4, 4, dtype=torch.float32), "'fp32' has no kernels"),
+            (operand(0, 4), operand(4, 4), "m=0"),
+            (operand(4, 0), operand(0, 4), "k=0"),
+        ],
+    )
+    def test_refusals(self, a: torch.Tensor, b: torch.Tensor, named: str) -> None:
+        with pytest.raises(ProblemError, match=named):
+            Problem.from_tensors(a, b)
+
+    def test_unknown_output_dtype(self) -> None:
+        with pytest.raises(ProblemError, match=r"'torch\.int32' is not known"):
+            Problem.from_tensors(operand(4, 4), operand(4, 4), out_dtype=torch.int32)

@@ -1,0 +1,82 @@
+"""The `tunegemm` command and how it reports what went wrong."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+import tunegemm
+from tunegemm.cli import doctor, leaderboard, space, tune
+from tunegemm.errors import TunegemmError
+
+#: Exit codes: 0 done, 1 done but nothing usable came of it, 2 bad input, 130 interrupted by Ctrl-C.
+BAD_INPUT, INTERRUPTED = 2, 130
+
+# The base of all usage errors. Newer versions of Typer carry their own copy of Click and export it only
+# as an ancestor of BadParameter, so that is how it is found in both.
+_UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+class OneLineErrors(TyperGroup):
+    """A command group whose errors are one line on stderr and an exit code, never a traceback."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        if not extra.get("standalone_mode", True):
+            return super().main(*args, **extra)
+        try:
+            # Without standalone mode an exit code that a command raised is returned instead.
+            code = super().main(*args, **extra | {"standalone_mode": False})
+        except TunegemmError as error:
+            _fail(str(error))
+        except _UsageProblem as error:
+            _fail(f"{error.format_message()} See `tunegemm --help`.")  # type: ignore[attr-defined]
+        except (KeyboardInterrupt, typer.Abort):
+            typer.echo("tunegemm: interrupted", err=True)
+            sys.exit(INTERRUPTED)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"tunegemm: {' '.join(message.split())}", err=True)
+    sys.exit(BAD_INPUT)
+
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tunegemm {tunegemm.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Find, remember and dispatch the fastest matrix-product kernel for your GPU."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command("tune")(tune.command)
+app.command("leaderboard")(leaderboard.command)
+app.command("space")(space.command)
+app.command("doctor")(doctor.command)
+
+
+def main() -> None:
+    """Entry point of the `tunegemm` script."""
+    app(prog_name="tunegemm")

@@ -1,0 +1,35 @@
+"""`tunegemm doctor`: is everything here that tuning needs?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from tunegemm.cli import options
+
+
+def command(
+    db: options.DatabaseLocation = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check that all that tuning needs is here; exit 1 if not."""
+    from tunegemm.report.doctor import examine
+
+    checks = examine(db)
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        from rich.table import Table
+        from rich.text import Text
+
+        colours = {"ok": "green", "note": "yellow", "fail": "red"}
+        table = Table.grid(padding=(0, 2))
+        for check in checks:
+            detail = check.detail + (f" -> {check.remedy}" if check.remedy else "")
+            table.add_row(Text(check.status, style=colours[check.status]), check.name, Text(detail))
+        options.stdout_console().print(table)
+    if any(check.status == "fail" for check in checks):
+        raise typer.Exit(1)

@@ -1,0 +1,111 @@
+"""Options that several commands share, and how their text is read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tunegemm.errors import TunegemmError
+from tunegemm.problem import Problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Shapes = Annotated[
+    list[str],
+    typer.Option("--shape", metavar="MxNxK[xL]", help="Extents, and the batch if any; may be repeated."),
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="Element type of A and B: bf16 or fp16.")]
+OutDtype = Annotated[
+    str | None,
+    typer.Option("--out-dtype", help="Element type of D: bf16, fp16 or fp32. Default: as A and B."),
+]
+Layout = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        help="Layout of A and B: tn (both K-major: activations times a transposed weight), tt, nn or nt.",
+    ),
+]
+DeviceSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="SPEC",
+        help="cuda:N, replay:h200 (recorded) or model:h200. Default: cuda:0, or replay:h200 without a GPU.",
+    ),
+]
+DatabaseLocation = Annotated[
+    str | None,
+    typer.Option(
+        "--db", metavar="PATH|URL", help="Tuning database. Default: $TUNEGEMM_DB, or the user's data folder."
+    ),
+]
+
+
+class UsageError(TunegemmError):
+    """An argument that cannot be read; the message names it and the remedy."""
+
+
+def _positive(parameter: typer.CallbackParam, value: int | None) -> int | None:
+    # Typer's own `min=` says what is allowed, but not what was given.
+    if value is not None and value < 1:
+        raise UsageError(f"{parameter.opts[0]} {value}: must be 1 or more")
+    return value
+
+
+def count_option(flag: str, help: str) -> Any:
+    """An option whose value is a positive number. Raises UsageError for others."""
+    return typer.Option(flag, metavar="N", callback=_positive, help=help)
+
+
+def parse_problems(shapes: list[str], dtype: str, out_dtype: str | None, layout: str) -> list[Problem]:
+    """The problems of a command line, in order, without repetitions. Raises ProblemError."""
+    problems = [Problem.parse(shape, dtype=dtype, out_dtype=out_dtype, layout=layout) for shape in shapes]
+    return list(dict.fromkeys(problems))
+
+
+_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``. Raises UsageError for anything else."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    hours, minutes, seconds = match.groups() if match else (None, None, None)
+    total = 3600 * int(hours or 0) + 60 * int(minutes or 0) + float(seconds or 0)
+    if total <= 0:
+        raise UsageError(f"budget {text!r} is no duration; for example 90, 90s, 10m or 1h30m")
+    return total
+
+
+def parse_families(text: str | None) -> tuple[str, ...] | None:
+    """Names of kernel families from ``a,b``; None for all. Raises SpaceError for one that is not known."""
+    if text is None:
+        return None
+    from tunegemm import families
+
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise UsageError(f"families {text!r} names none; use some of {','.join(families.NAMES)}")
+    for name in names:
+        families.get(name)
+    return names
+
+
+def stdout_console() -> Console:
+    """For tables. A pipe or a log has no width of its own: there nothing is cut to 80 columns."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a report. Raises UsageError, which names the path, where that is not possible."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; choose another --out") from None

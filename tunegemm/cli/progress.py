@@ -1,0 +1,95 @@
+"""What one sees while a shape is tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from tunegemm.tuning import Progress
+
+
+def describe_failures(failures: Mapping[str, int]) -> str:
+    """``failed 3 (compile 2, timeout 1)``; nothing when there are none."""
+    counts = {stage: count for stage, count in failures.items() if count}
+    if not counts:
+        return ""
+    return f"failed {sum(counts.values())} ({', '.join(f'{stage} {n}' for stage, n in counts.items())})"
+
+
+def describe_best(progress: Progress) -> str:
+    """``best pp128x192x64 at 205.3 us, 1.043 x torch.mm``; nothing before the first one."""
+    if progress.best_us is None:
+        return ""
+    ratio = f", {progress.best_ratio:.3f} x torch.mm" if progress.best_ratio is not None else ""
+    return f"best {progress.best_label} at {progress.best_us:.1f} us{ratio}"
+
+
+def describe_counts(progress: Progress) -> str:
+    """``feasible 812 · compiled 24 (+8) · measured 120/400``, and the failures by stage.
+
+    In brackets the kernels that are being compiled.
+    """
+    waiting = f" (+{progress.to_compile})" if progress.to_compile else ""
+    parts = [
+        f"feasible {progress.feasible}",
+        f"compiled {progress.compiled}{waiting}",
+        f"measured {progress.measured}/{progress.planned}",
+        describe_failures(progress.failures),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+class ProgressView:
+    """A live bar on a terminal; elsewhere (a log, a pipe) one line whenever the stage changes.
+
+    Use as a context manager and pass `update` as `on_progress`. Prints on the console given: stderr, so
+    that stdout holds the result and nothing else.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = (
+            Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        )
+        self._stage = ""
+
+    def __enter__(self) -> ProgressView:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, progress: Progress) -> None:
+        if self._live is not None:
+            self._live.update(self._render(progress))
+        elif progress.stage != self._stage:
+            line = [str(progress.problem), progress.stage, describe_counts(progress), describe_best(progress)]
+            line.append(f"{progress.elapsed_s:.0f} s")
+            self._console.print(" · ".join(part for part in line if part), soft_wrap=True, highlight=False)
+        self._stage = progress.stage
+
+    @staticmethod
+    def _render(progress: Progress) -> Group:
+        total = progress.compiled + progress.to_compile + progress.planned
+        bar = ProgressBar(total=max(total, 1), completed=progress.compiled + progress.measured, width=30)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(str(progress.problem), style="bold"),
+            progress.stage,
+            bar,
+            Text(f"{progress.elapsed_s:.0f} s"),
+        )
+        return Group(head, Text(describe_counts(progress)), Text(describe_best(progress), style="green"))

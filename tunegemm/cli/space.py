@@ -1,0 +1,98 @@
+"""`tunegemm space`: how many candidates there are, and which rule rejects how many."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tunegemm.cli import options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tunegemm.device import Device
+    from tunegemm.report.census import Census
+    from tunegemm.space import SearchSpace
+
+
+class Format(StrEnum):
+    table = "table"
+    json = "json"
+
+
+def command(
+    shape: options.Shapes,
+    dtype: options.Dtype = "bf16",
+    out_dtype: options.OutDtype = None,
+    layout: options.Layout = "tn",
+    family: Annotated[
+        str | None, typer.Option("--family", metavar="NAME[,NAME]", help="Kernel families. Default: all.")
+    ] = None,
+    space_file: Annotated[
+        Path | None,
+        typer.Option("--space-file", metavar="FILE", help="Your own space, in place of the shipped."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="SPEC", help="Default: cuda:0, or model:h200 without a GPU."),
+    ] = None,
+    format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
+) -> None:
+    """Count candidates before and after feasibility, by rule."""
+    problems = options.parse_problems(shape, dtype, out_dtype, layout)
+    from tunegemm.report.census import take_census
+
+    spaces = _spaces(options.parse_families(family), space_file)
+    opened = _open_device(device)
+    counts = [take_census(space, problem, opened) for problem in problems for space in spaces]
+    if format is Format.json:
+        typer.echo(json.dumps([count.asdict() for count in counts], indent=2))
+        return
+    console = options.stdout_console()
+    for count in counts:
+        console.print(_table(count))
+
+
+def _open_device(spec: str | None) -> Device:
+    from tunegemm.device import cuda_device_count, find_device
+    from tunegemm.tuning import open_device
+
+    # Nothing is timed here, so without a GPU the known limits do; no recording is needed.
+    return open_device(spec) if spec or cuda_device_count() else find_device("model:h200")
+
+
+def _spaces(names: tuple[str, ...] | None, space_file: Path | None) -> list[SearchSpace]:
+    from tunegemm import families
+    from tunegemm.space import SearchSpace
+
+    if space_file is None:
+        return [families.load_space(name) for name in names or families.NAMES]
+    path = space_file if space_file.suffix == ".toml" else None
+    if path is None:
+        raise options.UsageError(f"space file {str(space_file)!r}: a search space is a .toml file")
+    name = SearchSpace.load(path).family
+    if names is not None and names != (name,):
+        raise options.UsageError(f"{path} is a space of family {name!r}, not of {','.join(names)}")
+    return [families.load_space(name, path)]
+
+
+def _table(count: Census) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=f"{count.family} for {count.problem} on {count.device.name}",
+        title_justify="left",
+        show_footer=True,
+    )
+    table.add_column("rule", footer="feasible")
+    table.add_column("candidates", justify="right", footer=f"{count.feasible:,}")
+    kernels = f"{count.feasible_kernels:,} of {count.kernels:,} kernels, {count.launches:,} launches of each"
+    table.add_column("first rejection", footer=kernels)
+    table.add_row("(the whole space)", f"{count.size:,}", "")
+    for rule, rejected in count.rejected.items():
+        table.add_row(rule, f"-{rejected:,}", count.examples[rule])
+    return table

@@ -1,0 +1,251 @@
+"""`tunegemm tune`: find the fastest kernel of one or more shapes, and remember it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from dataclasses import asdict
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tunegemm.cli import options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tunegemm.device import Device
+    from tunegemm.problem import Problem
+    from tunegemm.report.leaderboard import Leaderboard
+    from tunegemm.tuning import TuneResult
+
+
+class Effort(StrEnum):
+    quick = "quick"
+    full = "full"
+    exhaustive = "exhaustive"
+
+
+def command(
+    context: typer.Context,
+    shape: options.Shapes,
+    dtype: options.Dtype = "bf16",
+    out_dtype: options.OutDtype = None,
+    layout: options.Layout = "tn",
+    effort: Annotated[Effort, typer.Option("--effort", help="How much of the space to try.")] = Effort.quick,
+    trials: Annotated[
+        int | None, options.count_option("--trials", "Most candidates to measure per shape.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help="Most time per shape: 90, 90s, 10m, 1h30m.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0,
+    families: Annotated[
+        str | None, typer.Option("--families", metavar="A,B", help="Kernel families to try. Default: all.")
+    ] = None,
+    device: options.DeviceSpec = None,
+    db: options.DatabaseLocation = None,
+    workers: Annotated[
+        int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
+    ] = None,
+    top: Annotated[int, options.count_option("--top", "Rows to print per shape.")] = 10,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON document per shape, one per line, and nothing else."),
+    ] = False,
+) -> None:
+    """Find and remember the fastest kernel for each shape."""
+    problems = options.parse_problems(shape, dtype, out_dtype, layout)
+    budget_seconds = options.parse_seconds(budget) if budget is not None else None
+    names = options.parse_families(families)
+
+    from rich.console import Console
+
+    from tunegemm.cli.progress import ProgressView
+    from tunegemm.database import Database
+    from tunegemm.tuning import Tuner, open_device
+
+    out, log = options.stdout_console(), Console(stderr=True)
+    opened = open_device(device)
+    if device is None and not opened.is_real and not as_json:
+        log.print(
+            f"No CUDA GPU here: candidates are really compiled for {opened.architecture.compile_target}; "
+            f"times come from a recorded {opened.name} ({opened.spec}). Nothing is stored as measured.",
+            soft_wrap=True,
+            highlight=False,
+        )
+    # Only what is measured is stored, so only a real device gets a database; a bad --db is told of anyway.
+    database = Database.open(db) if opened.is_real or db is not None else None
+    found = 0
+    try:
+        with Tuner(
+            opened, database if opened.is_real else None, families=names, workers=workers, seed=seed
+        ) as tuner:
+            for position, problem in enumerate(problems):
+                with ProgressView(log) as view:
+                    result = tuner.tune(
+                        problem,
+                        effort=effort.value,
+                        trials=trials,
+                        budget_seconds=budget_seconds,
+                        on_progress=None if as_json else view.update,
+                    )
+                found += result.best is not None or bool(result.predictions)
+                if as_json:
+                    typer.echo(json.dumps(result_document(result)))
+                else:
+                    show_result(out, result, top, where=str(database.location) if database else "")
+                if result.interrupted:
+                    again = resume_command(context, problems[position:])
+                    log.print(interruption(result, again), soft_wrap=True, highlight=False)
+                    raise typer.Exit(130)
+    finally:
+        if database is not None:
+            database.close()
+    if found < len(problems):
+        raise typer.Exit(1)
+
+
+def show_result(console: Console, result: TuneResult, top: int, *, where: str) -> None:
+    """The leaderboard of one tuning, what failed, and how to use the winner."""
+    console.print(leaderboard(result).table(top))
+    closing = ["" if result.predictions else result.note, failure_line(result), usage_line(result, where)]
+    for line in [failure_line(result)] if result.interrupted else closing:
+        if line:
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def leaderboard(result: TuneResult) -> Leaderboard:
+    """What was measured or replayed; without that the model's order of the kernels that were compiled."""
+    from tunegemm.report.leaderboard import Leaderboard
+
+    problem, device, labels = result.problem, result.device, result.labels
+    if result.predictions:
+        predictions = [(one.candidate, one.total_us) for one in result.predictions]
+        return Leaderboard.from_predictions(problem, device, predictions, labels)
+    best = result.best.candidate if result.best is not None else None
+    return Leaderboard.from_outcomes(
+        problem, device, result.outcomes, labels, source=result.source, best=best
+    )
+
+
+def failure_line(result: TuneResult) -> str:
+    """How many candidates failed at which stage, and the first reason of each; empty when none did."""
+    from tunegemm.outcome import Failure
+
+    failures = [outcome for outcome in result.outcomes if isinstance(outcome, Failure)]
+    counts = Counter(failure.stage for failure in failures)
+    reasons = {failure.stage: failure.reason for failure in reversed(failures)}
+    parts = [f"{stage} {count} ({reasons[stage]})" for stage, count in counts.items()]
+    return f"Failed: {'; '.join(parts)}" if parts else ""
+
+
+def usage_line(result: TuneResult, where: str) -> str:
+    """The one line that says what the result is good for."""
+    problem, seconds = result.problem, f"{result.seconds:.1f} s"
+    if result.best is None and not result.predictions:
+        return f"No candidate for {problem} could be used, after {seconds}: see `tunegemm doctor`."
+    if result.source == "measured":
+        return f"Tuned in {seconds}: tunegemm.matmul(a, b) now uses this kernel for {problem} (from {where})."
+    seconds += f", {result.compiled} kernels compiled"
+    origin = (
+        "replayed, not measured here" if result.source == "replayed" else "a model's ranking, no measurement"
+    )
+    return (
+        f"Done in {seconds} ({origin}; nothing stored). On your GPU: {tune_command(problem)} "
+        "measures and stores it for tunegemm.matmul(a, b)."
+    )
+
+
+def interruption(result: TuneResult, again: str) -> str:
+    """What an interrupted tuning kept, and the command that goes on."""
+    from tunegemm.outcome import Measurement
+
+    measured = {outcome.candidate for outcome in result.outcomes if isinstance(outcome, Measurement)}
+    kept = (
+        f"{len(measured)} measured candidates are kept" if result.source == "measured" else "nothing to keep"
+    )
+    return f"Interrupted: {kept}. Go on with: {again}"
+
+
+def tune_command(problem: Problem) -> str:
+    """The shortest command that tunes a problem."""
+    words = ["tunegemm", "tune", "--shape", problem.shape]
+    if problem.in_dtype != "bf16":
+        words += ["--dtype", problem.in_dtype]
+    if problem.out_dtype != problem.in_dtype:
+        words += ["--out-dtype", problem.out_dtype]
+    if problem.layout != "tn":
+        words += ["--layout", problem.layout]
+    return shlex.join(words)
+
+
+def resume_command(context: typer.Context, remaining: list[Problem]) -> str:
+    """The command line that goes on with the remaining problems: the same options, fewer shapes."""
+    words = ["tunegemm", "tune"]
+    for problem in remaining:
+        words += ["--shape", problem.shape]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.name == "shape" or value is None or value == parameter.default:
+            continue
+        words += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
+    return shlex.join(words)
+
+
+def result_document(result: TuneResult) -> dict[str, Any]:
+    """One tuning as JSON: the best, every outcome, and where the times come from."""
+    from tunegemm.outcome import Measurement
+
+    def outcome_document(outcome: Any) -> dict[str, Any]:
+        candidate = outcome.candidate
+        facts = {
+            "label": result.labels.get(candidate.digest, str(candidate)),
+            "candidate": json.loads(candidate.to_json()),
+            "digest": candidate.digest,
+        }
+        if isinstance(outcome, Measurement):
+            return facts | measurement_figures(outcome, result.problem, result.device)
+        return facts | {"failed": outcome.stage, "reason": outcome.reason}
+
+    return {
+        "problem": asdict(result.problem),
+        "shape": result.problem.shape,
+        "device": result.device.spec,
+        "device_name": result.device.name,
+        "source": result.source,
+        "best": outcome_document(result.best) if result.best is not None else None,
+        "predictions": [
+            {"label": result.labels[one.candidate.digest], "candidate": json.loads(one.candidate.to_json())}
+            | {"digest": one.candidate.digest, "predicted_us": one.total_us, "bound": one.bound}
+            for one in result.predictions
+        ],
+        "outcomes": [outcome_document(outcome) for outcome in result.outcomes],
+        "seconds": result.seconds,
+        "compiled": result.compiled,
+        "interrupted": result.interrupted,
+        "note": result.note,
+    }
+
+
+def measurement_figures(measurement: Any, problem: Problem, device: Device) -> dict[str, float | None]:
+    """The figures of one measurement; what a replay or a model cannot tell is null, never NaN."""
+    median = measurement.median_us
+    has_baseline = bool(measurement.baseline_us)
+    floor = device.roofline_us(problem.flops, problem.bytes)
+    return {
+        "median_us": median,
+        "tflops": problem.flops / median * 1e-6,
+        "baseline_median_us": measurement.baseline_median_us if has_baseline else None,
+        "ratio": measurement.ratio if has_baseline else None,
+        "percent_of_roofline": 100 * floor / median if floor else None,
+        "spread": measurement.spread,
+        "relative_error": _finite(measurement.relative_error),
+        "noise": _finite(measurement.noise),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None  # a NaN fails the comparison, too

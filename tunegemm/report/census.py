@@ -1,0 +1,76 @@
+"""How large a search space is, before and after feasibility, and what each rule takes away."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tunegemm import families
+from tunegemm.device import Device
+from tunegemm.feasibility import Verdict
+from tunegemm.problem import Problem
+from tunegemm.space import SearchSpace
+
+
+@dataclass(frozen=True)
+class Census:
+    """The candidates of one family for one problem on one device, counted."""
+
+    family: str
+    problem: Problem
+    device: Device
+    kernels: int
+    """Compile-time combinations before feasibility."""
+    launches: int
+    """Launch-time combinations of each kernel."""
+    feasible_kernels: int
+    """Kernels with at least one feasible launch."""
+    feasible: int
+    """Feasible candidates: pairs of kernel and launch."""
+    rejected: Mapping[str, int]
+    """Per rule the number of candidates that it was the first to reject, most first."""
+    examples: Mapping[str, str]
+    """Per rule the reason given for the first candidate it rejected."""
+
+    @property
+    def size(self) -> int:
+        """Candidates before feasibility."""
+        return self.kernels * self.launches
+
+    def asdict(self) -> dict[str, Any]:
+        """For JSON; the device by its spec."""
+        facts = {name: getattr(self, name) for name in ("family", "kernels", "launches", "size")}
+        facts |= {"problem": asdict(self.problem), "device": self.device.spec}
+        facts |= {"feasible_kernels": self.feasible_kernels, "feasible": self.feasible}
+        return facts | {"rejected": dict(self.rejected), "examples": dict(self.examples)}
+
+
+def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:
+    """Checks every kernel of a space, and every launch of those that pass: some microseconds for each."""
+    family = families.get(space.family)
+    rejected: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    feasible = feasible_kernels = 0
+
+    def reject(verdict: Verdict, candidates: int) -> None:
+        rule = str(verdict.rule)
+        rejected[rule] += candidates
+        examples.setdefault(rule, verdict.reason)
+
+    for kernel in space.kernels():
+        if not (verdict := family.check(problem, kernel, device)):
+            reject(verdict, space.launch_size)
+            continue
+        before = feasible
+        for candidate in space.launches(kernel):
+            if verdict := family.check(problem, candidate, device):
+                feasible += 1
+            else:
+                reject(verdict, 1)
+        feasible_kernels += feasible > before
+    return Census(
+        space.family, problem, device, space.compile_size, space.launch_size, feasible_kernels, feasible,
+        dict(rejected.most_common()), examples,
+    )  # fmt: skip

@@ -1,0 +1,149 @@
+"""Whether everything that tunegemm needs is here: packages, GPU, kernel families, database, cache, memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tunegemm
+from tunegemm.device import cuda_device_count, find_device, package_version
+from tunegemm.errors import DatabaseError, DeviceError
+
+#: `note` is worth knowing and hinders nothing; `fail` keeps tunegemm from working.
+Status = Literal["ok", "note", "fail"]
+
+_REQUIRED = (
+    "torch",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "optuna",
+    "sqlalchemy",
+    "alembic",
+    "pandas",
+)
+_OPTIONAL = ("nvmath-python", "nvidia-ml-py")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding."""
+
+    name: str
+    status: Status
+    detail: str
+    """What was found."""
+    remedy: str = ""
+    """What to do about it; empty when nothing is to be done."""
+
+
+def examine(database: str | None = None) -> list[Check]:
+    """Every check, in the order in which things depend on each other. Changes nothing."""
+    return [
+        Check("tunegemm", "ok", f"{tunegemm.__version__} on Python {platform.python_version()}"),
+        _packages(),
+        *_devices(),
+        *_families(),
+        _database(database),
+        _cache(),
+        _workers(),
+    ]
+
+
+def _packages() -> Check:
+    versions = {name: package_version(name) for name in _REQUIRED + _OPTIONAL}
+    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    missing = [name for name in _REQUIRED if not versions[name]]
+    absent = [name for name in _OPTIONAL if not versions[name]]
+    if missing:
+        return Check(
+            "packages",
+            "fail",
+            f"missing: {', '.join(missing)}; found: {found}",
+            f"pip install {' '.join(missing)}",
+        )
+    if absent:
+        return Check(
+            "packages",
+            "note",
+            f"missing: {', '.join(absent)}; found: {found}",
+            f"pip install {' '.join(absent)}",
+        )
+    return Check("packages", "ok", found)
+
+
+def _devices() -> list[Check]:
+    count = cuda_device_count()
+    if not count:
+        import torch
+
+        why = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
+        remedy = "tune on a machine with one; here `tunegemm tune` searches a recorded H200"
+        return [Check("GPU", "note", f"none: {why}", remedy)]
+    checks = []
+    for index in range(count):
+        name = f"GPU cuda:{index}"
+        try:
+            device = find_device(f"cuda:{index}")
+        except DeviceError as error:
+            checks.append(Check(name, "fail", str(error), "tune on a GPU of a known architecture"))
+            continue
+        facts = f"{device.name}, {device.sm_count} SMs, {device.memory_bytes / 1e9:.0f} GB"
+        driver = f"driver {device.fingerprint.driver or 'unknown'}, CUDA {device.fingerprint.cuda}"
+        peak = "" if device.peak_tflops else "; its peaks are not known, so there is no roofline"
+        checks.append(Check(name, "ok", f"{facts}, {driver}{peak}"))
+    return checks
+
+
+def _families() -> list[Check]:
+    from tunegemm import families
+
+    reasons = {name: families.get(name).unavailable() for name in families.NAMES}
+    # One family that works is enough to tune with; none is a failure.
+    status: Status = "note" if None in reasons.values() else "fail"
+    return [
+        Check(f"family {name}", "ok", "available")
+        if reason is None
+        else Check(f"family {name}", status, reason, "see the packages above")
+        for name, reason in reasons.items()
+    ]
+
+
+def _database(location: str | None) -> Check:
+    from tunegemm.database import Database
+    from tunegemm.database.connection import display, resolve
+
+    try:
+        place = resolve(location)
+        if isinstance(place, Path) and not place.exists():
+            return Check("database", "note", f"{place} is not there yet", "`tunegemm tune` creates it")
+        with Database.open(location, read_only=True) as database:
+            records = len(database.records())
+        return Check("database", "ok", f"{display(place)}: {records} tuned problem(s)")
+    except DatabaseError as error:
+        return Check("database", "fail", str(error), "choose another with --db or TUNEGEMM_DB")
+
+
+def _cache() -> Check:
+    from tunegemm.artifacts import ArtifactStore
+
+    folder = ArtifactStore().root
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(parent, os.W_OK):
+        remedy = "make it writable, or name another folder in TUNEGEMM_CACHE_DIR"
+        return Check("kernel cache", "fail", f"{folder}: {parent} is not writable", remedy)
+    stored = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.exists() else []
+    return Check("kernel cache", "ok", f"{folder}: {len(stored)} files, {sum(stored) / 1e6:.1f} MB")
+
+
+def _workers() -> Check:
+    import psutil
+    from tunegemm.compile import default_workers
+
+    memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
+    workers = default_workers()
+    detail = f"{memory / 1e9:.1f} GB of free RAM, {cores} core(s): {workers} compile worker(s)"
+    return Check("workers", "ok", detail)
