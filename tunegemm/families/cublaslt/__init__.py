@@ -68,7 +68,10 @@ class CublasLt:
     """The vendor's library as a family. See `tunegemm.families.Family`."""
 
     name = "cublaslt"
-    parameters: Mapping[str, tuple[str, ...]] = {"compile": ("algorithm",), "launch": ("requested", "workspace_mib")}
+    parameters: Mapping[str, tuple[str, ...]] = {
+        "compile": ("algorithm",),
+        "launch": ("requested", "workspace_mib"),
+    }
     compiled = False
 
     def unavailable(self) -> str | None:
@@ -82,7 +85,7 @@ class CublasLt:
         return apply_rules(RULES, problem, candidate, device)
 
     def discover(self, problem: Problem, device: Device, space: SearchSpace | None = None) -> list[Candidate]:
-        """torch.mm and the algorithms that the library names for the problem on a real device.
+        """torch.mm and the algorithms that the library names for the problem; on a real device only.
 
         `space` gives the numbers asked for and the workspaces allowed; by default the shipped file.
         """
@@ -91,17 +94,23 @@ class CublasLt:
         found = [TORCH_MM]
         space = space or load_space(self.name)
         probe = Candidate.make(self.name, {"algorithm": "cublaslt"})
-        if "heuristic" in space.compile_values["algorithm"] and self.check(problem, probe, device):
+        wanted = device.is_real and "heuristic" in space.compile_values["algorithm"]
+        if wanted and self.check(problem, probe, device):
             from tunegemm.families.cublaslt import library
 
             for workspace_mib in space.launch_values["workspace_mib"]:
                 for requested in space.launch_values["requested"]:
                     found += library.algorithms(
-                        problem, device.index, requested=int(requested), workspace_bytes=int(workspace_mib) << 20
+                        problem,
+                        device.index,
+                        requested=int(requested),
+                        workspace_bytes=int(workspace_mib) << 20,
                     )
         return list(dict.fromkeys(found))
 
-    def kernel_key(self, problem: Problem, candidate: Candidate, device: Device) -> Mapping[str, str | int | bool]:
+    def kernel_key(
+        self, problem: Problem, candidate: Candidate, device: Device
+    ) -> Mapping[str, str | int | bool]:
         """Empty: nothing is compiled."""
         return {}
 

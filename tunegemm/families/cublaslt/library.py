@@ -44,7 +44,9 @@ _COMPUTE_32F = 68
 ALIGNMENT = 16
 
 
-def algorithms(problem: Problem, device_index: int, *, requested: int, workspace_bytes: int) -> list[Candidate]:
+def algorithms(
+    problem: Problem, device_index: int, *, requested: int, workspace_bytes: int
+) -> list[Candidate]:
     """What the heuristic names for packed operands, best guess first, at most `requested` distinct ones.
 
     Empty when the library has no algorithm for the problem. Raises RuntimeError when it fails.
@@ -56,7 +58,12 @@ def algorithms(problem: Problem, device_index: int, *, requested: int, workspace
         preference = lt.matmul_preference_create()
         try:
             names = lt.MatmulPreferenceAttribute
-            _set(lt.matmul_preference_set_attribute, preference, names.MAX_WORKSPACE_BYTES, np.uint64(workspace_bytes))
+            _set(
+                lt.matmul_preference_set_attribute,
+                preference,
+                names.MAX_WORKSPACE_BYTES,
+                np.uint64(workspace_bytes),
+            )
             for operand in "ABCD":
                 attribute = getattr(names, f"MIN_ALIGNMENT_{operand}_BYTES")
                 _set(lt.matmul_preference_set_attribute, preference, attribute, np.uint32(ALIGNMENT))
@@ -110,7 +117,9 @@ def launcher(problem: Problem, candidate: Candidate, device_index: int) -> Launc
         plan, _, algorithm_pointer = plans.get(strides) or prepare(strides)
         a_pointer, b_pointer, out_pointer = a.data_ptr(), b.data_ptr(), out.data_ptr()
         if (a_pointer | b_pointer | out_pointer) % ALIGNMENT:
-            raise ValueError(f"{label(candidate)} needs operands aligned to {ALIGNMENT} B; copy the view first")
+            raise ValueError(
+                f"{label(candidate)} needs operands aligned to {ALIGNMENT} B; copy the view first"
+            )
         stream = torch.cuda.current_stream(device_index).cuda_stream
         workspace_pointer = 0
         if workspace_bytes:
@@ -171,7 +180,12 @@ class _Plan:
         if problem.batch > 1:
             names = lt.MatrixLayoutAttribute
             _set(lt.matrix_layout_set_attribute, layout, names.BATCH_COUNT, np.int32(problem.batch))
-            _set(lt.matrix_layout_set_attribute, layout, names.STRIDED_BATCH_OFFSET, np.int64(matrix.batch_stride))
+            _set(
+                lt.matrix_layout_set_attribute,
+                layout,
+                names.STRIDED_BATCH_OFFSET,
+                np.int64(matrix.batch_stride),
+            )
         return int(layout)
 
     def __del__(self) -> None:
@@ -204,7 +218,9 @@ def _algorithm(
     )  # fmt: skip
     needed = int(result["workspace_size"][0])
     if needed > workspace_bytes:
-        raise ValueError(f"{label(candidate)} needs {needed} B of workspace here, stored were {workspace_bytes} B")
+        raise ValueError(
+            f"{label(candidate)} needs {needed} B of workspace here, stored were {workspace_bytes} B"
+        )
     return algorithm
 
 
@@ -216,7 +232,9 @@ def _encode(params: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
         if enum_name is not None and isinstance(value, str):
             members = getattr(lt, enum_name).__members__
             if prefix + value not in members:
-                raise ValueError(f"{name}={value!r} is not known to this nvmath-python; upgrade it or tune again")
+                raise ValueError(
+                    f"{name}={value!r} is not known to this nvmath-python; upgrade it or tune again"
+                )
             value = members[prefix + value]
         yield attribute, int(value)
 

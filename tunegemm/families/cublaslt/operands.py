@@ -63,7 +63,9 @@ def column_major(problem: Problem, strides: Strides) -> Product:
         return Product(
             replace(b, transpose=problem.b_major == "k"), replace(a, transpose=problem.a_major == "m"), out
         )
-    return Product(replace(a, transpose=problem.a_major == "k"), replace(b, transpose=problem.b_major == "n"), out)
+    return Product(
+        replace(a, transpose=problem.a_major == "k"), replace(b, transpose=problem.b_major == "n"), out
+    )
 
 
 def _memory(
