@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-
 from tunegemm import families
 from tunegemm.device import find_device
 from tunegemm.errors import CompileError, SpaceError

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from tunegemm.measure import operands as data
 from tunegemm.problem import LAYOUTS, Problem
 
@@ -22,7 +21,7 @@ def test_operands_have_the_problems_shape_and_majors(layout: str, batch: int, ou
     assert Problem.from_tensors(operands.a, operands.b, out_dtype=torch.float32) == Problem(
         40, 24, 56, batch, "fp16", "fp32", a_major, b_major
     )
-    assert operands.out.shape == operands.a.shape[:-1] + (24,)
+    assert operands.out.shape == (*operands.a.shape[:-1], 24)
     assert operands.out.stride()[-1 if out_major == "n" else -2] == 1
     assert operands.out.isnan().all()
     expected = data.reference(operands.a, operands.b)

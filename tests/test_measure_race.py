@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tunegemm.errors import MeasureError
 from tunegemm.measure import FINAL, SCREEN, Policy
 from tunegemm.measure.race import race
@@ -89,5 +88,5 @@ def test_presets_and_bad_policies() -> None:
     assert SCREEN.rounds < FINAL.rounds and FINAL.race_margin < SCREEN.race_margin
     with pytest.raises(MeasureError, match="rounds=0"):
         Policy(rounds=0, min_replay_ms=1, race_after=1, race_margin=0.1)
-    with pytest.raises(MeasureError, match="confidence=1.5"):
+    with pytest.raises(MeasureError, match=r"confidence=1\.5"):
         Policy(rounds=1, min_replay_ms=1, race_after=1, race_margin=0.1, confidence=1.5)

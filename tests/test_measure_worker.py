@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tunegemm.device import find_device
 from tunegemm.errors import DeviceError, MeasureError
 from tunegemm.families.cublaslt import TORCH_MM
@@ -157,7 +156,7 @@ def test_discover_names_torch_mm_where_no_library_can_be_asked(worker: MeasureWo
 def test_a_device_that_cannot_be_used_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TESTS))
     device = find_device("model:h200")
-    with pytest.raises(DeviceError, match="model:h200.*cuda:N"):
+    with pytest.raises(DeviceError, match=r"model:h200.*cuda:N"):
         MeasureWorker(device)
     with (
         MeasureWorker(device, backend="cpu_backend:BrokenBackend") as worker,

@@ -159,6 +159,7 @@ class _GraphReplay:
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._products = passes * len(sets)
+        self._launcher = launcher  # the graph uses what it owns: workspaces, loaded modules
         # Not `torch.cuda.graph`: it collects garbage and empties the cache, tens of milliseconds each time.
         torch.cuda.synchronize()
         self._graph.capture_begin(capture_error_mode="thread_local")

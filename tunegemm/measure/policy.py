@@ -20,7 +20,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Policy:
-    """How an interleave is run. One round replays every candidate and the baseline once, in shuffled order."""
+    """How an interleave is run: a round replays every candidate and the baseline once, in shuffled order."""
 
     rounds: int
     """Samples of a candidate that stays to the end."""

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from tunegemm.device import Device
 from tunegemm.errors import TunegemmError
@@ -318,7 +318,8 @@ class Session:
             self._job = None
             try:
                 if isinstance(request, Measure):
-                    self._send(Done(self.measure(request)))
+                    self.measure(request)
+                    self._send(Done())
                 elif isinstance(request, Discover):
                     self._send(Done(self.discover(request.problem)))
             except (_Lost, TunegemmError, RuntimeError) as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
 
 from tunegemm import families
 from tunegemm.errors import MeasureError
@@ -47,10 +46,10 @@ def ratio_interval(measurement: Measurement, confidence: float = 0.95) -> tuple[
 def aa_noise(first: Sequence[float], second: Sequence[float]) -> float:
     """Noise of an interleave: how far the ratio of two captures of the same kernel may be from 1.
 
-    The far end of the interval of the median ratio, so that one lucky pair of medians is not called
+    The far end of the 80 % interval of the median ratio, so that one lucky pair of medians is not called
     silence; 0.004 means that differences under 0.4 % mean nothing.
     """
-    low, high = median_interval([a / b for a, b in zip(first, second, strict=True)])
+    low, high = median_interval([a / b for a, b in zip(first, second, strict=True)], confidence=0.8)
     return max(abs(low - 1), abs(high - 1))
 
 
@@ -89,15 +88,3 @@ def clearly_slower(
     """Whether even the optimistic end of the interval is more than `margin` slower than the leader."""
     low, _ = median_interval([a / b for a, b in zip(samples, leader, strict=True)], confidence)
     return low > 1 + margin
-
-
-__all__ = [
-    "NOISE_FLOOR",
-    "aa_noise",
-    "clearly_slower",
-    "median",
-    "median_interval",
-    "ratio_interval",
-    "tie",
-    "winner",
-]

@@ -225,7 +225,7 @@ def _algorithm(
 
 
 def _encode(params: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
-    """The library's attribute names and numbers of a candidate's parameters. ValueError for an unknown name."""
+    """The library's attributes and their numbers. ValueError for a name that it does not know."""
     lt = _bindings()
     for name, (attribute, enum_name, prefix) in _ATTRIBUTES.items():
         value = params[name]
