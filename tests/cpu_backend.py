@@ -65,6 +65,7 @@ class PlantedFamily:
             elif what == "slow":
                 time.sleep(2e-3)
 
+        launch.capturable = what != "not-capturable"  # type: ignore[attr-defined]
         return launch
 
 
@@ -108,6 +109,8 @@ class CpuBackend:
         return CpuReplay(launcher, [operands], 1).finish()
 
     def capture(self, launcher: Any, sets: list[Any], passes: int) -> CpuReplay:
+        if not getattr(launcher, "capturable", True):
+            raise RuntimeError("operation not permitted when stream is capturing")
         return CpuReplay(launcher, sets, passes)
 
     def alive(self) -> bool:

@@ -117,6 +117,12 @@ def test_what_the_library_cannot_do_is_a_verdict(monkeypatch: pytest.MonkeyPatch
     assert FAMILY.check(crossed, TORCH_MM, DEVICE) and FAMILY.check(ragged, TORCH_MM, DEVICE)
 
 
+def test_an_incomplete_record_is_refused_in_words() -> None:
+    half = Candidate.make("cublaslt", {"algorithm": "cublaslt", "algo_id": 66})
+    with pytest.raises(ValueError, match="parameter 'tile'"):
+        FAMILY.load(Problem(64, 64, 64), half, DEVICE, None)
+
+
 def test_without_the_bindings_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install nvmath-python" in str(FAMILY.unavailable())

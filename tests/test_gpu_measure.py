@@ -35,7 +35,7 @@ def device() -> Device:
 def worker(device: Device) -> Iterator[MeasureWorker]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TESTS))
-        with MeasureWorker(device, timeout_s=5.0, backend="cuda_backend:PlantedBackend") as worker:
+        with MeasureWorker(device, timeout_s=12.0, backend="cuda_backend:PlantedBackend") as worker:
             yield worker
 
 
@@ -182,8 +182,6 @@ def test_memory_comes_back(device: Device) -> None:
         measured(worker, Problem(8192, 8192, 8192), [Job(TORCH_MM)], QUICK)
         held = before - torch.cuda.mem_get_info(device.index)[0]
         measured(worker, Problem(1024, 1024, 1024), [Job(TORCH_MM)], QUICK)
-        assert before - torch.cuda.mem_get_info(device.index)[0] < held, (
-            "the last problem's operands are freed"
-        )
+        assert before - torch.cuda.mem_get_info(device.index)[0] < held, "8192's are freed"
     time.sleep(1.0)
     assert before - torch.cuda.mem_get_info(device.index)[0] < 64 << 20

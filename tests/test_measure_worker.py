@@ -104,6 +104,7 @@ def test_each_killer_fails_alone_and_the_rest_is_measured(worker: MeasureWorker)
         "abort": ("crash", "signal 6"),
         "illegal-address": ("crash", "signal 11"),
         "load-abort": ("crash", "signal 6"),
+        "not-capturable": ("launch", "cannot be captured in a graph: operation not permitted"),
         "hang": ("timeout", "no answer within"),
         "hang-in-rounds": ("timeout", "no answer within"),
         "type-error": ("crash", "TypeError: a bug in a launcher"),

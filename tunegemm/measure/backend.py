@@ -7,6 +7,7 @@ another implementation of `Backend`.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tunegemm import families
@@ -44,7 +45,8 @@ class Backend(Protocol):
         """Time of one warm product, roughly: decides how long a replay is made."""
 
     def capture(self, launcher: Launcher, sets: list[Operands], passes: int) -> Replay:
-        """A replay of `passes` passes over all sets. Raises RuntimeError when it cannot be captured."""
+        """A replay of `passes` passes over all sets. Raises RuntimeError when it cannot be captured; the
+        process is of no more use then (torch's allocator stays in its capturing state)."""
 
     def alive(self) -> bool:
         """Whether the device still works after an error."""
@@ -167,8 +169,11 @@ class _GraphReplay:
             for _ in range(passes):
                 for operands in sets:
                     launcher(operands.a, operands.b, operands.out)
-        finally:
-            self._graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # a capture that was invalidated cannot be ended cleanly
+                self._graph.capture_end()
+            raise
+        self._graph.capture_end()
 
     def start(self) -> None:
         self._start.record()

@@ -90,10 +90,12 @@ class Done:
 
 @dataclass(frozen=True)
 class Broken:
-    """The session ends: the device is lost (then `job` did it), or cannot be used at all."""
+    """The session ends: this process cannot use the device any more."""
 
     job: int | None
+    """The job that did it; None when the device cannot be used at all."""
     reason: str
+    stage: Stage = "crash"
 
 
 @runtime_checkable
@@ -128,7 +130,11 @@ class _Bench:
 
 
 class _Lost(Exception):
-    """The device no longer works."""
+    """This process cannot go on."""
+
+    def __init__(self, stage: Stage, reason: str) -> None:
+        super().__init__(reason)
+        self.stage = stage
 
 
 class Session:
@@ -141,11 +147,9 @@ class Session:
 
     def measure(self, request: Measure) -> None:
         """Send a Result for every job."""
-        try:
-            self._measure(request.problem, request.jobs, request.policy)
-        finally:
-            gc.collect()  # graphs and launchers first, then the memory that they used
-            self._backend.release()
+        self._measure(request.problem, request.jobs, request.policy)
+        gc.collect()  # graphs and launchers first, then the memory that they used
+        self._backend.release()
 
     def discover(self, problem: Problem) -> list[Candidate]:
         """What the libraries among the families name for a problem."""
@@ -261,7 +265,10 @@ class Session:
         own_us = self._backend.time_us(launcher, first)
         slow = own_us > 2 * max(baseline_us, 20.0)
         passes = self._passes(own_us if slow else baseline_us, len(bench.sets), policy)
-        replay = self._backend.capture(launcher, bench.sets, passes)
+        try:
+            replay = self._backend.capture(launcher, bench.sets, passes)
+        except RuntimeError as error:
+            raise _Lost("launch", f"cannot be captured in a graph: {one_line(error)}") from None
         # The second check is of the graph, on other operands: it finds a launcher that holds on to the
         # pointers it saw first, and a kernel that fails only back to back with itself.
         data.restore(last)
@@ -271,9 +278,9 @@ class Session:
         again = data.check(last, bench.references[len(bench.sets) - 1])
         if objection := again.objection(limit):
             return Failure(candidate, "wrong", f"in a graph: {objection}")
-        error = max(checked.relative_error, again.relative_error)
+        worst = max(checked.relative_error, again.relative_error)
         seconds = self._replay_seconds(own_us, passes, bench)
-        return _Entry(index, candidate, replay, error, passes * len(bench.sets), seconds)
+        return _Entry(index, candidate, replay, worst, passes * len(bench.sets), seconds)
 
     def _prepare(self, problem: Problem, seed: int) -> _Bench:
         """Operand sets and references; those of the last problem are freed first."""
@@ -290,7 +297,7 @@ class Session:
 
     def _failed(self, candidate: Candidate, stage: Stage, error: Exception) -> Failure:
         if not self._backend.alive():
-            raise _Lost(one_line(error)) from None
+            raise _Lost("crash", one_line(error)) from None
         return Failure(candidate, stage, one_line(error))
 
     def _passes(self, product_us: float, sets: int, policy: Policy) -> int:
@@ -322,7 +329,10 @@ class Session:
                     self._send(Done())
                 elif isinstance(request, Discover):
                     self._send(Done(self.discover(request.problem)))
-            except (_Lost, TunegemmError, RuntimeError) as error:
+            except _Lost as error:
+                self._send(Broken(self._job, str(error), error.stage))
+                return
+            except (TunegemmError, RuntimeError) as error:
                 self._send(Broken(self._job, one_line(error)))
                 return
 

@@ -17,7 +17,7 @@ from tunegemm.device import Device
 from tunegemm.errors import DeviceError, MeasureError
 from tunegemm.measure import session
 from tunegemm.measure.policy import SCREEN, Job, Policy
-from tunegemm.outcome import Failure, Outcome
+from tunegemm.outcome import Failure, Outcome, Stage
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -81,7 +81,7 @@ class MeasureWorker:
         if isinstance(message, session.Done):
             return list(message.value)
         self.close()
-        raise MeasureError(f"asking the library for algorithms of {problem} failed: {_why(message)}")
+        raise MeasureError(f"asking the library for algorithms of {problem} failed: {message.reason}")
 
     def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy = SCREEN) -> Iterator[Outcome]:
         """One outcome per job: failures as they happen, measurements when their interleave is done.
@@ -127,9 +127,8 @@ class MeasureWorker:
                 self.close()
                 job = message.job if isinstance(message, session.Broken) else step.job
                 if job is None:
-                    raise MeasureError(f"measuring {problem} failed before any candidate: {_why(message)}")
-                stage = "timeout" if isinstance(message, _Hung) else "crash"
-                yield job, Failure(jobs[job].candidate, stage, _why(message))  # type: ignore[arg-type]
+                    raise MeasureError(f"measuring {problem} failed before any candidate: {message.reason}")
+                yield job, Failure(jobs[job].candidate, message.stage, message.reason)
                 return
 
     def _receive(self, child: _Child, limit_s: float) -> Any:
@@ -149,22 +148,22 @@ class MeasureWorker:
             message = self._receive(self._child, _SETUP_SECONDS)
             if not isinstance(message, session.Done):
                 self.close()
-                raise MeasureError(f"the measuring process cannot use {self._device.spec}: {_why(message)}")
+                raise MeasureError(f"the measuring process cannot use {self._device.spec}: {message.reason}")
         return self._child
 
 
 class _Hung:
+    stage: Stage = "timeout"
+
     def __init__(self, limit_s: float) -> None:
         self.reason = f"no answer within {limit_s:.3g} s"
 
 
 class _Died:
+    stage: Stage = "crash"
+
     def __init__(self, reason: str) -> None:
         self.reason = reason
-
-
-def _why(message: Any) -> str:
-    return str(message.reason)
 
 
 class _Child:

@@ -21,6 +21,12 @@ from tunegemm.space import Candidate, SearchSpace
 if TYPE_CHECKING:
     from tunegemm.families import Launcher
 
+#: What names one algorithm of cuBLASLt.
+ALGORITHM_PARAMETERS = (
+    "algo_id", "tile", "stages", "inner_shape", "cluster_shape", "custom_option",
+    "split_k", "reduction_scheme", "cta_swizzling", "workspace_bytes",
+)  # fmt: skip
+
 #: The baseline of every interleave, as a candidate.
 TORCH_MM = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
 
@@ -29,6 +35,15 @@ def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> s
     """`heuristic` of the space file stands for many algorithms and is none itself."""
     if (name := candidate.params.get("algorithm")) not in ("torch.mm", "cublaslt"):
         return f"algorithm {name!r} is no single kernel; the library names its own on the GPU"
+    return None
+
+
+def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """An algorithm of the library is told from its neighbours by all of its attributes."""
+    if candidate["algorithm"] == "cublaslt":
+        missing = [name for name in ALGORITHM_PARAMETERS if name not in candidate.params]
+        if missing:
+            return f"parameter {missing[0]!r} of the algorithm is missing"
     return None
 
 
@@ -61,7 +76,7 @@ def library_alignment(problem: Problem, candidate: Candidate, device: Device) ->
     return None
 
 
-RULES = (named_algorithm, library_installed, library_dtypes, library_alignment)
+RULES = (named_algorithm, complete_name, library_installed, library_dtypes, library_alignment)
 
 
 class CublasLt:
@@ -93,7 +108,8 @@ class CublasLt:
 
         found = [TORCH_MM]
         space = space or load_space(self.name)
-        probe = Candidate.make(self.name, {"algorithm": "cublaslt"})
+        # Whether the library can be asked at all does not depend on the algorithm.
+        probe = Candidate.make(self.name, {"algorithm": "cublaslt"} | dict.fromkeys(ALGORITHM_PARAMETERS, 0))
         wanted = device.is_real and "heuristic" in space.compile_values["algorithm"]
         if wanted and self.check(problem, probe, device):
             from tunegemm.families.cublaslt import library
@@ -140,7 +156,7 @@ class CublasLt:
             from tunegemm.families.cublaslt import library
 
             return library.launcher(problem, candidate, device.index)
-        raise ValueError(f"{self.label(candidate)} cannot run: {verdict}")
+        raise ValueError(f"{candidate} cannot run: {verdict}")
 
 
 FAMILY = CublasLt()
