@@ -189,11 +189,13 @@ class Session:
                 self._send(Result(index, outcome))
             else:
                 entries.append(outcome)
+        if not entries:
+            return
 
         replay_seconds = self._replay_seconds(product_us, passes, bench)
         in_flight_seconds = 2 * max([replay_seconds, *(entry.replay_seconds for entry in entries)])
         self._step(None, "launch", replay_seconds)
-        before = self._telemetry_under(replays[0])
+        before = self._telemetry_under(replays)
         samples = race(
             [*replays, *(entry.replay for entry in entries)],
             kept=len(replays),
@@ -203,7 +205,7 @@ class Session:
             ),
         )
         self._step(None, "launch", replay_seconds)
-        after = self._telemetry_under(replays[0])
+        after = self._telemetry_under(replays)
         noise = aa_noise(samples[0], samples[1])
         common = {f"{name}_before": value for name, value in before.items()} | after
         common |= {
@@ -307,11 +309,13 @@ class Session:
     def _replay_seconds(self, product_us: float, passes: int, bench: _Bench) -> float:
         return product_us * passes * len(bench.sets) * 1e-6
 
-    def _telemetry_under(self, replay: Replay) -> dict[str, Any]:
+    def _telemetry_under(self, replays: list[Replay]) -> dict[str, Any]:
         """Read while the device works: an idle chip shows other clocks."""
-        replay.start()
+        for replay in replays:
+            replay.start()
         reading = self._backend.telemetry()
-        replay.finish()
+        for replay in replays:
+            replay.finish()
         return reading
 
     def _step(self, job: int | None, stage: Stage, device_seconds: float = 0.0) -> None:
