@@ -19,7 +19,7 @@ from tunegemm.outcome import Failure, Measurement
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
-TESTS = Path(__file__).parent
+BACKEND = "tests.planted.cpu_backend:CpuBackend"
 PROBLEM = Problem(256, 192, 64)
 QUICK = Policy(rounds=4, min_replay_ms=0.05, race_after=4, race_margin=0.5)
 
@@ -31,11 +31,8 @@ def planted(what: str) -> Job:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[MeasureWorker]:
     """One for all tests: a worker outlives what its candidates do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TESTS))
-        device = find_device("model:h200")
-        with MeasureWorker(device, timeout_s=2.0, backend="cpu_backend:CpuBackend") as worker:
-            yield worker
+    with MeasureWorker(find_device("model:h200"), timeout_s=2.0, backend=BACKEND) as worker:
+        yield worker
 
 
 @pytest.fixture
@@ -154,13 +151,12 @@ def test_discover_names_torch_mm_where_no_library_can_be_asked(worker: MeasureWo
     assert worker.discover(PROBLEM) == [TORCH_MM]
 
 
-def test_a_device_that_cannot_be_used_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TESTS))
+def test_a_device_that_cannot_be_used_is_one_error() -> None:
     device = find_device("model:h200")
     with pytest.raises(DeviceError, match=r"model:h200.*cuda:N"):
         MeasureWorker(device)
     with (
-        MeasureWorker(device, backend="cpu_backend:BrokenBackend") as worker,
+        MeasureWorker(device, backend="tests.planted.cpu_backend:BrokenBackend") as worker,
         pytest.raises(MeasureError, match="model:h200: no CUDA-capable device"),
     ):
         [*worker.measure(PROBLEM, [planted("good")], QUICK)]
@@ -174,12 +170,9 @@ def test_close_ends_the_child(worker: MeasureWorker) -> None:
     assert not alive(pid)
 
 
-PARENT = f"""
-import sys
-sys.path.insert(0, {str(TESTS)!r})
-from test_measure_worker import *
-with MeasureWorker(find_device("model:h200"), timeout_s=300, backend="cpu_backend:CpuBackend") as worker:
-    print("ready", flush=True)
+PARENT = """
+from tests.test_measure_worker import *
+with MeasureWorker(find_device("model:h200"), timeout_s=300, backend=BACKEND) as worker:
     [*worker.measure(PROBLEM, [planted("hang")], QUICK)]
 """
 
