@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+
 from tunegemm.device import Device, find_device
 from tunegemm.families.cublaslt import FAMILY, TORCH_MM
 from tunegemm.measure import FINAL, SCREEN, Job, MeasureWorker, Policy, ratio_interval, tie, winner
@@ -18,7 +18,6 @@ from tunegemm.space import Candidate
 
 pytestmark = pytest.mark.gpu
 
-TESTS = Path(__file__).parent
 QUICK = Policy(rounds=3, min_replay_ms=0.2, race_after=3, race_margin=1.0)
 
 
@@ -33,10 +32,9 @@ def device() -> Device:
 
 @pytest.fixture(scope="module")
 def worker(device: Device) -> Iterator[MeasureWorker]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TESTS))
-        with MeasureWorker(device, timeout_s=12.0, backend="cuda_backend:PlantedBackend") as worker:
-            yield worker
+    backend = "tests.planted.cuda_backend:PlantedBackend"
+    with MeasureWorker(device, timeout_s=12.0, backend=backend) as worker:
+        yield worker
 
 
 def library_jobs(worker: MeasureWorker, problem: Problem) -> list[Job]:

@@ -31,7 +31,7 @@ def planted(what: str) -> Job:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[MeasureWorker]:
     """One for all tests: a worker outlives what its candidates do."""
-    with MeasureWorker(find_device("model:h200"), timeout_s=2.0, backend=BACKEND) as worker:
+    with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=BACKEND) as worker:
         yield worker
 
 
