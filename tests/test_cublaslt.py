@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from tunegemm import families
 from tunegemm.device import find_device
 from tunegemm.errors import CompileError, SpaceError

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from tunegemm.measure import operands as data
 from tunegemm.problem import LAYOUTS, Problem
 

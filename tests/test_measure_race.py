@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tunegemm.errors import MeasureError
 from tunegemm.measure import FINAL, SCREEN, Policy
 from tunegemm.measure.race import race

@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 
 import pytest
+
 from tunegemm.errors import MeasureError
 from tunegemm.families.cublaslt import TORCH_MM
 from tunegemm.measure import ratio_interval, tie, winner

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tunegemm.device import find_device
 from tunegemm.errors import DeviceError, MeasureError
 from tunegemm.families.cublaslt import TORCH_MM

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from tunegemm import families
 from tunegemm.device import Device
 from tunegemm.errors import ArtifactError

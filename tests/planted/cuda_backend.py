@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
 from tunegemm.device import Device
 from tunegemm.measure.backend import CudaBackend
 from tunegemm.space import Candidate
