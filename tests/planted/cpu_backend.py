@@ -1,0 +1,129 @@
+"""A backend that measures on CPU tensors, and kernel families that misbehave on demand.
+
+The measuring process imports this module by name; what runs is the worker's real protocol in real processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunegemm import families
+from tunegemm.device import Device
+from tunegemm.errors import ArtifactError
+from tunegemm.space import Candidate
+
+
+class PlantedFamily:
+    """Launchers that do what their candidate's `what` says."""
+
+    name = "planted"
+    compiled = False
+
+    def smem_bytes(self, problem: Any, candidate: Candidate) -> int:
+        return 0
+
+    def load(self, problem: Any, candidate: Candidate, device: Device, artifact: Path | None) -> Any:
+        what = candidate["what"]
+        if what == "load-error":
+            raise ArtifactError("object is damaged\nsecond line")
+        if what == "load-abort":
+            os.abort()
+        seen: list[Any] = []
+
+        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            seen.append(out)
+            first = seen[0]
+            if what == "launch-error":
+                raise RuntimeError("too many resources requested for launch")
+            if what == "type-error":
+                raise TypeError("a bug in a launcher")
+            if what == "abort":
+                os.abort()
+            if what == "illegal-address":
+                ctypes.string_at(0)
+            if what == "hang" or (what == "hang-in-rounds" and len(seen) > 5):
+                time.sleep(3600)
+            if what == "unwritten":
+                torch.mm(a[:1], b, out=out[:1])
+                return
+            if what == "stale-pointers":
+                torch.mm(a, b, out=first)
+                return
+            torch.mm(a, b, out=out)
+            if what == "wrong":
+                out.add_(1)
+            elif what == "one-element":
+                out[3, 5] = 0
+            elif what == "outside":
+                offset = out.storage_offset() + out.numel()
+                out.as_strided((1,), (1,), offset).zero_()
+            elif what == "slow":
+                time.sleep(2e-3)
+
+        launch.capturable = what != "not-capturable"  # type: ignore[attr-defined]
+        return launch
+
+
+class CpuReplay:
+    def __init__(self, launcher: Any, sets: list[Any], passes: int) -> None:
+        self._work = launcher, sets, passes
+
+    def start(self) -> None:
+        pass
+
+    def finish(self) -> float:
+        launcher, sets, passes = self._work
+        begin = time.perf_counter()
+        for _ in range(passes):
+            for operands in sets:
+                launcher(operands.a, operands.b, operands.out)
+        return (time.perf_counter() - begin) * 1e6 / (passes * len(sets))
+
+
+class CpuBackend:
+    """Real products on the CPU; the memory is made small so that few sets are made."""
+
+    def __init__(self, device: Device) -> None:
+        torch.set_num_threads(1)
+        self.torch_device = torch.device("cpu")
+
+    def open(self) -> None:
+        if (path := os.environ.get("PLANTED_PID_FILE")) is not None:
+            Path(path).write_text(str(os.getpid()))
+
+    def family(self, name: str) -> Any:
+        return PlantedFamily() if name == "planted" else families.get(name)
+
+    def free_bytes(self) -> int:
+        return 4 << 20
+
+    def launch(self, launcher: Any, operands: Any) -> None:
+        launcher(operands.a, operands.b, operands.out)
+
+    def time_us(self, launcher: Any, operands: Any) -> float:
+        return CpuReplay(launcher, [operands], 1).finish()
+
+    def capture(self, launcher: Any, sets: list[Any], passes: int) -> CpuReplay:
+        if not getattr(launcher, "capturable", True):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return CpuReplay(launcher, sets, passes)
+
+    def alive(self) -> bool:
+        return True
+
+    def telemetry(self) -> dict[str, Any]:
+        return {"sm_clock_mhz": None}
+
+    def release(self) -> None:
+        pass
+
+
+class BrokenBackend(CpuBackend):
+    def open(self) -> None:
+        raise RuntimeError("no CUDA-capable device is detected")

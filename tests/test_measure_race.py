@@ -1,0 +1,93 @@
+"""Order, pipelining and dropping of rounds, over replays whose device is a list."""
+
+from __future__ import annotations
+
+import pytest
+
+from tunegemm.errors import MeasureError
+from tunegemm.measure import FINAL, SCREEN, Policy
+from tunegemm.measure.race import race
+
+
+class Device:
+    """Keeps what is in flight; at most two, and nothing twice."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.times, self.in_flight, self.started = times, [], []
+        self.waited: list[int] = []
+
+    def replays(self) -> list[Replay]:
+        return [Replay(self, index) for index in range(len(self.times))]
+
+
+class Replay:
+    def __init__(self, device: Device, index: int) -> None:
+        self.device, self.index = device, index
+
+    def start(self) -> None:
+        assert self.index not in self.device.in_flight
+        self.device.in_flight.append(self.index)
+        self.device.started.append(self.index)
+        assert len(self.device.in_flight) <= 2
+
+    def finish(self) -> float:
+        assert self.device.waited[-1] == self.index, "the one waited for was not announced"
+        assert self.device.in_flight.pop(0) == self.index
+        return self.device.times[self.index]
+
+
+def run(times: list[float], policy: Policy, kept: int = 2) -> tuple[Device, list[list[float]]]:
+    device = Device(times)
+    samples = race(device.replays(), kept, policy, device.waited.append)
+    assert not device.in_flight
+    return device, samples
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_every_replay_once_a_round(count: int) -> None:
+    policy = Policy(rounds=10, min_replay_ms=1, race_after=10, race_margin=0.5)
+    device, samples = run([float(i + 1) for i in range(count)], policy, kept=count)
+    assert samples == [[float(i + 1)] * 10 for i in range(count)]
+    rounds = [device.started[1 + r * count : 1 + (r + 1) * count] for r in range(10)]
+    assert all(sorted(order) == list(range(count)) for order in rounds)
+    if count > 2:
+        assert len({tuple(order) for order in rounds}) > 1, "the order changes"
+
+
+def test_the_same_seed_gives_the_same_order() -> None:
+    policy = Policy(rounds=5, min_replay_ms=1, race_after=5, race_margin=0.5, seed=3)
+    assert run([1.0] * 6, policy)[0].started == run([1.0] * 6, policy)[0].started
+
+
+def test_the_slow_drop_out_and_the_baseline_stays() -> None:
+    policy = Policy(rounds=12, min_replay_ms=1, race_after=3, race_margin=0.05)
+    _, samples = run([130.0, 130.0, 100.0, 101.0, 120.0, 300.0], policy)
+    counts = [len(s) for s in samples]
+    assert counts[:4] == [12, 12, 12, 12]
+    assert all(3 <= c <= 4 for c in counts[4:])
+
+
+def test_one_replay_alone() -> None:
+    _, samples = run([5.0], Policy(rounds=3, min_replay_ms=1, race_after=1, race_margin=0.1), kept=1)
+    assert samples == [[5.0] * 3]
+
+
+def test_a_fault_is_blamed_on_the_one_waited_for() -> None:
+    device = Device([1.0] * 5)
+    replays = device.replays()
+
+    def fault() -> float:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    replays[3].finish = fault  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        race(replays, 2, SCREEN, device.waited.append)
+    assert device.waited[-1] == 3
+
+
+def test_presets_and_bad_policies() -> None:
+    assert SCREEN.rounds < FINAL.rounds and FINAL.race_margin < SCREEN.race_margin
+    with pytest.raises(MeasureError, match="rounds=0"):
+        Policy(rounds=0, min_replay_ms=1, race_after=1, race_margin=0.1)
+    with pytest.raises(MeasureError, match=r"confidence=1\.5"):
+        Policy(rounds=1, min_replay_ms=1, race_after=1, race_margin=0.1, confidence=1.5)

@@ -1,0 +1,185 @@
+"""What the measuring process needs of a device, and CUDA's way of giving it.
+
+The protocol of jobs, checks and rounds (`session`) knows no CUDA; it is tested on CPU tensors through
+another implementation of `Backend`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tunegemm import families
+from tunegemm.device import Device, TelemetryReader
+from tunegemm.families import Family, Launcher
+from tunegemm.measure.operands import Operands
+from tunegemm.measure.race import Replay
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Backend(Protocol):
+    """One device, in the process that may die of it."""
+
+    def __init__(self, device: Device) -> None: ...
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where operands live."""
+
+    def open(self) -> None:
+        """Take the device and warm it up. Raises RuntimeError or TunegemmError when it cannot be used."""
+
+    def family(self, name: str) -> Family:
+        """The kernel family of a job."""
+
+    def free_bytes(self) -> int:
+        """Device memory that is free now."""
+
+    def launch(self, launcher: Launcher, operands: Operands) -> None:
+        """Run one product and wait for it. Raises RuntimeError when the device failed."""
+
+    def time_us(self, launcher: Launcher, operands: Operands) -> float:
+        """Time of one warm product, roughly: decides how long a replay is made."""
+
+    def capture(self, launcher: Launcher, sets: list[Operands], passes: int) -> Replay:
+        """A replay of `passes` passes over all sets. Raises RuntimeError when it cannot be captured; the
+        process is of no more use then (torch's allocator stays in its capturing state)."""
+
+    def alive(self) -> bool:
+        """Whether the device still works after an error."""
+
+    def telemetry(self) -> dict[str, Any]:
+        """Clocks, power, temperature, now."""
+
+    def release(self) -> None:
+        """Give cached device memory back."""
+
+
+class CudaBackend:
+    """A CUDA device: graphs on a stream of their own, events for clocks."""
+
+    #: Dense work before the first measurement. SM clocks fall from 1980 to about 1500 MHz within a second
+    #: of it, once the chip sits at its power cap (H200, 2026-11-20).
+    warm_up_seconds = 0.5
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream: Any = None
+        self._reader: TelemetryReader | None = None
+
+    @property
+    def torch_device(self) -> torch.device:
+        import torch
+
+        return torch.device("cuda", self._device.index)
+
+    def open(self) -> None:
+        import torch
+
+        torch.cuda.set_device(self._device.index)
+        torch.backends.cuda.matmul.allow_tf32 = False  # the reference is fp32; 16-bit products ignore it
+        self._stream = torch.cuda.Stream()
+        torch.cuda.set_stream(self._stream)
+        self._reader = TelemetryReader(self._device.index)
+        x = torch.rand(4096, 4096, dtype=torch.bfloat16, device=self.torch_device)
+        until = time.monotonic() + self.warm_up_seconds
+        while time.monotonic() < until:
+            for _ in range(50):
+                torch.mm(x, x)
+            self._stream.synchronize()
+        del x
+        torch.cuda.empty_cache()
+
+    def family(self, name: str) -> Family:
+        return families.get(name)
+
+    def free_bytes(self) -> int:
+        import torch
+
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device.index)[0])
+
+    def launch(self, launcher: Launcher, operands: Operands) -> None:
+        import torch
+
+        launcher(operands.a, operands.b, operands.out)
+        # The whole device: a kernel that is launched on another stream than the current one must not
+        # be read back before it ran.
+        torch.cuda.synchronize()
+
+    def time_us(self, launcher: Launcher, operands: Operands) -> float:
+        import torch
+
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        launcher(operands.a, operands.b, operands.out)
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+
+    def capture(self, launcher: Launcher, sets: list[Operands], passes: int) -> Replay:
+        return _GraphReplay(launcher, sets, passes)
+
+    def alive(self) -> bool:
+        import torch
+
+        try:
+            torch.cuda.synchronize()
+            torch.zeros(1, device=self.torch_device).item()
+        except RuntimeError:  # every call after an illegal address fails: the context is lost
+            return False
+        return True
+
+    def telemetry(self) -> dict[str, Any]:
+        if self._reader is None:
+            return {}
+        now = self._reader.read()
+        return {
+            "sm_clock_mhz": now.sm_clock_mhz,
+            "power_w": now.power_w,
+            "temperature_c": now.temperature_c,
+            "throttle_reasons": list(now.throttle_reasons),
+        }
+
+    def release(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+class _GraphReplay:
+    """A captured graph between two events."""
+
+    def __init__(self, launcher: Launcher, sets: list[Operands], passes: int) -> None:
+        import torch
+
+        self._graph: Any = torch.cuda.CUDAGraph()
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._products = passes * len(sets)
+        self._launcher = launcher  # the graph uses what it owns: workspaces, loaded modules
+        # Not `torch.cuda.graph`: it collects garbage and empties the cache, tens of milliseconds each time.
+        torch.cuda.synchronize()
+        self._graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(passes):
+                for operands in sets:
+                    launcher(operands.a, operands.b, operands.out)
+        except BaseException:
+            with suppress(RuntimeError):  # a capture that was invalidated cannot be ended cleanly
+                self._graph.capture_end()
+            raise
+        self._graph.capture_end()
+
+    def start(self) -> None:
+        self._start.record()
+        self._graph.replay()
+        self._end.record()
+
+    def finish(self) -> float:
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) * 1e3 / self._products

@@ -1,0 +1,179 @@
+"""Operand sets, the fp32 reference, and the check of a result against it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tunegemm.problem import DTYPE_BYTES, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+#: A replay's operand sets together pass this many times the L2, so that each product finds it cold.
+L2_MULTIPLE = 3
+
+#: Most operand sets: a tiny problem stays partly in the L2, and its evidence says so.
+MAX_SETS = 128
+
+#: Largest ||D - ref|| / ||ref||, by output dtype. Rounding an exact result to nearest gives about
+#: u / sqrt(3), where u is half a unit in the last place: 2^-9 for bf16, 2^-12 for fp16; split-K that
+#: adds up in the output dtype doubles that. 4 u leaves room and still is under the 1.6e-2 of a single
+#: wrong 128x128 tile in 8192x8192. fp32 shows the tensor cores' truncating accumulation, which grows
+#: with K; 5e-4 is under the 1.1e-3 of a result that was rounded to bf16 on its way.
+_TOLERANCES = {"bf16": 4 * 2.0**-9, "fp16": 4 * 2.0**-12, "fp32": 5e-4}
+
+#: Largest |D - ref| of one element, in units of tolerance x root mean square of the reference. An
+#: element of a product of random operands stays under 6 rms, so its rounding error under 6/4 of the
+#: tolerance; a single element that was not written, or written from elsewhere, is off by about 1 rms.
+ELEMENT_FACTOR = 16.0
+
+_GUARD_BYTE = 0xA5
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One set: a, b as torch.matmul takes them, and an output between two guards."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    guards: tuple[torch.Tensor, torch.Tensor]
+    """Bytes right before and right behind the output; no kernel may write them."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a result is worth."""
+
+    relative_error: float
+    """||D - ref|| / ||ref||; NaN when an element was never written."""
+    element_error: float
+    """max |D - ref| / rms(ref)."""
+    guards_intact: bool
+
+    def objection(self, tolerance: float) -> str | None:
+        """None when the result is right; else one line with the numbers."""
+        if not self.relative_error <= tolerance:  # NaN never passes
+            if math.isnan(self.relative_error):
+                return "output has NaN: elements not written, or computed from nothing"
+            return f"relative error {self.relative_error:.3g} > {tolerance:.3g}"
+        if not self.element_error <= ELEMENT_FACTOR * tolerance:
+            return f"one element is off by {self.element_error:.3g} rms > {ELEMENT_FACTOR * tolerance:.3g}"
+        if not self.guards_intact:
+            return "wrote outside its output"
+        return None
+
+
+def tolerance(problem: Problem) -> float:
+    """Largest relative error of a right result. bf16 in and fp16 out: torch rounds to both, so bf16's."""
+    if problem.out_dtype == "fp32":
+        return _TOLERANCES["fp32"]
+    return max(_TOLERANCES[problem.in_dtype], _TOLERANCES[problem.out_dtype])
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of `bf16`, `fp16` or `fp32`."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+def count_sets(problem: Problem, l2_bytes: int, free_bytes: int) -> int:
+    """Operand sets to make: past `L2_MULTIPLE` x L2, within 25 % of the free memory, at least 1."""
+    wanted = math.ceil(L2_MULTIPLE * l2_bytes / problem.bytes)
+    affordable = (free_bytes // 4) // problem.bytes
+    return max(1, min(wanted, affordable, MAX_SETS))
+
+
+def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands:
+    """One set with a, b uniform in [-1, 1), the same for the same seed and device; out is NaN."""
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = torch_dtype(problem.in_dtype)
+
+    def random(rows: int, columns: int, row_major: bool) -> torch.Tensor:
+        inner = (rows, columns) if row_major else (columns, rows)
+        shape = inner if problem.batch == 1 else (problem.batch, *inner)
+        values = torch.empty(shape, dtype=dtype, device=device).uniform_(-1, 1, generator=generator)
+        return values if row_major else values.mT
+
+    out, guards = _guarded_output(problem, device)
+    return Operands(
+        random(problem.m, problem.k, problem.a_major == "k"),
+        random(problem.k, problem.n, problem.b_major == "n"),
+        out,
+        guards,
+    )
+
+
+def _guarded_output(
+    problem: Problem, device: torch.device
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """An output in the middle of a larger allocation whose other bytes hold a pattern.
+
+    A guard is as large as 256 rows of the output, the tallest tile, but 4 MiB at most.
+    """
+    import torch
+
+    element_bytes = DTYPE_BYTES[problem.out_dtype]
+    contiguous, other = (problem.n, problem.m) if problem.out_major == "n" else (problem.m, problem.n)
+    guard = min(-(-256 * contiguous * element_bytes // 1024) * 1024, 4 * _MIB)
+    size = contiguous * other * problem.batch * element_bytes
+    memory = torch.empty(2 * guard + size, dtype=torch.uint8, device=device)
+    guards = memory[:guard], memory[guard + size :]
+    for region in guards:
+        region.fill_(_GUARD_BYTE)
+    shape = (other, contiguous) if problem.batch == 1 else (problem.batch, other, contiguous)
+    out = memory[guard : guard + size].view(torch_dtype(problem.out_dtype)).view(shape)
+    out.fill_(math.nan)
+    return (out if problem.out_major == "n" else out.mT), guards
+
+
+def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product in fp32, from upcast operands, in blocks whose upcast copies stay under 1 GiB each.
+
+    The caller sees to it that fp32 products are not computed in tf32.
+    """
+    import torch
+
+    if a.ndim == 3:
+        return torch.stack([reference(a[i], b[i]) for i in range(a.shape[0])])
+    (m, k), n = a.shape, b.shape[1]
+    result = torch.empty((m, n), dtype=torch.float32, device=a.device)
+    step = max(1, (1 << 28) // k)
+    for column in range(0, n, step):
+        right = b[:, column : column + step].float()
+        for row in range(0, m, step):
+            torch.mm(a[row : row + step].float(), right, out=result[row : row + step, column : column + step])
+    return result
+
+
+def check(operands: Operands, expected: torch.Tensor) -> Check:
+    """Compare an output with its reference, in blocks of rows; one synchronization."""
+    import torch
+
+    out = operands.out.reshape(-1, operands.out.shape[-1]) if operands.out.ndim == 3 else operands.out
+    expected = expected.reshape(-1, expected.shape[-1])
+    step = max(1, (1 << 26) // expected.shape[1])
+    facts = torch.zeros(3, dtype=torch.float64, device=expected.device)
+    for row in range(0, expected.shape[0], step):
+        block = expected[row : row + step]
+        difference = out[row : row + step].float() - block
+        facts[0] += difference.square().sum(dtype=torch.float64)
+        facts[1] += block.square().sum(dtype=torch.float64)
+        facts[2] = torch.maximum(facts[2], difference.abs().max().double())  # keeps NaN
+    intact = torch.stack([(region == _GUARD_BYTE).all() for region in operands.guards]).all()
+    square_error, square, largest, guards = [*facts.tolist(), bool(intact)]
+    rms = math.sqrt(square / expected.numel())
+    return Check(math.sqrt(square_error / square), largest / rms, bool(guards))
+
+
+def restore(operands: Operands) -> None:
+    """Poison the output and, where a kernel broke them, mend the guards."""
+    operands.out.fill_(math.nan)
+    for region in operands.guards:
+        region.fill_(_GUARD_BYTE)

@@ -1,0 +1,76 @@
+"""Interleaved rounds: everything is replayed once per round, and the clearly slow drop out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Protocol
+
+from tunegemm.measure.policy import Policy
+from tunegemm.measure.statistics import clearly_slower
+
+
+class Replay(Protocol):
+    """A fixed stretch of work that can be run again."""
+
+    def start(self) -> None:
+        """Enqueue it, with its clock."""
+
+    def finish(self) -> float:
+        """Wait for it: microseconds per product. Raises RuntimeError when the device failed."""
+
+
+def race(
+    replays: Sequence[Replay], kept: int, policy: Policy, waiting_for: Callable[[int], None]
+) -> list[list[float]]:
+    """Samples of every replay, in rounds order; shorter for those that dropped out.
+
+    The first `kept` replays (the baseline's) never drop out. `waiting_for(i)` is called before replay i
+    is waited for: when the device hangs or faults, that one is to blame.
+
+    The next replay is enqueued before the last is waited for. So its clock starts on a busy device and
+    holds no launch latency, which on an idle one is some 10 us, 1 % of a replay; and of two replays in
+    flight the one waited for is the one that runs. A first replay, not counted, makes the device busy.
+    """
+    generator = random.Random(policy.seed)
+    samples: list[list[float]] = [[] for _ in replays]
+    active = list(range(len(replays)))
+    waiting_for(0)
+    replays[0].start()
+    running, counted = 0, False
+    for round_index in range(policy.rounds):
+        order = generator.sample(active, len(active))
+        if order[0] == running and len(order) > 1:
+            order.append(order.pop(0))
+        for index in order:
+            waiting_for(running)
+            if index != running:  # the same one cannot be in flight twice
+                replays[index].start()
+            sample = replays[running].finish()
+            if counted:
+                samples[running].append(sample)
+            if index == running:
+                replays[index].start()
+            running, counted = index, True
+        if round_index + 1 >= policy.race_after:
+            active = _survivors(active, kept, samples, policy)
+    waiting_for(running)
+    samples[running].append(replays[running].finish())
+    return samples
+
+
+def _survivors(active: list[int], kept: int, samples: list[list[float]], policy: Policy) -> list[int]:
+    """All of `active` but those clearly slower than the fastest; the one in flight lacks its last sample."""
+    rounds = min(len(samples[index]) for index in active)
+    if rounds == 0:
+        return active
+    leader = min(active, key=lambda index: median(samples[index]))
+    return [
+        index
+        for index in active
+        if index < kept
+        or not clearly_slower(
+            samples[index][:rounds], samples[leader][:rounds], policy.race_margin, policy.confidence
+        )
+    ]

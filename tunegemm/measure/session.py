@@ -1,0 +1,388 @@
+"""The child's side: measures jobs and tells the parent each step before it is taken.
+
+What kills or hangs this process is so known to the parent by name. Nothing here survives a broken
+device: the session reports the guilty job and ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol, runtime_checkable
+
+from tunegemm.device import Device
+from tunegemm.errors import TunegemmError
+from tunegemm.families import Launcher
+from tunegemm.measure import operands as data
+from tunegemm.measure.backend import Backend
+from tunegemm.measure.policy import Job, Policy
+from tunegemm.measure.race import Replay, race
+from tunegemm.measure.statistics import aa_noise
+from tunegemm.outcome import Failure, Measurement, Outcome, Stage
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+#: Most products in one replay: more graph nodes cost more to instantiate than they gain in precision.
+_MAX_PRODUCTS = 512
+
+#: Slowest candidate, relative to the baseline, that is waited for. Wrong guesses cost 2 to 25 times
+#: (130 candidates on 16 shapes, H200, 2026-11-20).
+_SLOWEST = 50
+
+
+# Messages. To the child:
+@dataclass(frozen=True)
+class Open:
+    """The first message: which device, through which backend."""
+
+    device: Device
+    backend: str
+    """``module:attribute`` of a Backend class."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    problem: Problem
+    jobs: tuple[Job, ...]
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Discover:
+    problem: Problem
+
+
+# And to the parent:
+@dataclass(frozen=True)
+class Step:
+    """About to do something that may not return."""
+
+    job: int | None
+    """Index in the jobs of the request; None when no candidate is to blame."""
+    stage: Stage
+    """What a failure now would be recorded as, unless it is a hang or a crash."""
+    device_seconds: float = 0.0
+    """Device time that this step is expected to need, on top of the usual."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a job."""
+
+    job: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Done:
+    """A request is answered."""
+
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The session ends: this process cannot use the device any more."""
+
+    job: int | None
+    """The job that did it; None when the device cannot be used at all."""
+    reason: str
+    stage: Stage = "crash"
+
+
+@runtime_checkable
+class Discovers(Protocol):
+    """A family whose candidates only its library knows."""
+
+    def discover(self, problem: Problem, device: Device) -> list[Candidate]: ...
+
+
+@dataclass
+class _Entry:
+    """A job that passed its checks."""
+
+    job: int
+    candidate: Candidate
+    replay: Replay
+    relative_error: float
+    products: int
+    replay_seconds: float
+    """Expected device time of one replay."""
+
+
+@dataclass
+class _Bench:
+    """Operand sets and references of one problem; kept between requests for the same one."""
+
+    problem: Problem
+    seed: int
+    sets: list[data.Operands]
+    references: dict[int, Any]
+    """fp32 references of the first and the last set, by index."""
+
+
+class _Lost(Exception):
+    """This process cannot go on."""
+
+    def __init__(self, stage: Stage, reason: str) -> None:
+        super().__init__(reason)
+        self.stage = stage
+
+
+class Session:
+    """Answers requests on one device until the pipe closes."""
+
+    def __init__(self, device: Device, backend: Backend, send: Callable[[Any], None]) -> None:
+        self._device, self._backend, self._send = device, backend, send
+        self._bench: _Bench | None = None
+        self._job: int | None = None
+
+    def measure(self, request: Measure) -> None:
+        """Send a Result for every job."""
+        self._measure(request.problem, request.jobs, request.policy)
+        gc.collect()  # graphs and launchers first, then the memory that they used
+        self._backend.release()
+
+    def discover(self, problem: Problem) -> list[Candidate]:
+        """What the libraries among the families name for a problem."""
+        from tunegemm import families
+
+        self._step(None, "load")
+        found: list[Candidate] = []
+        for name in families.NAMES:
+            family = families.get(name)
+            if isinstance(family, Discovers):
+                found += family.discover(problem, self._device)
+        return found
+
+    def _measure(self, problem: Problem, jobs: tuple[Job, ...], policy: Policy) -> None:
+        from tunegemm.families.cublaslt import TORCH_MM
+
+        self._step(None, "load")
+        bench = self._prepare(problem, policy.seed)
+        baseline = self._backend.family(TORCH_MM.family).load(problem, TORCH_MM, self._device, None)
+        self._backend.launch(baseline, bench.sets[0])
+        baseline_us = self._backend.capture(baseline, bench.sets, 1)
+        baseline_us.start()
+        baseline_us.finish()
+        baseline_us.start()
+        product_us = baseline_us.finish()
+        del baseline_us
+        passes = self._passes(product_us, len(bench.sets), policy)
+        replays: list[Replay] = [self._backend.capture(baseline, bench.sets, passes) for _ in range(2)]
+        for replay in replays:
+            replay.start()
+            replay.finish()
+
+        entries: list[_Entry] = []
+        for index, job in enumerate(jobs):
+            outcome = self._admit(bench, index, job, policy, product_us)
+            if isinstance(outcome, Failure):
+                self._send(Result(index, outcome))
+            else:
+                entries.append(outcome)
+        if not entries:
+            return
+
+        replay_seconds = self._replay_seconds(product_us, passes, bench)
+        in_flight_seconds = 2 * max([replay_seconds, *(entry.replay_seconds for entry in entries)])
+        self._step(None, "launch", replay_seconds)
+        before = self._telemetry_under(replays)
+        samples = race(
+            [*replays, *(entry.replay for entry in entries)],
+            kept=len(replays),
+            policy=policy,
+            waiting_for=lambda i: self._step(
+                entries[i - 2].job if i >= 2 else None, "launch", in_flight_seconds
+            ),
+        )
+        self._step(None, "launch", replay_seconds)
+        after = self._telemetry_under(replays)
+        noise = aa_noise(samples[0], samples[1])
+        common = {f"{name}_before": value for name, value in before.items()} | after
+        common |= {
+            "operand_sets": len(bench.sets),
+            "operand_bytes": len(bench.sets) * problem.bytes,
+            "l2_bytes": self._device.l2_bytes,
+            "interleaved": len(entries),
+            "seed": policy.seed,
+            "aa_ratio": _median_ratio(samples[0], samples[1]),
+        }
+        for entry, own in zip(entries, samples[2:], strict=True):
+            evidence = common | {"rounds": len(own), "products_per_replay": entry.products}
+            measurement = Measurement(
+                candidate=entry.candidate,
+                samples_us=tuple(own),
+                baseline_us=tuple(samples[0][: len(own)]),
+                relative_error=entry.relative_error,
+                noise=noise,
+                evidence=evidence,
+            )
+            self._send(Result(entry.job, measurement))
+
+    def _admit(
+        self, bench: _Bench, index: int, job: Job, policy: Policy, baseline_us: float
+    ) -> _Entry | Failure:
+        """Load, check and capture one job."""
+        candidate, problem = job.candidate, bench.problem
+        self._step(index, "load")
+        try:
+            launcher = self._backend.family(candidate.family).load(
+                problem, candidate, self._device, job.artifact
+            )
+        except (TunegemmError, ValueError, RuntimeError) as error:
+            return self._failed(candidate, "load", error)
+        self._step(index, "launch", device_seconds=_SLOWEST * baseline_us * 1e-6)
+        try:
+            return self._check_and_capture(bench, index, candidate, launcher, policy, baseline_us)
+        except (TunegemmError, ValueError, RuntimeError) as error:
+            return self._failed(candidate, "launch", error)
+
+    def _check_and_capture(
+        self,
+        bench: _Bench,
+        index: int,
+        candidate: Candidate,
+        launcher: Launcher,
+        policy: Policy,
+        baseline_us: float,
+    ) -> _Entry | Failure:
+        first, last = bench.sets[0], bench.sets[-1]
+        data.restore(first)
+        self._backend.launch(launcher, first)
+        checked = data.check(first, bench.references[0])
+        limit = data.tolerance(bench.problem)
+        if objection := checked.objection(limit):
+            return Failure(candidate, "wrong", objection)
+        # A slow candidate gets shorter replays: it will drop out and should not take long to do so. On an
+        # idle device a launch takes some 10 us whatever it launches, so that little is not called slow.
+        own_us = self._backend.time_us(launcher, first)
+        slow = own_us > 2 * max(baseline_us, 20.0)
+        passes = self._passes(own_us if slow else baseline_us, len(bench.sets), policy)
+        try:
+            replay = self._backend.capture(launcher, bench.sets, passes)
+        except RuntimeError as error:
+            raise _Lost("launch", f"cannot be captured in a graph: {one_line(error)}") from None
+        # The second check is of the graph, on other operands: it finds a launcher that holds on to the
+        # pointers it saw first, and a kernel that fails only back to back with itself.
+        data.restore(last)
+        self._step(index, "launch", device_seconds=self._replay_seconds(own_us, passes, bench))
+        replay.start()
+        replay.finish()
+        again = data.check(last, bench.references[len(bench.sets) - 1])
+        if objection := again.objection(limit):
+            return Failure(candidate, "wrong", f"in a graph: {objection}")
+        worst = max(checked.relative_error, again.relative_error)
+        seconds = self._replay_seconds(own_us, passes, bench)
+        return _Entry(index, candidate, replay, worst, passes * len(bench.sets), seconds)
+
+    def _prepare(self, problem: Problem, seed: int) -> _Bench:
+        """Operand sets and references; those of the last problem are freed first."""
+        if self._bench is not None and (self._bench.problem, self._bench.seed) == (problem, seed):
+            return self._bench
+        self._bench = None
+        free_bytes = self._backend.free_bytes()
+        count = data.count_sets(problem, self._device.l2_bytes, free_bytes)
+        device = self._backend.torch_device
+        sets = [data.make_operands(problem, device, seed * data.MAX_SETS + i) for i in range(count)]
+        references = {i: data.reference(sets[i].a, sets[i].b) for i in {0, count - 1}}
+        self._bench = _Bench(problem, seed, sets, references)
+        return self._bench
+
+    def _failed(self, candidate: Candidate, stage: Stage, error: Exception) -> Failure:
+        if not self._backend.alive():
+            raise _Lost("crash", one_line(error)) from None
+        return Failure(candidate, stage, one_line(error))
+
+    def _passes(self, product_us: float, sets: int, policy: Policy) -> int:
+        wanted = math.ceil(policy.min_replay_ms * 1e3 / (product_us * sets))
+        return max(1, min(wanted, _MAX_PRODUCTS // sets))
+
+    def _replay_seconds(self, product_us: float, passes: int, bench: _Bench) -> float:
+        return product_us * passes * len(bench.sets) * 1e-6
+
+    def _telemetry_under(self, replays: list[Replay]) -> dict[str, Any]:
+        """Read while the device works: an idle chip shows other clocks."""
+        for replay in replays:
+            replay.start()
+        reading = self._backend.telemetry()
+        for replay in replays:
+            replay.finish()
+        return reading
+
+    def _step(self, job: int | None, stage: Stage, device_seconds: float = 0.0) -> None:
+        self._job = job
+        self._send(Step(job, stage, device_seconds))
+
+    def serve(self, requests: Callable[[], Any]) -> None:
+        """Answer requests until the device is lost."""
+        while True:
+            request = requests()
+            self._job = None
+            try:
+                if isinstance(request, Measure):
+                    self.measure(request)
+                    self._send(Done())
+                elif isinstance(request, Discover):
+                    self._send(Done(self.discover(request.problem)))
+            except _Lost as error:
+                self._send(Broken(self._job, str(error), error.stage))
+                return
+            except (TunegemmError, RuntimeError) as error:
+                self._send(Broken(self._job, one_line(error)))
+                return
+
+
+def one_line(error: BaseException | str, limit: int = 300) -> str:
+    """The first line of a message that says something, cut to a length."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _median_ratio(first: list[float], second: list[float]) -> float:
+    from statistics import median
+
+    return median(a / b for a, b in zip(first, second, strict=True))
+
+
+def main(descriptor: int) -> None:
+    """Entry of the child: serve the pipe at a file descriptor until it closes."""
+    connection = Connection(descriptor)
+    requests: queue.Queue[Any] = queue.Queue()
+
+    def receive() -> None:
+        # A thread of its own, so that the process ends with its parent even while it hangs in a kernel.
+        try:
+            while True:
+                requests.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+    threading.Thread(target=receive, daemon=True).start()
+    opening: Open = requests.get()
+    module, _, attribute = opening.backend.partition(":")
+    backend: Backend = getattr(importlib.import_module(module), attribute)(opening.device)
+    try:
+        backend.open()
+    except (TunegemmError, RuntimeError) as error:
+        connection.send(Broken(None, one_line(error)))
+        _leave()
+    connection.send(Done())
+    Session(opening.device, backend, connection.send).serve(requests.get)
+    _leave()
+
+
+def _leave() -> None:
+    """End without tearing down a device that may be lost: that can hang or abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

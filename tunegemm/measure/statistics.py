@@ -1,0 +1,90 @@
+"""What samples say: intervals without assumptions on their distribution, ties, and the winner.
+
+Samples of one round are neighbours in time and share the chip's clocks; so candidates are compared by
+the ratio within each round, and ratios are summed up by their median.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tunegemm import families
+from tunegemm.errors import MeasureError
+from tunegemm.outcome import Measurement
+from tunegemm.problem import Problem
+
+#: Two captures of the same kernel differ by this much even in the quietest interleave (0.05-1.0 % in
+#: 20 rounds, H200, 2026-11-20): a smaller measured noise is luck.
+NOISE_FLOOR = 0.003
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Interval of the median from order statistics (the sign test's), at least as sure as asked if possible.
+
+    Few samples cannot be that sure: under six, 95 % is out of reach and the whole range is given.
+    Raises MeasureError without samples.
+    """
+    if not samples:
+        raise MeasureError("no samples: an interval needs at least one")
+    ordered, n = sorted(samples), len(samples)
+    # P(median outside [x_(r+1), x_(n-r)]) = 2 P(Binomial(n, 1/2) <= r)
+    tail, r = 0.0, -1
+    while 2 * (tail + math.comb(n, r + 1) / 2**n) <= 1 - confidence:
+        r += 1
+        tail += math.comb(n, r) / 2**n
+    r = max(r, 0)
+    return ordered[r], ordered[n - 1 - r]
+
+
+def ratio_interval(measurement: Measurement, confidence: float = 0.95) -> tuple[float, float]:
+    """Interval of the speed relative to torch.mm, whose point estimate is `Measurement.ratio`."""
+    pairs = zip(measurement.baseline_us, measurement.samples_us, strict=True)
+    return median_interval([baseline / sample for baseline, sample in pairs], confidence)
+
+
+def aa_noise(first: Sequence[float], second: Sequence[float]) -> float:
+    """Noise of an interleave: how far the ratio of two captures of the same kernel may be from 1.
+
+    The far end of the 80 % interval of the median ratio, so that one lucky pair of medians is not called
+    silence; 0.004 means that differences under 0.4 % mean nothing.
+    """
+    low, high = median_interval([a / b for a, b in zip(first, second, strict=True)], confidence=0.8)
+    return max(abs(low - 1), abs(high - 1))
+
+
+def tie(a: Measurement, b: Measurement, noise: float | None = None) -> bool:
+    """Whether two candidates of one problem are equally fast, as far as was measured.
+
+    Compared by their ratios to the baseline, so that they may come from two interleaves. `noise`
+    defaults to the larger of the two; under NOISE_FLOOR it counts as NOISE_FLOOR.
+    """
+    limit = max(a.noise, b.noise) if noise is None else noise
+    return abs(math.log(a.ratio / b.ratio)) <= math.log1p(max(limit, NOISE_FLOOR))
+
+
+def winner(problem: Problem, measurements: Sequence[Measurement]) -> Measurement:
+    """The fastest; among those that tie with it, the one that costs least, by a fixed rule.
+
+    In this order: least workspace, least shared memory, smallest digest. A library's kernel, which does
+    not tell its shared memory, comes after those that do: launched through torch it costs 8.0 us of host
+    time, a compiled object 3.4 us (H200 host, 2026-11-20). Raises MeasureError without measurements.
+    """
+    if not measurements:
+        raise MeasureError(f"no candidate of {problem} was measured: there is no winner")
+    leader = max(measurements, key=lambda m: (m.ratio, m.candidate.digest))
+    return min((m for m in measurements if m is leader or tie(m, leader)), key=lambda m: _cost(problem, m))
+
+
+def _cost(problem: Problem, measurement: Measurement) -> tuple[int, float, str]:
+    candidate = measurement.candidate
+    smem_bytes = families.get(candidate.family).smem_bytes(problem, candidate)
+    return int(candidate.params.get("workspace_bytes", 0)), smem_bytes or math.inf, candidate.digest
+
+
+def clearly_slower(
+    samples: Sequence[float], leader: Sequence[float], margin: float, confidence: float
+) -> bool:
+    """Whether even the optimistic end of the interval is more than `margin` slower than the leader."""
+    low, _ = median_interval([a / b for a, b in zip(samples, leader, strict=True)], confidence)
+    return low > 1 + margin

@@ -1,0 +1,212 @@
+"""The parent's side: keeps a measuring process alive and knows who killed it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+from tunegemm.device import Device
+from tunegemm.errors import DeviceError, MeasureError
+from tunegemm.measure import session
+from tunegemm.measure.policy import SCREEN, Job, Policy
+from tunegemm.outcome import Failure, Outcome, Stage
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+CUDA_BACKEND = "tunegemm.measure.backend:CudaBackend"
+
+#: To import torch, start CUDA and make operands: these steps belong to no candidate.
+_SETUP_SECONDS = 300.0
+
+_CHILD = "import sys; from tunegemm.measure.session import main; main(int(sys.argv[1]))"
+
+
+class MeasureWorker:
+    """Measures candidates on one GPU, in a child process that is replaced when a candidate breaks it.
+
+    The child starts on first use; it alone touches CUDA. Close the worker, or use it in a ``with``
+    statement: no child outlives it, nor this process, however that ends.
+
+        with MeasureWorker(device) as worker:
+            for outcome in worker.measure(problem, jobs, SCREEN):
+                ...
+    """
+
+    def __init__(self, device: Device, *, timeout_s: float = 30.0, backend: str = CUDA_BACKEND) -> None:
+        """`timeout_s`: how long one step of one candidate (load, first launch, replay) may take before it
+        counts as hung. `backend`: ``module:attribute`` of another `tunegemm.measure.backend.Backend`.
+
+        Raises DeviceError for a device that is not real.
+        """
+        if backend == CUDA_BACKEND and not device.is_real:
+            raise DeviceError(f"device {device.spec!r} measures nothing; use cuda:N")
+        self._device, self._timeout_s, self._backend = device, timeout_s, backend
+        self._child: _Child | None = None
+
+    def __enter__(self) -> MeasureWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child, and with it every use of the GPU. The worker may be used again."""
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, None while there is none."""
+        return None if self._child is None else self._child.process.pid
+
+    def discover(self, problem: Problem) -> list[Candidate]:
+        """torch.mm and the algorithms that the vendor's library names for this problem on this GPU.
+
+        Raises MeasureError when the library or the GPU fails.
+        """
+        child = self._started()
+        child.connection.send(session.Discover(problem))
+        message = self._receive(child, _SETUP_SECONDS)
+        while isinstance(message, session.Step):
+            message = self._receive(child, _SETUP_SECONDS)
+        if isinstance(message, session.Done):
+            return list(message.value)
+        self.close()
+        raise MeasureError(f"asking the library for algorithms of {problem} failed: {message.reason}")
+
+    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy = SCREEN) -> Iterator[Outcome]:
+        """One outcome per job: failures as they happen, measurements when their interleave is done.
+
+        Up to `policy.interleave` jobs share an interleave with the baseline. When one of them ends the
+        child, it becomes a Failure and the interleave is run again without it, in a new child. Raises
+        MeasureError when the GPU fails with no candidate to blame.
+        """
+        for first in range(0, len(jobs), policy.interleave):
+            yield from self._interleave(problem, list(jobs[first : first + policy.interleave]), policy)
+
+    def _interleave(self, problem: Problem, jobs: list[Job], policy: Policy) -> Iterator[Outcome]:
+        while jobs:
+            child = self._started()
+            child.connection.send(session.Measure(problem, tuple(jobs), policy))
+            answered: set[int] = set()
+            finished = False
+            try:
+                for index, outcome in self._outcomes(child, problem, jobs):
+                    answered.add(index)
+                    yield outcome
+                finished = True
+            finally:
+                # Left by an exception (Ctrl-C) or by a caller who wants no more: the child is in the
+                # middle of the request and would answer the next one with the rest of this.
+                if not finished:
+                    self.close()
+            jobs = [job for index, job in enumerate(jobs) if index not in answered]
+
+    def _outcomes(self, child: _Child, problem: Problem, jobs: list[Job]) -> Iterator[tuple[int, Outcome]]:
+        """Outcomes of one request, by the index of the job; ends early after a candidate ended the child."""
+        step = session.Step(None, "load")
+        while True:
+            limit_s = _SETUP_SECONDS if step.job is None else self._timeout_s
+            message = self._receive(child, limit_s + step.device_seconds)
+            if isinstance(message, session.Step):
+                step = message
+            elif isinstance(message, session.Result):
+                yield message.job, message.outcome
+            elif isinstance(message, session.Done):
+                return
+            else:
+                self.close()
+                job = message.job if isinstance(message, session.Broken) else step.job
+                if job is None:
+                    raise MeasureError(f"measuring {problem} failed before any candidate: {message.reason}")
+                yield job, Failure(jobs[job].candidate, message.stage, message.reason)
+                return
+
+    def _receive(self, child: _Child, limit_s: float) -> Any:
+        """The next message; `_Hung` or `_Died` in its place."""
+        try:
+            if child.connection.poll(limit_s):
+                return child.connection.recv()
+        except (EOFError, OSError):
+            return _Died(child.last_words())
+        return _Hung(limit_s)
+
+    def _started(self) -> _Child:
+        """The child, started when there is none. Raises MeasureError when it cannot use the device."""
+        if self._child is None:
+            self._child = _Child()
+            self._child.connection.send(session.Open(self._device, self._backend))
+            message = self._receive(self._child, _SETUP_SECONDS)
+            if not isinstance(message, session.Done):
+                self.close()
+                raise MeasureError(f"the measuring process cannot use {self._device.spec}: {message.reason}")
+        return self._child
+
+
+class _Hung:
+    stage: Stage = "timeout"
+
+    def __init__(self, limit_s: float) -> None:
+        self.reason = f"no answer within {limit_s:.3g} s"
+
+
+class _Died:
+    stage: Stage = "crash"
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class _Child:
+    """One measuring process and its pipe."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        # The same modules as here: tests and notebooks extend sys.path without installing anything.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=[theirs.fileno()],
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the parent, which then ends the child
+        )
+        theirs.close()
+        self._finalizer = weakref.finalize(self, _end, self.process, self.connection)
+
+    def kill(self) -> None:
+        self._finalizer()
+        self._output.close()
+
+    def last_words(self) -> str:
+        """How the process ended, and the last line that it wrote."""
+        try:
+            code = self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            return "the process closed its pipe but does not end"
+        cause = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, size - 4096))
+        lines = [line for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
+        return session.one_line(f"{cause}: {lines[-1].strip()}" if lines else cause)
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """Kill and reap. A process that hangs in the driver needs a while until the driver lets it go."""
+    connection.close()
+    process.kill()
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
