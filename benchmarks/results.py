@@ -179,5 +179,7 @@ def peers_table(rows: list[dict[str, Any]], *, floor: float = 0.98) -> str:
             if "skipped" in got:
                 skipped.setdefault((name, got["skipped"]), []).append(f"{row['m']}x{row['n']}x{row['k']}")
     for (name, reason), where in skipped.items():
-        lines.append(f"skipped {name}: {reason} ({len(where)} shapes: {', '.join(where[:4])}{', ...' * (len(where) > 4)})")
+        lines.append(
+            f"skipped {name}: {reason} ({len(where)} shapes: {', '.join(where[:4])}{', ...' * (len(where) > 4)})"
+        )
     return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""Peak memory of a piece of work: this process, its children, and the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import defaultdict
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tunegemm.device import Device
+
+_PROC = Path("/proc")
+
+
+class Footprint:
+    """Samples memory from a thread while it is entered; peaks are in MB (10**6 bytes).
+
+    Host memory is the proportional set size, in which a page that n processes share counts 1/n for each:
+    compile workers are forked from one server and share most of their libraries.
+    """
+
+    def __init__(self, device: Device | None = None, *, interval: float = 0.2) -> None:
+        """`device` is a real one, or None to leave the GPU out."""
+        self._device = device
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.host_mb = 0.0
+        """This process."""
+        self.children_mb = 0.0
+        """All descendants together: compile workers, their server, the measuring worker."""
+        self.gpu_mb = 0.0
+        """Growth of the device's used memory since the start, whoever used it."""
+
+    def __enter__(self) -> Self:
+        before = self._gpu_bytes()
+
+        def watch() -> None:
+            while not self._stop.wait(self._interval):
+                self._sample(before)
+
+        self._sample(before)
+        self._thread = threading.Thread(target=watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _sample(self, before: int) -> None:
+        self.host_mb = max(self.host_mb, pss_bytes(os.getpid()) / 1e6)
+        self.children_mb = max(self.children_mb, sum(map(pss_bytes, descendants(os.getpid()))) / 1e6)
+        self.gpu_mb = max(self.gpu_mb, (self._gpu_bytes() - before) / 1e6)
+
+    def _gpu_bytes(self) -> int:
+        if self._device is None:
+            return 0
+        import torch
+
+        return int(torch.cuda.device_memory_used(self._device.index))
+
+
+def pss_bytes(pid: int) -> int:
+    """Proportional set size of a process; 0 for one that has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        for line in (_PROC / str(pid) / "smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that descend from `pid`, without itself."""
+    children = defaultdict(list)
+    for path in _PROC.glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # The name in parentheses may hold anything, so count from its end: state, parent.
+            children[int(path.read_text().rpartition(")")[2].split()[1])].append(int(path.parent.name))
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        todo += (born := children.pop(todo.pop(), []))
+        found += born
+    return found
