@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
-from collections import defaultdict
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tunegemm.device import Device
+import psutil
 
-_PROC = Path("/proc")
+from tunegemm.device import Device
 
 
 class Footprint:
@@ -26,6 +22,7 @@ class Footprint:
         """`device` is a real one, or None to leave the GPU out."""
         self._device = device
         self._interval = interval
+        self._process = psutil.Process()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.host_mb = 0.0
@@ -55,8 +52,10 @@ class Footprint:
             self._thread.join()
 
     def _sample(self, before: int) -> None:
-        self.host_mb = max(self.host_mb, pss_bytes(os.getpid()) / 1e6)
-        self.children_mb = max(self.children_mb, sum(map(pss_bytes, descendants(os.getpid()))) / 1e6)
+        self.host_mb = max(self.host_mb, _pss_bytes(self._process) / 1e6)
+        self.children_mb = max(
+            self.children_mb, sum(map(_pss_bytes, self._process.children(recursive=True))) / 1e6
+        )
         self.gpu_mb = max(self.gpu_mb, (self._gpu_bytes() - before) / 1e6)
 
     def _gpu_bytes(self) -> int:
@@ -67,25 +66,9 @@ class Footprint:
         return int(torch.cuda.device_memory_used(self._device.index))
 
 
-def pss_bytes(pid: int) -> int:
-    """Proportional set size of a process; 0 for one that has ended."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        for line in (_PROC / str(pid) / "smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes that descend from `pid`, without itself."""
-    children = defaultdict(list)
-    for path in _PROC.glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            # The name in parentheses may hold anything, so count from its end: state, parent.
-            children[int(path.read_text().rpartition(")")[2].split()[1])].append(int(path.parent.name))
-    found: list[int] = []
-    todo = [pid]
-    while todo:
-        todo += (born := children.pop(todo.pop(), []))
-        found += born
-    return found
+def _pss_bytes(process: psutil.Process) -> int:
+    """Proportional set size; 0 for a process that has ended."""
+    try:
+        return int(process.memory_full_info().pss)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0

@@ -20,13 +20,13 @@ import torch
 from tunegemm.families import Launcher
 from tunegemm.measure.backend import Backend
 from tunegemm.measure.operands import (
-    TOLERANCES,
     Operands,
     check,
     count_sets,
     make_operands,
     reference,
     restore,
+    tolerance,
 )
 from tunegemm.measure.policy import Policy
 from tunegemm.measure.race import race
@@ -141,7 +141,7 @@ def _verdict(
     if isinstance(results[0], torch.Tensor):
         operands = dataclasses.replace(operands, out=results[0])
     found = check(operands, expected)
-    return found.objection(TOLERANCES[problem.out_dtype]) or found.relative_error
+    return found.objection(tolerance(problem)) or found.relative_error
 
 
 def _holding(run: Run, count: int) -> Launcher:

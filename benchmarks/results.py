@@ -78,7 +78,7 @@ class Results:
     """One result file, written after every row."""
 
     def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
-        """Takes over the rows that the file has. Raises ResultsError when they are of another machine state."""
+        """Takes over the rows that the file has. Raises ResultsError when they are of another state."""
         self.path = path
         self.meta = dict(meta)
         self.rows: list[dict[str, Any]] = []
@@ -179,7 +179,6 @@ def peers_table(rows: list[dict[str, Any]], *, floor: float = 0.98) -> str:
             if "skipped" in got:
                 skipped.setdefault((name, got["skipped"]), []).append(f"{row['m']}x{row['n']}x{row['k']}")
     for (name, reason), where in skipped.items():
-        lines.append(
-            f"skipped {name}: {reason} ({len(where)} shapes: {', '.join(where[:4])}{', ...' * (len(where) > 4)})"
-        )
+        more = ", ..." if len(where) > 4 else ""
+        lines.append(f"skipped {name}: {reason} ({len(where)} shapes: {', '.join(where[:4])}{more})")
     return "\n".join(lines)

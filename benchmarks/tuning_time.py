@@ -1,4 +1,4 @@
-"""How long tuning takes, and what memory it needs: the first shape cold, further ones with a warm object store.
+"""How long tuning takes and what memory it needs: first shape cold, further ones with a warm object store.
 
     python -m benchmarks.tuning_time                             # 4096x4096x4096 cold, the others warm
     python -m benchmarks.tuning_time --cold 1024x1024x1024 --shapes llama-3-8b --effort full
