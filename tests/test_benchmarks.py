@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -238,7 +239,7 @@ def test_a_row_reports_the_best_contender_and_the_reasons_of_the_others(monkeypa
 
 
 def test_our_kernels_are_skipped_where_nothing_is_recorded(monkeypatch, device, tmp_path):
-    with pytest.raises(Skip, match="missing.sqlite"):
+    with pytest.raises(Skip, match="missing"):
         PROVIDERS["tunegemm_cute"](SMALL, device, Options(1, tmp_path / "missing.sqlite"))
 
 
@@ -247,10 +248,8 @@ def test_a_peer_that_tunes_too_long_is_stopped_even_if_it_catches_exceptions():
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(_OutOfTime), _deadline(0.1):
         for _ in range(100):
-            try:
+            with contextlib.suppress(Exception):
                 time.sleep(0.05)
-            except Exception:
-                pass
     assert time.perf_counter() - start < 2
     assert signal.getsignal(signal.SIGALRM) is before
     with _deadline(0.05):

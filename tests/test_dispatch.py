@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from tunegemm import families
 from tunegemm.device import Device, Fingerprint, find_device
 from tunegemm.dispatch import api
 from tunegemm.dispatch.dispatcher import Dispatcher, tune_command
@@ -25,6 +26,7 @@ from tunegemm.dispatch.launchers import TORCH, Prepared, is_torch
 from tunegemm.dispatch.operands import Operands, Refusal, describe
 from tunegemm.dispatch.snapshot import Snapshot
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, TunegemmWarning
+from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -128,7 +130,7 @@ def test_leading_dimensions_fold_into_rows(shape):
     assert found.problem.m == found.rows[0] and found.out_shape == (*shape[:-1], 48)
 
 
-@pytest.mark.parametrize("pad", range(0, 17))
+@pytest.mark.parametrize("pad", range(17))
 def test_only_leading_strides_in_multiples_of_16_bytes_suit_tma(pad):
     _, b = operands()
     found = describe(torch.empty(32, 64 + pad, dtype=BF16)[:, :64], b)
@@ -573,6 +575,66 @@ def test_nothing_is_made_during_graph_capture(serve, kernel, monkeypatch):
     monkeypatch.undo()
     quietly(dispatcher.matmul, a, b)  # the capture has left no verdict behind
     assert len(kernel.calls) == 1
+
+
+# The real database and object store
+
+
+def test_records_of_a_real_database_are_dispatched(monkeypatch, tmp_path, device, kernel):
+    """Published through Database, read by the default reader from TUNEGEMM_DB; one problem is torch's."""
+    from tunegemm.database import Database
+
+    path = tmp_path / "tuning.sqlite"
+    real = replace(device, spec="cuda:0")
+    baseline = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
+    with Database.open(path) as database:
+        for m, candidate in ((32, CANDIDATE), (16, baseline)):
+            samples = (10.0, 11.0, 10.5)
+            database.settle(Problem(m, 48, 64), real, Measurement(candidate, samples, samples, 1e-3, 0.003))
+    monkeypatch.setenv("TUNEGEMM_DB", str(path))
+    dispatcher = Dispatcher(
+        device_type="cpu",
+        find=lambda _: real,
+        prepare=lambda record, _: TORCH if is_torch(record.candidate) else Prepared(kernel, tma=True),
+    )
+    a, b = operands()
+    for m, hits in ((32, 1), (16, 1), (32, 2)):
+        assert torch.equal(quietly(dispatcher.matmul, a[:m], b), torch.matmul(a[:m], b))
+        assert len(kernel.calls) == hits
+    with pytest.warns(TunegemmWarning, match="no record"):
+        dispatcher.matmul(a[:8], b)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no database" * 100])
+def test_missing_and_corrupt_databases_warn_once(monkeypatch, tmp_path, device, content):
+    path = tmp_path / "tuning.sqlite"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv("TUNEGEMM_DB", str(path))
+    dispatcher = Dispatcher(device_type="cpu", find=lambda _: device)
+    a, b = operands()
+    with pytest.warns(TunegemmWarning, match=r"tuning\.sqlite") as caught:
+        assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+        assert torch.equal(dispatcher.matmul(a[:16], b), torch.matmul(a[:16], b))
+    assert sum("tuning.sqlite" in str(w.message) for w in caught) == 1
+    assert (path.read_bytes() if path.exists() else None) == content
+
+
+def test_a_kernel_that_is_not_in_the_object_store_is_never_compiled(monkeypatch, tmp_path, device):
+    """The shipped family and the default preparation, with an empty store."""
+    monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    family = families.get("cute_sm90")
+    problem = Problem(256, 256, 256)
+    space = families.load_space("cute_sm90")
+    kernel = next(k for k in space.kernels() if family.check(problem, k, device))
+    candidate = next(space.launches(kernel))
+    monkeypatch.setattr(type(family), "compile", lambda *_: pytest.fail("compiled"))
+    rows = [Row(problem, device.fingerprint, candidate)]
+    dispatcher = Dispatcher(device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device)
+    a, b = operands(256, 256, 256)
+    with pytest.warns(TunegemmWarning, match="not in the object store.*tunegemm tune --shape 256x256x256"):
+        assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+    assert not (tmp_path / "cache").exists()
 
 
 # The hot path
