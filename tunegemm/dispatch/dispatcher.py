@@ -279,7 +279,7 @@ class Dispatcher:
 
     def _read_mode(self) -> bool:
         mode = os.environ.get("TUNEGEMM_MODE", "")
-        if mode not in ("", "off", "replay"):
+        if mode not in ("", "off"):
             self._warn(
                 self._state, f"TUNEGEMM_MODE={mode!r} is not known and has no effect; use 'off' or unset it"
             )
