@@ -18,8 +18,11 @@ class Footprint:
     compile workers are forked from one server and share most of their libraries.
     """
 
-    def __init__(self, device: Device | None = None, *, interval: float = 0.2) -> None:
-        """`device` is a real one, or None to leave the GPU out."""
+    def __init__(self, device: Device | None = None, *, interval: float = 0.5) -> None:
+        """`device` is a real one, or None to leave the GPU out.
+
+        A sample costs some milliseconds per child, mostly in the kernel: often enough is twice a second.
+        """
         self._device = device
         self._interval = interval
         self._process = psutil.Process()

@@ -6,7 +6,8 @@
 
 Writes results/GPU/peers.json after each shape and adds to what is there, so that it can run in slices. A
 provider that is not installed, fails or gives a wrong result is skipped on that shape, and named with
-its reason. Ratios are meant within a row: its providers were timed in turns.
+its reason. Ratios are meant within a row: its providers were timed in turns, so a row is always replaced
+as a whole. quack tunes 20 to 60 s a shape; QUACK_CACHE_AUTOTUNING=1 makes it remember what it chose.
 """
 
 from __future__ import annotations
@@ -163,6 +164,7 @@ def measure(
         "epilogue": "none",
         "providers": providers,
         "tune_seconds": None,
+        "kernel_source": device.fingerprint.kernel_source,
         "noise": round(found.noise, 5),
         "rounds": found.rounds,
         "operand_sets": found.operand_sets,

@@ -49,7 +49,6 @@ def meta(device: Device, method: str) -> dict[str, Any]:
         "driver": device.fingerprint.driver,
         "packages": {name: version for name in _PACKAGES if (version := package_version(name))}
         | {"cuda": device.fingerprint.cuda, "python": ".".join(map(str, sys.version_info[:3]))},
-        "kernel_source": device.fingerprint.kernel_source,
         "clocks": clocks(device),
         "method": method,
     }

@@ -269,6 +269,18 @@ def test_padded_out_is_written_in_place(serve, kernel):
     assert torch.equal(room[:, :48], torch.matmul(a, b)) and not room[:, 48:].any()
 
 
+def test_inference_tensors_as_out(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    with torch.inference_mode():
+        out = torch.zeros(32, 48, dtype=BF16)
+        assert torch.equal(quietly(dispatcher.matmul, a, b, out), torch.matmul(a, b))
+    assert len(kernel.calls) == 1
+    with pytest.raises(RuntimeError, match="[Ii]nference"):  # torch's own error
+        dispatcher.matmul(a, b, out)
+    assert len(kernel.calls) == 1
+
+
 def test_column_major_out_is_another_problem(serve, kernel):
     a, b = operands()
     out = torch.zeros(48, 32, dtype=BF16).t()

@@ -118,7 +118,8 @@ class Dispatcher:
                 if out is None:
                     result = a.new_empty(plan.out_shape)
                 elif _writable(plan, a, b, out):
-                    torch.autograd.graph.increment_version(out)
+                    if not out.is_inference():  # inference tensors count no versions
+                        torch.autograd.graph.increment_version(out)
                     result = out
                 else:
                     return _torch_matmul(a, b, out)
@@ -332,13 +333,14 @@ def _launch(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> 
 
 
 def _writable(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether a kernel may write into the caller's `out`: aligned, and no memory shared with an operand."""
+    """Whether a kernel may write into `out`: allowed by autograd, aligned, apart from the operands."""
     start = out.data_ptr()
     a_start, b_start = a.data_ptr(), b.data_ptr()
     a_span, b_span, span = plan.spans
     return (
         not start % ALIGNMENT
         and not (_grad_enabled() and out.requires_grad)
+        and not (out.is_inference() and not torch.is_inference_mode_enabled())  # torch forbids it
         and (start >= a_start + a_span or a_start >= start + span)
         and (start >= b_start + b_span or b_start >= start + span)
     )
