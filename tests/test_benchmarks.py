@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -31,10 +30,9 @@ def device():
 
 
 @pytest.fixture
-def backend(monkeypatch, device):
+def backend(device):
     """The measuring worker's CPU backend."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    from cpu_backend import CpuBackend
+    from tests.planted.cpu_backend import CpuBackend
 
     return CpuBackend(device)
 
