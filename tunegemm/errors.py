@@ -12,6 +12,7 @@
     └── DatabaseError     a database that cannot be opened, read or written
 
 What goes wrong with *one candidate* is no exception but data: see `tunegemm.outcome.Failure`.
+What makes dispatch leave a product to torch is a `TunegemmWarning`, given once.
 """
 
 
@@ -45,3 +46,7 @@ class MeasureError(TunegemmError):
 
 class DatabaseError(TunegemmError):
     """A database that cannot be opened, read or written."""
+
+
+class TunegemmWarning(UserWarning):
+    """Dispatch leaves a product to torch, and why. Given once per problem."""

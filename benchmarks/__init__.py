@@ -1,0 +1,1 @@
+"""Benchmarks: run them as modules from the checkout's root, such as ``python -m benchmarks.peers``."""

@@ -1,0 +1,164 @@
+"""Times any number of callables on one problem in one interleave, by the rules of `tunegemm.measure`.
+
+Unlike the tuner's worker this runs in the caller's process and takes foreign callables: peers bring
+their own caches and compiled code. The operands, the reference, the check and the order of rounds are
+the worker's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tunegemm.families import Launcher
+from tunegemm.measure.backend import Backend
+from tunegemm.measure.operands import (
+    Operands,
+    check,
+    count_sets,
+    make_operands,
+    reference,
+    restore,
+    tolerance,
+)
+from tunegemm.measure.policy import Policy
+from tunegemm.measure.race import race
+from tunegemm.measure.statistics import aa_noise
+from tunegemm.problem import Problem
+
+#: Computes the product of a and b into out, or returns a tensor of its own with it.
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+
+METHOD = (
+    "each provider in one CUDA graph over operand sets that together pass 3x the L2; replays of all "
+    "providers interleaved in shuffled order, median of the rounds, iqr_us their interquartile range; "
+    "operands uniform in [-1, 1); relative_error is ||D - fp32|| / ||fp32|| on the first set"
+)
+
+#: Name of the baseline's second capture.
+_AGAIN = "(again)"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One callable's samples, a round each."""
+
+    samples_us: tuple[float, ...]
+    relative_error: float
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.samples_us)
+
+    @property
+    def iqr_us(self) -> float:
+        low, _, high = statistics.quantiles(self.samples_us, n=4)
+        return high - low
+
+
+@dataclass(frozen=True)
+class Interleave:
+    """What came of one problem."""
+
+    timings: Mapping[str, Timing]
+    skipped: Mapping[str, str]
+    """Callables that failed or gave a wrong result, with the reason in one line."""
+    noise: float
+    """How far two captures of the baseline differed."""
+    operand_sets: int
+    products_per_replay: int
+    rounds: int
+
+
+def interleave(
+    problem: Problem,
+    runs: Mapping[str, Run],
+    backend: Backend,
+    *,
+    l2_bytes: int,
+    rounds: int = 15,
+    min_replay_ms: float = 1.0,
+    seed: int = 0,
+) -> Interleave:
+    """Checks every callable against fp32, captures those that are right, and times them together.
+
+    The first of `runs` is the baseline: it is captured twice, which gives the noise. A replay runs all
+    operand sets as often as the baseline needs for `min_replay_ms`. `backend` has been opened. Raises
+    RuntimeError when the baseline itself fails.
+    """
+    count = count_sets(problem, l2_bytes, backend.free_bytes())
+    sets = [make_operands(problem, backend.torch_device, seed + index) for index in range(count)]
+    expected = reference(sets[0].a, sets[0].b)
+    baseline = next(iter(runs))
+    errors: dict[str, float] = {}
+    skipped: dict[str, str] = {}
+    for name, run in runs.items():
+        verdict = _verdict(problem, run, sets[0], expected, backend)
+        if isinstance(verdict, str):
+            skipped[name] = verdict
+        else:
+            errors[name] = verdict
+    if baseline in skipped:
+        raise RuntimeError(f"the baseline {baseline} failed on {problem}: {skipped[baseline]}")
+    del expected
+    launchers = {name: _holding(runs[name], count) for name in errors}
+    passes = max(1, math.ceil(min_replay_ms * 1e3 / (backend.time_us(launchers[baseline], sets[0]) * count)))
+    replays = {_AGAIN: backend.capture(launchers[baseline], sets, passes)}
+    for name, launcher in launchers.items():
+        try:
+            replays[name] = backend.capture(launcher, sets, passes)
+        except Exception as error:  # foreign code: whatever it raises, the others are still to be timed
+            skipped[name] = f"no CUDA graph: {one_line(error)}"
+    if baseline in skipped:
+        raise RuntimeError(f"the baseline {baseline} failed on {problem}: {skipped[baseline]}")
+    # Nobody drops out: the slowest peer is timed as often as the fastest.
+    policy = Policy(rounds, min_replay_ms, race_after=rounds + 1, race_margin=math.inf, seed=seed)
+    samples = dict(
+        zip(replays, race(list(replays.values()), len(replays), policy, lambda _: None), strict=True)
+    )
+    timings = {name: Timing(tuple(samples[name]), errors[name]) for name in runs if name in samples}
+    noise = aa_noise(samples[_AGAIN], samples[baseline])
+    return Interleave(timings, skipped, noise, count, passes * count, rounds)
+
+
+def _verdict(
+    problem: Problem, run: Run, operands: Operands, expected: torch.Tensor, backend: Backend
+) -> float | str:
+    """The relative error of a right result, or why there is none. This call is also the warm-up."""
+    restore(operands)
+    results: list[torch.Tensor | None] = []
+    try:
+        backend.launch(lambda a, b, out: results.append(run(a, b, out)), operands)
+    except Exception as error:  # foreign code: whatever it raises, the others are still to be timed
+        return one_line(error)
+    if isinstance(results[0], torch.Tensor):
+        operands = dataclasses.replace(operands, out=results[0])
+    found = check(operands, expected)
+    return found.objection(tolerance(problem)) or found.relative_error
+
+
+def _holding(run: Run, count: int) -> Launcher:
+    """A launcher that holds the last results which a callable allocated.
+
+    Freed at once, the next product would be written to the same place, still in the L2, where the other
+    providers write to another operand set's output.
+    """
+    held: deque[Any] = deque(maxlen=count)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        held.append(run(a, b, out))
+
+    return launch
+
+
+def one_line(error: BaseException) -> str:
+    """The error's class and first line, cut to what a table can take."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]

@@ -1,0 +1,177 @@
+"""Compares tunegemm with torch, cuBLASLt, quack and Inductor, one interleave per shape.
+
+    python -m benchmarks.peers                                   # every shape of shapes.toml
+    python -m benchmarks.peers --tune --shapes llama-3-8b        # a group; tunes what is not recorded
+    python -m benchmarks.peers --shapes '512x.*' --peers cublaslt,tunegemm
+
+Writes results/GPU/peers.json after each shape and adds to what is there, so that it can run in slices. A
+provider that is not installed, fails or gives a wrong result is skipped on that shape, and named with
+its reason. Ratios are meant within a row: its providers were timed in turns, so a row is always replaced
+as a whole. quack tunes 20 to 60 s a shape; QUACK_CACHE_AUTOTUNING=1 makes it remember what it chose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import shapes
+from benchmarks.results import Results, meta, peers_table, problem_fields, results_path
+from tunegemm.device import Device, find_device
+from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.problem import Problem
+
+if TYPE_CHECKING:
+    from benchmarks.providers import Options
+    from tunegemm.measure.backend import Backend
+    from tunegemm.search.budget import Effort
+    from tunegemm.tuning import Tuner
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--shapes", action="append", default=[], help="a group, MxNxK or a regular expression"
+    )
+    parser.add_argument("--peers", help="comma-separated providers besides torch (default: all)")
+    parser.add_argument("--tune", action="store_true", help="tune shapes that have no settled record")
+    parser.add_argument("--effort", default="quick", help="effort of --tune (default: quick)")
+    parser.add_argument("--tune-cap", type=float, default=180.0, help="seconds a peer may tune one shape")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per shape")
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args(arguments)
+    try:
+        problems = shapes.select(options.shapes)
+        device = find_device(options.device)
+        run(problems, device, options)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:
+    """Times all problems, writes their rows and prints the table of the whole file."""
+    from benchmarks.interleave import METHOD
+    from benchmarks.providers import PROVIDERS, Options
+    from tunegemm.measure.backend import CudaBackend
+
+    chosen = [
+        "torch",
+        *(options.peers.split(",") if options.peers else [name for name in PROVIDERS if name != "torch"]),
+    ]
+    chosen = list(dict.fromkeys(chosen))
+    if unknown := [name for name in chosen if name not in PROVIDERS]:
+        raise ProblemError(f"peer {unknown[0]!r} is not known; use {', '.join(PROVIDERS)}")
+    if options.rounds < 3:
+        raise ProblemError(f"--rounds {options.rounds}: at least 3, and 15 for figures to keep")
+    if options.db is not None:
+        os.environ["TUNEGEMM_DB"] = str(options.db)  # dispatch reads it, as it would for a user
+    results = Results(results_path(options.out, device, "peers.json"), meta(device, METHOD))
+    settings = Options(options.tune_cap, options.db)
+    backend = CudaBackend(device)
+    backend.open()
+    with ExitStack() as stack:
+        tuner = None
+        if options.tune:
+            from tunegemm.database import Database
+            from tunegemm.tuning import Tuner
+
+            tuner = stack.enter_context(Tuner(device, stack.enter_context(Database.open(options.db))))
+        for index, problem in enumerate(problems):
+            started = time.perf_counter()
+            tune_seconds = _tune(problem, tuner, options.effort) if tuner is not None else None
+            row = measure(problem, device, backend, chosen, settings, options.rounds)
+            row["tune_seconds"] = tune_seconds
+            if tune_seconds is None and (old := results.find(row)) is not None:
+                row["tune_seconds"] = old.get("tune_seconds")
+            results.put(row)
+            seconds = time.perf_counter() - started
+            print(f"[{index + 1}/{len(problems)}] {problem}: {_brief(row)} ({seconds:.0f} s)", flush=True)
+    print()
+    print(peers_table(results.rows))
+    print(f"written: {results.path}")
+
+
+def _brief(row: dict[str, Any]) -> str:
+    timed = (f"{name} {got['median_us']:.1f}" for name, got in row["providers"].items() if "median_us" in got)
+    return "  ".join(timed) + " us"
+
+
+def _tune(problem: Problem, tuner: Tuner, effort: Effort) -> float | None:
+    """Seconds of tuning; None for a problem that has a settled record already."""
+    assert tuner.database is not None
+    known = tuner.database.best(problem, tuner.device.fingerprint)
+    if known is not None and known.settled:
+        return None
+    return round(tuner.tune(problem, effort=effort).seconds, 2)
+
+
+def measure(
+    problem: Problem, device: Device, backend: Backend, chosen: list[str], settings: Options, rounds: int
+) -> dict[str, Any]:
+    """The row of one problem, without its tuning time."""
+    from benchmarks.interleave import interleave
+    from benchmarks.providers import PROVIDERS, Contender, Skip
+
+    providers: dict[str, dict[str, Any]] = {name: {} for name in chosen}
+    contenders: dict[str, tuple[str, Contender]] = {}
+    for name in chosen:
+        try:
+            for number, contender in enumerate(PROVIDERS[name](problem, device, settings)):
+                contenders[f"{name} {number}"] = name, contender
+        except Skip as skip:
+            providers[name]["skipped"] = str(skip)
+    runs = {key: contender.run for key, (_, contender) in contenders.items()}
+    before = backend.telemetry()
+    found = interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds)
+    for name in chosen:
+        keys = [key for key, (owner, _) in contenders.items() if owner == name]
+        timed = [key for key in keys if key in found.timings]
+        if timed:
+            best = min(timed, key=lambda key: found.timings[key].median_us)
+            timing, contender = found.timings[best], contenders[best][1]
+            providers[name] = {
+                "median_us": round(timing.median_us, 3),
+                "iqr_us": round(timing.iqr_us, 3),
+                "tflops": round(problem.flops / timing.median_us / 1e6, 2),
+                "relative_error": timing.relative_error,
+            }
+            if contender.label:
+                providers[name]["label"] = contender.label
+            if contender.tune_seconds is not None:
+                providers[name]["tune_seconds"] = round(contender.tune_seconds, 2)
+            if len(keys) > 1:
+                providers[name]["contenders"] = len(timed)
+        elif keys:
+            providers[name] = {"skipped": found.skipped[keys[0]]}
+    after = backend.telemetry()
+    del contenders, runs
+    gc.collect()  # graphs and compiled functions hold device memory in cycles
+    backend.release()
+    return problem_fields(problem) | {
+        "epilogue": "none",
+        "providers": providers,
+        "tune_seconds": None,
+        "kernel_source": device.fingerprint.kernel_source,
+        "noise": round(found.noise, 5),
+        "rounds": found.rounds,
+        "operand_sets": found.operand_sets,
+        "products_per_replay": found.products_per_replay,
+        "clocks": {"before": before, "after": after},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

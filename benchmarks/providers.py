@@ -1,0 +1,202 @@
+"""The providers of a product that `benchmarks.peers` compares: torch, the vendor's library, peers, and us.
+
+Each is a function of (problem, device, options) that returns its contenders, or raises `Skip` with the
+reason why there is none. Of several contenders the fastest in the interleave is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.interleave import Run, one_line
+from tunegemm import families
+from tunegemm.device import Device
+from tunegemm.errors import TunegemmError, TunegemmWarning
+from tunegemm.measure.operands import make_operands
+from tunegemm.problem import Problem
+
+
+class Skip(Exception):
+    """Why a provider has nothing for a problem, in one line."""
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception: tuners catch those of their candidates and go on."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What providers need to know of the command line."""
+
+    tune_cap: float
+    """Seconds that a peer may tune one shape."""
+    database: Path | None
+    """The tuning database; None for the default."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One callable of a provider."""
+
+    run: Run
+    label: str = ""
+    tune_seconds: float | None = None
+    """What the peer spent on finding it, compilation included."""
+
+
+def torch_mm(problem: Problem, device: Device, options: Options) -> list[Contender]:
+    """torch.mm with a given output; torch.bmm for a batch."""
+    product = torch.mm if problem.batch == 1 else torch.bmm
+    return [Contender(lambda a, b, out: product(a, b, out=out))]
+
+
+def cublaslt(problem: Problem, device: Device, options: Options) -> list[Contender]:
+    """Every algorithm that cuBLASLt's heuristic names, each on its own."""
+    family = families.get("cublaslt")
+    if (missing := family.unavailable()) is not None:
+        raise Skip(missing)
+    found = []
+    for candidate in family.discover(problem, device):  # type: ignore[attr-defined]
+        if candidate["algorithm"] != "torch.mm":
+            with contextlib.suppress(ValueError):  # the library names algorithms that it then refuses
+                found.append(
+                    Contender(family.load(problem, candidate, device, None), family.label(candidate))
+                )
+    if not found:
+        raise Skip("the heuristic names no algorithm")
+    return found
+
+
+def quack(problem: Problem, device: Device, options: Options) -> list[Contender]:
+    """quack's Hopper generator over its own candidate list, split-K included."""
+    try:
+        from quack.gemm_interface import gemm
+    except ImportError as error:
+        raise Skip(f"quack-kernels is not installed: {error}") from None
+
+    def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        gemm(a, b, out=out, tuned=True, split_k=None)
+
+    return [Contender(run, tune_seconds=_tuned(run, problem, device, options))]
+
+
+def inductor(problem: Problem, device: Device, options: Options) -> list[Contender]:
+    """torch.compile's max-autotune, its Triton templates alone: cuBLAS is a provider of its own."""
+    try:
+        import triton  # noqa: F401
+        from torch._inductor import config
+    except ImportError as error:
+        raise Skip(f"triton is not installed: {error}") from None
+    torch._dynamo.reset()
+    product = torch.compile(
+        lambda a, b: torch.matmul(a, b), mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True
+    )
+
+    def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return product(a, b)
+
+    with config.patch(max_autotune_gemm_backends="TRITON"):
+        return [Contender(run, tune_seconds=_tuned(run, problem, device, options))]
+
+
+def tunegemm_cute(problem: Problem, device: Device, options: Options) -> list[Contender]:
+    """The best of our own kernels alone: the measured cute_sm90 candidate with the best stored evidence."""
+    from tunegemm.artifacts import ArtifactStore
+    from tunegemm.database import Database
+
+    try:
+        with Database.open(options.database, read_only=True) as database:
+            fingerprint = device.fingerprint
+            frame = database.frame(problem, family="cute_sm90", fingerprint=fingerprint)
+            measured = {m.candidate.digest: m.candidate for m in database.measurements(problem, fingerprint)}
+    except TunegemmError as error:
+        raise Skip(str(error)) from None
+    if frame.empty:
+        raise Skip("no cute_sm90 candidate is in the database for this device; run with --tune")
+    # The final race had more rounds than the screening, so its evidence comes first.
+    frame = frame.assign(raced=frame["policy"].ne("screen")).sort_values(["raced", "ratio"], ascending=False)
+    candidate = measured[frame["candidate"].iloc[0]]
+    family = families.get("cute_sm90")
+    try:
+        artifact = ArtifactStore().find(family.kernel_key(problem, candidate, device))
+        if artifact is None:
+            raise Skip(f"the object of {family.label(candidate)} is not in the store; run with --tune")
+        return [Contender(family.load(problem, candidate, device, artifact.path), family.label(candidate))]
+    except (TunegemmError, ValueError, RuntimeError) as error:
+        raise Skip(f"{family.label(candidate)}: {one_line(error)}") from None
+
+
+def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contender]:
+    """What a user gets: tunegemm.matmul, with whatever it dispatches to as the label."""
+    from tunegemm import dispatch
+    from tunegemm.database import Database
+
+    place = torch.device("cuda", device.index)
+    operands = make_operands(problem, place, 0)
+    dispatch.refresh()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dispatch.matmul(operands.a, operands.b, out=operands.out)
+    label = next((f"torch: {w.message}" for w in caught if issubclass(w.category, TunegemmWarning)), "")
+    if not label:
+        with Database.open(options.database, read_only=True) as database:
+            record = database.best(problem, device.fingerprint)
+        label = record.label if record else ""
+
+    def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        dispatch.matmul(a, b, out=out)
+
+    return [Contender(run, label)]
+
+
+#: In the order of the table; the first is the baseline.
+PROVIDERS: Mapping[str, Callable[[Problem, Device, Options], list[Contender]]] = types.MappingProxyType(
+    {
+        "torch": torch_mm,
+        "cublaslt": cublaslt,
+        "quack": quack,
+        "inductor": inductor,
+        "tunegemm_cute": tunegemm_cute,
+        "tunegemm": tunegemm,
+    }
+)
+
+
+def _tuned(run: Run, problem: Problem, device: Device, options: Options) -> float:
+    """Seconds of the first call, in which a peer tunes. Raises Skip when it fails or takes too long."""
+    operands = make_operands(problem, torch.device("cuda", device.index), 0)
+    start = time.perf_counter()
+    try:
+        with _deadline(options.tune_cap):
+            run(operands.a, operands.b, operands.out)
+            torch.cuda.synchronize()
+    except _OutOfTime:
+        raise Skip(f"still tuning after {options.tune_cap:g} s") from None
+    except Exception as error:  # foreign code: whatever it raises is the reason
+        raise Skip(one_line(error)) from None
+    return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raises _OutOfTime in the main thread when the body takes longer."""
+
+    def expire(number: int, frame: types.FrameType | None) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

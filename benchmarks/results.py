@@ -1,0 +1,183 @@
+"""Result files: rows under a `meta` that says how they came about, and the peers' table made of them.
+
+A file holds rows of one machine state only: same GPU, driver, packages and method. A run adds to it or
+replaces rows of the same problem, and writes after each, so that a run that is cut short loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tunegemm.device import Device, TelemetryReader, package_version
+from tunegemm.errors import TunegemmError
+from tunegemm.problem import Problem
+
+#: Facts under `meta` that rows of one file must share.
+SHARED = ("gpu", "driver", "packages", "method")
+_KEY = ("m", "n", "k", "batch", "dtype", "layout", "epilogue", "effort")
+_PACKAGES = (
+    "tunegemm", "torch", "triton", "nvidia-cutlass-dsl", "nvmath-python", "quack-kernels",
+    "nvidia-cublas", "apache-tvm-ffi",
+)  # fmt: skip
+
+
+class ResultsError(TunegemmError):
+    """A result file that cannot take the rows of this run."""
+
+
+def results_path(out: Path | None, device: Device, name: str) -> Path:
+    """``OUT/NAME``, by default in the folder of the GPU beside this file, such as ``results/h200``."""
+    if out is None:
+        words = device.name.removeprefix("NVIDIA").lower().split()
+        out = Path(__file__).parent / "results" / "-".join(words)
+    return out / name
+
+
+def meta(device: Device, method: str) -> dict[str, Any]:
+    """How the rows of this run come about."""
+    return {
+        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gpu": device.name,
+        "driver": device.fingerprint.driver,
+        "packages": {name: version for name in _PACKAGES if (version := package_version(name))}
+        | {"cuda": device.fingerprint.cuda, "python": ".".join(map(str, sys.version_info[:3]))},
+        "clocks": clocks(device),
+        "method": method,
+    }
+
+
+def clocks(device: Device) -> dict[str, Any]:
+    """SM clock (MHz), power (W), temperature (C) and throttle reasons at this moment."""
+    now = TelemetryReader(device.index).read()
+    return {
+        "sm_clock_mhz": now.sm_clock_mhz,
+        "power_w": now.power_w,
+        "temperature_c": now.temperature_c,
+        "throttle_reasons": list(now.throttle_reasons),
+    }
+
+
+def problem_fields(problem: Problem) -> dict[str, Any]:
+    """The columns that name a problem in every result file."""
+    return {
+        "m": problem.m, "n": problem.n, "k": problem.k, "batch": problem.batch,
+        "dtype": problem.in_dtype, "layout": problem.layout,
+    }  # fmt: skip
+
+
+class Results:
+    """One result file, written after every row."""
+
+    def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
+        """Takes over the rows that the file has. Raises ResultsError when they are of another state."""
+        self.path = path
+        self.meta = dict(meta)
+        self.rows: list[dict[str, Any]] = []
+        if path.exists():
+            old = _read(path)
+            foreign = [name for name in SHARED if old["meta"].get(name) != self.meta.get(name)]
+            if foreign:
+                raise ResultsError(
+                    f"{path} has rows of another {' and '.join(foreign)}; give another --out, or remove it"
+                )
+            self.rows = old["rows"]
+            earlier = old["meta"].get("earlier_commands", [])
+            commands = [*earlier, old["meta"].get("command", "")]
+            self.meta["earlier_commands"] = [c for c in dict.fromkeys(commands) if c != self.meta["command"]]
+
+    def find(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The row of the same problem, if there is one."""
+        return next((old for old in self.rows if _key(old) == _key(row)), None)
+
+    def put(self, row: dict[str, Any]) -> None:
+        """Adds a row, or replaces the one of the same problem in its place, and writes the file."""
+        old = self.find(row)
+        if old is None:
+            self.rows.append(row)
+        else:
+            self.rows[self.rows.index(old)] = row
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join("  " + json.dumps(row) for row in self.rows)
+        text = f'{{"meta": {json.dumps(self.meta, indent=1)},\n"rows": [\n{lines}\n]}}\n'
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary.write_text(text)
+        temporary.replace(self.path)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in _KEY)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+        if not isinstance(data["rows"], list) or not isinstance(data["meta"], dict):
+            raise ValueError("no rows and meta")
+        return dict(data)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResultsError(f"{path}: not a result file ({error}); give another --out, or remove it") from None
+
+
+def ratio(row: Mapping[str, Any], provider: str, baseline: str = "torch") -> float | None:
+    """Speed of a provider relative to the baseline of its row; None when either was not timed."""
+    medians = [row["providers"].get(name, {}).get("median_us") for name in (baseline, provider)]
+    return medians[0] / medians[1] if all(medians) else None
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """NaN for no values."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def peers_table(rows: list[dict[str, Any]], *, floor: float = 0.98) -> str:
+    """The rows as a Markdown table of TFLOP/s and ratios to torch; then geometric means, losses and skips.
+
+    A geometric mean stands over the shapes that the provider was timed on, and says how many they are.
+    `floor` is the ratio under which a shape of `tunegemm` is called a loss.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row["providers"]))
+    lines = ["| M x N x K | " + " | ".join(names) + " | tuning s |", "|---" * (len(names) + 2) + "|"]
+    for row in rows:
+        cells = [f"{row['m']}x{row['n']}x{row['k']}" + (f"x{row['batch']}" if row["batch"] != 1 else "")]
+        for name in names:
+            got = row["providers"].get(name, {})
+            speed = ratio(row, name)
+            if "tflops" not in got:
+                cells.append("skipped" if got else "")
+            elif name == "torch" or speed is None:
+                cells.append(f"{got['tflops']:.0f}")
+            else:
+                cells.append(f"{got['tflops']:.0f} ({speed:.3f})")
+        seconds = row.get("tune_seconds")
+        lines.append("| " + " | ".join([*cells, "" if seconds is None else f"{seconds:.1f}"]) + " |")
+    lines.append("")
+    for name in names:
+        speeds = [speed for row in rows if (speed := ratio(row, name)) is not None]
+        if name != "torch" and speeds:
+            lost = sum(speed < 1 for speed in speeds)
+            lines.append(
+                f"geometric mean of {name} to torch: {geometric_mean(speeds):.3f} over {len(speeds)} shapes, "
+                f"{lost} below 1, worst {min(speeds):.3f}"
+            )
+    for row in rows:
+        speed = ratio(row, "tunegemm")
+        if speed is not None and speed < floor:
+            lines.append(f"LOSS {row['m']}x{row['n']}x{row['k']}: tunegemm {speed:.3f} of torch")
+    skipped: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, got in row["providers"].items():
+            if "skipped" in got:
+                skipped.setdefault((name, got["skipped"]), []).append(f"{row['m']}x{row['n']}x{row['k']}")
+    for (name, reason), where in skipped.items():
+        more = ", ..." if len(where) > 4 else ""
+        lines.append(f"skipped {name}: {reason} ({len(where)} shapes: {', '.join(where[:4])}{more})")
+    return "\n".join(lines)

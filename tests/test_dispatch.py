@@ -1,0 +1,735 @@
+"""Dispatch without a GPU: plans, keys, fall-backs and warnings; the kernel is torch's own, on the CPU.
+
+`Dispatcher(device_type="cpu")` serves CPU tensors, so that all of it but the CUDA launch runs for real.
+The launches on a GPU are in test_gpu_dispatch.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from tunegemm import families
+from tunegemm.device import Device, Fingerprint, find_device
+from tunegemm.dispatch import api
+from tunegemm.dispatch.dispatcher import Dispatcher, tune_command
+from tunegemm.dispatch.launchers import TORCH, Prepared, is_torch
+from tunegemm.dispatch.operands import Operands, Refusal, describe
+from tunegemm.dispatch.snapshot import Snapshot
+from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, TunegemmWarning
+from tunegemm.outcome import Measurement
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+BF16 = torch.bfloat16
+CANDIDATE = Candidate.make("cute_sm90", {"tile_m": 128})
+
+
+@dataclass(frozen=True)
+class Row:
+    problem: Problem
+    fingerprint: Fingerprint
+    candidate: Candidate = CANDIDATE
+    ratio: float = 1.1
+
+
+class Kernel:
+    """Computes with torch on the CPU what a kernel would on the GPU, and remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[int, ...], ...]] = []
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        self.calls.append((tuple(a.shape), tuple(b.shape), tuple(out.shape)))
+        with torch.no_grad():
+            out.copy_(torch.matmul(a.float(), b.float()))
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return find_device("model:h200")
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return Kernel()
+
+
+@pytest.fixture
+def serve(device, kernel):
+    """A dispatcher on CPU tensors whose database holds the given problems."""
+
+    def make(*problems: Problem, prepared: Prepared | None = None) -> Dispatcher:
+        rows = [Row(problem, device.fingerprint) for problem in problems]
+        return Dispatcher(
+            device_type="cpu",
+            read=lambda: Snapshot(rows),
+            find=lambda spec: device,
+            prepare=lambda record, device: prepared or Prepared(kernel, tma=True),
+        )
+
+    return make
+
+
+def operands(
+    m: int = 32, n: int = 48, k: int = 64, dtype: torch.dtype = BF16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Small integers, so that every summation order gives the same result."""
+    generator = torch.Generator().manual_seed(m * n * k)
+    a = torch.randint(-3, 4, (m, k), generator=generator).to(dtype)
+    return a, torch.randint(-3, 4, (n, k), generator=generator).to(dtype).t()
+
+
+def quietly(call, *arguments, **keywords):
+    """The result of a call that must not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return call(*arguments, **keywords)
+
+
+# Which products a kernel may compute
+
+
+@pytest.mark.parametrize("a_major, b_major", list(itertools.product("km", "kn")))
+@pytest.mark.parametrize("batch", [None, 3])
+def test_describe_states_the_problem_of_packed_operands(a_major, b_major, batch):
+    lead = () if batch is None else (batch,)
+    a = (
+        torch.empty(*lead, 16, 32, dtype=BF16)
+        if a_major == "k"
+        else torch.empty(*lead, 32, 16, dtype=BF16).mT
+    )
+    b = (
+        torch.empty(*lead, 32, 24, dtype=BF16)
+        if b_major == "n"
+        else torch.empty(*lead, 24, 32, dtype=BF16).mT
+    )
+    found = describe(a, b)
+    assert isinstance(found, Operands)
+    assert found.problem == Problem(16, 24, 32, batch or 1, a_major=a_major, b_major=b_major)
+    assert found.out_shape == (*lead, 16, 24)
+    assert found.packed and not found.tma_refusal
+    assert found.spans == tuple(extent * 2 * (batch or 1) for extent in (16 * 32, 32 * 24, 16 * 24))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 64), (1, 7, 64), (2, 1, 3, 64)])
+def test_leading_dimensions_fold_into_rows(shape):
+    _, b = operands()
+    found = describe(torch.empty(shape, dtype=BF16), b)
+    assert isinstance(found, Operands)
+    assert found.rows == (torch.Size(shape[:-1]).numel(), 64)
+    assert found.problem.m == found.rows[0] and found.out_shape == (*shape[:-1], 48)
+
+
+@pytest.mark.parametrize("pad", range(17))
+def test_only_leading_strides_in_multiples_of_16_bytes_suit_tma(pad):
+    _, b = operands()
+    found = describe(torch.empty(32, 64 + pad, dtype=BF16)[:, :64], b)
+    assert isinstance(found, Operands)
+    assert bool(found.tma_refusal) == (pad % 8 != 0)
+    assert found.packed == (pad == 0)
+    assert found.problem == Problem(32, 48, 64)
+
+
+def test_views_that_tma_cannot_describe():
+    a, b = operands()
+    overlapping = torch.as_strided(a, (32, 64), (8, 1))
+    assert "overlaps" in describe(overlapping, b).tma_refusal
+    assert "overlaps" in describe(a[:1].expand(32, 64), b).tma_refusal
+    assert (
+        "unit stride"
+        in describe(torch.empty(1024, dtype=BF16).as_strided((64, 1), (16, 5)), b[:1]).tma_refusal
+    )
+    batches = torch.empty(3, 16 * 64 + 4, dtype=BF16).as_strided((3, 16, 64), (16 * 64 + 4, 64, 1))
+    assert "1028 x 2 B" in describe(batches, torch.empty(3, 64, 8, dtype=BF16)).tma_refusal
+
+
+@pytest.mark.parametrize(
+    "a_shape, b_shape",
+    [((64,), (64, 48)), ((32, 64), (64,)), ((2, 32, 64), (3, 64, 8)), ((2, 32, 64), (1, 64, 8)),
+     ((32, 64), (2, 64, 8)), ((2, 2, 8, 64), (2, 2, 64, 8)), ((0, 64), (64, 48)), ((32, 0), (0, 48)),
+     ((32, 64), (64, 0)), ((32, 64), (32, 48))],
+)  # fmt: skip
+def test_what_is_always_torchs(a_shape, b_shape):
+    assert describe(torch.empty(a_shape, dtype=BF16), torch.empty(b_shape, dtype=BF16)) == Refusal("")
+
+
+def test_operands_without_a_problem_say_why():
+    a, b = operands()
+    assert "no kernels" in describe(a.float(), b.float()).reason
+    assert "float64" in describe(a.double(), b.double()).reason
+    assert "contiguous" in describe(a[::2, ::2], b[::2]).reason
+    assert "row stride" in describe(torch.empty(2, 4, 64, dtype=BF16).transpose(0, 1), b).reason
+    assert describe(a, b.to(torch.float16)) == Refusal("")
+
+
+# Results: the same as torch, whoever computes
+
+
+def grid():
+    return itertools.product((1, 2, 8, 33), (1, 8, 24), (1, 8, 40))
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_every_view_of_a_small_grid_equals_torch(serve, kernel):
+    """Every major, with and without padding and offset, each problem recorded: torch.equal, hit or not."""
+    problems = [
+        Problem(m, n, k, a_major=a_major, b_major=b_major)
+        for (m, n, k), a_major, b_major in itertools.product(grid(), "km", "kn")
+    ]
+    dispatcher = serve(*problems)
+    total = 0
+    for m, n, k in grid():
+        for a_t, b_t, pad, offset in itertools.product((False, True), (False, True), (0, 1, 8), (0, 1, 8)):
+            a, b = view(m, k, a_t, pad, offset), view(k, n, b_t, pad, offset)
+            expected = torch.matmul(a, b)
+            assert torch.equal(dispatcher.matmul(a, b), expected)
+            assert torch.equal(dispatcher.linear(a, b.t()), expected)
+            total += 2
+    assert 0.1 * total < len(kernel.calls) < 0.9 * total  # the grid has both hits and refusals
+
+
+def view(rows: int, columns: int, transposed: bool, pad: int, offset: int) -> torch.Tensor:
+    if transposed:
+        return view(columns, rows, False, pad, offset).t()
+    values = (torch.arange(offset + rows * (columns + pad)) * 7 % 5 - 2).to(BF16)
+    return values[offset:].view(rows, columns + pad)[:, :columns]
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+@pytest.mark.parametrize(
+    "a_shape, b_shape",
+    [((8,), (8,)), ((8,), (8, 16)), ((16, 8), (8,)), ((2, 1, 16, 8), (3, 8, 24)), ((1, 16, 8), (1, 8, 24)),
+     ((3, 16, 8), (3, 8, 24)), ((2, 16, 8), (8, 24)), ((0, 8), (8, 24)), ((16, 0), (0, 24)),
+     ((2, 0, 8), (8, 24))],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.complex64])
+def test_ranks_dtypes_and_empty_extents_equal_torch(serve, a_shape, b_shape, dtype):
+    dispatcher = serve(
+        Problem(32, 24, 8), Problem(32, 24, 8, b_major="n"), Problem(16, 24, 8, 3, b_major="n")
+    )
+    a, b = torch.ones(a_shape, dtype=dtype), torch.ones(b_shape, dtype=dtype)
+    result = dispatcher.matmul(a, b)
+    expected = torch.matmul(a, b)
+    assert result.shape == expected.shape and result.dtype == expected.dtype and torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 1, 4)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_equals_torch(serve, kernel, lead, bias):
+    rows = torch.Size(lead).numel()
+    dispatcher = serve(Problem(rows, 48, 64))
+    x, weight = torch.ones(*lead, 64, dtype=BF16), operands()[1].t()
+    bias_value = torch.arange(48, dtype=BF16) if bias else None
+    expected = torch.nn.functional.linear(x, weight, bias_value)
+    for _ in range(2):
+        assert torch.equal(quietly(dispatcher.linear, x, weight, bias_value), expected)
+    hit = bool(lead) and not bias
+    assert kernel.calls == [((rows, 64), (64, 48), (rows, 48))] * (2 if hit else 0)
+
+
+def test_errors_are_torchs_own(serve):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    for bad in [(a, b.t()), (a, b.float()), (a, "b"), (None, b)]:
+        with pytest.raises((RuntimeError, TypeError)) as expected:
+            torch.matmul(*bad)
+        with pytest.raises(type(expected.value)) as raised:
+            dispatcher.matmul(*bad)
+        assert str(raised.value) == str(expected.value)
+
+
+# out=
+
+
+def test_out_is_written_by_the_kernel_and_returned(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    out = torch.full((32, 48), float("nan"), dtype=BF16)
+    version = out._version
+    assert quietly(dispatcher.matmul, a, b, out) is out
+    assert torch.equal(out, torch.matmul(a, b)) and len(kernel.calls) == 1
+    assert out._version > version  # autograd must notice that it was written
+
+
+def test_padded_out_is_written_in_place(serve, kernel):
+    a, b = operands()
+    room = torch.zeros(32, 64, dtype=BF16)
+    assert quietly(serve(Problem(32, 48, 64)).matmul, a, b, room[:, :48]) is not None
+    assert len(kernel.calls) == 1
+    assert torch.equal(room[:, :48], torch.matmul(a, b)) and not room[:, 48:].any()
+
+
+def test_inference_tensors_as_out(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    with torch.inference_mode():
+        out = torch.zeros(32, 48, dtype=BF16)
+        assert torch.equal(quietly(dispatcher.matmul, a, b, out), torch.matmul(a, b))
+    assert len(kernel.calls) == 1
+    with pytest.raises(RuntimeError, match=r"[Ii]nference"):  # torch's own error
+        dispatcher.matmul(a, b, out)
+    assert len(kernel.calls) == 1
+
+
+def test_column_major_out_is_another_problem(serve, kernel):
+    a, b = operands()
+    out = torch.zeros(48, 32, dtype=BF16).t()
+    assert torch.equal(serve(Problem(32, 48, 64, out_major="m")).matmul(a, b, out), torch.matmul(a, b))
+    assert len(kernel.calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+@pytest.mark.parametrize(
+    "out",
+    [lambda: torch.zeros(32 * 48 + 1, dtype=BF16)[1:].view(32, 48),
+     lambda: torch.zeros(32, 49, dtype=BF16)[:, :48],
+     lambda: torch.zeros(48, 32, dtype=BF16).t(),
+     lambda: torch.zeros(32, 96, dtype=BF16)[:, ::2]],
+)  # fmt: skip
+def test_out_that_the_kernel_cannot_write_is_torchs(serve, kernel, out):
+    a, b = operands()
+    assert torch.equal(serve(Problem(32, 48, 64)).matmul(a, b, out()), torch.matmul(a, b))
+    assert not kernel.calls
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_out_gives_torchs_error_or_resize(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64), Problem(32, 32, 32))
+    a, b = operands()
+    with pytest.raises(RuntimeError):
+        dispatcher.matmul(a, b, torch.zeros(32, 48))  # another dtype
+    assert dispatcher.matmul(a, b, torch.zeros(2, dtype=BF16)).shape == (
+        32,
+        48,
+    )  # torch resizes, with a warning
+    square, other = operands(32, 32, 32)
+    for shared in (square, other.t()):  # what then happens is torch's affair: an error, on some devices
+        with suppress(RuntimeError):
+            dispatcher.matmul(square, other, shared)
+    assert not kernel.calls
+    assert dispatcher.matmul(square, other, torch.zeros_like(square)) is not None
+    assert len(kernel.calls) == 1
+
+
+# Modes in which torch.matmul means more than a launch
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_operands_that_require_grad_get_torchs_gradients(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    a.requires_grad_()
+    dispatcher.matmul(a, b).sum().backward()
+    assert torch.equal(a.grad, b.sum(1).expand(32, 64))
+    assert not kernel.calls
+    weight = torch.nn.Parameter(b.t().contiguous())
+    assert dispatcher.linear(a.detach(), weight).requires_grad
+    with torch.no_grad():
+        assert not dispatcher.linear(a, weight).requires_grad
+    with torch.inference_mode():
+        dispatcher.linear(a, weight)
+    assert len(kernel.calls) == 2
+
+
+def test_tracing_and_transforms_see_torch_matmul(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    quietly(dispatcher.matmul, a, b)
+    assert len(kernel.calls) == 1
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert dispatcher.matmul(mode.from_tensor(a), mode.from_tensor(b)).shape == (32, 48)
+    graph = make_fx(lambda a, b: dispatcher.matmul(a, b))(a, b)
+    assert any("mm" in str(node.target) for node in graph.graph.nodes)
+    with FlopCounterMode(display=False) as counter:
+        dispatcher.matmul(a, b)
+    assert counter.get_total_flops() == Problem(32, 48, 64).flops
+    batched = torch.vmap(dispatcher.matmul, in_dims=(0, None))(a.expand(3, 32, 64), b)
+    assert torch.equal(batched[1], torch.matmul(a, b))
+    _, tangent = torch.func.jvp(lambda x: dispatcher.matmul(x, b), (a,), (a,))
+    assert torch.equal(tangent, torch.matmul(a, b))
+    traced = torch.jit.trace(dispatcher.matmul, (a, b), check_trace=False)
+    assert torch.equal(traced(-a, b), torch.matmul(-a, b))
+    assert len(kernel.calls) == 1
+
+
+def test_deterministic_mode_and_foreign_autocast_are_torchs(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    torch.use_deterministic_algorithms(True)
+    try:
+        quietly(dispatcher.matmul, a, b)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert quietly(dispatcher.matmul, a, b).dtype == torch.float16
+    assert not kernel.calls
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert quietly(dispatcher.matmul, a, b).dtype == torch.bfloat16
+    assert len(kernel.calls) == 1
+
+
+def test_torch_compile_graphs_hold_torch_matmul():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    a, b = operands()
+    compiled = torch.compile(lambda a, b: api.linear(api.matmul(a, b), b), backend=backend, fullgraph=True)
+    assert torch.equal(quietly(compiled, a, b), torch.nn.functional.linear(torch.matmul(a, b), b))
+    targets = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert targets == [torch.matmul, torch._C._nn.linear]
+
+
+def test_subclasses_and_sparse_tensors_are_torchs(serve, kernel):
+    class Tagged(torch.Tensor):
+        pass
+
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    assert type(quietly(dispatcher.matmul, a.as_subclass(Tagged), b)) is Tagged
+    sparse = a.float().to_sparse_csr()
+    assert torch.equal(quietly(dispatcher.matmul, sparse, b.float()), torch.matmul(sparse, b.float()))
+    assert not kernel.calls
+
+
+# Misses
+
+
+def test_a_miss_warns_once_and_names_the_command(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 128))
+    a, b = operands()
+    with pytest.warns(TunegemmWarning) as caught:
+        for _ in range(3):
+            assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+    assert len(caught) == 1 and not kernel.calls
+    assert "tunegemm tune --shape 32x48x64 --dtype bf16 --layout tn" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    padded = torch.zeros(32, 72, dtype=BF16)[:, :64]
+    quietly(dispatcher.matmul, padded, b)  # another key of the same problem
+    with pytest.warns(TunegemmWarning, match="--dtype fp16 --layout tt"):
+        dispatcher.matmul(a.half(), b.half().contiguous())
+    assert tune_command(Problem(1, 2, 3, 4)).startswith("tunegemm tune --shape 1x2x3x4 ")
+
+
+def test_cpu_tensors_warn_once_with_the_command():
+    dispatcher = Dispatcher(read=lambda: pytest.fail("the database must not be read for CPU tensors"))
+    a, b = operands()
+    with pytest.warns(TunegemmWarning) as caught:
+        for _ in range(2):
+            assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+    assert len(caught) == 1
+    assert "on cpu" in str(caught[0].message) and "tunegemm tune --shape 32x48x64" in str(caught[0].message)
+
+
+def test_unsupported_dtype_and_views_warn_once_each(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64), Problem(16, 48, 64))
+    a, b = operands()
+    with pytest.warns(TunegemmWarning, match="fp32.*no kernels"):
+        dispatcher.matmul(a.float(), b.float())
+    quietly(dispatcher.matmul, a.float()[:16], b.float())
+    with pytest.warns(TunegemmWarning, match="73 x 2 B"):
+        dispatcher.matmul(torch.zeros(32, 73, dtype=BF16)[:, :64], b)
+    assert not kernel.calls
+
+
+def test_misaligned_addresses_are_torchs_without_losing_the_plan(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    room = torch.zeros(32 * 64 + 8, dtype=BF16)
+    for offset, hits in ((0, 1), (1, 1), (4, 1), (8, 2)):
+        moved = room[offset : offset + 32 * 64].view(32, 64).copy_(a)
+        assert torch.equal(quietly(dispatcher.matmul, moved, b), torch.matmul(a, b))
+        assert len(kernel.calls) == hits
+
+
+def test_foreign_record_says_what_differs(device, kernel):
+    foreign = replace(device.fingerprint, driver="1.2", sm_count=78)
+    rows = [Row(Problem(32, 48, 64), foreign)]
+    dispatcher = Dispatcher(
+        device_type="cpu",
+        read=lambda: Snapshot(rows),
+        find=lambda _: device,
+        prepare=lambda *_: Prepared(kernel),
+    )
+    with pytest.warns(TunegemmWarning, match=r"sm_count 78 \(here 132\), driver 1.2 \(here none\)"):
+        dispatcher.matmul(*operands())
+    assert not kernel.calls
+
+
+def test_snapshot_keeps_the_best_record_of_each_fingerprint(device):
+    problem = Problem(32, 48, 64)
+    other = replace(device.fingerprint, torch="0")
+    slow, fast = (Row(problem, device.fingerprint, ratio=ratio) for ratio in (1.0, 1.2))
+    snapshot = Snapshot([slow, fast, Row(problem, other, ratio=9.0)])
+    assert len(snapshot) == 2
+    assert snapshot.find(problem, device.fingerprint) is fast
+    assert snapshot.find(Problem(1, 1, 1), device.fingerprint) is None
+
+
+def test_torch_as_the_recorded_winner_is_torch_without_a_warning(serve, kernel):
+    assert is_torch(Candidate.make("cublaslt", {}, {"algorithm": "torch.mm"}))
+    assert not is_torch(Candidate.make("cublaslt", {}, {"algorithm": "other"}))
+    dispatcher = serve(Problem(32, 48, 64), prepared=TORCH)
+    a, b = operands()
+    assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b))
+
+
+def test_packed_only_launchers_get_packed_operands(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64), prepared=Prepared(kernel, packed=True))
+    a, b = operands()
+    quietly(dispatcher.matmul, torch.zeros(32, 72, dtype=BF16)[:, :64], b)
+    assert not kernel.calls
+    quietly(dispatcher.matmul, a, b)
+    assert len(kernel.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [ArtifactError("damaged\nobject"), ValueError("no such tile"), RuntimeError("CUDA")]
+)
+def test_a_kernel_that_cannot_be_prepared_is_a_miss(device, error):
+    def prepare(record, device):
+        raise error
+
+    dispatcher = Dispatcher(
+        device_type="cpu",
+        read=lambda: Snapshot([Row(Problem(32, 48, 64), device.fingerprint)]),
+        find=lambda _: device,
+        prepare=prepare,
+    )
+    a, b = operands()
+    with pytest.warns(TunegemmWarning, match=f"{str(error).splitlines()[0]}.*tunegemm tune"):
+        assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+
+
+def test_a_failing_launch_is_torchs_from_then_on(serve):
+    calls = []
+
+    def launch(a, b, out):
+        calls.append(1)
+        raise RuntimeError("refused")
+
+    dispatcher = serve(Problem(32, 48, 64), prepared=Prepared(launch))
+    a, b = operands()
+    with pytest.warns(TunegemmWarning, match="refused"):
+        for _ in range(3):
+            assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+    assert len(calls) == 1
+
+
+def test_unreadable_database_and_unknown_device_warn_once():
+    def broken():
+        raise DatabaseError("/nowhere/tunegemm.sqlite: no such database")
+
+    def unknown(spec):
+        raise DeviceError(f"{spec} is sm_75")
+
+    device = find_device("model:h200")
+    a, b = operands()
+    dispatcher = Dispatcher(device_type="cpu", read=broken, find=lambda _: device)
+    with pytest.warns(TunegemmWarning, match="no such database"):
+        assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+    dispatcher = Dispatcher(device_type="cpu", read=broken, find=unknown)
+    with pytest.warns(TunegemmWarning, match="sm_75") as caught:
+        dispatcher.matmul(a, b)
+        dispatcher.matmul(a[:16], b)
+    assert len(caught) == 1
+
+
+def test_refresh_reads_the_database_again(device, kernel):
+    rows: list[Row] = []
+    dispatcher = Dispatcher(
+        device_type="cpu",
+        read=lambda: Snapshot(rows),
+        find=lambda _: device,
+        prepare=lambda *_: Prepared(kernel),
+    )
+    a, b = operands()
+    with pytest.warns(TunegemmWarning):
+        dispatcher.matmul(a, b)
+    rows.append(Row(Problem(32, 48, 64), device.fingerprint))
+    quietly(dispatcher.matmul, a, b)
+    assert not kernel.calls
+    dispatcher.refresh()
+    quietly(dispatcher.matmul, a, b)
+    assert len(kernel.calls) == 1
+
+
+def test_mode_off_reads_nothing(monkeypatch, kernel):
+    monkeypatch.setenv("TUNEGEMM_MODE", "off")
+    dispatcher = Dispatcher(
+        device_type="cpu", read=lambda: pytest.fail("read"), find=lambda _: pytest.fail("asked")
+    )
+    a, b = operands()
+    assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b))
+    monkeypatch.setenv("TUNEGEMM_MODE", "of")
+    with pytest.warns(TunegemmWarning, match="'of'"):
+        Dispatcher(read=lambda: Snapshot()).matmul(a, b)
+
+
+def test_nothing_is_made_during_graph_capture(serve, kernel, monkeypatch):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    monkeypatch.setattr("tunegemm.dispatch.dispatcher._capturing", lambda device: True)
+    quietly(dispatcher.matmul, a, b)
+    assert not kernel.calls
+    monkeypatch.undo()
+    quietly(dispatcher.matmul, a, b)  # the capture has left no verdict behind
+    assert len(kernel.calls) == 1
+
+
+# The real database and object store
+
+
+def test_records_of_a_real_database_are_dispatched(monkeypatch, tmp_path, device, kernel):
+    """Published through Database, read by the default reader from TUNEGEMM_DB; one problem is torch's."""
+    from tunegemm.database import Database
+
+    path = tmp_path / "tuning.sqlite"
+    real = replace(device, spec="cuda:0")
+    baseline = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
+    with Database.open(path) as database:
+        for m, candidate in ((32, CANDIDATE), (16, baseline)):
+            samples = (10.0, 11.0, 10.5)
+            database.settle(Problem(m, 48, 64), real, Measurement(candidate, samples, samples, 1e-3, 0.003))
+    monkeypatch.setenv("TUNEGEMM_DB", str(path))
+    dispatcher = Dispatcher(
+        device_type="cpu",
+        find=lambda _: real,
+        prepare=lambda record, _: TORCH if is_torch(record.candidate) else Prepared(kernel, tma=True),
+    )
+    a, b = operands()
+    for m, hits in ((32, 1), (16, 1), (32, 2)):
+        assert torch.equal(quietly(dispatcher.matmul, a[:m], b), torch.matmul(a[:m], b))
+        assert len(kernel.calls) == hits
+    with pytest.warns(TunegemmWarning, match="no record"):
+        dispatcher.matmul(a[:8], b)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no database" * 100])
+def test_missing_and_corrupt_databases_warn_once(monkeypatch, tmp_path, device, content):
+    path = tmp_path / "tuning.sqlite"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv("TUNEGEMM_DB", str(path))
+    dispatcher = Dispatcher(device_type="cpu", find=lambda _: device)
+    a, b = operands()
+    with pytest.warns(TunegemmWarning, match=r"tuning\.sqlite") as caught:
+        assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+        assert torch.equal(dispatcher.matmul(a[:16], b), torch.matmul(a[:16], b))
+    assert sum("tuning.sqlite" in str(w.message) for w in caught) == 1
+    assert (path.read_bytes() if path.exists() else None) == content
+
+
+def test_a_kernel_that_is_not_in_the_object_store_is_never_compiled(monkeypatch, tmp_path, device):
+    """The shipped family and the default preparation, with an empty store."""
+    monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    family = families.get("cute_sm90")
+    problem = Problem(256, 256, 256)
+    space = families.load_space("cute_sm90")
+    kernel = next(k for k in space.kernels() if family.check(problem, k, device))
+    candidate = next(space.launches(kernel))
+    monkeypatch.setattr(type(family), "compile", lambda *_: pytest.fail("compiled"))
+    rows = [Row(problem, device.fingerprint, candidate)]
+    dispatcher = Dispatcher(device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device)
+    a, b = operands(256, 256, 256)
+    with pytest.warns(TunegemmWarning, match="not in the object store.*tunegemm tune --shape 256x256x256"):
+        assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+    assert not (tmp_path / "cache").exists()
+
+
+# The hot path
+
+
+def test_second_call_is_a_look_up_and_a_launch(serve, kernel):
+    """Counts every Python function that a warm call enters: no SQL, environment, lock, or import."""
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    dispatcher.matmul(a, b)
+    dispatcher._lock = None  # a warm call that takes the lock fails
+    python, c = [], []
+
+    def profile(frame, event, argument):
+        if event == "call":
+            python.append(frame.f_code.co_name)
+        elif event == "c_call":
+            c.append(argument.__name__)
+
+    kernel_code = Kernel.__call__.__name__
+    sys.setprofile(profile)
+    try:
+        dispatcher.matmul(a, b)
+    finally:
+        sys.setprofile(None)
+    assert python[: python.index(kernel_code) + 1] == ["matmul", "_ordinary", "_launch", kernel_code]
+    before_launch = c[: c.index("append")]
+    assert len(before_launch) <= 24
+    assert not {"getenv", "acquire", "__enter__", "execute", "connect", "open", "format"} & set(before_launch)
+
+
+def test_hot_path_imports_neither_search_nor_sqlalchemy():
+    code = (
+        "import sys, tunegemm.dispatch\n"
+        "heavy = {'optuna', 'sqlalchemy', 'pandas', 'cutlass', 'tunegemm.search', 'tunegemm.database'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_threads_agree_and_prepare_once(device, kernel):
+    prepared = []
+
+    def prepare(record, device):
+        prepared.append(record)
+        return Prepared(kernel, tma=True)
+
+    dispatcher = Dispatcher(
+        device_type="cpu",
+        read=lambda: Snapshot([Row(Problem(32, 48, 64), device.fingerprint)]),
+        find=lambda _: device,
+        prepare=prepare,
+    )
+    a, b = operands()
+    expected = torch.matmul(a, b)
+    wrong = []
+
+    def work():
+        for _ in range(50):
+            if not torch.equal(dispatcher.matmul(a, b), expected):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(prepared) == 1 and len(kernel.calls) == 400
+
+
+def test_plans_are_bounded(serve, kernel, monkeypatch):
+    monkeypatch.setattr("tunegemm.dispatch.dispatcher.MAX_PLANS", 4)
+    dispatcher = serve(*(Problem(m, 48, 64) for m in range(1, 9)))
+    a, b = operands()
+    for m in range(1, 9):
+        quietly(dispatcher.matmul, a[:m], b)
+    assert len(kernel.calls) == 8 and len(dispatcher._state.plans) <= 4

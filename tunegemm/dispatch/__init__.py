@@ -1,0 +1,5 @@
+"""Run time: `matmul` and `linear`, which launch the recorded kernel of a problem or leave it to torch."""
+
+from tunegemm.dispatch.api import linear, matmul, refresh
+
+__all__ = ["linear", "matmul", "refresh"]

@@ -1,0 +1,61 @@
+"""From a record to a prepared launcher: the kernel is taken from the object store, never compiled here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tunegemm import families
+from tunegemm.device import Device
+from tunegemm.errors import ArtifactError
+from tunegemm.families import Launcher
+
+if TYPE_CHECKING:
+    from tunegemm.dispatch.snapshot import Record
+    from tunegemm.space import Candidate
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A launcher for one problem on one device, and what it asks of its operands."""
+
+    launch: Launcher | None
+    """None where torch itself is the recorded winner."""
+    tma: bool = False
+    """Reads its operands through TMA: 16-byte addresses and strides."""
+    packed: bool = False
+    """Wants dense operands: a library's algorithm was chosen and timed for these leading dimensions."""
+
+
+TORCH = Prepared(None)
+
+
+def is_torch(candidate: Candidate) -> bool:
+    """Whether the candidate is torch's own product, which needs no launcher of ours."""
+    return candidate.family == "cublaslt" and candidate.params.get("algorithm") == "torch.mm"
+
+
+def prepare(record: Record, device: Device) -> Prepared:
+    """The launcher of a record.
+
+    Raises a TunegemmError, ValueError or RuntimeError that says why the kernel cannot run here: its
+    family's packages are missing, its object is not in the store or was changed, or it fails to load.
+    """
+    problem, candidate = record.problem, record.candidate
+    if is_torch(candidate):
+        return TORCH
+    family = families.get(candidate.family)
+    if (missing := family.unavailable()) is not None:
+        raise ArtifactError(missing)
+    if not (verdict := family.check(problem, candidate, device)):
+        raise ArtifactError(f"its record cannot run here: {verdict}")
+    path = None
+    if family.compiled:
+        from tunegemm.artifacts import ArtifactStore
+
+        artifact = ArtifactStore().find(family.kernel_key(problem, candidate, device))
+        if artifact is None:
+            raise ArtifactError("its compiled kernel is not in the object store")
+        path = artifact.path
+    launch = family.load(problem, candidate, device, path)
+    return Prepared(launch, tma=family.compiled, packed=not family.compiled)
