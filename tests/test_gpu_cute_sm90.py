@@ -27,7 +27,12 @@ KERNELS = [
     ("pingpong", 192, 112, 64, 3, 1, 1, 16),
     ("pingpong", 64, 16, 128, 8, 1, 1, 16),
 ]
-LAUNCHES = [("along_m", 1, "all"), ("along_n", 2, "balanced"), ("along_m", 4, "balanced"), ("along_n", 16, "all")]
+LAUNCHES = [
+    ("along_m", 1, "all"),
+    ("along_n", 2, "balanced"),
+    ("along_m", 4, "balanced"),
+    ("along_n", 16, "all"),
+]
 # m, n, k, batch and the padding of each row, in elements
 SHAPES = [
     (512, 512, 512, 1, 0),
@@ -109,7 +114,7 @@ def test_right_on_every_shape(
 
 
 def operand(row_major: bool, rows: int, columns: int, batch: int, pad: int, dtype: str) -> torch.Tensor:
-    """Random (batch, rows, columns) with rows padded by `pad` elements, transposed in memory if not row-major."""
+    """Random (batch, rows, columns); lines of memory are padded by `pad` elements."""
     outer, inner = (rows, columns) if row_major else (columns, rows)
     values = torch.randn(batch, outer, inner + pad, device="cuda").to(DTYPES[dtype])[:, :, :inner]
     return values if row_major else values.mT
@@ -133,7 +138,9 @@ def test_back_to_back_runs_agree_bitwise(device: Device, pool: CompilePool) -> N
 
 def test_refuses_what_tma_cannot_read(device: Device, pool: CompilePool) -> None:
     problem = Problem.parse("512x512x512")
-    artifact = pool.submit("cute_sm90", FAMILY.kernel_key(problem, candidate(KERNELS[0]), device)).result().artifact
+    artifact = (
+        pool.submit("cute_sm90", FAMILY.kernel_key(problem, candidate(KERNELS[0]), device)).result().artifact
+    )
     assert artifact is not None
     launch = FAMILY.load(problem, candidate(KERNELS[0]), device, artifact.path)
     a, out = (torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -147,7 +154,9 @@ def test_refuses_what_tma_cannot_read(device: Device, pool: CompilePool) -> None
 
 def test_views_with_an_aligned_offset_are_right(device: Device, pool: CompilePool) -> None:
     problem = Problem.parse("512x512x512")
-    artifact = pool.submit("cute_sm90", FAMILY.kernel_key(problem, candidate(KERNELS[5]), device)).result().artifact
+    artifact = (
+        pool.submit("cute_sm90", FAMILY.kernel_key(problem, candidate(KERNELS[5]), device)).result().artifact
+    )
     assert artifact is not None
     launch = FAMILY.load(problem, candidate(KERNELS[5]), device, artifact.path)
     a = torch.randn(1024, 1024, device="cuda").bfloat16()[256:768, 64:576]

@@ -35,7 +35,7 @@ class ArtifactStore:
     """The compiled objects of one user."""
 
     def __init__(self, root: Path | str | None = None) -> None:
-        """`root` defaults to `TUNEGEMM_CACHE_DIR`, else the user's cache directory. Created on first write."""
+        """`root`: default `TUNEGEMM_CACHE_DIR`, else the user's cache directory. Created on first write."""
         if root is None:
             root = os.environ.get("TUNEGEMM_CACHE_DIR") or _default_root()
         self.root = Path(root) / "objects"
@@ -77,7 +77,7 @@ class ArtifactStore:
         content = scratch.read_bytes()
         path = self._path(key, ".o")
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        os.replace(scratch, path)
+        scratch.replace(path)
         self._write_entry(
             key, {"object_sha256": hashlib.sha256(content).hexdigest(), "resources": asdict(resources)}
         )
@@ -94,7 +94,7 @@ class ArtifactStore:
         return self.root / digest[:2] / (digest[2:] + suffix)
 
     def _entry(self, key: Key) -> dict | None:  # type: ignore[type-arg]
-        """The JSON beside an object. A truncated or foreign one counts as absent: the object is compiled again."""
+        """The JSON beside an object. A truncated or foreign one counts as absent: it is compiled again."""
         try:
             entry = json.loads(self._path(key, ".json").read_text())
         except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
@@ -106,7 +106,7 @@ class ArtifactStore:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix="new-")
         with os.fdopen(handle, "w") as file:
             json.dump({"key": dict(key)} | entry, file, sort_keys=True)
-        os.replace(name, path)
+        Path(name).replace(path)
 
     def _make_root(self) -> None:
         try:

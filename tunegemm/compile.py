@@ -73,6 +73,8 @@ class CompilePool:
         self._all: set[_Worker] = set()
         self._lock = threading.Lock()
         self._pending: dict[str, Future[CompileResult]] = {}
+        self.compiled = 0
+        """Kernels compiled by this pool, without those that the store had."""
 
     def __enter__(self) -> CompilePool:
         return self
@@ -81,7 +83,10 @@ class CompilePool:
         self.close()
 
     def submit(self, family: str, key: Key) -> Future[CompileResult]:
-        """Compile the kernel of a `Family.kernel_key`; at once when the store has it. Equal keys share a future."""
+        """Compile the kernel of a `Family.kernel_key`; done at once when the store has it.
+
+        Equal keys share a future.
+        """
         name = json.dumps(dict(key), sort_keys=True)
         with self._lock:
             if name not in self._pending:
@@ -134,6 +139,8 @@ class CompilePool:
             scratch.unlink(missing_ok=True)
             self.store.add_failure(key, failure)
             return CompileResult(None, failure)
+        with self._lock:
+            self.compiled += 1
         return CompileResult(self.store.add(key, scratch, resources))
 
     def _take_worker(self) -> _Worker:
@@ -202,7 +209,7 @@ class _Worker:
         line = self._replies.readline()
         if not line.endswith(b"\n"):
             raise _WorkerDied(self._obituary())
-        return json.loads(line)  # type: ignore[no-any-return]
+        return json.loads(line)
 
     def kill(self) -> None:
         self._process.kill()

@@ -78,7 +78,7 @@ class TuneResult:
     source: Source
     """Where the times come from: this GPU, a recording of another, or nothing but the model."""
     best: Measurement | None
-    """The winner of the final race; of what was measured when it was cut short; None without a measurement."""
+    """The winner of the final race, or of what was measured before it was cut short."""
     outcomes: tuple[Outcome, ...]
     """Every outcome, the final race's last."""
     predictions: tuple[model.Prediction, ...]
@@ -165,7 +165,7 @@ class Tuner:
         effort, trials: how many candidates; see `tunegemm.search`. budget_seconds: no new batch after that.
         Ctrl-C ends it early: the result says so, and everything measured is kept.
         """
-        run = _Run(self, problem, on_progress)
+        run = _Run(self, problem, on_progress, compiled_before=self.pool.compiled)
         measurer = self._measurer_for(problem)
         if measurer is None:
             return run.rank_by_model()
@@ -215,7 +215,10 @@ def tune(
     trials: int | None = None,
     budget_seconds: float | None = None,
 ) -> TuneResult:
-    """Tune one problem, such as ``"4096x4096x4096"``, on `device` and publish into `database` (default: the user's)."""
+    """Tune one problem, such as ``"4096x4096x4096"``.
+
+    On a real device the results are published into `database`, by default the user's.
+    """
     from tunegemm.database import Database
 
     if isinstance(problem, str):
@@ -238,9 +241,9 @@ class _Run:
     on_progress: Callable[[Progress], None] | None
     stage: str = "library"
     started: float = field(default_factory=time.monotonic)
+    compiled_before: int = 0
     feasible: int = 0
     planned: int = 0
-    compiled: int = 0
     ready: set[Candidate] = field(default_factory=set)
     waiting: int = 0
     screened: dict[Candidate, Measurement] = field(default_factory=dict)
@@ -262,7 +265,7 @@ class _Run:
             stored = self.tuner.database.measurements(self.problem, self.device.fingerprint)
             # Of several measurements of one candidate the last one counts.
             self.screened.update({m.candidate: m for m in stored})
-            known = [(m.candidate, m.ratio) for m in self.screened.values()]
+            known = [(m.candidate, self.value(m)) for m in self.screened.values()]
             known += [
                 (failure.candidate, None)
                 for failure in self.tuner.database.failures(self.problem, self.device.fingerprint)
@@ -329,9 +332,7 @@ class _Run:
         key = family.kernel_key(self.problem, candidate, self.device)
         return self.tuner.pool.submit(candidate.family, key)
 
-    def _submit(
-        self, batch: Sequence[Candidate]
-    ) -> list[tuple[Candidate, Future[CompileResult] | None]]:
+    def _submit(self, batch: Sequence[Candidate]) -> list[tuple[Candidate, Future[CompileResult] | None]]:
         submitted = [(candidate, self._future(candidate)) for candidate in batch]
         self.waiting = sum(1 for _, future in submitted if future is not None and not future.done())
         self._report()
@@ -341,7 +342,6 @@ class _Run:
         if result is not None and result.artifact is not None:
             if candidate.kernel not in self.ready:
                 self.ready.add(candidate.kernel)
-                self.compiled += not result.cached
             self.waiting = max(0, self.waiting - 1)
             self.resources[candidate] = result.artifact.resources
         job = Job(candidate, result.artifact.path if result is not None and result.artifact else None)
@@ -471,7 +471,7 @@ class _Run:
             predictions=predictions,
             labels={c.digest: self._label(c) for c in dict.fromkeys(candidates)},
             seconds=time.monotonic() - self.started,
-            compiled=self.compiled,
+            compiled=self.tuner.pool.compiled - self.compiled_before,
             interrupted=interrupted,
             note=note,
         )

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, Any
 
 from tunegemm.device import Device
@@ -173,7 +174,7 @@ class _Child:
         self.connection, theirs = Pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         # The same modules as here: tests and notebooks extend sys.path without installing anything.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         self.process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,

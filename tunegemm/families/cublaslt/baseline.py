@@ -30,7 +30,7 @@ def torch_mm(problem: Problem) -> Launcher:
     elif problem.out_dtype == "fp32":
 
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            multiply(a, b, out_dtype=torch.float32, out=out)  # type: ignore[call-overload]
+            multiply(a, b, out_dtype=torch.float32, out=out)
 
     else:
 

@@ -44,7 +44,9 @@ class CuteSm90:
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
         return apply_rules(RULES, problem, candidate, device)
 
-    def kernel_key(self, problem: Problem, candidate: Candidate, device: Device) -> Mapping[str, str | int | bool]:
+    def kernel_key(
+        self, problem: Problem, candidate: Candidate, device: Device
+    ) -> Mapping[str, str | int | bool]:
         return asdict(config_of(problem, candidate)) | {
             "family": self.name,
             "target": device.architecture.compile_target,
@@ -134,7 +136,9 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
     def leading(tensor: torch.Tensor, mode: int, rows: int, packed: int, unit: int) -> int:
         stride = packed if rows == 1 else tensor.stride(mode)
         if stride % unit:
-            raise ValueError(f"leading dimension {stride} is no multiple of the {unit} elements (16 B) that TMA needs")
+            raise ValueError(
+                f"leading dimension {stride} is no multiple of the {unit} elements (16 B) that TMA needs"
+            )
         return stride
 
     def batch_stride(tensor: torch.Tensor, packed: int, unit: int) -> int:

@@ -25,7 +25,7 @@ class KernelConfig:
     """All compile-time choices. Two problems with equal configs share one compiled object."""
 
     schedule: str
-    """``cooperative``: all consumer warpgroups share a tile. ``pingpong``: two alternate, a whole tile each."""
+    """``cooperative``: all consumer warpgroups share a tile; ``pingpong``: two take turns, a tile each."""
     tile_m: int
     tile_n: int
     tile_k: int

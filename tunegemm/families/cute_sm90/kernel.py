@@ -71,7 +71,9 @@ class Gemm:
         config = self.config
         mA = self.operand(a_address, self.in_dtype, (m, k, batch), config.a_major == "k", lda, a_batch_stride)
         mB = self.operand(b_address, self.in_dtype, (n, k, batch), config.b_major == "k", ldb, b_batch_stride)
-        mD = self.operand(d_address, self.out_dtype, (m, n, batch), config.out_major == "n", ldd, d_batch_stride)
+        mD = self.operand(
+            d_address, self.out_dtype, (m, n, batch), config.out_major == "n", ldd, d_batch_stride
+        )
         a_layout, b_layout = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
 
         tiled_mma = sm90.make_trivial_tiled_mma(
@@ -138,7 +140,7 @@ class Gemm:
 
     @cute.jit
     def operand(self, address, dtype, shape, minor_is_second, leading, batch_stride):
-        """A (rows, columns, batch) tensor at a raw address. TMA wants 16-byte strides, which is promised here."""
+        """A (rows, columns, batch) tensor at a raw address, with the 16-byte strides that TMA wants."""
         divisor = 128 // dtype.width
         leading = cute.assume(leading, divby=divisor)
         batch_stride = cute.assume(batch_stride, divby=divisor)
@@ -154,7 +156,8 @@ class Gemm:
         config = self.config
         k_major = layout.sm90_mma_major_mode() == warpgroup.OperandMajorMode.K
         atom = warpgroup.make_smem_layout_atom(
-            sm90.get_smem_layout_atom(layout, self.in_dtype, config.tile_k if k_major else rows), self.in_dtype
+            sm90.get_smem_layout_atom(layout, self.in_dtype, config.tile_k if k_major else rows),
+            self.in_dtype,
         )
         return cute.tile_to_shape(
             atom, (rows, config.tile_k, config.stages), order=(0, 1, 2) if k_major else (1, 0, 2)
@@ -176,7 +179,11 @@ class Gemm:
 
     def tma_load(self, tensor, staged_layout, box, multicast):
         """TMA load atom of one stage; with a cluster each CTA loads its share and multicasts it."""
-        op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        op = (
+            cpasync.CopyBulkTensorTileG2SOp()
+            if multicast == 1
+            else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        )
         stage_layout = cute.slice_(staged_layout, (None, None, 0))
         return cpasync.make_tiled_tma_atom(op, tensor, stage_layout, box, num_multicast=multicast)
 
@@ -297,10 +304,18 @@ class Gemm:
         gB = cute.local_tile(mB, (config.tile_n, config.tile_k), (None, None, None))
         # CTAs of one cluster row share A tiles, those of one column share B tiles.
         tAsA, tAgA = cpasync.tma_partition(
-            tma_a, cta_n, cute.make_layout(config.cluster_n), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
+            tma_a,
+            cta_n,
+            cute.make_layout(config.cluster_n),
+            cute.group_modes(sA, 0, 2),
+            cute.group_modes(gA, 0, 2),
         )
         tBsB, tBgB = cpasync.tma_partition(
-            tma_b, cta_m, cute.make_layout(config.cluster_m), cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2)
+            tma_b,
+            cta_m,
+            cute.make_layout(config.cluster_m),
+            cute.group_modes(sB, 0, 2),
+            cute.group_modes(gB, 0, 2),
         )
         a_mask = None
         b_mask = None
@@ -323,10 +338,18 @@ class Gemm:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, config.stage_bytes)
                 cute.copy(
-                    tma_a, tAgA_tile[(None, k_tile)], tAsA[(None, stage)], tma_bar_ptr=full + stage, mcast_mask=a_mask
+                    tma_a,
+                    tAgA_tile[(None, k_tile)],
+                    tAsA[(None, stage)],
+                    tma_bar_ptr=full + stage,
+                    mcast_mask=a_mask,
                 )
                 cute.copy(
-                    tma_b, tBgB_tile[(None, k_tile)], tBsB[(None, stage)], tma_bar_ptr=full + stage, mcast_mask=b_mask
+                    tma_b,
+                    tBgB_tile[(None, k_tile)],
+                    tBsB[(None, stage)],
+                    tma_bar_ptr=full + stage,
+                    mcast_mask=b_mask,
                 )
                 stage += 1
                 if stage == config.stages:
@@ -376,13 +399,11 @@ class Gemm:
         work = Int32(cluster)
         if const_expr(pingpong):
             if group == 1:
-                # The second warpgroup takes the cluster's second tile; its tiles sit k_tiles deeper in the ring.
+                # The second warpgroup takes the cluster's second tile, k_tiles deeper in the ring.
                 work += clusters
                 stage = k_tiles % config.stages
                 phase = (k_tiles // config.stages) & 1
-                cute.arch.barrier_arrive(
-                    barrier_id=ORDER_BARRIER, number_of_threads=2 * WARPGROUP_THREADS
-                )
+                cute.arch.barrier_arrive(barrier_id=ORDER_BARRIER, number_of_threads=2 * WARPGROUP_THREADS)
 
         while work < total_work:
             if const_expr(pingpong):

@@ -10,7 +10,8 @@ from tunegemm.space import Candidate
 
 #: Registers a consumer thread needs beside its accumulators: descriptors, barriers, addresses, the
 #: epilogue's fragment. Peak SASS register index minus accumulators over the compiled sample of
-#: tests/test_cute_sm90.py: 24 to 40; 232 - 192 and 240 - 208 leave 40 and 32, which ptxas meets without spills.
+#: tests/test_cute_sm90.py: 24 to 40; 232 - 192 and 240 - 208 leave 40 and 32, which ptxas meets without
+#: spills.
 _OVERHEAD_REGISTERS = 32
 
 
@@ -50,12 +51,12 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
 
 
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills and serializes."""
+    """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills."""
     config = config_of(problem, candidate)
     need = config.accumulator_registers + _OVERHEAD_REGISTERS
     budget = config.registers[1]
     if need > budget:
-        return f"{config.accumulator_registers} accumulators + {_OVERHEAD_REGISTERS} registers > setmaxnreg {budget}"
+        return f"{config.accumulator_registers} accumulators + {_OVERHEAD_REGISTERS} > setmaxnreg {budget}"
     return None
 
 
@@ -69,12 +70,12 @@ def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> st
     allocation = device.architecture.registers_per_sm // config.threads // 8 * 8
     need = config.tile_n * MMA_ATOM_M // WARPGROUP_THREADS + 26
     if need > allocation:
-        return f"a 64x{config.tile_n} WGMMA needs {need} registers > {allocation} at launch of {config.threads} threads"
+        return f"WGMMA 64x{config.tile_n} needs {need} registers > {allocation} for {config.threads} threads"
     return None
 
 
 def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """One WGMMA group stays in flight, so its stage is busy: with fewer than 2 stages nothing can be loaded."""
+    """One WGMMA group stays in flight and its stage with it: with 1 stage nothing could be loaded."""
     if candidate["stages"] < 2:
         return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
     return None
@@ -101,7 +102,7 @@ def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str
 
 
 def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A cluster must be portable: 8 blocks on every Hopper part (CUDA programming guide, thread block clusters)."""
+    """A cluster must be portable: at most 8 blocks (CUDA programming guide, thread block clusters)."""
     cluster_m, cluster_n = candidate["cluster_m"], candidate["cluster_n"]
     size, limit = cluster_m * cluster_n, device.architecture.max_cluster_size
     if size > limit:
