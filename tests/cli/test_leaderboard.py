@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tunegemm.database import Database
 from typer.testing import CliRunner
 
 from tunegemm.cli import app
+from tunegemm.database import Database
 from tunegemm.device import find_device
 from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem

@@ -141,6 +141,7 @@ def _cache() -> Check:
 
 def _workers() -> Check:
     import psutil
+
     from tunegemm.compile import default_workers
 
     memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
