@@ -177,7 +177,13 @@ class Tuner:
         try:
             search = run.start_search(measurer, effort, trials)
             run.compile_ahead(search.planned_screen())
-            while time.monotonic() < deadline and (batch := search.ask(_BATCH)):
+            while batch := search.ask(_BATCH):
+                if time.monotonic() >= deadline:
+                    run.note = (
+                        f"the budget of {budget_seconds:g} s ended the search after {len(run.measured)} "
+                        "measurements; a larger one goes on"
+                    )
+                    break
                 run.stage = search.stage
                 for outcome in run.evaluate(measurer, batch, replace(SCREEN, seed=self.seed)):
                     search.tell(outcome.candidate, run.value(outcome))
@@ -254,6 +260,7 @@ class _Run:
     """By this call and before the final race, which measures some again."""
     best: Measurement | None = None
     """The winner, once there is one."""
+    note: str = ""
     screened: dict[Candidate, Measurement] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
     resources: dict[Candidate, Resources] = field(default_factory=dict)
@@ -383,8 +390,9 @@ class _Run:
             )
         self.stage = "done"
         self._report()
-        note = "" if best else "nothing could be measured; see the failures"
-        return self._result(best, note=note)
+        if best is None and not self.note:
+            self.note = "nothing could be measured; see the failures"
+        return self._result(best, note=self.note)
 
     def interrupt(self) -> TuneResult:
         """After Ctrl-C: the best of what was measured. The database has it already."""

@@ -143,9 +143,11 @@ def failure_line(result: TuneResult) -> str:
 
 
 def usage_line(result: TuneResult, where: str) -> str:
-    """The one line that says what the result is good for."""
+    """The one line that says what the result is good for; empty when there was no time to try anything."""
     problem, seconds = result.problem, f"{result.seconds:.1f} s"
     if result.best is None and not result.predictions:
+        if not result.outcomes:
+            return ""
         return f"No candidate for {problem} could be used, after {seconds}: see `tunegemm doctor`."
     if result.source == "measured":
         return f"Tuned in {seconds}: tunegemm.matmul(a, b) now uses this kernel for {problem} (from {where})."
