@@ -110,8 +110,11 @@ def command(
 
 def show_result(console: Console, result: TuneResult, top: int, *, where: str) -> None:
     """The leaderboard of one tuning, what failed, and how to use the winner."""
-    console.print(leaderboard(result).table(top, width=console.width))
-    closing = ["" if result.predictions else result.note, failure_line(result), usage_line(result, where)]
+    board = leaderboard(result)
+    if not board.frame.empty:
+        console.print(board.table(top, width=console.width))
+    note = f"Note: {result.note}." if result.note and not result.predictions else ""
+    closing = [note, failure_line(result), usage_line(result, where)]
     for line in [failure_line(result)] if result.interrupted else closing:
         if line:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
