@@ -170,11 +170,11 @@ class Tuner:
         Ctrl-C ends it early: the result says so, and everything measured is kept.
         """
         run = _Run(self, problem, on_progress, compiled_before=self.pool.compiled)
-        measurer = self._measurer_for(problem)
-        if measurer is None:
-            return run.rank_by_model(effort, trials)
         deadline = time.monotonic() + (budget_seconds if budget_seconds is not None else float("inf"))
         try:
+            measurer = self._measurer_for(problem)
+            if measurer is None:
+                return run.rank_by_model(effort, trials)
             search = run.start_search(measurer, effort, trials)
             run.compile_ahead(search.planned_screen())
             while batch := search.ask(_BATCH):
