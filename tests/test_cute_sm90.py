@@ -7,7 +7,6 @@ import math
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,9 @@ SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "32"))
 SHAPE = "4096x4096x4096"
 GOOD = {
     "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4,
-    "cluster_m": 1, "cluster_n": 1, "epi_n": 32,
+    "cluster_m": 1, "cluster_n": 1, "epi_n": 32, "swap_ab": False,
 }  # fmt: skip
+LAUNCH = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1}
 PROBLEMS = [
     Problem.parse(SHAPE),
     Problem.parse(SHAPE, layout="tt"),
@@ -35,6 +35,8 @@ PROBLEMS = [
     Problem.parse(SHAPE, dtype="fp16", out_dtype="fp32", layout="tt"),
     Problem.parse(SHAPE, layout="nn"),
     Problem.parse(SHAPE, layout="nt"),
+    Problem.parse("16x4096x4096"),
+    Problem.parse("16x4096x4096", out_dtype="fp32", layout="tt"),
 ]
 
 
@@ -66,7 +68,7 @@ def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200
     pairs = []
     for problem in PROBLEMS:
         accepted = [k for k in space.kernels() if FAMILY.check(problem, k, h200)]
-        assert len(accepted) > 1000
+        assert len(accepted) > 500
         pairs += [(problem, k) for k in generator.sample(accepted, math.ceil(SAMPLE / len(PROBLEMS)))]
     # The corners of the register rules, where a spill would show first.
     corners = [
@@ -118,7 +120,6 @@ def test_what_is_rejected_fails(
 @pytest.mark.parametrize(
     ("rule", "problem", "change"),
     [
-        ("output_major", replace(PROBLEMS[0], out_major="m"), {}),
         ("tma_alignment", Problem.parse("4096x4096x1001"), {}),
         ("tma_alignment", Problem.parse("4096x1004x4096"), {}),
         ("tma_alignment", Problem.parse("4096x1004x4096", layout="tt"), {}),
@@ -128,14 +129,20 @@ def test_what_is_rejected_fails(
         ("epilogue_tile", PROBLEMS[0], {"epi_n": 16}),
         ("cluster", PROBLEMS[0], {"cluster_m": 4, "cluster_n": 4}),
         ("cluster_fits", Problem.parse("64x4096x4096"), {"cluster_m": 2}),
+        ("cluster_fits", Problem.parse("64x4096x4096"), {"cluster_n": 2, "swap_ab": True}),
+        ("swap_fits", PROBLEMS[0], {"swap_ab": True}),
+        ("split_fits", PROBLEMS[0], {"split_k": 2}),
+        ("split_fits", Problem.parse("64x64x512"), {"split_k": 4}),
     ],
 )
 def test_each_rule_names_its_numbers(
     h200: Device, rule: str, problem: Problem, change: dict[str, int]
 ) -> None:
-    verdict = FAMILY.check(problem, candidate(**change), h200)
+    launch = {name: value for name, value in change.items() if name in LAUNCH}
+    chosen = candidate(**{n: v for n, v in change.items() if n not in LAUNCH}).with_launch(**launch)
+    verdict = FAMILY.check(problem, chosen, h200)
     assert verdict.rule == rule
-    assert any(character.isdigit() for character in verdict.reason) or rule == "output_major"
+    assert any(character.isdigit() for character in verdict.reason)
 
 
 def test_every_rule_can_object(h200: Device) -> None:
@@ -146,7 +153,7 @@ def test_every_rule_can_object(h200: Device) -> None:
         "ring_depth",
         "epilogue_tile",
     }
-    seen |= {"cluster", "cluster_fits", "architecture"}
+    seen |= {"cluster", "cluster_fits", "swap_fits", "split_fits", "architecture"}
     assert {rule.__name__ for rule in RULES} <= seen
     assert FAMILY.check(PROBLEMS[0], candidate(), find_device("model:a100-sxm-80gb")).rule == "architecture"
 
@@ -172,9 +179,7 @@ def test_balanced_grid_has_no_more_waves_and_fewer_clusters(h200: Device) -> Non
         ("128x128x4096", {}, 1),
     ]:
         problem = Problem.parse(shape)
-        launch = Candidate.make(
-            "cute_sm90", GOOD | tile, {"raster_order": "along_m", "swizzle_size": 1, "ctas": "balanced"}
-        )
+        launch = Candidate.make("cute_sm90", GOOD | tile, LAUNCH | {"ctas": "balanced"})
         assert grid_clusters(problem, launch, h200) == expected
         everything = grid_clusters(problem, launch.with_launch(ctas="all"), h200)
         tiles = math.ceil(problem.m / 128) * math.ceil(problem.n / int(launch["tile_n"]))
@@ -201,7 +206,7 @@ def test_one_object_serves_every_shape(h200: Device) -> None:
 def test_load_without_an_object_names_the_remedy(h200: Device) -> None:
     from tunegemm.errors import ArtifactError
 
-    launch = candidate().with_launch(raster_order="along_m", swizzle_size=1, ctas="all")
+    launch = candidate().with_launch(**LAUNCH)
     with pytest.raises(ArtifactError, match="run tunegemm tune"):
         FAMILY.load(PROBLEMS[0], launch, h200, None)
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 
 from tunegemm.device import Device
@@ -57,6 +57,8 @@ _DRAM_EFFICIENCY = 0.85
 _L2_USABLE = 0.6
 # Epilogue: cycles per 64-row subtile beside its bytes (stmatrix, fence, TMA store, barrier).
 _SUBTILE_CYCLES = 90
+# Split-K: the last part of a tile waits for an atomic and reads the others' sums through L2.
+_REDUCTION_US = 1.5
 _LAUNCH_US = 2.0
 _FILL_US = 1.0
 # Overlapping limits disturb each other: the sum of powers lies between their maximum and their sum.
@@ -66,7 +68,7 @@ _DEFAULT_CLOCK_MHZ = 1700.0
 _DEFAULT_BANDWIDTH_GBPS = 3000.0
 
 _REQUIRED = ("tile_m", "tile_n", "tile_k")
-_GRID_PARAMETERS = ("tile_m", "tile_n", "cluster_m", "cluster_n")
+_GRID_PARAMETERS = ("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n", "swap_ab", "schedule")
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,12 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     pingpong = params.get("schedule") == "pingpong"
     in_bytes, out_bytes = DTYPE_BYTES[problem.in_dtype], DTYPE_BYTES[problem.out_dtype]
     clock_mhz = _clock_mhz(device) * _SUSTAINED_CLOCK
+    if params.get("swap_ab", False):  # the kernel computes D^T = B^T A^T
+        problem = replace(problem, m=problem.n, n=problem.m)
+    split_k = int(params.get("split_k", 1))
 
-    # 1. Waves.
-    grid = TileGrid.of(problem, tile_m, tile_n, cluster_m, cluster_n)
+    # 1. Waves. Parts of k are tiles of their own.
+    grid = TileGrid.of(problem, tile_m, tile_n, cluster_m, cluster_n, split_k)
     resident = resident_clusters(device.sm_count, grid.cluster_size)
     waves = ceil(grid.clusters / resident)
     balanced = ceil(grid.clusters / waves)
@@ -137,7 +142,7 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     active_ctas = min(resident, grid.clusters) * grid.cluster_size
 
     # 2. Compute: cycles of one k-step of one tile; a CTA's tiles share the SM's tensor cores one by one.
-    k_steps = ceil(problem.k / tile_k)
+    k_steps = ceil(ceil(problem.k / tile_k) / split_k)
     instructions = (tile_m // 64) * ceil(tile_k * in_bytes / _INSTRUCTION_K_BYTES)
     mma_cycles = instructions * tile_n / 2 / _WGMMA_PEAK
     # A warpgroup that owns only part of the columns (192 rows have 3 groups, 256 columns may be split)
@@ -158,8 +163,10 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     compute_us = waves * mainloop_us
 
     # 3. L2: what all CTAs of a wave ask for together; the tail wave asks for less but takes as long.
-    operand_bytes = problem.k * in_bytes * (tile_m / cluster_n + tile_n / cluster_m)
+    operand_bytes = problem.k / split_k * in_bytes * (tile_m / cluster_n + tile_n / cluster_m)
     l2_bytes = active_ctas * waves * (operand_bytes + tile_m * tile_n * out_bytes)
+    if split_k > 1:  # partial sums are written once and read once
+        l2_bytes += 2 * grid.tiles * tile_m * tile_n * 4
     l2_us = l2_bytes / (_L2_BYTES_PER_CYCLE_AND_SM * device.sm_count * _clock_mhz(device))
 
     # 4. DRAM.
@@ -182,6 +189,9 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     else:
         epilogue_us = waves * tile_epilogue_us
 
+    if split_k > 1:
+        epilogue_us += _REDUCTION_US + split_k * tile_m * tile_n * 4 / _SMEM_BYTES_PER_CYCLE / clock_mhz
+
     busy_us = _overlap(compute_us, l2_us, dram_us)
     return Prediction(
         candidate, grid.tiles, launched * grid.cluster_size, waves, grid.clusters / (waves * resident),
@@ -201,12 +211,15 @@ class TileGrid:
     cluster_m: int
     cluster_n: int
     batch: int
+    split_k: int = 1
 
     @classmethod
-    def of(cls, problem: Problem, tile_m: int, tile_n: int, cluster_m: int, cluster_n: int) -> TileGrid:
+    def of(
+        cls, problem: Problem, tile_m: int, tile_n: int, cluster_m: int, cluster_n: int, split_k: int = 1
+    ) -> TileGrid:
         return cls(
             tile_m, tile_n, ceil(problem.m / (tile_m * cluster_m)), ceil(problem.n / (tile_n * cluster_n)),
-            cluster_m, cluster_n, problem.batch,
+            cluster_m, cluster_n, problem.batch, split_k,
         )  # fmt: skip
 
     @property
@@ -215,7 +228,7 @@ class TileGrid:
 
     @property
     def clusters(self) -> int:
-        return self.clusters_m * self.clusters_n * self.batch
+        return self.clusters_m * self.clusters_n * self.batch * self.split_k
 
     @property
     def tiles(self) -> int:
@@ -288,11 +301,25 @@ def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> l
 
 
 def best_launch(
-    problem: Problem, kernel: Candidate, launch_values: Mapping[str, Sequence[Value]], device: Device
+    problem: Problem,
+    kernel: Candidate,
+    launch_values: Mapping[str, Sequence[Value]],
+    device: Device,
+    feasible: Callable[[Candidate], bool] = lambda launch: True,
 ) -> Prediction:
-    """The kernel at the launch that the model likes best; the first of equals in the lists' order."""
+    """The kernel at the launch that the model likes best; the first of equals in the lists' order.
+
+    A value of a launch parameter is left out where it is infeasible with the others' first values.
+    """
+    first = kernel.with_launch(**{name: values[0] for name, values in launch_values.items()})
+    lists = {
+        name: [
+            value for value in values if value == values[0] or feasible(first.with_launch(**{name: value}))
+        ]
+        for name, values in launch_values.items()
+    }
     return min(
-        (predict(problem, launch, device) for launch in _launches(kernel, launch_values)),
+        (predict(problem, launch, device) for launch in _launches(kernel, lists)),
         key=lambda p: p.total_us,
     )
 
@@ -302,10 +329,12 @@ def rank_kernels(
     kernels: Iterable[Candidate],
     launch_values: Mapping[str, Sequence[Value]],
     device: Device,
+    feasible: Callable[[Candidate], bool] = lambda launch: True,
 ) -> list[Prediction]:
-    """One prediction per kernel, each at its model-best launch, fastest first.
+    """One prediction per kernel, each at its model-best feasible launch, fastest first.
 
-    The launch enters the DRAM term alone, so that kernels of one tile and cluster shape share their best.
+    The launch enters the DRAM term and the split of k alone, so that kernels of one tile, cluster shape and
+    schedule share their best.
     """
     best: dict[tuple[Value | None, ...], Mapping[str, Value]] = {}
     predictions = []
@@ -314,7 +343,7 @@ def rank_kernels(
         if shape in best:
             predictions.append(predict(problem, kernel.with_launch(**best[shape]), device))
         else:
-            predictions.append(best_launch(problem, kernel, launch_values, device))
+            predictions.append(best_launch(problem, kernel, launch_values, device, feasible))
             best[shape] = dict(predictions[-1].candidate.launch_params)
     return sorted(predictions, key=lambda p: p.total_us)
 

@@ -26,7 +26,7 @@ from tunegemm.outcome import Failure, Measurement, Outcome, Resources
 from tunegemm.problem import Problem
 from tunegemm.search import Search
 from tunegemm.search.budget import Effort, budget_for
-from tunegemm.space import Candidate, SearchSpace
+from tunegemm.space import Candidate, Value
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -274,7 +274,7 @@ class _Run:
         """Feasible kernels in the model's order, the library's algorithms, and what the database knows."""
         self._report()
         library = [c for c in measurer.discover(self.problem) if c.family in self.tuner.families]
-        space, ranked = self._ranked_kernels()
+        launch_values, ranked = self._ranked_kernels()
         recorded = self.tuner.recorded(self.problem)
         known = []
         if self.tuner.database is not None:
@@ -289,9 +289,10 @@ class _Run:
             ]
         search = Search(
             [prediction.candidate for prediction in ranked],
-            space.launch_values if space else {},
+            launch_values,
             allowed=lambda candidate: (
-                not model.is_redundant_launch(self.problem, candidate, self.device)
+                self._is_feasible(candidate)
+                and not model.is_redundant_launch(self.problem, candidate, self.device)
                 if recorded is None
                 else candidate in recorded
             ),
@@ -304,16 +305,29 @@ class _Run:
         self.planned = search.budget.trials
         return search
 
-    def _ranked_kernels(self) -> tuple[SearchSpace | None, list[model.Prediction]]:
-        """One prediction per feasible kernel of the generator, at its model-best launch, fastest first."""
+    def _ranked_kernels(self) -> tuple[Mapping[str, tuple[Value, ...]], list[model.Prediction]]:
+        """Launch values that some kernel can take, and one prediction per feasible kernel, fastest first.
+
+        Each kernel stands at its model-best launch.
+        """
         if "cute_sm90" not in self.tuner.families:
-            return None, []
-        family, space = families.get("cute_sm90"), families.load_space("cute_sm90")
+            return {}, []
+        space = families.load_space("cute_sm90")
         recorded = self.tuner.recorded(self.problem)
-        kernels = [k for k in space.kernels() if family.check(self.problem, k, self.device)]
+        kernels = [kernel for kernel in space.kernels() if self._is_feasible(kernel)]
         self.feasible = len(kernels)
         if recorded is None:
-            return space, model.rank_kernels(self.problem, kernels, space.launch_values, self.device)
+            values = {
+                name: tuple(
+                    v
+                    for v in listed
+                    if v == listed[0] or any(self._is_feasible(k.with_launch(**{name: v})) for k in kernels)
+                )
+                for name, listed in space.launch_values.items()
+            }
+            return values, model.rank_kernels(
+                self.problem, kernels, values, self.device, feasible=self._is_feasible
+            )
         # A recording has few launches of each kernel: the model's best among them stands for the kernel.
         best: dict[Candidate, model.Prediction] = {}
         feasible = set(kernels)
@@ -321,7 +335,10 @@ class _Run:
         for prediction in model.rank(self.problem, sorted(launches, key=Candidate.to_json), self.device):
             best.setdefault(prediction.candidate.kernel, prediction)
         self.feasible = len(best)
-        return space, list(best.values())
+        return space.launch_values, list(best.values())
+
+    def _is_feasible(self, candidate: Candidate) -> bool:
+        return families.get(candidate.family).check(self.problem, candidate, self.device).feasible
 
     def evaluate(self, measurer: Measurer, batch: Sequence[Candidate], policy: Policy) -> Iterator[Outcome]:
         """Compile a batch and measure it; every outcome is recorded before it is yielded."""

@@ -8,7 +8,11 @@ consumer warpgroups multiply them by WGMMA and store through shared memory by TM
                every CTA that this CTA's tiles reach   multicasts into the released stage
     order[w]   named barrier, pingpong only: warpgroup w may issue its mainloop
 
-Extents, strides, raster order, swizzle size and the number of clusters are arguments of the launch.
+With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. A warpgroup leaves
+its partial sums in a workspace; the last to arrive adds all of them, in the order of k, and stores: the
+result does not depend on who was last, and nobody waits.
+
+Extents, strides, raster order, swizzle size, split count and grid are arguments of the launch.
 """
 
 import cutlass
@@ -65,9 +69,16 @@ class Gemm:
         raster_along_m: Int32,
         swizzle_size: Int32,
         clusters: Int32,
+        split_k: Int32,
+        partials_address: Int64,
+        counters_address: Int64,
         stream,
     ):
-        """Encode the TMA descriptors and launch. Strides count elements; `clusters` is the grid."""
+        """Encode the TMA descriptors and launch.
+
+        Strides count elements; `clusters` is the grid. With split_k > 1, `partials` holds fp32 sums
+        (`workspace` in the package says how many), `counters` zeros, which the kernel leaves as zeros.
+        """
         config = self.config
         mA = self.operand(a_address, self.in_dtype, (m, k, batch), config.a_major == "k", lda, a_batch_stride)
         mB = self.operand(b_address, self.in_dtype, (n, k, batch), config.b_major == "k", ldb, b_batch_stride)
@@ -113,6 +124,7 @@ class Gemm:
         class Storage:
             full: cute.struct.MemRange[Int64, config.stages]
             empty: cute.struct.MemRange[Int64, config.stages]
+            arrived: cute.struct.MemRange[Int32, 4]
             a: cute.struct.Align[cute.struct.MemRange[self.in_dtype, cute.cosize(sA_layout)], SMEM_ALIGNMENT]
             b: cute.struct.Align[cute.struct.MemRange[self.in_dtype, cute.cosize(sB_layout)], SMEM_ALIGNMENT]
             d: cute.struct.Align[cute.struct.MemRange[self.out_dtype, cute.cosize(sD_layout)], SMEM_ALIGNMENT]
@@ -123,11 +135,13 @@ class Gemm:
         # Work is counted in clusters; a tile beyond the edge loads zeros and stores nothing (TMA clips).
         work_m = cute.ceil_div(m, config.tile_m * config.cluster_m)
         work_n = cute.ceil_div(n, config.tile_n * config.cluster_n)
-        k_tiles = cute.ceil_div(k, config.tile_k)
+        k_tiles = cute.ceil_div(cute.ceil_div(k, config.tile_k), split_k)
+        partials = cute.make_ptr(self.acc_dtype, partials_address, cute.AddressSpace.gmem, assumed_align=16)
+        counters = cute.make_ptr(Int32, counters_address, cute.AddressSpace.gmem, assumed_align=4)
 
         self.kernel(
             tma_a, gA, tma_b, gB, tma_d, gD, tiled_mma, epilogue_mma, sA_layout, sB_layout, sD_layout,
-            k_tiles, work_m, work_n, batch, raster_along_m, swizzle_size,
+            k_tiles, (work_m, work_n, batch, split_k, raster_along_m, swizzle_size), partials, counters,
         ).launch(
             grid=(config.cluster_m, config.cluster_n, clusters),
             block=(config.threads, 1, 1),
@@ -204,21 +218,18 @@ class Gemm:
         sB_layout: cute.ComposedLayout,
         sD_layout: cute.ComposedLayout,
         k_tiles: Int32,
-        work_m: Int32,
-        work_n: Int32,
-        batch: Int32,
-        raster_along_m: Int32,
-        swizzle_size: Int32,
+        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        partials: cute.Pointer,
+        counters: cute.Pointer,
     ):
+        """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band."""
         config = self.config
-        pingpong = const_expr(config.schedule == "pingpong")
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % 32
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        cta_m, cta_n, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
-        total_work = work_m * work_n * batch
+        work_m, work_n, batch, split_k, _, _ = walk
+        total_work = work_m * work_n * batch * split_k
 
         if warp_index == 0:
             cpasync.prefetch_descriptor(tma_a)
@@ -248,56 +259,59 @@ class Gemm:
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp_index == 0:
-                self.produce(
-                    tma_a, mA, tma_b, mB, sA, sB, full, empty, cta_m, cta_n, cluster, clusters, total_work,
-                    k_tiles, work_m, work_n, raster_along_m, swizzle_size,
-                )  # fmt: skip
+                self.produce(tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             self.consume(
-                tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, thread - WARPGROUP_THREADS,
-                lane, group - 1, cta_m, cta_n, cluster, clusters, total_work, k_tiles, work_m, work_n,
-                raster_along_m, swizzle_size, pingpong,
+                tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, storage.arrived.data_ptr(),
+                thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, total_work, partials, counters,
             )  # fmt: skip
 
     @cute.jit
-    def tile_of(self, work, cta_m, cta_n, work_m, work_n, raster_along_m, swizzle_size):
-        """(tile m, tile n, batch) of a work index.
+    def tile_of(self, work, walk):
+        """(tile m, tile n, batch entry, part of k) of this CTA for a work index.
 
-        The walk goes along the raster order's mode in bands `swizzle_size` cluster tiles wide; the last
-        band may be narrower, so no index is a phantom tile.
+        Parts of k are outermost, so that CTAs that run together share operands; then batch entries. The
+        walk over an entry goes along the raster order's mode in bands `swizzle_size` cluster tiles wide;
+        the last band may be narrower, so no index is a phantom tile.
         """
         config = self.config
+        cta_m, cta_n, _ = cute.arch.block_idx()
+        work_m, work_n, batch, _, raster_along_m, swizzle_size = walk
         length = work_n
         width = work_m
         if raster_along_m != 0:
             length = work_m
             width = work_n
-        per_batch = Uint32(work_m * work_n)
-        per_band = Uint32(length * swizzle_size)
-        entry = Uint32(work) // per_batch
-        rest = Uint32(work) - entry * per_batch
-        band = rest // per_band
-        rest = rest - band * per_band
-        first = Int32(band) * swizzle_size
+        per_entry = work_m * work_n
+        rest = Int32(work)
+        entry = Int32(0)
+        part = Int32(0)
+        if rest >= per_entry:  # most launches have one entry and one part: no division for them
+            entry = Int32(Uint32(rest) // Uint32(per_entry))
+            rest -= entry * per_entry
+            part = Int32(Uint32(entry) // Uint32(batch))
+            entry -= part * batch
+        band = Int32(Uint32(rest) // Uint32(length * swizzle_size))
+        rest -= band * length * swizzle_size
+        first = band * swizzle_size
         columns = width - first
         if columns > swizzle_size:
             columns = swizzle_size
-        step = Int32(rest // Uint32(columns))
-        across = first + Int32(rest) - step * columns
+        step = Int32(Uint32(rest) // Uint32(columns))
+        across = first + rest - step * columns
         tile_m = across
         tile_n = step
         if raster_along_m != 0:
             tile_m = step
             tile_n = across
-        return tile_m * config.cluster_m + cta_m, tile_n * config.cluster_n + cta_n, Int32(entry)
+        return tile_m * config.cluster_m + cta_m, tile_n * config.cluster_n + cta_n, entry, part
 
     @cute.jit
-    def produce(
-        self, tma_a, mA, tma_b, mB, sA, sB, full, empty, cta_m, cta_n, cluster, clusters, total_work,
-        k_tiles, work_m, work_n, raster_along_m, swizzle_size,
-    ):  # fmt: skip
+    def produce(self, tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work):
         """One warp: fill the ring, tile after tile."""
+        cta_m, cta_n, cluster = cute.arch.block_idx()
+        _, _, clusters = cute.arch.grid_dim()
         config = self.config
         cta_layout = cute.make_layout((config.cluster_m, config.cluster_n))
         gA = cute.local_tile(mA, (config.tile_m, config.tile_k), (None, None, None))
@@ -328,9 +342,8 @@ class Gemm:
         phase = Int32(1)  # of a fresh barrier the previous phase counts as done: the ring starts empty
         work = Int32(cluster)
         while work < total_work:
-            tile_m, tile_n, entry = self.tile_of(
-                work, cta_m, cta_n, work_m, work_n, raster_along_m, swizzle_size
-            )
+            tile_m, tile_n, entry, part = self.tile_of(work, walk)
+            first_k_tile = part * k_tiles
             tAgA_tile = tAgA[(None, tile_m, None, entry)]
             tBgB_tile = tBgB[(None, tile_n, None, entry)]
             for k_tile in cutlass.range(k_tiles, unroll=1):
@@ -339,14 +352,14 @@ class Gemm:
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, config.stage_bytes)
                 cute.copy(
                     tma_a,
-                    tAgA_tile[(None, k_tile)],
+                    tAgA_tile[(None, first_k_tile + k_tile)],
                     tAsA[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=a_mask,
                 )
                 cute.copy(
                     tma_b,
-                    tBgB_tile[(None, k_tile)],
+                    tBgB_tile[(None, first_k_tile + k_tile)],
                     tBsB[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=b_mask,
@@ -368,13 +381,16 @@ class Gemm:
 
     @cute.jit
     def consume(
-        self, tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, thread, lane, group, cta_m, cta_n,
-        cluster, clusters, total_work, k_tiles, work_m, work_n, raster_along_m, swizzle_size,
-        pingpong: cutlass.Constexpr,
+        self, tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, arrived, thread, group, k_tiles,
+        walk, total_work, partials, counters,
     ):  # fmt: skip
         """One consumer warpgroup: multiply, convert, store."""
         config = self.config
+        pingpong = const_expr(config.schedule == "pingpong")
+        cta_m, cta_n, cluster = cute.arch.block_idx()
+        _, _, clusters = cute.arch.grid_dim()
         group_thread = thread % WARPGROUP_THREADS
+        lane = thread % 32
 
         # WGMMA operands are descriptors; the slice of a warpgroup's first thread stands for all of it.
         first_thread = Int32(0) if const_expr(pingpong) else group * WARPGROUP_THREADS
@@ -442,14 +458,29 @@ class Gemm:
                     barrier_id=ORDER_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP_THREADS
                 )
             # The divisions of the tile's coordinates run under the last WGMMAs.
-            tile_m, tile_n, entry = self.tile_of(
-                work, cta_m, cta_n, work_m, work_n, raster_along_m, swizzle_size
-            )
+            tile_m, tile_n, entry, part = self.tile_of(work, walk)
             warpgroup.wait_group(0)
             if signal:
                 cute.arch.mbarrier_arrive(empty + previous, peer)
 
-            self.store(tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry)
+            holds_sum = cutlass.Boolean(True)
+            if walk[3] > 1:
+                tile = (entry * walk[1] * config.cluster_n + tile_n) * walk[0] * config.cluster_m + tile_m
+                holds_sum = self.reduce(
+                    accumulators,
+                    partials,
+                    counters,
+                    arrived + group,
+                    tile,
+                    part,
+                    walk[3],
+                    group,
+                    group_thread,
+                )
+            if holds_sum:
+                self.store(
+                    tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry
+                )
 
             if const_expr(pingpong):
                 # Skip the other warpgroup's tile.
@@ -469,6 +500,47 @@ class Gemm:
         """The WGMMAs of one 32-byte block of k in one stage."""
         index = (None, None, block, stage)
         cute.gemm(tiled_mma, accumulators, tCrA[index], tCrB[index], accumulators)
+
+    @cute.jit
+    def reduce(self, accumulators, partials, counters, arrived, tile, part, parts, group, group_thread):
+        """Leave this part's sums in the workspace; true for the last part, which then holds the total.
+
+        Only the same warpgroup of other CTAs touches these sums, thread by thread at the same place, so
+        that their layout is free: four neighbours of a thread, then threads, for 16-byte accesses.
+        """
+        config = self.config
+        values = config.accumulator_registers
+        tile_group = tile * config.tile_warpgroups
+        if const_expr(config.tile_warpgroups > 1):
+            tile_group += group
+        layout = cute.make_layout((4, values // 4), stride=(1, 4 * WARPGROUP_THREADS))
+        own = cute.make_tensor(accumulators.iterator, cute.make_layout((4, values // 4)))
+        first = partials + Int64(tile_group * parts) * (values * WARPGROUP_THREADS) + group_thread * 4
+        mine = cute.make_tensor(first + Int64(part) * (values * WARPGROUP_THREADS), layout)
+        for chunk in cutlass.range_constexpr(values // 4):
+            cute.autovec_copy(own[(None, chunk)], mine[(None, chunk)])
+        # Each thread's sums are visible before the one thread counts, and counting orders it before the
+        # readers: release and acquire at device scope on both sides of the barrier.
+        cute.arch.fence_acq_rel_gpu()
+        self.epilogue_barrier(group)
+        if group_thread == 0:
+            before = cute.arch.atomic_add(counters + tile_group, Int32(1), sem="acq_rel", scope="gpu")
+            cute.make_tensor(arrived, cute.make_layout(1))[0] = before
+        self.epilogue_barrier(group)
+        last = cute.make_tensor(arrived, cute.make_layout(1))[0] == parts - 1
+        if last:
+            cute.arch.fence_acq_rel_gpu()
+            if group_thread == 0:
+                cute.make_tensor(counters + tile_group, cute.make_layout(1))[0] = Int32(0)
+            accumulators.fill(0.0)
+            for index in cutlass.range(parts, unroll=1):
+                theirs = cute.make_tensor(first + Int64(index) * (values * WARPGROUP_THREADS), layout)
+                for chunk in cutlass.range_constexpr(values // 4):
+                    piece = cute.make_rmem_tensor(4, self.acc_dtype)
+                    cute.autovec_copy(theirs[(None, chunk)], piece)
+                    for value in cutlass.range_constexpr(4):
+                        own[value, chunk] = own[value, chunk] + piece[value]
+        return last
 
     @cute.jit
     def store(self, tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tunegemm.device import Device
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
 from tunegemm.feasibility import tma_alignment
@@ -13,16 +15,31 @@ from tunegemm.space import Candidate
 #: tests/test_cute_sm90.py: 24 to 40; 232 - 192 and 240 - 208 leave 40 and 32, which ptxas meets without
 #: spills.
 _OVERHEAD_REGISTERS = 32
+_SWAP_MAX_M = 128
+_MIN_K_TILES_PER_PART = 4
+_MAX_WORK_PER_SM = 2
+
+
+def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
+    """The product that the kernel computes: with swap_ab it is D^T = B^T A^T, n x m, from the same memory."""
+    if not candidate.params.get("swap_ab", False):
+        return problem
+    return replace(
+        problem,
+        m=problem.n,
+        n=problem.m,
+        a_major="k" if problem.b_major == "k" else "m",
+        b_major="k" if problem.a_major == "k" else "n",
+        out_major="m" if problem.out_major == "n" else "n",
+    )
 
 
 def config_of(problem: Problem, candidate: Candidate) -> KernelConfig:
     """The compile-time choices that the candidate and the problem's dtypes and majors make together."""
+    seen = seen_by_kernel(problem, candidate)
     return KernelConfig.from_mapping(
         dict(candidate.compile_params)
-        | {
-            name: getattr(problem, name)
-            for name in ("in_dtype", "out_dtype", "a_major", "b_major", "out_major")
-        }
+        | {name: getattr(seen, name) for name in ("in_dtype", "out_dtype", "a_major", "b_major", "out_major")}
     )
 
 
@@ -30,13 +47,6 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
     """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, target sm_90a)."""
     if device.architecture.capability != (9, 0):
         return f"{device.architecture.compile_target} has no WGMMA; cute_sm90 needs sm_90a"
-    return None
-
-
-def output_major(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """This generator's epilogue stores rows: D is n-major."""
-    if problem.out_major != "n":
-        return f"{problem.out_major}-major output; cute_sm90 stores n-major"
     return None
 
 
@@ -112,20 +122,50 @@ def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | Non
 
 def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A cluster larger than the problem's tiles only loads zeros."""
+    seen = seen_by_kernel(problem, candidate)
     for extent, tile, ways, name in (
-        (problem.m, candidate["tile_m"], candidate["cluster_m"], "m"),
-        (problem.n, candidate["tile_n"], candidate["cluster_n"], "n"),
+        (seen.m, candidate["tile_m"], candidate["cluster_m"], "m"),
+        (seen.n, candidate["tile_n"], candidate["cluster_n"], "n"),
     ):
         tiles = -(-extent // tile)
         if ways > 1 and tiles < ways:
-            return f"cluster_{name} {ways} > {tiles} tiles of {tile} in {name}={extent}"
+            return f"cluster_{name} {ways} > {tiles} tiles of {tile} in extent {extent}"
     return None
 
 
-#: Cheapest first. `cluster_fits` is the only rule about extents besides TMA's.
+def swap_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Swapping puts m on WGMMA's narrow side; an m that fills the 64-row side gains nothing there."""
+    if candidate.params.get("swap_ab", False) and problem.m > _SWAP_MAX_M:
+        return f"swap_ab with m={problem.m} > {_SWAP_MAX_M}: the transposed tile does the same unswapped"
+    return None
+
+
+def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Parts of k need k tiles of their own and multiprocessors that are idle without them."""
+    parts = int(candidate.params.get("split_k", 1))
+    if parts == 1:
+        return None
+    k_tiles = -(-problem.k // candidate["tile_k"])
+    if parts * _MIN_K_TILES_PER_PART > k_tiles:
+        return f"split_k {parts} leaves a part less than {_MIN_K_TILES_PER_PART} of {k_tiles} k tiles"
+    tiles = tile_count(problem, candidate)
+    if tiles * parts > _MAX_WORK_PER_SM * device.sm_count:
+        return f"split_k {parts} x {tiles} tiles > {_MAX_WORK_PER_SM} x {device.sm_count} multiprocessors"
+    return None
+
+
+def tile_count(problem: Problem, candidate: Candidate) -> int:
+    """Output tiles, both modes rounded up to whole clusters, over the batch."""
+    seen = seen_by_kernel(problem, candidate)
+    rows = -(-seen.m // (candidate["tile_m"] * candidate["cluster_m"])) * candidate["cluster_m"]
+    columns = -(-seen.n // (candidate["tile_n"] * candidate["cluster_n"])) * candidate["cluster_n"]
+    return int(rows * columns * problem.batch)
+
+
+#: Cheapest first. Those named `..._fits` look at extents: what they reject runs, but repeats another
+#: candidate or computes nothing.
 RULES = (
     architecture,
-    output_major,
     tma_alignment,
     mma_tile,
     epilogue_tile,
@@ -135,6 +175,8 @@ RULES = (
     shared_memory,
     cluster,
     cluster_fits,
+    swap_fits,
+    split_fits,
 )
 
 assert WARPGROUP_THREADS == 128  # the formulas above count per 128-thread warpgroup
