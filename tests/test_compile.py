@@ -70,6 +70,7 @@ def test_closing_ends_workers_that_hang(store: ArtifactStore) -> None:
         time.sleep(0.5)
     assert time.monotonic() - started < 20
     assert future.result().artifact is None
+    assert store.failure(key("slow", "hang")) is None, "Ctrl-C says nothing of the kernel"
 
 
 def test_workers_are_at_least_one_and_at_most_the_cores() -> None:

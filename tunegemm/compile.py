@@ -129,8 +129,9 @@ class CompilePool:
             with self._lock:
                 self._all.discard(worker)
             scratch.unlink(missing_ok=True)
-            # A time-out may be the machine's fault and is not remembered; an abort is the candidate's.
-            if not died.timed_out:
+            # An abort is the candidate's fault. A worker that was killed is not: by `close` after Ctrl-C, at
+            # the deadline, or for memory. Remembered, it would hide a good kernel from every later tuning.
+            if not died.killed:
                 self.store.add_failure(key, str(died))
             return CompileResult(None, str(died))
         self._idle.put(worker)
@@ -169,9 +170,10 @@ def _tuples(resources: dict[str, Any]) -> dict[str, Any]:
 class _WorkerDied(Exception):
     """The worker was lost with the job it had."""
 
-    def __init__(self, reason: str, *, timed_out: bool = False) -> None:
+    def __init__(self, reason: str, *, killed: bool = False) -> None:
         super().__init__(reason)
-        self.timed_out = timed_out
+        self.killed = killed
+        """From outside, so that it says nothing of the candidate."""
 
 
 class _Worker:
@@ -201,28 +203,28 @@ class _Worker:
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise _WorkerDied(self._obituary()) from None
+            raise self._death() from None
         ready, _, _ = select.select([self._replies], [], [], timeout_s)
         if not ready:
             self.kill()
-            raise _WorkerDied(f"compile took longer than {timeout_s:g} s", timed_out=True)
+            raise _WorkerDied(f"compile took longer than {timeout_s:g} s", killed=True)
         line = self._replies.readline()
         if not line.endswith(b"\n"):
-            raise _WorkerDied(self._obituary())
+            raise self._death()
         return json.loads(line)
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
 
-    def _obituary(self) -> str:
+    def _death(self) -> _WorkerDied:
         code = self._process.wait()
         if code == 1:
             raise CompileError(
                 f"the compile worker cannot start: {sys.executable} -m tunegemm.compile exits with 1"
             )
         how = f"aborted by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the compiler {how}"
+        return _WorkerDied(f"the compiler {how}", killed=code in (-signal.SIGKILL, -signal.SIGTERM))
 
 
 def _serve(reply_descriptor: int, families_module: str) -> None:

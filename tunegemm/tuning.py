@@ -25,7 +25,7 @@ from tunegemm.measure.statistics import winner
 from tunegemm.outcome import Failure, Measurement, Outcome, Resources
 from tunegemm.problem import Problem
 from tunegemm.search import Search
-from tunegemm.search.budget import Effort
+from tunegemm.search.budget import Effort, budget_for
 from tunegemm.space import Candidate, Value
 
 if TYPE_CHECKING:
@@ -50,16 +50,20 @@ class Progress:
 
     problem: Problem
     stage: str
-    """What is being done: library, screen, explore, refine, final or done."""
+    """What is being done: library, screen, explore, refine, final and done; or compile and done, where
+    nothing can be timed."""
     feasible: int
     """Kernels that passed feasibility."""
     compiled: int
     """Kernels that are ready to launch."""
     to_compile: int
-    """Kernels asked for that are not ready yet."""
+    """Candidates of this batch whose kernels are not ready yet."""
+    library: int
+    """Algorithms of the vendor's library that were measured."""
     measured: int
+    """Candidates of the generators that were measured by this call, before the final race."""
     planned: int
-    """Measurements that the effort allows, without the library's algorithms."""
+    """Candidates of the generators that the effort allows; those that fail count, too."""
     failures: Mapping[str, int]
     """Failed candidates by stage."""
     best_label: str
@@ -166,14 +170,20 @@ class Tuner:
         Ctrl-C ends it early: the result says so, and everything measured is kept.
         """
         run = _Run(self, problem, on_progress, compiled_before=self.pool.compiled)
-        measurer = self._measurer_for(problem)
-        if measurer is None:
-            return run.rank_by_model()
         deadline = time.monotonic() + (budget_seconds if budget_seconds is not None else float("inf"))
         try:
+            measurer = self._measurer_for(problem)
+            if measurer is None:
+                return run.rank_by_model(effort, trials)
             search = run.start_search(measurer, effort, trials)
             run.compile_ahead(search.planned_screen())
-            while time.monotonic() < deadline and (batch := search.ask(_BATCH)):
+            while batch := search.ask(_BATCH):
+                if time.monotonic() >= deadline:
+                    run.note = (
+                        f"the budget of {budget_seconds:g} s ended the search after {len(run.measured)} "
+                        "measurements; a larger one goes on"
+                    )
+                    break
                 run.stage = search.stage
                 for outcome in run.evaluate(measurer, batch, replace(SCREEN, seed=self.seed)):
                     search.tell(outcome.candidate, run.value(outcome))
@@ -245,7 +255,12 @@ class _Run:
     feasible: int = 0
     planned: int = 0
     ready: set[Candidate] = field(default_factory=set)
-    waiting: int = 0
+    waiting: list[Future[CompileResult]] = field(default_factory=list)
+    measured: set[Candidate] = field(default_factory=set)
+    """By this call and before the final race, which measures some again."""
+    best: Measurement | None = None
+    """The winner, once there is one."""
+    note: str = ""
     screened: dict[Candidate, Measurement] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
     resources: dict[Candidate, Resources] = field(default_factory=dict)
@@ -257,6 +272,7 @@ class _Run:
 
     def start_search(self, measurer: Measurer, effort: Effort, trials: int | None) -> Search:
         """Feasible kernels in the model's order, the library's algorithms, and what the database knows."""
+        self._report()
         library = [c for c in measurer.discover(self.problem) if c.family in self.tuner.families]
         launch_values, ranked = self._ranked_kernels()
         recorded = self.tuner.recorded(self.problem)
@@ -351,15 +367,13 @@ class _Run:
 
     def _submit(self, batch: Sequence[Candidate]) -> list[tuple[Candidate, Future[CompileResult] | None]]:
         submitted = [(candidate, self._future(candidate)) for candidate in batch]
-        self.waiting = sum(1 for _, future in submitted if future is not None and not future.done())
+        self.waiting = [future for _, future in submitted if future is not None]
         self._report()
         return submitted
 
     def _job(self, candidate: Candidate, result: CompileResult | None) -> Job:
         if result is not None and result.artifact is not None:
-            if candidate.kernel not in self.ready:
-                self.ready.add(candidate.kernel)
-            self.waiting = max(0, self.waiting - 1)
+            self.ready.add(candidate.kernel)
             self.resources[candidate] = result.artifact.resources
         job = Job(candidate, result.artifact.path if result is not None and result.artifact else None)
         self.jobs[candidate] = job
@@ -381,7 +395,7 @@ class _Run:
 
     def settle(self, raced: Sequence[Measurement]) -> TuneResult:
         """Choose by evidence, record the choice, report."""
-        best = winner(self.problem, raced) if raced else None
+        self.best = best = winner(self.problem, raced) if raced else None
         if best is not None and self._publishes:
             assert self.tuner.database is not None
             self.tuner.database.settle(
@@ -393,23 +407,28 @@ class _Run:
             )
         self.stage = "done"
         self._report()
-        note = "" if best else "nothing could be measured; see the failures"
-        return self._result(best, note=note)
+        if best is None and not self.note:
+            self.note = "nothing could be measured; see the failures"
+        return self._result(best, note=self.note)
 
     def interrupt(self) -> TuneResult:
         """After Ctrl-C: the best of what was measured. The database has it already."""
-        best = max(self.screened.values(), key=lambda m: m.ratio, default=None)
-        note = f"interrupted after {len(self.screened)} measurements; run the same command again to go on"
+        best = self.best or max(self.screened.values(), key=lambda m: m.ratio, default=None)
+        note = f"interrupted after {len(self.measured)} measurements; run the same command again to go on"
         return self._result(best, note=note, interrupted=True)
 
-    def rank_by_model(self) -> TuneResult:
+    def rank_by_model(self, effort: Effort, trials: int | None) -> TuneResult:
         """Nothing can be timed: compile the model's best for real and report its ranking as such."""
         try:
+            self.stage = "compile"
+            self._report()
             _, ranked = self._ranked_kernels()
-            self.planned, self.stage = min(_MODELLED, len(ranked)), "compile"
+            budget = budget_for(effort, kernels=len(ranked), launches=1, trials=trials)
+            ranked = ranked[: min(_MODELLED, budget.trials)]
+            self.planned = len(ranked)
             kept = []
             for prediction, (candidate, future) in zip(
-                ranked, self._submit([p.candidate for p in ranked[:_MODELLED]]), strict=False
+                ranked, self._submit([p.candidate for p in ranked]), strict=True
             ):
                 result = future.result() if future else None
                 if result is not None and result.artifact is None:
@@ -417,8 +436,12 @@ class _Run:
                 else:
                     self._job(candidate, result)
                     kept.append(prediction)
+            self.stage = "done"
+            self._report()
         except KeyboardInterrupt:
             return self._result(None, note="interrupted; nothing was timed", interrupted=True)
+        finally:
+            self.tuner.pool.drop_waiting()
         note = f"{self.problem} has no times on {self.device.spec}: ranked by the model, which only ranks"
         return self._result(None, note=note, predictions=tuple(kept))
 
@@ -430,6 +453,8 @@ class _Run:
         self.outcomes.append(outcome)
         if isinstance(outcome, Measurement):
             self.screened[outcome.candidate] = outcome
+            if self.stage != "final":
+                self.measured.add(outcome.candidate)
         if self._publishes:
             assert self.tuner.database is not None
             self.tuner.database.publish(
@@ -446,15 +471,17 @@ class _Run:
     def _report(self) -> None:
         if self.on_progress is None:
             return
-        best = max(self.screened.values(), key=lambda m: m.ratio, default=None)
+        best = self.best or max(self.screened.values(), key=lambda m: m.ratio, default=None)
+        library = sum(candidate.family == "cublaslt" for candidate in self.measured)
         self.on_progress(
             Progress(
                 problem=self.problem,
                 stage=self.stage,
                 feasible=self.feasible,
                 compiled=len(self.ready),
-                to_compile=self.waiting,
-                measured=len(self.screened),
+                to_compile=sum(not future.done() for future in self.waiting),
+                library=library,
+                measured=len(self.measured) - library,
                 planned=self.planned,
                 failures=Counter(o.stage for o in self.outcomes if isinstance(o, Failure)),
                 best_label=self._label(best.candidate) if best else "",

@@ -194,9 +194,10 @@ class TestProgress:
         from tunegemm.tuning import Progress
 
         facts: dict[str, object] = {
-            "problem": Problem.parse(SHAPE), "stage": "compile", "feasible": 812,
+            "problem": Problem.parse(SHAPE), "stage": "screen", "feasible": 812,
             "compiled": 24, "to_compile": 96,
-            "measured": 12, "planned": 400, "failures": {"compile": 2, "wrong": 0, "timeout": 1},
+            "library": 9, "measured": 12, "planned": 400,
+            "failures": {"compile": 2, "wrong": 0, "timeout": 1},
             "best_label": "pp128x192x64", "best_us": 205.31, "best_ratio": 1.0432, "elapsed_s": 12.3,
         }  # fmt: skip
         return Progress(**(facts | changes))  # type: ignore[arg-type]
@@ -211,17 +212,31 @@ class TestProgress:
         return file.getvalue()
 
     def test_a_pipe_gets_a_line_per_stage(self) -> None:
-        text = self.lines(False, self.progress(), self.progress(compiled=25), self.progress(stage="measure"))
+        text = self.lines(False, self.progress(), self.progress(compiled=25), self.progress(stage="explore"))
         assert text.splitlines() == [
-            f"{SHAPE} bf16 tn · {stage} · feasible 812 · compiled 24 (+96) · measured 12/400 · "
+            f"{SHAPE} bf16 tn · {stage} · feasible 812 · compiled 24 (+96) · library 9 · measured 12/400 · "
             "failed 3 (compile 2, timeout 1) · best pp128x192x64 at 205.3 us, 1.043 x torch.mm · 12 s"
-            for stage in ("compile", "measure")
+            for stage in ("screen", "explore")
         ]
 
+    def test_a_long_stage_is_not_silent_in_a_log(self) -> None:
+        updates = [self.progress(elapsed_s=float(second)) for second in range(100)]
+        assert [line.rpartition(" · ")[2] for line in self.lines(False, *updates).splitlines()] == [
+            "0 s", "30 s", "60 s", "90 s",
+        ]  # fmt: skip
+
     def test_before_the_first_measurement(self) -> None:
-        text = self.lines(False, self.progress(best_us=None, best_ratio=None, failures={}))
-        assert "best" not in text
-        assert "failed" not in text
+        nothing = dict.fromkeys(("feasible", "compiled", "to_compile", "library", "measured"), 0)
+        text = self.lines(
+            False,
+            self.progress(stage="library", best_us=None, best_ratio=None, failures={}, planned=0, **nothing),
+        )
+        assert text == f"{SHAPE} bf16 tn · library · 12 s\n"
+
+    def test_where_nothing_is_timed_kernels_are_compiled_only(self) -> None:
+        text = self.lines(False, self.progress(stage="compile", library=0, measured=0, best_us=None))
+        assert "compiled 24 (+96)" in text
+        assert "measured" not in text
 
     def test_a_terminal_gets_a_live_view(self) -> None:
         text = self.lines(True, self.progress())

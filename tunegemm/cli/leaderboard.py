@@ -80,7 +80,7 @@ def command(
     console = options.stdout_console()
     if format is Format.table and out is None and console.is_terminal:
         for board in boards:
-            console.print(board.table(top))
+            console.print(board.table(top, width=console.width))
         return
     text = _render(boards, format, top)
     if out is None:

@@ -15,6 +15,9 @@ from rich.text import Text
 if TYPE_CHECKING:
     from tunegemm.tuning import Progress
 
+#: Seconds without a line in a log, at most.
+_QUIET_S = 30.0
+
 
 def describe_failures(failures: Mapping[str, int]) -> str:
     """``failed 3 (compile 2, timeout 1)``; nothing when there are none."""
@@ -33,22 +36,24 @@ def describe_best(progress: Progress) -> str:
 
 
 def describe_counts(progress: Progress) -> str:
-    """``feasible 812 · compiled 24 (+8) · measured 120/400``, and the failures by stage.
+    """``feasible 812 · compiled 24 (+8) · library 9 · measured 120/400``, and the failures by stage.
 
-    In brackets the kernels that are being compiled.
+    In brackets the kernels that this batch waits for; what is not known yet is left out.
     """
     waiting = f" (+{progress.to_compile})" if progress.to_compile else ""
     parts = [
-        f"feasible {progress.feasible}",
-        f"compiled {progress.compiled}{waiting}",
-        f"measured {progress.measured}/{progress.planned}",
+        f"feasible {progress.feasible}" if progress.feasible else "",
+        f"compiled {progress.compiled}{waiting}" if progress.compiled or waiting else "",
+        f"library {progress.library}" if progress.library else "",
+        # Where nothing can be timed, kernels are compiled only.
+        f"measured {progress.measured}/{progress.planned}" if progress.measured or progress.library else "",
         describe_failures(progress.failures),
     ]
     return " · ".join(part for part in parts if part)
 
 
 class ProgressView:
-    """A live bar on a terminal; elsewhere (a log, a pipe) one line whenever the stage changes.
+    """A live bar on a terminal; elsewhere (a log, a pipe) one line per stage, or per 30 s of it.
 
     Use as a context manager and pass `update` as `on_progress`. Prints on the console given: stderr, so
     that stdout holds the result and nothing else.
@@ -60,6 +65,7 @@ class ProgressView:
             Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
         )
         self._stage = ""
+        self._told_s = 0.0
 
     def __enter__(self) -> ProgressView:
         if self._live is not None:
@@ -75,16 +81,17 @@ class ProgressView:
     def update(self, progress: Progress) -> None:
         if self._live is not None:
             self._live.update(self._render(progress))
-        elif progress.stage != self._stage:
+        elif progress.stage != self._stage or progress.elapsed_s - self._told_s >= _QUIET_S:
             line = [str(progress.problem), progress.stage, describe_counts(progress), describe_best(progress)]
             line.append(f"{progress.elapsed_s:.0f} s")
             self._console.print(" · ".join(part for part in line if part), soft_wrap=True, highlight=False)
-        self._stage = progress.stage
+            self._stage, self._told_s = progress.stage, progress.elapsed_s
 
     @staticmethod
     def _render(progress: Progress) -> Group:
-        total = progress.compiled + progress.to_compile + progress.planned
-        bar = ProgressBar(total=max(total, 1), completed=progress.compiled + progress.measured, width=30)
+        done = progress.compiled if progress.stage == "compile" else progress.measured
+        done += sum(progress.failures.values())
+        bar = ProgressBar(total=max(progress.planned, 1), completed=min(done, progress.planned), width=30)
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(str(progress.problem), style="bold"),

@@ -110,8 +110,11 @@ def command(
 
 def show_result(console: Console, result: TuneResult, top: int, *, where: str) -> None:
     """The leaderboard of one tuning, what failed, and how to use the winner."""
-    console.print(leaderboard(result).table(top))
-    closing = ["" if result.predictions else result.note, failure_line(result), usage_line(result, where)]
+    board = leaderboard(result)
+    if not board.frame.empty:
+        console.print(board.table(top, width=console.width))
+    note = f"Note: {result.note}." if result.note and not result.predictions else ""
+    closing = [note, failure_line(result), usage_line(result, where)]
     for line in [failure_line(result)] if result.interrupted else closing:
         if line:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -143,9 +146,11 @@ def failure_line(result: TuneResult) -> str:
 
 
 def usage_line(result: TuneResult, where: str) -> str:
-    """The one line that says what the result is good for."""
+    """The one line that says what the result is good for; empty when there was no time to try anything."""
     problem, seconds = result.problem, f"{result.seconds:.1f} s"
     if result.best is None and not result.predictions:
+        if not result.outcomes:
+            return ""
         return f"No candidate for {problem} could be used, after {seconds}: see `tunegemm doctor`."
     if result.source == "measured":
         return f"Tuned in {seconds}: tunegemm.matmul(a, b) now uses this kernel for {problem} (from {where})."

@@ -72,10 +72,17 @@ COLUMNS: Mapping[str, Column] = {
     "percent_of_roofline": Column("% of roofline", 1),
     "spread_percent": Column("spread %", 1),
     "best_vendor": Column("best of vendor"),
-    "best_vendor_ratio": Column("its ratio", 3),
+    "best_vendor_ratio": Column("vendor ratio", 3),
     "family": Column("family"),
     "device": Column("device"),
 }
+
+#: What a narrow terminal goes without, in this order, so that candidates stay readable: the title names the
+#: device, the label tells the family, and the other figures follow from those that stay.
+_DISPENSABLE = ("device", "family", "best_vendor", "spread_percent", "percent_of_roofline", "tflops")
+
+#: Text wider than this may fold at its spaces before a column is left out.
+_READABLE = {"candidate": 36, "problem": 16, "best_vendor": 24}
 
 
 @dataclass(frozen=True)
@@ -209,24 +216,33 @@ class Leaderboard:
         note = self.note if kept.all() else f"{self.note} Rows not shown: {(~kept).sum()}."
         return replace(self, frame=self.frame[kept].reset_index(drop=True), note=note)
 
-    def table(self, top: int | None = None) -> Table:
-        """For a terminal, with Rich. The row that is dispatched is bold."""
+    def table(self, top: int | None = None, *, width: int | None = None) -> Table:
+        """For a terminal, with Rich. The row that is dispatched is bold.
+
+        width: of the terminal in characters; columns that do not fit are left out, the least useful first.
+        """
         from rich.table import Table
         from rich.text import Text
 
         board = self.top(top)
         table = Table(title=board.title, caption=board.note, caption_justify="left", title_justify="left")
-        shown = board._shown()
         rows = board.frame.to_dict("records")
-        for name in shown:
-            number = COLUMNS[name].decimals is not None
-            # In a narrow terminal words fold. Numbers never do: cut short, they would be others.
-            width = max((len(_cell(name, row)) for row in rows), default=0) if number else 5
-            justify: Literal["left", "right"] = "right" if number else "left"
-            table.add_column(COLUMNS[name].heading, justify=justify, min_width=width, overflow="fold")
+        widths = {name: _least_width(name, rows) for name in board._shown()}
+        for name in _DISPENSABLE:
+            if width is not None and sum(widths.values()) + 3 * len(widths) + 1 > width:
+                widths.pop(name, None)
+        whole = sum(max(len(COLUMNS[name].heading), _longest(name, rows)) + 3 for name in widths) + 1
+        for name, least in widths.items():
+            heading = COLUMNS[name].heading
+            # Numbers never fold: cut short, they would be others. Their headings do, before candidates.
+            if COLUMNS[name].decimals is not None:
+                fixed = least if width is not None and whole > width else None
+                table.add_column(heading, justify="right", width=fixed, min_width=least)
+            else:
+                table.add_column(heading, min_width=5, overflow="fold")
         for row in rows:
             style = "bold" if row.get("chosen") else ""
-            table.add_row(*(Text(_cell(name, row)) for name in shown), style=style)
+            table.add_row(*(Text(_cell(name, row)) for name in widths), style=style)
         return table
 
     def markdown(self, top: int | None = None) -> str:
@@ -264,7 +280,7 @@ class Leaderboard:
             from rich.console import Console
 
             text = io.StringIO()
-            Console(file=text, width=240).print(self.table(top))
+            Console(file=text, width=240).print(self.table(top, width=240))
             return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
         renderers = {"csv": self.csv, "json": self.json, "md": self.markdown}
         if format not in renderers:
@@ -448,6 +464,16 @@ def _cell(name: str, row: Mapping[Any, Any]) -> str:
     if decimals < 0:  # four significant digits, and whole numbers above
         decimals = max(0, 3 - math.floor(math.log10(value)))
     return f"{value:.{decimals}f}"
+
+
+def _longest(name: str, rows: list[dict[Any, Any]]) -> int:
+    return max((len(_cell(name, row)) for row in rows), default=0)
+
+
+def _least_width(name: str, rows: list[dict[Any, Any]]) -> int:
+    """Characters that a column needs: its longest cell, and the longest word of its heading."""
+    longest = _longest(name, rows)
+    return max(min(longest, _READABLE.get(name, longest)), *map(len, COLUMNS[name].heading.split()))
 
 
 def _plain(value: Any) -> Any:

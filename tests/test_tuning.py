@@ -1,0 +1,284 @@
+"""Tuning with all its parts but a GPU: kernels are really compiled, times come from a recording.
+
+The recording is written here; its numbers are made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.planted import tuning_families
+from tunegemm import families, tuning
+from tunegemm.artifacts import ArtifactStore
+from tunegemm.compile import CompilePool
+from tunegemm.database import Database
+from tunegemm.device import find_device
+from tunegemm.errors import DeviceError, SpaceError
+from tunegemm.families.cublaslt import TORCH_MM
+from tunegemm.measure.replay import write_sweep
+from tunegemm.outcome import Failure, Measurement, Outcome
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+from tunegemm.tuning import Progress, Tuner, TuneResult, open_device
+
+PROBLEM = Problem.parse("512x512x512")
+BROKEN = Problem.parse("512x512x1024")
+"""Its sweep holds kernels that do not compile here."""
+UNRECORDED = Problem.parse("64x64x64")
+DEVICE = replace(find_device("model:h200"), spec="cuda:0")
+
+
+def kernels(*widths: int) -> list[Candidate]:
+    """One small, feasible kernel of the shipped space per tile width: cheap to compile."""
+    family, found = families.get("cute_sm90"), {}
+    for kernel in families.load_space("cute_sm90").kernels():
+        width = kernel["tile_n"]
+        if (
+            width in widths
+            and kernel["tile_m"] == 64
+            and width not in found
+            and family.check(PROBLEM, kernel, DEVICE)
+        ):
+            found[width] = kernel
+    assert set(found) == set(widths)
+    return list(found.values())
+
+
+def launches(kernel: Candidate, count: int = 3) -> list[Candidate]:
+    """A few launches of a kernel."""
+    values = families.load_space("cute_sm90").launch_values
+    first = {name: listed[0] for name, listed in values.items()}
+    name, listed = max(values.items(), key=lambda item: len(item[1]))
+    return [kernel.with_launch(**first | {name: value}) for value in listed[:count]]
+
+
+def measurement(candidate: Candidate, us: float) -> Measurement:
+    return Measurement(candidate, (us, us + 0.1, us), (10.0, 10.0, 10.0), 1e-3, 0.002)
+
+
+def sweep(widths: tuple[int, ...]) -> list[Outcome]:
+    """Three launches of each kernel, none as fast as another; torch.mm takes 10 us."""
+    own = [launch for kernel in kernels(*widths) for launch in launches(kernel)]
+    outcomes: list[Outcome] = [measurement(launch, 9.0 + 0.25 * (7 * i % 11)) for i, launch in enumerate(own)]
+    return [*outcomes, measurement(TORCH_MM, 10.0)]
+
+
+GOOD = (16, 32, 64)
+WRONG = launches(kernels(32)[0])[1]
+FASTEST = launches(kernels(16)[0])[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """`replay:h200` is the recording that is written here."""
+    root = tmp_path_factory.mktemp("db")
+    broken = (16, tuning_families.RAISES, tuning_families.ABORTS)
+    for problem, outcomes in (
+        (PROBLEM, [*sweep(GOOD), Failure(WRONG, "wrong", "relative error 0.7 > 0.01")]),
+        (BROKEN, sweep(broken)),
+    ):
+        write_sweep(
+            root / "sweeps", "h200", DEVICE, problem, outcomes,
+            recorded_at=datetime(2026, 1, 2, tzinfo=UTC), command="none: made up",
+        )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tunegemm.measure.replay.data_path", lambda *parts: root.joinpath(*parts[1:]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled kernels of all tests here: each is compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def tuner(cache: Path) -> Iterator[Tuner]:
+    with Tuner(open_device("replay:h200"), cache=cache, workers=2) as tuner:
+        yield tuner
+
+
+@pytest.fixture(scope="module")
+def told() -> list[Progress]:
+    """What `exhaustive` told of its progress."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def exhaustive(cache: Path, told: list[Progress]) -> TuneResult:
+    """Everything that is recorded of PROBLEM, tried."""
+    with Tuner(open_device("replay:h200"), cache=cache, workers=2) as tuner:
+        return tuner.tune(PROBLEM, effort="exhaustive", on_progress=told.append)
+
+
+def candidates(result: TuneResult) -> list[Candidate]:
+    return [outcome.candidate for outcome in result.outcomes]
+
+
+class TestReplayed:
+    def test_the_winner_is_the_fastest_recorded(self, exhaustive: TuneResult) -> None:
+        assert exhaustive.source == "replayed"
+        assert exhaustive.best is not None and exhaustive.best.candidate == FASTEST
+        assert exhaustive.best.evidence["source"] == "replayed"
+        assert exhaustive.labels[FASTEST.digest] == families.get("cute_sm90").label(FASTEST)
+        assert not exhaustive.interrupted and not exhaustive.note
+
+    def test_every_recorded_candidate_was_tried_and_kernels_were_compiled(
+        self, exhaustive: TuneResult, cache: Path
+    ) -> None:
+        assert set(candidates(exhaustive)) == {outcome.candidate for outcome in sweep(GOOD)}
+        assert exhaustive.compiled == len(GOOD)
+        assert len(list(cache.rglob("*.o"))) >= len(GOOD)
+
+    def test_a_recorded_failure_is_a_failure(self, exhaustive: TuneResult) -> None:
+        (failure,) = [outcome for outcome in exhaustive.outcomes if isinstance(outcome, Failure)]
+        assert (failure.candidate, failure.stage) == (WRONG, "wrong")
+
+    def test_progress(self, exhaustive: TuneResult, told: list[Progress]) -> None:
+        stages = list(dict.fromkeys(progress.stage for progress in told))
+        assert stages == ["library", "screen", "refine", "final", "done"]
+        assert all(progress.measured <= progress.planned for progress in told)
+        assert all(one.measured <= after.measured for one, after in pairwise(told))
+        done = told[-1]
+        assert (done.library, done.measured) == (1, 3 * len(GOOD) - 1)
+        assert done.failures == {"wrong": 1}
+        assert (done.compiled, done.to_compile, done.feasible) == (len(GOOD), 0, len(GOOD))
+        assert exhaustive.best is not None and done.best_ratio == exhaustive.best.ratio
+
+    def test_the_same_seed_gives_the_same_trials(self, cache: Path) -> None:
+        runs = []
+        for _ in range(2):
+            with Tuner(open_device("replay:h200"), cache=cache, seed=5, workers=2) as tuner:
+                runs.append(tuner.tune(PROBLEM, trials=6))
+        assert candidates(runs[0]) == candidates(runs[1])
+        assert runs[0].outcomes == runs[1].outcomes
+        assert runs[0].best == runs[1].best
+        own = {c for c in candidates(runs[0]) if c.family == "cute_sm90"}
+        assert len(own) == 6, "the final race measures candidates again, and only those"
+
+    def test_nothing_replayed_is_stored(self, cache: Path, tmp_path: Path) -> None:
+        with (
+            Database.open(tmp_path / "tuning.sqlite") as database,
+            Tuner(open_device("replay:h200"), database, cache=cache, workers=2) as tuner,
+        ):
+            assert tuner.tune(PROBLEM, trials=2).best is not None
+            tuner.tune(UNRECORDED, trials=1)
+            assert database.problems() == []
+
+
+class TestEndedEarly:
+    @staticmethod
+    def interrupt_when(condition: Callable[[Progress], bool]) -> Callable[[Progress], None]:
+        def on_progress(progress: Progress) -> None:
+            if condition(progress):
+                raise KeyboardInterrupt
+
+        return on_progress
+
+    def test_ctrl_c_keeps_what_was_measured(self, tuner: Tuner) -> None:
+        result = tuner.tune(
+            PROBLEM,
+            effort="exhaustive",
+            on_progress=self.interrupt_when(lambda progress: progress.library + progress.measured == 3),
+        )
+        assert result.interrupted
+        assert result.note == "interrupted after 3 measurements; run the same command again to go on"
+        assert sum(isinstance(outcome, Measurement) for outcome in result.outcomes) == 3
+        assert result.best is not None and result.best in result.outcomes
+        assert tuner.tune(PROBLEM, trials=2).interrupted is False, "the tuner is still good"
+
+    def test_ctrl_c_before_the_first_measurement(self, tuner: Tuner) -> None:
+        result = tuner.tune(PROBLEM, on_progress=self.interrupt_when(lambda progress: True))
+        assert result.interrupted and result.best is None and not result.outcomes
+
+    def test_ctrl_c_while_only_compiling(self, tuner: Tuner) -> None:
+        stop = self.interrupt_when(lambda progress: progress.stage == "compile")
+        result = tuner.tune(UNRECORDED, on_progress=stop)
+        assert result.interrupted and result.source == "modelled" and not result.predictions
+
+    def test_no_time_at_all(self, tuner: Tuner) -> None:
+        result = tuner.tune(PROBLEM, budget_seconds=0)
+        assert result.best is None and not result.outcomes and not result.interrupted
+        assert result.note == (
+            "the budget of 0 s ended the search after 0 measurements; a larger one goes on"
+        )
+
+
+class TestFamilies:
+    @pytest.mark.parametrize("name", families.NAMES)
+    def test_only_the_families_asked_for_are_tried(self, cache: Path, name: str) -> None:
+        with Tuner(open_device("replay:h200"), cache=cache, families=[name], workers=2) as tuner:
+            result = tuner.tune(PROBLEM, trials=3)
+        assert {candidate.family for candidate in candidates(result)} == {name}
+        assert result.best is not None
+
+    def test_an_unknown_family(self, cache: Path) -> None:
+        with pytest.raises(SpaceError, match="kernel family 'cutlas' is not known"):
+            Tuner(open_device("replay:h200"), cache=cache, families=["cutlas"])
+
+
+class TestModelled:
+    def test_a_shape_that_was_not_recorded_is_ranked_by_the_model(self, tuner: Tuner) -> None:
+        told: list[Progress] = []
+        result = tuner.tune(UNRECORDED, trials=2, on_progress=told.append)
+        assert result.source == "modelled"
+        assert result.best is None and not result.outcomes
+        assert "64x64x64 bf16 tn has no times on replay:h200: ranked by the model" in result.note
+        assert len(result.predictions) == 2, "as many as trials were asked for"
+        times = [prediction.total_us for prediction in result.predictions]
+        assert times == sorted(times)
+        assert all(prediction.candidate.digest in result.labels for prediction in result.predictions)
+        assert [told[0].stage, told[-1].stage] == ["compile", "done"]
+        assert (told[-1].compiled, told[-1].measured, told[-1].planned) == (2, 0, 2)
+
+    def test_too_few_trials(self, tuner: Tuner) -> None:
+        for problem in (PROBLEM, UNRECORDED):
+            with pytest.raises(SpaceError, match="trials = 0: at least 1 is needed"):
+                tuner.tune(problem, trials=0)
+
+
+def test_a_compile_that_fails_costs_its_candidates_only(cache: Path) -> None:
+    with Tuner(open_device("replay:h200"), cache=cache) as tuner:
+        tuner.pool.close()
+        tuner.pool = CompilePool(
+            ArtifactStore(cache), workers=2, families_module="tests.planted.tuning_families"
+        )
+        told: list[Progress] = []
+        with tuner.pool:
+            result = tuner.tune(BROKEN, effort="exhaustive", on_progress=told.append)
+    failures = [outcome for outcome in result.outcomes if isinstance(outcome, Failure)]
+    assert {failure.stage for failure in failures} == {"compile"}
+    reasons = {failure.candidate["tile_n"]: failure.reason for failure in failures}
+    assert reasons == {
+        tuning_families.RAISES: "ValueError: a tile that the compiler refuses",
+        tuning_families.ABORTS: "the compiler aborted by SIGABRT",
+    }
+    assert result.best is not None and result.best.candidate["tile_n"] == 16
+    assert told[-1].failures == {"compile": len(failures)}
+    assert told[-1].to_compile == 0
+
+
+class TestDevices:
+    def test_without_a_gpu_the_recorded_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tuning, "cuda_device_count", lambda: 0)
+        device = open_device()
+        assert device.spec == "replay:h200"
+        assert not device.is_real
+        assert device.fingerprint == DEVICE.fingerprint
+
+    def test_by_name(self) -> None:
+        assert open_device("model:h200").spec == "model:h200"
+        with pytest.raises(DeviceError, match="'replay:h300': no such recording; recorded: h200"):
+            open_device("replay:h300")
+
+
+def test_the_function_without_a_tuner(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(cache))
+    result = tuning.tune("512x512x512", device="replay:h200", trials=2)
+    assert result.source == "replayed" and result.best is not None
