@@ -29,6 +29,9 @@ StageName = Literal["library", "screen", "explore", "refine", "done"]
 _TILE = ("schedule", "tile_m", "tile_n")
 _CLUSTER = ("cluster_m", "cluster_n")
 _CLUSTERS_PER_TILE = 3
+#: Kernels taken in the model's order before tiles are spread: on the recorded sweeps the best kernel of each
+#: shape is among the model's first 16.
+_TRUSTED = 24
 #: Suggestions per batch of the exploring stage: the sampler learns between batches only.
 _EXPLORE_BATCH = 12
 #: Suggestions in a row that come to nothing new before the model's next best is taken instead.
@@ -112,7 +115,7 @@ class Search:
 
     def planned_screen(self) -> list[Candidate]:
         """What the screen will ask for whatever it is told: may be compiled ahead, in this order."""
-        chosen = itertools.chain(self._seeds, _diverse(self._ranked))
+        chosen = itertools.chain(self._seeds, _screening_order(self._ranked))
         new = (c for c in chosen if c.kernel in self._by_kernel and self._is_new(c) and self._is_allowed(c))
         return list(itertools.islice(dict.fromkeys(new), self._budget.screen))
 
@@ -154,7 +157,7 @@ class Search:
         budget = self._budget
         seeds = [seed for seed in self._seeds if seed.kernel in self._by_kernel]
         yield from self._take(seeds, "screen", limit=budget.screen)
-        yield from self._take(_diverse(self._ranked), "screen", limit=budget.screen)
+        yield from self._take(_screening_order(self._ranked), "screen", limit=budget.screen)
         yield None
         if budget.explore:
             yield from self._explore(budget.screen + budget.explore)
@@ -282,12 +285,13 @@ class _Nearest:
         return [listed.index(point[name]) for name, listed in self._values.items()]
 
 
-def _diverse(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """`ranked` with the best of each tile and cluster shape first, few clusters per tile, then the rest."""
+def _screening_order(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The model's first in its order; then, in case it is wrong, the best of each tile and cluster shape
+    first, few clusters per tile, and the rest."""
     clusters_of_tile: Counter[tuple[Value | None, ...]] = Counter()
     seen: set[tuple[Value | None, ...]] = set()
-    first, rest = [], []
-    for candidate in ranked:
+    trusted, first, rest = list(ranked[:_TRUSTED]), [], []
+    for candidate in ranked[_TRUSTED:]:
         tile = tuple(candidate.params.get(name) for name in _TILE)
         shape = tile + tuple(candidate.params.get(name) for name in _CLUSTER)
         if shape in seen or clusters_of_tile[tile] >= _CLUSTERS_PER_TILE:
@@ -296,7 +300,7 @@ def _diverse(ranked: Sequence[Candidate]) -> list[Candidate]:
         seen.add(shape)
         clusters_of_tile[tile] += 1
         first.append(candidate)
-    return first + rest
+    return trusted + first + rest
 
 
 def _value_lists(
