@@ -157,7 +157,7 @@ def test_screen_trusts_the_model_and_then_spreads() -> None:
 
 
 def test_quick_search_comes_within_a_percent_on_recorded_sweeps() -> None:
-    """On a real H200's times of every feasible kernel; one seed. Losing this means a worse model or budget."""
+    """On a real H200's times of every feasible kernel, one seed: else model or budget got worse."""
     replay = open_replay("h200")
     for problem in replay.problems():
         ratios = {
