@@ -342,13 +342,18 @@ def rank_kernels(
     best: dict[tuple[Value | None, ...], Mapping[str, Value]] = {}
     predictions = []
     for kernel in kernels:
-        shape = tuple(kernel.params.get(name) for name in _GRID_PARAMETERS)
+        shape = grid_shape(kernel)
         if shape in best:
             predictions.append(predict(problem, kernel.with_launch(**best[shape]), device))
         else:
             predictions.append(best_launch(problem, kernel, launch_values, device, feasible))
             best[shape] = dict(predictions[-1].candidate.launch_params)
     return sorted(predictions, key=lambda p: p.total_us)
+
+
+def grid_shape(kernel: Candidate) -> tuple[Value | None, ...]:
+    """What decides on a kernel's launches: kernels of one grid shape share their best."""
+    return tuple(kernel.params.get(name) for name in _GRID_PARAMETERS)
 
 
 def is_redundant_launch(problem: Problem, candidate: Candidate, device: Device) -> bool:

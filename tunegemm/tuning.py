@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from tunegemm.outcome import Failure, Measurement, Outcome, Resources
 from tunegemm.problem import Problem
 from tunegemm.search import Search
 from tunegemm.search.budget import Effort, budget_for
-from tunegemm.space import Candidate, Value
+from tunegemm.space import Candidate, SearchSpace, Value
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -209,6 +210,12 @@ class Tuner:
                 return ReplayMeasurer(self._replay)
         return None
 
+    @functools.cached_property
+    def space(self) -> tuple[SearchSpace, list[Candidate]]:
+        """The generator's search space and its kernels, legal or not."""
+        space = families.load_space("cute_sm90")
+        return space, list(space.kernels())
+
     def recorded(self, problem: Problem) -> frozenset[Candidate] | None:
         """The candidates that have a time on a recorded device; None when every feasible one may be tried."""
         if self._replay is None or problem not in self._replay.problems():
@@ -312,16 +319,18 @@ class _Run:
         """
         if "cute_sm90" not in self.tuner.families:
             return {}, []
-        space = families.load_space("cute_sm90")
+        space, everything = self.tuner.space
         recorded = self.tuner.recorded(self.problem)
-        kernels = [kernel for kernel in space.kernels() if self._is_feasible(kernel)]
+        kernels = [kernel for kernel in everything if self._is_feasible(kernel)]
         self.feasible = len(kernels)
         if recorded is None:
+            # Depth of the ring and of the epilogue have no say in what a launch may be.
+            shapes = {model.grid_shape(kernel): kernel for kernel in kernels}.values()
             values = {
                 name: tuple(
                     v
                     for v in listed
-                    if v == listed[0] or any(self._is_feasible(k.with_launch(**{name: v})) for k in kernels)
+                    if v == listed[0] or any(self._is_feasible(k.with_launch(**{name: v})) for k in shapes)
                 )
                 for name, listed in space.launch_values.items()
             }

@@ -146,10 +146,11 @@ class Session:
         self._job: int | None = None
 
     def measure(self, request: Measure) -> None:
-        """Send a Result for every job."""
+        """Send a Result for every job.
+
+        Launchers and graphs go with the request; operands stay for the next request of the same problem.
+        """
         self._measure(request.problem, request.jobs, request.policy)
-        gc.collect()  # graphs and launchers first, then the memory that they used
-        self._backend.release()
 
     def discover(self, problem: Problem) -> list[Candidate]:
         """What the libraries among the families name for a problem."""
@@ -289,6 +290,8 @@ class Session:
         if self._bench is not None and (self._bench.problem, self._bench.seed) == (problem, seed):
             return self._bench
         self._bench = None
+        gc.collect()  # what a cycle still holds of the last problem; 0.1 s with torch loaded
+        self._backend.release()
         free_bytes = self._backend.free_bytes()
         count = data.count_sets(problem, self._device.l2_bytes, free_bytes)
         device = self._backend.torch_device

@@ -54,5 +54,5 @@ def budget_for(effort: Effort, *, kernels: int, launches: int, trials: int | Non
         return Budget(screen, 0, grid if trials is None else min(grid, trials - screen), leaders)
     total = _TRIALS[effort] if trials is None else trials
     screen = min(kernels, max(1, total // 2))
-    refine = min(total - screen, total // 4, leaders * (launches - 1))
+    refine = min(total - screen, total * 7 // 20, leaders * (launches - 1))
     return Budget(screen, total - screen - refine, refine, leaders)

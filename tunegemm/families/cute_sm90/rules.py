@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from tunegemm.device import Device
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
 from tunegemm.feasibility import tma_alignment
 from tunegemm.problem import Problem
-from tunegemm.space import Candidate
+from tunegemm.space import Candidate, Value
 
 #: Registers a consumer thread needs beside its accumulators: descriptors, barriers, addresses, the
 #: epilogue's fragment. Peak SASS register index minus accumulators over the compiled sample of
@@ -24,22 +25,42 @@ def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
     """The product that the kernel computes: with swap_ab it is D^T = B^T A^T, n x m, from the same memory."""
     if not candidate.params.get("swap_ab", False):
         return problem
-    return replace(
-        problem,
-        m=problem.n,
-        n=problem.m,
-        a_major="k" if problem.b_major == "k" else "m",
-        b_major="k" if problem.a_major == "k" else "n",
-        out_major="m" if problem.out_major == "n" else "n",
-    )
+    a_major, b_major, out_major = _majors(problem, True)
+    return replace(problem, m=problem.n, n=problem.m, a_major=a_major, b_major=b_major, out_major=out_major)
 
 
 def config_of(problem: Problem, candidate: Candidate) -> KernelConfig:
     """The compile-time choices that the candidate and the problem's dtypes and majors make together."""
-    seen = seen_by_kernel(problem, candidate)
-    return KernelConfig.from_mapping(
-        dict(candidate.compile_params)
-        | {name: getattr(seen, name) for name in ("in_dtype", "out_dtype", "a_major", "b_major", "out_major")}
+    return _config(
+        candidate.compile_params,
+        problem.in_dtype,
+        problem.out_dtype,
+        *_majors(problem, bool(candidate.params.get("swap_ab", False))),
+    )
+
+
+@functools.lru_cache(maxsize=1 << 16)  # rules ask for it several times per candidate, ranking once more
+def _config(
+    compile_params: tuple[tuple[str, Value], ...],
+    in_dtype: str,
+    out_dtype: str,
+    a_major: str,
+    b_major: str,
+    out_major: str,
+) -> KernelConfig:
+    dtypes = {"in_dtype": in_dtype, "out_dtype": out_dtype}
+    majors = {"a_major": a_major, "b_major": b_major, "out_major": out_major}
+    return KernelConfig.from_mapping(dict(compile_params) | dtypes | majors)
+
+
+def _majors(problem: Problem, swapped: bool) -> tuple[str, str, str]:
+    """Majors of A, B and D as the kernel sees them."""
+    if not swapped:
+        return problem.a_major, problem.b_major, problem.out_major
+    return (
+        "k" if problem.b_major == "k" else "m",
+        "k" if problem.a_major == "k" else "n",
+        "m" if problem.out_major == "n" else "n",
     )
 
 
