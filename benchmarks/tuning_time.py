@@ -36,6 +36,10 @@ METHOD = (
     "an empty database; host memory as proportional set size"
 )
 
+#: Other times make the sampler suggest other kernels, some of them not compiled yet: after so many tunings at
+#: most a tuning that compiles nothing is expected, and else the row says how many it compiled.
+_WARMING = 4
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
@@ -73,7 +77,7 @@ def run(
     workers: int | None,
     results: Results,
 ) -> None:
-    """Tunes `cold` with nothing compiled, then each of `further` twice, and writes their rows."""
+    """Tunes `cold` with nothing compiled, then each of `further` until nothing is; writes their rows."""
     with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
         root = Path(folder)
         row = _timed(cold, device, effort, workers, root, None)
@@ -83,8 +87,11 @@ def run(
 
         with Tuner(device, workers=workers, cache=root) as tuner:
             for problem in further:
-                first = _timed(problem, device, effort, workers, root, tuner)
-                row = _timed(problem, device, effort, workers, root, tuner)
+                first = row = _timed(problem, device, effort, workers, root, tuner)
+                for _ in range(_WARMING):
+                    row = _timed(problem, device, effort, workers, root, tuner)
+                    if row["compiled"] == 0:
+                        break
                 row["warm_s"] = row.pop("seconds")
                 row |= {"first_s": first["seconds"], "first_compiled": first["compiled"]}
                 _put(results, row)

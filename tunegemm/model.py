@@ -71,7 +71,9 @@ _DEFAULT_CLOCK_MHZ = 1700.0
 _DEFAULT_BANDWIDTH_GBPS = 3000.0
 
 _REQUIRED = ("tile_m", "tile_n", "tile_k")
-_GRID_PARAMETERS = ("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n", "swap_ab", "schedule")
+_TILE_GRID = ("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
+#: What decides on the best launch: the grid of tiles, and for a split of k also the length of the main loop.
+_GRID_PARAMETERS = (*_TILE_GRID, "tile_k", "schedule")
 
 
 @dataclass(frozen=True)
@@ -336,13 +338,13 @@ def rank_kernels(
 ) -> list[Prediction]:
     """One prediction per kernel, each at its model-best feasible launch, fastest first.
 
-    The launch enters the DRAM term and the split of k alone, so that kernels of one tile, cluster shape and
-    schedule share their best.
+    The launch enters the DRAM term and the split of k alone, so that kernels of one grid share their best.
     """
     best: dict[tuple[Value | None, ...], Mapping[str, Value]] = {}
     predictions = []
+    splits = len(launch_values.get("split_k", ())) > 1
     for kernel in kernels:
-        shape = grid_shape(kernel)
+        shape = grid_shape(kernel) if splits else grid_shape(kernel)[: len(_TILE_GRID)]
         if shape in best:
             predictions.append(predict(problem, kernel.with_launch(**best[shape]), device))
         else:

@@ -39,8 +39,9 @@ Source = Literal["measured", "replayed", "modelled"]
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
 _BATCH = 32
 #: Own candidates that enter the final race, beside the best library algorithms.
-_FINALISTS = 8
-_LIBRARY_FINALISTS = 2
+_FINALISTS = 12
+_LAUNCHES_PER_FINALIST = 2
+_LIBRARY_FINALISTS = 6
 #: Kernels compiled where nothing can be timed, to show that the model's best are real.
 _MODELLED = 16
 
@@ -394,12 +395,21 @@ class _Run:
         return outcome.ratio if isinstance(outcome, Measurement) else None
 
     def final_race(self, measurer: Measurer, policy: Policy) -> list[Measurement]:
-        """The leaders and the library's best once more, in one interleave with more rounds."""
+        """The leaders and the library's best once more, in one interleave with more rounds.
+
+        Few launches of one kernel: they are often all leaders together and would leave no room for others,
+        which the screen's few rounds in other moments of clock and power may have put too low.
+        """
         leaders = sorted(self.screened.values(), key=lambda m: -m.ratio)
         library = [m.candidate for m in leaders if m.candidate.family == "cublaslt"]
         baseline = [c for c in library if c["algorithm"] == "torch.mm"]
-        own = [m.candidate for m in leaders if m.candidate.family != "cublaslt"]
-        finalists = list(dict.fromkeys(own[:_FINALISTS] + library[:_LIBRARY_FINALISTS] + baseline))
+        own: list[Candidate] = []
+        launches: Counter[Candidate] = Counter()
+        for candidate in (m.candidate for m in leaders if m.candidate.family != "cublaslt"):
+            launches[candidate.kernel] += 1
+            if len(own) < _FINALISTS and launches[candidate.kernel] <= _LAUNCHES_PER_FINALIST:
+                own.append(candidate)
+        finalists = list(dict.fromkeys(own + library[:_LIBRARY_FINALISTS] + baseline))
         return [o for o in self.evaluate(measurer, finalists, policy) if isinstance(o, Measurement)]
 
     def settle(self, raced: Sequence[Measurement]) -> TuneResult:
