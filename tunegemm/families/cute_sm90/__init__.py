@@ -130,8 +130,8 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
         grid_clusters(problem, candidate, device),
         int(candidate["split_k"]),
     )
-    workspace = Workspace(problem, candidate) if candidate["split_k"] > 1 else None
     index = device.index if device.is_real else 0
+    workspace = Workspace(problem, candidate, index) if candidate["split_k"] > 1 else None
     # Per operand: the strided mode, its extent, and the packed leading dimension. Where the mode has
     # extent 1 its stride says nothing; the packed one is as good and surely aligned.
     a_leading = (-2, m, k) if problem.a_major == "k" else (-1, k, m)
@@ -181,11 +181,12 @@ class Workspace:
     what it was captured with, so that its replays do not disturb anyone else.
     """
 
-    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+    def __init__(self, problem: Problem, candidate: Candidate, index: int) -> None:
         config = config_of(problem, candidate)
         tiles = tile_count(problem, candidate)
         self.partial_bytes = tiles * candidate["split_k"] * config.tile_m * config.tile_n * 4
         self.counter_bytes = tiles * config.tile_warpgroups * 4
+        self._place = f"cuda:{index}"
         self._by_stream: dict[int, torch.Tensor] = {}
         self._of_graphs: list[torch.Tensor] = []
 
@@ -205,6 +206,6 @@ class Workspace:
     def _allocate(self) -> torch.Tensor:
         import torch
 
-        memory = torch.empty(self.partial_bytes + self.counter_bytes, dtype=torch.uint8, device="cuda")
+        memory = torch.empty(self.partial_bytes + self.counter_bytes, dtype=torch.uint8, device=self._place)
         memory[self.partial_bytes :].zero_()
         return memory
