@@ -146,6 +146,7 @@ def measure(
                 "median_us": round(timing.median_us, 3),
                 "iqr_us": round(timing.iqr_us, 3),
                 "tflops": round(problem.flops / timing.median_us / 1e6, 2),
+                "ratio": round(timing.ratio_to(found.timings["torch 0"]), 4),
                 "relative_error": timing.relative_error,
             }
             if contender.label:

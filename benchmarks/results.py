@@ -127,7 +127,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def ratio(row: Mapping[str, Any], provider: str, baseline: str = "torch") -> float | None:
-    """Speed of a provider relative to the baseline of its row; None when either was not timed."""
+    """Speed of a provider relative to the baseline of its row; None when either was not timed.
+
+    The row's own ratio, round by round, where it has one (relative to torch); else that of the medians.
+    """
+    stored = row["providers"].get(provider, {}).get("ratio")
+    if stored is not None and baseline == "torch":
+        return float(stored)
     medians = [row["providers"].get(name, {}).get("median_us") for name in (baseline, provider)]
     return medians[0] / medians[1] if all(medians) else None
 
