@@ -183,7 +183,13 @@ def test_no_child_outlives_its_parent(how: signal.Signals, tmp_path: Path) -> No
     """Ctrl-C, and a killed parent, while a kernel hangs."""
     pid_file = tmp_path / "pid"
     environment = os.environ | {"PLANTED_PID_FILE": str(pid_file), "PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], env=environment, stderr=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        env=environment,
+        stderr=subprocess.PIPE,
+        # A shell's background job, as a CI run may be, ignores SIGINT and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 60
     while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -104,7 +104,14 @@ class TestTune:
             "--seed",
             "7",
         ]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell's background job, as a CI run may be, ignores SIGINT and hands that on.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         assert process.stderr is not None
         process.stderr.readline()  # the first stage: the tuner runs
         time.sleep(1)
