@@ -12,9 +12,8 @@ from tunegemm.problem import Problem
 from tunegemm.space import Candidate, Value
 
 #: Registers a consumer thread needs beside its accumulators: descriptors, barriers, addresses, the
-#: epilogue's fragment. Peak SASS register index minus accumulators over the compiled sample of
-#: tests/test_cute_sm90.py: 24 to 40; 232 - 192 and 240 - 208 leave 40 and 32, which ptxas meets without
-#: spills.
+#: epilogue's fragment. Of a budget of 240, 208 accumulators leave 32 and compile without spills; 216 leave
+#: 24 and spill (both in tests/test_cute_sm90.py, nvidia-cutlass-dsl 4.8.1).
 _OVERHEAD_REGISTERS = 32
 _SWAP_MAX_M = 128
 _MIN_K_TILES_PER_PART = 4
@@ -72,7 +71,7 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A tile is whole WGMMA atoms: 64 rows, 8 to 256 columns; a warpgroup of pingpong takes at most three."""
+    """A tile is whole WGMMA atoms: 64 rows each, and columns as one instruction can have them, up to 256."""
     tile_m, tile_n = candidate["tile_m"], candidate["tile_n"]
     if tile_m % MMA_ATOM_M or not 64 <= tile_m <= 256:
         return f"tile_m {tile_m} is not 64, 128, 192 or 256"
