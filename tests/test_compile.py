@@ -67,7 +67,7 @@ def test_closing_ends_workers_that_hang(store: ArtifactStore) -> None:
     started = time.monotonic()
     with CompilePool(store, workers=1, timeout_s=600, families_module=PLANTED) as pool:
         future = pool.submit("planted", key("slow", "hang"))
-        time.sleep(0.5)
+        time.sleep(0.5)  # into the hang
     assert time.monotonic() - started < 20
     assert future.result().artifact is None
     assert store.failure(key("slow", "hang")) is None, "Ctrl-C says nothing of the kernel"

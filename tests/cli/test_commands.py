@@ -114,7 +114,7 @@ class TestTune:
         )
         assert process.stderr is not None
         process.stderr.readline()  # the first stage: the tuner runs
-        time.sleep(1)
+        time.sleep(1)  # into the compiling, which takes minutes
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 130, errors

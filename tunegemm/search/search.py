@@ -30,7 +30,7 @@ _TILE = ("schedule", "tile_m", "tile_n")
 _CLUSTER = ("cluster_m", "cluster_n")
 _CLUSTERS_PER_TILE = 3
 #: Kernels taken in the model's order before tiles are spread: on the recorded sweeps the best kernel of each
-#: shape is among the model's first 16.
+#: shape is among the model's first 16 (in-sample: the model was fitted on them).
 _TRUSTED = 24
 #: Suggestions per batch of the exploring stage: the sampler learns between batches only.
 _EXPLORE_BATCH = 12
