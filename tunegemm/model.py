@@ -28,8 +28,8 @@ from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate, Value
 
 # The constants were fitted by coordinate search on the six recorded sweeps of an H200 in db/sweeps
-# (2026-11-20), starting from the published figures named below, and may differ from them. That the best kernel of each of
-# those shapes is among the model's first 16 is therefore in-sample; no shape was held out.
+# (2026-11-20), starting from the published figures named below, and may differ from them. That the best
+# kernel of each of those shapes is among the model's first 16 is in-sample; no shape was held out.
 
 # Tensor cores: m64 nN k16 of 16-bit elements takes N/2 cycles, 4096 FLOP per cycle and SM. Its operands
 # come from shared memory at 128 B per cycle: A (2 KiB) and B (32 N bytes) for every instruction. That
