@@ -78,8 +78,11 @@ class Kernel:
 class Arguments:
     """The parameters of one launch, packed as cuLaunchKernel takes them. Never changed once made."""
 
-    def __init__(self, header: Header, values: Mapping[str, int | View]) -> None:
-        """`values` by name: an integer, or the view of a tensor map."""
+    def __init__(self, header: Header, values: Mapping[str, int | View], scratch: int = 0) -> None:
+        """
+        values: by name an integer, or the view of a tensor map.
+        scratch: address of `header.scratch_bytes` for each block, of the stream of the launch alone.
+        """
         flat: list[int | bytes] = []
         for argument in header.arguments:
             value = values[argument.name]
@@ -90,7 +93,7 @@ class Arguments:
                 assert not isinstance(value, int)
                 _, extents, strides = value
                 flat += [encode(argument.tensor_map, value), *extents, *strides]
-        self._pack([*flat, 0, 0], header)
+        self._pack([*flat, scratch, 0], header)
 
     def _pack(self, flat: list[int | bytes], header: Header) -> None:
         layout, offsets = _layout(header)

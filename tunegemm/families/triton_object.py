@@ -6,9 +6,9 @@ Both languages of Triton are served: `triton.jit` functions and Gluon's.
 A kernel's arguments are scalars (``i32``, ``i64``), pointers (``*fp32``) and tensor maps
 (``tensordesc<bf16[1, 128, 64]>``, for Gluon with the shared-memory layout behind the shape). The compiler
 flattens them into parameters: a tensor map is 128 bytes, then its extents (i32) and strides (i64). Two hidden
-pointers come last: global scratch and profile scratch memory, which our kernels do not use. That is so in
-Triton 3.6 and 3.7; `build` compares it with the parameters in the PTX, so that another convention is an error
-of the compile, not a wrong launch.
+pointers come last: global scratch and profile scratch memory. That is so in Triton 3.6 and 3.7; `build`
+compares it with the parameters in the PTX, so that another convention is an error of the compile, not a wrong
+launch.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class Header:
     """Threads of one block, the extra warps of warp specialization included."""
     smem_bytes: int
     """Dynamic shared memory of one block."""
+    scratch_bytes: int
+    """Global scratch memory of one block, for descriptors that the kernel makes itself; dead after it."""
     arguments: tuple[Argument, ...]
     """In the order of the kernel's source, without its constants."""
 
@@ -152,10 +154,10 @@ def build(
                 raise RuntimeError(_first_error(log.read_text()) or f"{error}") from error
         report = read_report(log.read_text())
         ptx, cubin, facts = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
-    if facts.global_scratch_size or facts.profile_scratch_size or facts.num_ctas != 1:
+    if facts.profile_scratch_size or facts.num_ctas != 1:
         raise RuntimeError(
-            f"needs {facts.global_scratch_size} B of global and {facts.profile_scratch_size} B of profile "
-            f"scratch, and clusters of {facts.num_ctas}; launches here give none"
+            f"needs {facts.profile_scratch_size} B of profile scratch and clusters of {facts.num_ctas} blocks; "
+            "launches here have neither"
         )
     maps = iter(facts.tensordesc_meta or ())
     header = Header(
@@ -163,6 +165,7 @@ def build(
         entry=facts.name,
         threads=facts.num_warps * 32,
         smem_bytes=facts.shared,
+        scratch_bytes=facts.global_scratch_size,
         arguments=tuple(_compiled_argument(name, kind, maps) for name, kind in arguments.items()),
     )
     if (found := _parameters(ptx)) != header.parameters:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING
 from tunegemm.device import Device, kernel_source_hash, package_version
 from tunegemm.errors import ArtifactError
 from tunegemm.families.cute_sm90.config import KernelConfig
-from tunegemm.families.cute_sm90.rules import RULES, config_of, seen_by_kernel, tile_count
+from tunegemm.families.cute_sm90.rules import RULES, config_of
 from tunegemm.families.launching import Workspace, tma_reader
+from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
 from tunegemm.feasibility import Verdict, apply_rules
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
@@ -102,14 +102,12 @@ def grid_clusters(problem: Problem, candidate: Candidate, device: Device) -> int
     """The grid, in clusters, for the candidate's `ctas` rule.
 
     ``all`` fills the device. ``balanced`` takes the fewest clusters that need no further wave:
-    ceil(T / ceil(T / R)) for T pieces of work and R resident clusters; same makespan, less power.
+    ceil(T / ceil(T / R)) for T pieces of work and R resident clusters.
     """
     config = config_of(problem, candidate)
     work = tile_count(problem, candidate) // (config.cluster_m * config.cluster_n) * candidate["split_k"]
-    resident = min(resident_clusters(config, device.sm_count), work)
-    if candidate["ctas"] == "balanced":
-        return math.ceil(work / math.ceil(work / resident))
-    return int(resident)
+    resident = resident_clusters(config, device.sm_count)
+    return balanced(work, resident) if candidate["ctas"] == "balanced" else int(min(resident, work))
 
 
 def load_function(artifact: Path):  # type: ignore[no-untyped-def]
