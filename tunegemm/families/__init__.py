@@ -36,6 +36,8 @@ class Family(Protocol):
     """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
     compiled: bool
     """Whether candidates need `compile`; a library's algorithms do not."""
+    tma: bool
+    """Whether kernels read and write through TMA, which wants 16-byte addresses and strides."""
 
     def unavailable(self) -> str | None:
         """None when the family's packages are installed; else one line that names the missing one."""

@@ -88,6 +88,7 @@ class CublasLt:
         "launch": ("requested", "workspace_mib"),
     }
     compiled = False
+    tma = False
 
     def unavailable(self) -> str | None:
         """None when nvmath-python is installed. Without it torch.mm is the family's only candidate."""
