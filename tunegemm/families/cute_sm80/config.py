@@ -57,9 +57,31 @@ class Copy:
         return self.lines_per_warp // self.lines_per_pass
 
     @property
+    def group(self) -> int:
+        """Passes until the swizzle repeats, which takes 8 lines."""
+        return min(self.passes, 8 // self.lines_per_pass)
+
+    @property
     def block(self) -> int:
         """Elements of a line that lie together in shared memory: 128 or 64 bytes."""
         return 64 if self.extent % 64 == 0 else 32
+
+    def objection(self, smem_swizzle: int) -> str | None:
+        """Why the warps cannot copy such a tile; None when they can."""
+        if self.extent % 32:
+            return f"lines of {self.extent} elements are no blocks of 32 or 64"
+        if self.lines % (self.warps * self.lines_per_pass):
+            return (
+                f"{self.lines} lines over {self.warps} warps: no whole passes of {self.lines_per_pass} lines"
+            )
+        # The swizzle's period is 8 lines; a warp's share that is neither would mix their bits.
+        share = self.lines_per_warp
+        if share % 8 and share & (share - 1):
+            return f"{share} lines of a warp are no multiple of 8 and no power of 2"
+        chunks = self.block // 8
+        if 1 << smem_swizzle > chunks:
+            return f"swizzle of {smem_swizzle} bits over the {chunks} chunks of a block"
+        return None
 
 
 @dataclass(frozen=True)
@@ -114,11 +136,6 @@ class KernelConfig:
         lines, extent = (tile, self.tile_k) if major == "k" else (self.tile_k, tile)
         vector_bytes = max(self.vector_bytes, WORD_BYTES)
         return Copy(lines, extent, vector_bytes // DTYPE_BYTES[self.in_dtype], self.warps)
-
-    @property
-    def out_vector(self) -> int:
-        """Elements of one store to the output."""
-        return max(1, self.vector_bytes // DTYPE_BYTES[self.out_dtype])
 
     @property
     def accumulators(self) -> int:

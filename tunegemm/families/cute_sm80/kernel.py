@@ -29,6 +29,8 @@ from tunegemm.families.cute_sm80.config import MMA_K, MMA_M, MMA_N, WARP, WORD_B
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
 # Selectors of prmt.b32 for the word at an even element, and for the one that starts a half-word later.
 EVEN, ODD = 0x3210, 0x5432
+# 16-byte pieces of partial sums that a thread adds up at a time.
+REDUCED_CHUNKS = 16
 
 
 class Gemm:
@@ -329,14 +331,19 @@ class Gemm:
             cute.arch.fence_acq_rel_gpu()
             if thread == 0:
                 cute.make_tensor(counters + tile, cute.make_layout(1))[0] = Int32(0)
-            sums.fill(0.0)
-            for index in cutlass.range(parts, unroll=1):
-                theirs = cute.make_tensor(first + Int64(index) * (values * threads), layout)
-                for chunk in cutlass.range_constexpr(values // 4):
-                    piece = cute.make_rmem_tensor(4, cutlass.Float32)
-                    cute.autovec_copy(theirs[(None, chunk)], piece)
+            # By 64 values: what is not summed yet needs no registers, which leaves room for loads in flight.
+            for group in cutlass.range_constexpr(0, values // 4, REDUCED_CHUNKS):
+                end = min(group + REDUCED_CHUNKS, values // 4)
+                for chunk in cutlass.range_constexpr(group, end):
                     for value in cutlass.range_constexpr(4):
-                        own[value, chunk] = own[value, chunk] + piece[value]
+                        own[value, chunk] = cutlass.Float32(0.0)
+                for index in cutlass.range(parts, unroll=1):
+                    theirs = cute.make_tensor(first + Int64(index) * (values * threads), layout)
+                    for chunk in cutlass.range_constexpr(group, end):
+                        piece = cute.make_rmem_tensor(4, cutlass.Float32)
+                        cute.autovec_copy(theirs[(None, chunk)], piece)
+                        for value in cutlass.range_constexpr(4):
+                            own[value, chunk] = own[value, chunk] + piece[value]
         cute.arch.sync_threads()
         return last
 
@@ -355,33 +362,47 @@ class Gemm:
         cute.autovec_copy(converted, tiled_mma.get_slice(thread).partition_C(staged))
         cute.arch.sync_threads()
 
-        vector = config.out_vector
-        lines, extent = (
-            (config.tile_m, config.tile_n) if const_expr(n_major) else (config.tile_n, config.tile_m)
-        )
-        first_line, first_element = (row, column) if const_expr(n_major) else (column, row)
-        lines_left = (extents[0] if const_expr(n_major) else extents[1]) - first_line
-        elements_left = (extents[1] if const_expr(n_major) else extents[0]) - first_element
+        lines, extent = (config.tile_m, config.tile_n) if n_major else (config.tile_n, config.tile_m)
+        first_line, first_element = (row, column) if n_major else (column, row)
+        lines_left = (extents[0] if n_major else extents[1]) - first_line
+        elements_left = (extents[1] if n_major else extents[0]) - first_element
+        bytes_each = self.out_dtype.width // 8
+        corner = address + (Int64(first_line) * leading + first_element) * bytes_each
+        # Vectors where every line starts at a multiple of 16 bytes; else elements, which lanes side by side
+        # still write as one piece.
+        if (Int32(corner) | Int32(leading * bytes_each)) & 15 == 0:
+            self.store_lines(
+                ring, thread, corner, leading, lines, extent, lines_left, elements_left, 16 // bytes_each
+            )
+        else:
+            self.store_lines(ring, thread, corner, leading, lines, extent, lines_left, elements_left, 1)
+
+    @cute.jit
+    def store_lines(
+        self, ring, thread, corner, leading, lines: cutlass.Constexpr, extent: cutlass.Constexpr, lines_left,
+        elements_left, vector: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Write the staged lines, `vector` elements at a time."""
+        threads = self.config.threads
         per_line = extent // vector
-        element_bytes = self.out_dtype.width // 8
-        corner = address + (Int64(first_line) * leading + first_element) * element_bytes
-        source = cute.recast_ptr(ring, dtype=self.out_dtype)
-        pieces = cute.make_layout(vector)
-        for index in cutlass.range(lines * per_line // config.threads, unroll=8):
-            place = thread + index * config.threads
+        bytes_each = self.out_dtype.width // 8
+        staged = cute.recast_ptr(ring, dtype=self.out_dtype)
+        layout = cute.make_layout(vector)
+        for index in cutlass.range((lines * per_line + threads - 1) // threads, unroll=4):
+            place = thread + index * threads
             line = place // per_line
             element = (place - line * per_line) * vector
-            if line < lines_left:
+            if line < cutlass.min(lines_left, lines) and element < elements_left:
+                source = (staged + (line * self.config.staging_pitch + element)).align(vector * bytes_each)
                 target = cute.make_ptr(
                     self.out_dtype,
-                    corner + (Int64(line) * leading + element) * element_bytes,
+                    corner + (Int64(line) * leading + element) * bytes_each,
                     cute.AddressSpace.gmem,
-                    assumed_align=vector * element_bytes,
+                    assumed_align=vector * bytes_each,
                 )
-                held = cute.make_tensor((source + (line * pitch + element)).align(vector * element_bytes), pieces)
                 values = cute.make_rmem_tensor(vector, self.out_dtype)
-                cute.autovec_copy(held, values)
-                out = cute.make_tensor(target, pieces)
+                cute.autovec_copy(cute.make_tensor(source, layout), values)
+                out = cute.make_tensor(target, layout)
                 if element + vector <= elements_left:
                     cute.autovec_copy(values, out)
                 else:
@@ -397,6 +418,8 @@ class Feed:
         """ring, spare: addresses in shared memory of the operand's tiles and of its lines' spare words."""
         self.config = config
         self.copy = copy = config.copy(operand)
+        if objection := copy.objection(config.smem_swizzle):
+            raise ValueError(f"operand {operand}: {objection}")
         self.k_major = (config.a_major if operand == "a" else config.b_major) == "k"
         self.bytes = element_bytes
         self.stage_bytes = copy.lines * copy.extent * element_bytes
@@ -431,17 +454,13 @@ class Feed:
         bits = line if self.copy.block == 64 else line // 2
         return (bits & ((1 << self.config.smem_swizzle) - 1)) << 3
 
-    def _offset(self, index, piece):
-        """Constant part of an address: (bytes to XOR into the chunk, bytes to add)."""
+    def _address(self, tile, chunk, index, piece):
+        """Where a vector of the tile at `tile` in shared memory goes; `chunk` is this thread's."""
         copy = self.copy
         passed = index * copy.lines_per_pass
         blocks = piece * (copy.lanes * copy.vector) // copy.block
-        added = (passed + blocks * copy.lines) * copy.block
-        return self._swizzle(passed) * self.bytes, added * self.bytes
-
-    def _address(self, slot, index, piece):
-        xored, added = self._offset(index, piece)
-        return self.base + slot * self.stage_bytes + added + (self.chunk ^ xored)
+        added = (passed + blocks * copy.lines) * copy.block * self.bytes
+        return tile + added + (chunk ^ (self._swizzle(passed) * self.bytes))
 
     def start(self, address, batch_stride, entry, leading, outer, first_k):
         """Address in bytes of the tile's first element."""
@@ -453,7 +472,7 @@ class Feed:
         tile_k = self.config.tile_k
         return Int64(tile_k * self.bytes) if self.k_major else leading * (tile_k * self.bytes)
 
-    def _odd(self, place, leading, line):
+    def odd(self, place, leading, line):
         """1 when a line of the tile at `place` starts at an odd element, else 0."""
         return (Int32(place >> 1) + line * Int32(leading)) & 1
 
@@ -464,37 +483,30 @@ class Feed:
         lines_left, elements_left = (
             (outer_left, k_left) if const_expr(self.k_major) else (k_left, outer_left)
         )
-        vector_bytes = copy.vector * self.bytes
-        source = place + (Int64(self.first) * leading + self.element) * self.bytes
-        stride = leading * (copy.lines_per_pass * self.bytes)
-        for index in cutlass.range_constexpr(copy.passes):
-            odd = Int32(0)
-            if const_expr(self.config.shifts):
-                odd = self._odd(place, leading, self.first + index * copy.lines_per_pass)
-            for piece in cutlass.range_constexpr(copy.pieces):
-                ahead = piece * copy.lanes * copy.vector
-                left = elements_left - self.element - ahead + odd
-                size = cutlass.min(cutlass.max(left, 0), copy.vector) * self.bytes
-                if self.first + index * copy.lines_per_pass >= lines_left:
-                    size = Int32(0)
-                copy_async(
-                    self._address(slot, index, piece),
-                    source + ahead * self.bytes - Int64(odd * self.bytes),
-                    vector_bytes,
-                    size,
+        line, chunk, leading = opaque(self.first), opaque(self.chunk), opaque(leading)
+        target = self.base + slot * self.stage_bytes
+        source = place + (Int64(line) * leading + self.element) * self.bytes
+        if const_expr(not self.config.shifts):
+            self.load_lines(
+                target, source, line, chunk, place, leading, lines_left, elements_left, copy.passes
+            )
+        else:
+            lines = copy.group * copy.lines_per_pass
+            for _ in cutlass.range(copy.passes // copy.group, unroll=1):
+                self.load_lines(
+                    target, source, line, chunk, place, leading, lines_left, elements_left, copy.group
                 )
-            source += stride
-        if const_expr(self.config.shifts):
+                target += lines * copy.block * self.bytes
+                source += leading * (lines * self.bytes)
+                line += lines
             # A shifted line has one word more. Each lane brings those of other lines.
             for index in cutlass.range_constexpr((copy.lines_per_warp + WARP - 1) // WARP):
                 own = index * WARP + self.lane
                 line = self.line + own
-                odd = self._odd(place, leading, line)
-                left = elements_left - (copy.extent - 1)
-                size = cutlass.min(cutlass.max(left, 0), 2) * self.bytes
-                if line >= lines_left:
-                    size = Int32(0)
-                if odd == 1 and own < copy.lines_per_warp:
+                if own < copy.lines_per_warp and self.odd(place, leading, line) == 1:
+                    size = cutlass.min(cutlass.max(elements_left - (copy.extent - 1), 0), 2) * self.bytes
+                    if line >= lines_left:
+                        size = Int32(0)
                     copy_async(
                         self.spare + (slot * copy.lines + line) * WORD_BYTES,
                         place + (Int64(line) * leading + (copy.extent - 1)) * self.bytes,
@@ -503,32 +515,84 @@ class Feed:
                     )
 
     @cute.jit
+    def load_lines(
+        self, target, source, line, chunk, place, leading, lines_left, elements_left,
+        passes: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Some passes over this warp's lines, from `line` on."""
+        copy = self.copy
+        for index in cutlass.range_constexpr(passes):
+            passed = index * copy.lines_per_pass
+            odd = Int32(0)
+            if const_expr(self.config.shifts):
+                odd = self.odd(place, leading, line + passed)
+            for piece in cutlass.range_constexpr(copy.pieces):
+                ahead = piece * copy.lanes * copy.vector
+                left = elements_left - self.element - ahead + odd
+                size = cutlass.min(cutlass.max(left, 0), copy.vector) * self.bytes
+                if line + passed >= lines_left:
+                    size = Int32(0)
+                copy_async(
+                    self._address(target, chunk, index, piece),
+                    source + ahead * self.bytes - Int64(odd * self.bytes),
+                    copy.vector * self.bytes,
+                    size,
+                )
+            source += leading * (copy.lines_per_pass * self.bytes)
+
+    @cute.jit
     def shift(self, place, leading, slot):
         """Move the odd lines of this warp one element to the front, in place.
 
-        A lane reads and writes its own words only; what it needs of the next word comes by shuffle. Tiles
-        lie an even number of elements apart, so that `place` may be that of any tile of the same walk.
+        Tiles lie an even number of elements apart, so that `place` may be that of any tile of the same walk.
+        """
+        copy = self.copy
+        line, chunk, leading = opaque(self.first), opaque(self.chunk), opaque(leading)
+        target = self.base + slot * self.stage_bytes
+        spare = self.spare + (slot * copy.lines + line) * WORD_BYTES
+        lines = copy.group * copy.lines_per_pass
+        for _ in cutlass.range(copy.passes // copy.group, unroll=1):
+            for index in cutlass.range_constexpr(copy.group):
+                passed = index * copy.lines_per_pass
+                odd = self.odd(place, leading, line + passed)
+                if const_expr(copy.lines_per_pass > 1):
+                    self.shift_line(target, chunk, spare + passed * WORD_BYTES, odd, index)
+                elif odd == 1:  # the whole warp has this line: where it is even, nothing is to be done
+                    self.shift_line(target, chunk, spare + passed * WORD_BYTES, odd, index)
+            target += lines * copy.block * self.bytes
+            spare += lines * WORD_BYTES
+            line += lines
+
+    @cute.jit
+    def shift_line(self, target, chunk, spare, odd, index: cutlass.Constexpr):
+        """One line, or the lines of one pass: each lane replaces its own words.
+
+        What a lane needs of the next word comes by shuffle, so nobody reads what another writes. The first
+        lane's word is no lane's neighbour: it hands on the first word of the next piece, or the spare one.
         """
         copy = self.copy
         lanes = copy.lanes
         next_lane = (self.lane & ~(lanes - 1)) | ((self.lane + 1) & (lanes - 1))
-        leads = self.lane % lanes == 0
-        for index in cutlass.range_constexpr(copy.passes):
-            line = self.first + index * copy.lines_per_pass
-            odd = self._odd(place, leading, line)
-            # Where a whole warp has one line, even lines are passed over.
-            if const_expr(copy.lines_per_pass > 1) or odd == 1:
-                words = [word_at(self._address(slot, index, piece)) for piece in range(copy.pieces)]
-                spare = word_at(self.spare + (slot * copy.lines + line) * WORD_BYTES)
-                held = [word[0] for word in words] + [spare[0]]
-                selector = EVEN + odd * (ODD - EVEN)
-                for piece in cutlass.range_constexpr(copy.pieces):
-                    # The first lane's word is nobody's neighbour: it hands on the first of the next piece.
-                    given = held[piece]
-                    if leads:
-                        given = held[piece + 1]
-                    neighbour = cute.arch.shuffle_sync(given, next_lane)
-                    words[piece][0] = Int32(cute.arch.prmt(held[piece], neighbour, selector))
+        words = [word_at(self._address(target, chunk, index, piece)) for piece in range(copy.pieces)]
+        held = [word[0] for word in words] + [word_at(spare)[0]]
+        selector = EVEN + odd * (ODD - EVEN)
+        for piece in cutlass.range_constexpr(copy.pieces):
+            given = held[piece]
+            if self.lane % lanes == 0:
+                given = held[piece + 1]
+            neighbour = cute.arch.shuffle_sync(given, next_lane)
+            words[piece][0] = Int32(cute.arch.prmt(held[piece], neighbour, selector))
+
+
+def opaque(value):
+    """The same value, of which the compiler does not know that: what follows from it stays in its loop.
+
+    Addresses and predicates of some thirty copies would otherwise be held in registers throughout.
+    """
+    kind = type(value)
+    return cute.arch.inline_ptx(
+        f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value]
+    )
 
 
 def word_at(address):
