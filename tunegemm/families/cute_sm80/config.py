@@ -17,6 +17,7 @@ MMA_M, MMA_N, MMA_K = 16, 8, 16
 """One tensor-core instruction (PTX ISA, mma.sync.m16n8k16)."""
 WORD_BYTES = 4
 """The least that cp.async copies (PTX ISA, cp.async: 4, 8 or 16 bytes)."""
+_GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Copy:
 
     @property
     def group(self) -> int:
-        """Passes until the swizzle repeats, which takes 8 lines."""
-        return min(self.passes, 8 // self.lines_per_pass)
+        """Passes written out; more of them are a loop, since each keeps addresses and sizes in registers."""
+        return math.gcd(self.passes, _GROUP)
 
     @property
     def block(self) -> int:

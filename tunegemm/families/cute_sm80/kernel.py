@@ -486,19 +486,16 @@ class Feed:
         line, chunk, leading = opaque(self.first), opaque(self.chunk), opaque(leading)
         target = self.base + slot * self.stage_bytes
         source = place + (Int64(line) * leading + self.element) * self.bytes
-        if const_expr(not self.config.shifts):
+        lines = copy.group * copy.lines_per_pass
+        for group in cutlass.range(copy.passes // copy.group, unroll=1):
             self.load_lines(
-                target, source, line, chunk, place, leading, lines_left, elements_left, copy.passes
-            )
-        else:
-            lines = copy.group * copy.lines_per_pass
-            for _ in cutlass.range(copy.passes // copy.group, unroll=1):
-                self.load_lines(
-                    target, source, line, chunk, place, leading, lines_left, elements_left, copy.group
-                )
-                target += lines * copy.block * self.bytes
-                source += leading * (lines * self.bytes)
-                line += lines
+                target, source, line, chunk ^ (self._swizzle(group * lines) * self.bytes), place, leading,
+                lines_left, elements_left,
+            )  # fmt: skip
+            target += lines * copy.block * self.bytes
+            source += leading * (lines * self.bytes)
+            line += lines
+        if const_expr(self.config.shifts):
             # A shifted line has one word more. Each lane brings those of other lines.
             for index in cutlass.range_constexpr((copy.lines_per_warp + WARP - 1) // WARP):
                 own = index * WARP + self.lane
@@ -516,12 +513,11 @@ class Feed:
 
     @cute.jit
     def load_lines(
-        self, target, source, line, chunk, place, leading, lines_left, elements_left,
-        passes: cutlass.Constexpr,
+        self, target, source, line, chunk, place, leading, lines_left, elements_left
     ):  # fmt: skip
-        """Some passes over this warp's lines, from `line` on."""
+        """One group of passes over this warp's lines, from `line` on."""
         copy = self.copy
-        for index in cutlass.range_constexpr(passes):
+        for index in cutlass.range_constexpr(copy.group):
             passed = index * copy.lines_per_pass
             odd = Int32(0)
             if const_expr(self.config.shifts):
@@ -551,14 +547,15 @@ class Feed:
         target = self.base + slot * self.stage_bytes
         spare = self.spare + (slot * copy.lines + line) * WORD_BYTES
         lines = copy.group * copy.lines_per_pass
-        for _ in cutlass.range(copy.passes // copy.group, unroll=1):
+        for group in cutlass.range(copy.passes // copy.group, unroll=1):
+            swizzled = chunk ^ (self._swizzle(group * lines) * self.bytes)
             for index in cutlass.range_constexpr(copy.group):
                 passed = index * copy.lines_per_pass
                 odd = self.odd(place, leading, line + passed)
                 if const_expr(copy.lines_per_pass > 1):
-                    self.shift_line(target, chunk, spare + passed * WORD_BYTES, odd, index)
+                    self.shift_line(target, swizzled, spare + passed * WORD_BYTES, odd, index)
                 elif odd == 1:  # the whole warp has this line: where it is even, nothing is to be done
-                    self.shift_line(target, chunk, spare + passed * WORD_BYTES, odd, index)
+                    self.shift_line(target, swizzled, spare + passed * WORD_BYTES, odd, index)
             target += lines * copy.block * self.bytes
             spare += lines * WORD_BYTES
             line += lines

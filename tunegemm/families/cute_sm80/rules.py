@@ -13,7 +13,7 @@ from tunegemm.space import Candidate, Value
 #: Registers a thread needs beside accumulators and two steps of fragments: addresses of copies and of
 #: ldmatrix, extents, the ring's state. Shifted lines need their words and selectors besides.
 _OVERHEAD_REGISTERS = 48
-_SHIFT_REGISTERS = 44
+_SHIFT_REGISTERS = 52
 #: Of each block's shared memory on a multiprocessor, beside its own (CUDA C++ Programming Guide).
 _RESERVED_BYTES = 1024
 #: Longest k that fp16 accumulators add up within the tolerance of a right fp16 result, 9.8e-4: rounding sums
