@@ -11,9 +11,12 @@ from tunegemm.problem import Problem
 from tunegemm.space import Candidate, Value
 
 #: Registers a thread needs beside accumulators and two steps of fragments: addresses of copies and of
-#: ldmatrix, extents, the ring's state. Shifted lines need their words and selectors besides.
-_OVERHEAD_REGISTERS = 48
-_SHIFT_REGISTERS = 52
+#: ldmatrix, extents, the ring's state. With 47 left nothing spills, with 16 left most kernels do (by ptxas for
+#: sm_90a, nvidia-cutlass-dsl 4.8.1; tests/test_cute_sm80.py). Where lines are shifted, the words on their way
+#: come on top: 56 were enough, but not for warps whose share of a tile is no power of 2, which spilled at 95.
+_OVERHEAD_REGISTERS = 46
+_SHIFT_REGISTERS = 10
+_UNEVEN_SHIFT_REGISTERS = 54
 #: Of each block's shared memory on a multiprocessor, beside its own (CUDA C++ Programming Guide).
 _RESERVED_BYTES = 1024
 #: Longest k that fp16 accumulators add up within the tolerance of a right fp16 result, 9.8e-4: rounding sums
@@ -130,7 +133,10 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     config, limits = config_of(problem, candidate), device.architecture
     resident = config.threads * config.ctas_per_sm
     budget = min(limits.registers_per_thread, limits.registers_per_sm // resident // 8 * 8)
-    overhead = _OVERHEAD_REGISTERS + (_SHIFT_REGISTERS if config.shifts else 0)
+    overhead = _OVERHEAD_REGISTERS
+    if config.shifts:
+        uneven = config.accumulators & (config.accumulators - 1)
+        overhead += _UNEVEN_SHIFT_REGISTERS if uneven else _SHIFT_REGISTERS
     need = config.accumulator_registers + 2 * config.fragment_registers + overhead
     if need > budget:
         return (
