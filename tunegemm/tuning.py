@@ -325,9 +325,9 @@ class _Run:
         if self.tuner.database is None:
             return []
         # Of several measurements of one candidate the last one counts.
-        stored = self.tuner.database.measurements(self.problem, self.device.fingerprint)
+        stored = self.tuner.database.measurements(self.problem, self.device.fingerprint, current=True)
         self.screened.update({m.candidate: m for m in stored})
-        failures = self.tuner.database.failures(self.problem, self.device.fingerprint)
+        failures = self.tuner.database.failures(self.problem, self.device.fingerprint, current=True)
         return [(m.candidate, self.value(m)) for m in self.screened.values()] + [
             (failure.candidate, None)
             for failure in failures
