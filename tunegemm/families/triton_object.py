@@ -156,7 +156,7 @@ def build(
         ptx, cubin, facts = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
     if facts.profile_scratch_size or facts.num_ctas != 1:
         raise RuntimeError(
-            f"needs {facts.profile_scratch_size} B of profile scratch and clusters of {facts.num_ctas} blocks; "
+            f"needs {facts.profile_scratch_size} B of profile scratch and clusters of {facts.num_ctas} CTAs; "
             "launches here have neither"
         )
     maps = iter(facts.tensordesc_meta or ())
