@@ -99,14 +99,14 @@ def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200
 
 
 #: Stands for what the compiler takes, into more or less shared memory than the formula says: it does not
-#: pipeline, specialize or subtile as asked.
+#: pipeline, specialize or subtile as asked. With one version of Triton it may spill as well.
 OTHERWISE = "another kernel"
 
 # Per rule: a change to GOOD that only this rule objects to, and what the compiler says of it. Where it says
 # nothing, the object exceeds a limit of the hardware, which is asserted instead.
 REJECTED = [
     ("block_shape", {"tile_m": 96}, "power of 2"),
-    ("block_shape", {"tile_m": 32}, "spills"),
+    ("block_shape", {"tile_m": 32}, OTHERWISE),
     ("block_shape", {"tile_n": 96, "epi_n": 96}, "power of 2"),
     ("block_shape", {"tile_n": 8, "epi_n": 8}, OTHERWISE),
     ("block_shape", {"tile_k": 8}, "RuntimeError"),
@@ -138,6 +138,9 @@ def test_what_is_rejected_fails(
     if verdict not in ("", OTHERWISE):
         assert verdict in result.failure
         return
+    if verdict == OTHERWISE and result.artifact is None:
+        assert "spills" in result.failure
+        return
     assert result.artifact is not None
     smem_bytes = result.artifact.resources.smem_bytes
     if verdict == OTHERWISE:
@@ -160,6 +163,7 @@ def test_what_is_rejected_fails(
         ("reduction", Problem.parse("256x256x4096"), SPECIALIZED | {"split_k": 2}),
         ("reduction", Problem.parse("256x256x4096"), FLATTENED | {"split_k": 2}),
         ("two_fits", PROBLEMS[0], {"ctas": "two_per_sm"}),
+        ("two_fits", Problem.parse("512x512x512"), {"ctas": "two_per_sm", "stages": 2}),
         ("two_fits", PROBLEMS[0], {"ctas": "two_per_sm", "tile_n": 256, "tile_k": 32, "stages": 2}),
         ("swap_fits", PROBLEMS[0], {"swap_ab": True}),
         ("split_fits", PROBLEMS[0], {"split_k": 2}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from tunegemm.device import Device
-from tunegemm.families.tiles import majors, split_fits, swap_fits
+from tunegemm.families.tiles import majors, split_fits, swap_fits, tile_count
 from tunegemm.families.triton_tma.config import SPECIALIZED_BYTES, KernelConfig
 from tunegemm.feasibility import tma_alignment
 from tunegemm.problem import Problem
@@ -146,6 +146,9 @@ def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | No
     """Two blocks share a multiprocessor only when its registers and shared memory hold both."""
     if candidate.params.get("ctas") != "two_per_sm":
         return None
+    work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
+    if work <= device.sm_count:
+        return f"{work} pieces of work <= {device.sm_count} multiprocessors: one block each does the same"
     config, limits = config_of(problem, candidate), device.architecture
     need = 2 * (config.smem_bytes + 1024)  # each block costs 1 KiB more
     if need > limits.smem_bytes_per_sm:
