@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 #: All families, in the order in which they are tried.
-NAMES = ("cute_sm90", "cute_sm80", "cublaslt")
+NAMES = ("cute_sm90", "cute_sm80", "triton_tma", "cublaslt")
 
 #: Launches one product on the current stream: (a, b, out). Operands as in torch.matmul.
 Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
@@ -34,6 +34,8 @@ class Family(Protocol):
     name: str
     parameters: Mapping[str, tuple[str, ...]]
     """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
+    limited_launch: tuple[str, ...]
+    """The launch parameters that `check` looks at: for the others every value is as feasible as the first."""
     compiled: bool
     """Whether candidates need `compile`; a library's algorithms do not."""
     tma: bool

@@ -1,7 +1,7 @@
 """CuTe DSL kernels as objects: compiled in a worker process that sees no GPU, loaded where they run.
 
-The families' kernels share one signature (`cute_sm90.kernel.Gemm.__call__`): addresses, extents, strides and
-launch parameters are run-time integers, so that one object serves every problem of its dtypes and majors.
+The families' kernels share one signature (`cute_sm90.kernel.Gemm.__call__`) but for the number of their launch
+parameters. All arguments are run-time integers, so that one object serves every problem of its dtypes and majors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ FUNCTION_NAME = "tunegemm_gemm"
 """Exported symbol of every compiled object."""
 
 
-def compile_object(make_kernel: Callable[[], Any], target: str, out: Path) -> Resources:
+def compile_object(
+    make_kernel: Callable[[], Any], launch_parameters: int, target: str, out: Path
+) -> Resources:
     """Compile for an architecture such as ``sm_90a`` and write the object `out`; resources are ptxas's report.
 
-    make_kernel: imports the kernel and makes it, once the compiler knows the architecture. Raises whatever
-    the compiler raises; some configurations abort the process.
+    make_kernel: imports the kernel and makes it, once the compiler knows the architecture.
+    launch_parameters: 32-bit arguments between the strides and the workspace.
+
+    Raises whatever the compiler raises; some configurations abort the process.
     """
     os.environ["CUTE_DSL_ARCH"] = target
     import cutlass.cute as cute
@@ -41,7 +45,7 @@ def compile_object(make_kernel: Callable[[], Any], target: str, out: Path) -> Re
                 *[Int64(0)] * 3,
                 *[Int32(1)] * 4,
                 *[Int64(16)] * 6,
-                *[Int32(1)] * 4,
+                *[Int32(1)] * launch_parameters,
                 *[Int64(16)] * 2,
                 cute.runtime.make_fake_stream(),
                 options=f"--enable-tvm-ffi --gpu-arch={target} --dump-dir={dumps} --remarks{{ptx}}",

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Header:
     arguments: tuple[Argument, ...]
     """In the order of the kernel's source, without its constants."""
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[str, ...]:
         """The types of all parameters, the two hidden pointers last."""
         return (*[p for argument in self.arguments for p in argument.parameters], "pointer", "pointer")
@@ -156,7 +157,7 @@ def build(
         ptx, cubin, facts = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
     if facts.profile_scratch_size or facts.num_ctas != 1:
         raise RuntimeError(
-            f"needs {facts.profile_scratch_size} B of profile scratch and clusters of {facts.num_ctas} blocks; "
+            f"needs {facts.profile_scratch_size} B of profile scratch and clusters of {facts.num_ctas} CTAs; "
             "launches here have neither"
         )
     maps = iter(facts.tensordesc_meta or ())

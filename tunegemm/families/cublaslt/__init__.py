@@ -91,6 +91,7 @@ class CublasLt:
         "compile": ("algorithm",),
         "launch": ("requested", "workspace_mib"),
     }
+    limited_launch = ()
     compiled = False
     tma = False
 

@@ -81,7 +81,7 @@ class CuteSm80:
 
             return Gemm(KernelConfig.from_mapping(key))
 
-        return compile_object(make, str(key["target"]), out)
+        return compile_object(make, 4, str(key["target"]), out)
 
     def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
         if artifact is None:
