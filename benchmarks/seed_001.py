@@ -21,17 +21,17 @@ from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.device import Device, find_device
 from tunegemm.errors import TunegemmError
 from tunegemm.problem import Problem
-from tunegemm.space import Candidate
+from tunegemm.space import Candidate, Value
 
 PROBLEM = Problem(4096, 4096, 4096, in_dtype="fp16", out_dtype="fp16")
-KERNEL = {
+KERNEL: dict[str, Value] = {
     "tile_m": 128, "tile_n": 128, "tile_k": 32, "stages": 3, "warps_m": 2, "warps_n": 2, "atoms_n": 2,
     "smem_swizzle": 2, "vector_bytes": 16, "ctas_per_sm": 1, "acc_dtype": "fp32",
 }  # fmt: skip
-LAUNCH = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "tiles", "split_k": 1}
+LAUNCH: dict[str, Value] = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "tiles", "split_k": 1}
 HALF_TOLERANCE = 4e-3
 #: Name in the table -> changes to kernel and launch.
-CONTENDERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CONTENDERS: dict[str, tuple[dict[str, Value], dict[str, Value]]] = {
     "seed": ({"acc_dtype": "fp16"}, {}),
     "seed, fp32 accumulators": ({}, {}),
     "seed, fp32, bands of 8": ({}, {"swizzle_size": 8}),

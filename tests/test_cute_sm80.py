@@ -55,9 +55,7 @@ def candidate(**changes: int | str) -> Candidate:
     return Candidate.make("cute_sm80", GOOD | changes)
 
 
-def compile_all(
-    pool: CompilePool, pairs: list[tuple[Problem, Candidate, Device]]
-) -> list[CompileResult]:
+def compile_all(pool: CompilePool, pairs: list[tuple[Problem, Candidate, Device]]) -> list[CompileResult]:
     futures = [pool.submit("cute_sm80", FAMILY.kernel_key(*pair)) for pair in pairs]
     return [future.result() for future in futures]
 
@@ -144,7 +142,11 @@ def test_what_is_rejected_fails(
         ("alignment", Problem.parse(SHAPE, alignment=8), {}),
         ("vector_fits", PROBLEMS[0], {"vector_bytes": 8}),
         ("accumulation_fits", Problem.parse(SHAPE, dtype="fp16"), {"acc_dtype": "fp16"}),
-        ("accumulation_fits", Problem.parse("64x64x64", dtype="fp16", out_dtype="fp32"), {"acc_dtype": "fp16"}),
+        (
+            "accumulation_fits",
+            Problem.parse("64x64x64", dtype="fp16", out_dtype="fp32"),
+            {"acc_dtype": "fp16"},
+        ),
         ("threads", PROBLEMS[0], {"tile_m": 512, "tile_n": 512, "warps_m": 8, "warps_n": 8}),
         ("shared_memory", PROBLEMS[0], {"tile_k": 64, "smem_swizzle": 3, "stages": 4, "ctas_per_sm": 2}),
         ("ring_depth", PROBLEMS[0], {"stages": 1}),
@@ -164,7 +166,15 @@ def test_each_rule_names_its_numbers(
 def test_every_rule_can_object(h200: Device) -> None:
     """No dead rule: each rejects something in the cases above, or an older GPU."""
     seen = {rule for rule, _, _ in REJECTED}
-    seen |= {"ring_depth", "alignment", "vector_fits", "accumulation_fits", "threads", "split_fits", "architecture"}
+    seen |= {
+        "ring_depth",
+        "alignment",
+        "vector_fits",
+        "accumulation_fits",
+        "threads",
+        "split_fits",
+        "architecture",
+    }
     assert {rule.__name__ for rule in RULES} <= seen
     turing = replace(h200.architecture, capability=(7, 5), compile_target="sm_75")
     assert FAMILY.check(PROBLEMS[0], candidate(), replace(h200, architecture=turing)).rule == "architecture"
@@ -173,9 +183,7 @@ def test_every_rule_can_object(h200: Device) -> None:
 def test_every_alignment_has_kernels_and_tma_families_none_below_16(h200: Device) -> None:
     hopper = families.get("cute_sm90")
     kernel = next(
-        k
-        for k in families.load_space("cute_sm90").kernels()
-        if hopper.check(Problem.parse(SHAPE), k, h200)
+        k for k in families.load_space("cute_sm90").kernels() if hopper.check(Problem.parse(SHAPE), k, h200)
     )
     for alignment in (2, 4, 8, 16):
         problem = Problem.parse(SHAPE, alignment=alignment)
@@ -219,3 +227,46 @@ def test_shared_memory_is_the_seeds_formula_where_the_ring_is_larger(h200: Devic
     assert config_of(PROBLEMS[0], deep).smem_bytes == 5 * (128 * 32 + 32 * 128) * 2
     odd = candidate(stages=5, vector_bytes=2)
     assert config_of(PROBLEMS[1], odd).smem_bytes == 5 * ((128 * 32 + 32 * 128) * 2 + 256 * 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vector_bytes": 2},
+        {"tile_k": 64, "smem_swizzle": 3, "vector_bytes": 2, "warps_n": 4, "tile_n": 192},
+        {"tile_k": 64, "smem_swizzle": 3, "vector_bytes": 8, "a_major": "m", "b_major": "n"},
+        {"tile_k": 64, "vector_bytes": 2, "tile_n": 96, "a_major": "m", "b_major": "n"},
+        {"smem_swizzle": 0, "vector_bytes": 4, "tile_m": 32, "warps_m": 1, "warps_n": 4, "a_major": "m"},
+        {},
+    ],
+    ids=str,
+)
+def test_every_element_is_copied_once_to_where_ldmatrix_reads_it(change: dict[str, int | str]) -> None:
+    """All lanes' cp.async of a stage, enumerated: bijective, 16-byte chunks whole, rows apart in the banks."""
+    from tunegemm.families.cute_sm80.config import KernelConfig
+    from tunegemm.families.cute_sm80.kernel import Feed
+
+    majors = {"a_major": "k", "b_major": "k", "out_major": "n", "in_dtype": "bf16", "out_dtype": "bf16"}
+    config = KernelConfig.from_mapping(GOOD | majors | change)
+    for operand in ("a", "b"):
+        copy = config.copy(operand)
+        lines = copy.group * copy.lines_per_pass
+        placed: dict[tuple[int, int], int] = {}
+        for thread in range(config.threads):
+            feed = Feed(config, operand, 2, 0, 0, thread)
+            for group in range(copy.passes // copy.group):
+                target = feed.base + group * lines * copy.block * 2
+                chunk = feed.chunk ^ (feed._swizzle(group * lines) * 2)
+                for index in range(copy.group):
+                    line = feed.first + group * lines + index * copy.lines_per_pass
+                    for piece in range(copy.pieces):
+                        element = feed.element + piece * copy.lanes * copy.vector
+                        address = feed._address(target, chunk, index, piece)
+                        for offset in range(copy.vector):
+                            assert (line, element + offset) not in placed
+                            placed[line, element + offset] = address // 2 + offset
+        assert len(placed) == copy.lines * copy.extent
+        for (line, element), place in placed.items():
+            # The layout of `Gemm.ring_layout`: blocks of lines, chunks XORed with the bits above them.
+            plain = element // copy.block * copy.lines * copy.block + line * copy.block + element % copy.block
+            assert place == plain ^ (((plain >> 6) & ((1 << config.smem_swizzle) - 1)) << 3)

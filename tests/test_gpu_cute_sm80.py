@@ -17,7 +17,17 @@ from tunegemm.space import Candidate
 
 pytestmark = pytest.mark.gpu
 
-NAMES = ("tile_m", "tile_n", "tile_k", "stages", "warps_m", "warps_n", "atoms_n", "smem_swizzle", "ctas_per_sm")
+NAMES = (
+    "tile_m",
+    "tile_n",
+    "tile_k",
+    "stages",
+    "warps_m",
+    "warps_n",
+    "atoms_n",
+    "smem_swizzle",
+    "ctas_per_sm",
+)
 KERNELS = [
     (128, 128, 32, 3, 2, 2, 2, 2, 1),
     (128, 128, 64, 4, 2, 4, 2, 3, 1),
@@ -93,7 +103,9 @@ def candidate(
     )
 
 
-def operand(row_major: bool, rows: int, columns: int, batch: int, gap: int, offset: int, dtype: str) -> torch.Tensor:
+def operand(
+    row_major: bool, rows: int, columns: int, batch: int, gap: int, offset: int, dtype: str
+) -> torch.Tensor:
     """Random (batch, rows, columns); all memory around and between its lines is NaN."""
     outer, inner = (rows, columns) if row_major else (columns, rows)
     pitch = inner + gap

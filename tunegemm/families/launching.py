@@ -38,7 +38,9 @@ def operand_reader(
     def leading(tensor: torch.Tensor, mode: int, lines: int, packed: int, unit: int) -> int:
         stride = -(-packed // unit) * unit if lines == 1 else tensor.stride(mode)
         if stride % unit:
-            raise ValueError(f"leading dimension {stride} is no multiple of the {unit} elements of one access")
+            raise ValueError(
+                f"leading dimension {stride} is no multiple of the {unit} elements of one access"
+            )
         return stride
 
     def batch_stride(tensor: torch.Tensor, packed: int, unit: int) -> int:
@@ -52,7 +54,8 @@ def operand_reader(
         a_address, b_address, d_address = a.data_ptr(), b.data_ptr(), out.data_ptr()
         if (a_address | b_address) & (in_bytes - 1) or d_address & (out_bytes - 1):
             raise ValueError(
-                f"an operand does not start at a multiple of the {in_bytes} B (output: {out_bytes} B) of one access"
+                f"an operand does not start at a multiple of the {in_bytes} B of one access "
+                f"(output: {out_bytes} B)"
             )
         return (
             a_address,

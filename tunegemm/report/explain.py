@@ -183,9 +183,7 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
     )
 
 
-def _record(
-    problem: Problem, device: Device, location: str | None
-) -> tuple[StoredRecord | None, str]:
+def _record(problem: Problem, device: Device, location: str | None) -> tuple[StoredRecord | None, str]:
     """As dispatch looks it up; a database that is not there has no record."""
     try:
         with Database.open(location, read_only=True) as database:

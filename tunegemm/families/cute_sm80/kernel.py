@@ -480,9 +480,7 @@ class Feed:
     def load(self, place, leading, outer_left, k_left, slot):
         """Start copying the tile at `place` into a slot; elements beyond the extents become zeros."""
         copy = self.copy
-        lines_left, elements_left = (
-            (outer_left, k_left) if const_expr(self.k_major) else (k_left, outer_left)
-        )
+        lines_left, elements_left = (outer_left, k_left) if const_expr(self.k_major) else (k_left, outer_left)
         line, chunk, leading = opaque(self.first), opaque(self.chunk), opaque(leading)
         target = self.base + slot * self.stage_bytes
         source = place + (Int64(line) * leading + self.element) * self.bytes
