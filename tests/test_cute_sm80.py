@@ -242,7 +242,7 @@ def test_shared_memory_is_the_seeds_formula_where_the_ring_is_larger(h200: Devic
     ids=str,
 )
 def test_every_element_is_copied_once_to_where_ldmatrix_reads_it(change: dict[str, int | str]) -> None:
-    """All lanes' cp.async of a stage, enumerated: bijective, 16-byte chunks whole, rows apart in the banks."""
+    """All lanes' copies of a stage, enumerated: each element once, at the address of the ring's layout."""
     from tunegemm.families.cute_sm80.config import KernelConfig
     from tunegemm.families.cute_sm80.kernel import Feed
 

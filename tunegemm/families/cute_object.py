@@ -1,7 +1,8 @@
 """CuTe DSL kernels as objects: compiled in a worker process that sees no GPU, loaded where they run.
 
-The families' kernels share one signature (`cute_sm90.kernel.Gemm.__call__`) but for the number of their launch
-parameters. All arguments are run-time integers, so that one object serves every problem of its dtypes and majors.
+The families' kernels share one signature (`cute_sm90.kernel.Gemm.__call__`) but for the number of their
+launch parameters. All arguments are run-time integers, so that one object serves every problem of its dtypes
+and majors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FUNCTION_NAME = "tunegemm_gemm"
 def compile_object(
     make_kernel: Callable[[], Any], launch_parameters: int, target: str, out: Path
 ) -> Resources:
-    """Compile for an architecture such as ``sm_90a`` and write the object `out`; resources are ptxas's report.
+    """Compile for an architecture such as ``sm_90a`` and write the object `out`; the report is ptxas's.
 
     make_kernel: imports the kernel and makes it, once the compiler knows the architecture.
     launch_parameters: 32-bit arguments between the strides and the workspace.

@@ -11,7 +11,7 @@ from tunegemm.problem import Problem
 from tunegemm.space import Candidate, Value
 
 #: Registers a thread needs beside accumulators and two steps of fragments: addresses of copies and of
-#: ldmatrix, extents, the ring's state. With 47 left nothing spills, with 16 left most kernels do (by ptxas for
+#: ldmatrix, extents, the ring's state. With 47 left nothing spilled, with 16 left most kernels did (ptxas for
 #: sm_90a, nvidia-cutlass-dsl 4.8.1; tests/test_cute_sm80.py). Where lines are shifted, the words on their way
 #: come on top: 56 were enough, but not for warps whose share of a tile is no power of 2, which spilled at 95.
 _OVERHEAD_REGISTERS = 46
@@ -72,7 +72,7 @@ def vector_fits(problem: Problem, candidate: Candidate, device: Device) -> str |
 
 
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A tile is whole permuted MMA tiles, and two steps of k, so that one is loaded while one is multiplied."""
+    """A tile is whole permuted MMA tiles, and two steps of k: one is loaded while one is multiplied."""
     config = config_of(problem, candidate)
     for name, tile, unit, least in (
         ("tile_m", config.tile_m, MMA_M * config.warps_m, 0),
@@ -154,7 +154,7 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
         return f"smem {need} B > {limits.smem_bytes_per_block} B on {target}"
     together = config.ctas_per_sm * (need + _RESERVED_BYTES)
     if together > limits.smem_bytes_per_sm:
-        return f"smem {config.ctas_per_sm} x {need + _RESERVED_BYTES} B > {limits.smem_bytes_per_sm} B on {target}"
+        return f"smem {together} B of {config.ctas_per_sm} blocks > {limits.smem_bytes_per_sm} B on {target}"
     return None
 
 
