@@ -259,7 +259,7 @@ class TestExplain:
         return json.loads(tunegemm("explain", *arguments, *where).stdout)
 
     def test_the_seeds_figures(self, tmp_path: Path) -> None:
-        """4096^3 fp16 is 1365 FLOP/B, a 128x128x32 tile 64; the H200's ridge point is 989.4 TFLOP/s / 4.8 TB/s."""
+        """4096^3 fp16 is 1365 FLOP/B, a 128x128x32 tile 64; an H200 has 989.4 TFLOP/s over 4.8 TB/s."""
         (found,) = self.explain(tmp_path, "--shape", SHAPE, "--dtype", "fp16", "--candidate", self.CANDIDATE)
         assert found["flops_per_byte"] == pytest.approx(1365.33, abs=0.01)
         assert found["tile"]["flops_per_smem_byte"] == 64
