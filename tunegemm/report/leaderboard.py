@@ -386,11 +386,11 @@ def _groups(frame: pandas.DataFrame, device: Device | None) -> list[tuple[Device
         latest = group["measured_at"].max()
         name = fingerprint.device_name
         if name not in found or latest > found[name][0]:
-            found[name] = (latest, _known_device(fingerprint), group)
+            found[name] = (latest, known_device(fingerprint), group)
     return [(shown, group) for _, shown, group in (found[name] for name in sorted(found))]
 
 
-def _known_device(fingerprint: Fingerprint) -> Device:
+def known_device(fingerprint: Fingerprint) -> Device:
     """A device by its stored name, for the roofline; its peaks are 0, unknown, when no part has the name."""
     parts = {part.device_name: part for part in PARTS.values()}
     part = parts.get(fingerprint.device_name)
