@@ -103,9 +103,22 @@ def records(database: Database, device_name: str) -> list[RecordEvidence]:
     first, second = 2 + len(_PROBLEM), 2 + len(_PROBLEM) + len(_FINGERPRINT)
 
     def build(values: Sequence[Any]) -> RecordEvidence:
-        text, digest, label, samples, baseline, ratio, noise, settled, at, clock, power, heat, throttle, more = (
-            values[second:]
-        )
+        (
+            text,
+            digest,
+            label,
+            samples,
+            baseline,
+            ratio,
+            noise,
+            settled,
+            at,
+            clock,
+            power,
+            heat,
+            throttle,
+            more,
+        ) = values[second:]
         if not samples or not baseline or len(samples) != len(baseline) or at is None:
             raise ValueError("its samples or its time are damaged")
         return RecordEvidence(
@@ -123,7 +136,9 @@ def trials(database: Database, key: tuple[int, int], limit: int) -> list[TrialEv
     """The last `limit` measurements of a problem under a fingerprint, oldest first."""
     row = MeasurementRow
     query = (
-        select(CandidateRow.json, CandidateRow.digest, CandidateRow.label, row.policy, row.median_us, row.ratio)
+        select(
+            CandidateRow.json, CandidateRow.digest, CandidateRow.label, row.policy, row.median_us, row.ratio
+        )
         .join(row, row.candidate_id == CandidateRow.id)
         .where(row.problem_id == key[0], row.fingerprint_id == key[1])
         .order_by(row.id.desc())

@@ -37,7 +37,11 @@ def tile_grids(trials: Iterable[Trial]) -> list[Grid]:
     for trial in trials:
         params = trial.candidate.params
         tile_m, tile_n = params.get("tile_m"), params.get("tile_n")
-        if trial.candidate.family == VENDOR_FAMILY or not isinstance(tile_m, int) or not isinstance(tile_n, int):
+        if (
+            trial.candidate.family == VENDOR_FAMILY
+            or not isinstance(tile_m, int)
+            or not isinstance(tile_n, int)
+        ):
             continue
         grid = found.setdefault((trial.candidate.family, str(params.get("schedule", ""))), {})
         old = grid.get((tile_m, tile_n))
@@ -92,4 +96,6 @@ def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
     raw = (high - low) / max(most - 1, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(unit * power for unit in (1, 2, 2.5, 5, 10) if unit * power >= raw * 0.999999)
-    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return [
+        number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]

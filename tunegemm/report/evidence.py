@@ -69,6 +69,12 @@ class Winner:
         return "slower" if self.high < 1 else "equal"
 
     @property
+    def dtypes(self) -> str:
+        """Of inputs and output, as in a problem's name."""
+        inputs, output = self.problem.in_dtype, self.problem.out_dtype
+        return inputs if inputs == output else f"{inputs}>{output}"
+
+    @property
     def tflops(self) -> float:
         return self.problem.flops / self.median_us / 1e6
 
@@ -141,6 +147,12 @@ class Evidence:
         return f"Measured on {self.device.name}."
 
     @property
+    def days(self) -> str:
+        """The day or days of the measurements."""
+        days = sorted(winner.measured_at.date().isoformat() for winner in self.winners)
+        return days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+
+    @property
     def mean_ratio(self) -> float:
         """Geometric mean over all problems."""
         return math.exp(math.fsum(math.log(winner.ratio) for winner in self.winners) / len(self.winners))
@@ -171,7 +183,7 @@ def from_database(
 
     place = display(database.location)
     names = queries.device_names(database)
-    name = queries.latest_device(database) if device is None else _named(device, names)
+    name = queries.latest_device(database) if device is None else named_device(device, names)
     if name is None:
         raise TunegemmError(
             f"{place}: nothing measured yet; run `tunegemm tune --shape MxNxK` on a GPU, or look at the "
@@ -206,9 +218,7 @@ def from_database(
     )
 
 
-def from_recording(
-    replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed: int = DETAILED
-) -> Evidence:
+def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed: int = DETAILED) -> Evidence:
     """The evidence of recorded sweeps; `shapes` and `detailed` as in `from_database`.
 
     There is no final race in a sweep: what stands for the record is the candidate that would win one, by the
@@ -216,7 +226,9 @@ def from_recording(
     """
     problems = replay.problems()
     _check_shapes(shapes, problems, replay.device.spec)
-    details, winners, failures, count = [], [], Counter[tuple[str, str, str]](), 0
+    details: list[Details] = []
+    winners: list[Winner] = []
+    failures, count = Counter[tuple[str, str, str]](), 0
     for problem in problems:
         if shapes and problem.shape not in shapes:
             continue
@@ -245,7 +257,7 @@ def from_recording(
     )
 
 
-def _named(text: str, names: Sequence[str]) -> str:
+def named_device(text: str, names: Sequence[str]) -> str:
     """The device name that `text` is or is a part of. Raises TunegemmError unless it is one."""
     exact = [name for name in names if name.lower() == text.lower()]
     found = exact or [name for name in names if text.lower() in name.lower()]

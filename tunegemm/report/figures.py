@@ -1,4 +1,4 @@
-"""The figures of the HTML report: inline SVG where there is an axis, tables where there are cells or bars."""
+"""The figures of the HTML report that have axes, as inline SVG; heat maps and bars are tables of the template."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from html import escape
 
 from tunegemm.device import Device
 from tunegemm.report import analysis, svg
-from tunegemm.report.analysis import Grid
 from tunegemm.report.evidence import Details, Trial, Verdict, Winner
-from tunegemm.search.importance import Importance
 
 SYMBOLS: Mapping[Verdict, str] = {"faster": "\u25b2", "equal": "\u25cb", "slower": "\u25bc"}
 WORDS: Mapping[Verdict, str] = {
@@ -46,13 +44,19 @@ def roofline(device: Device, winners: Sequence[Winner]) -> str:
     for tick in analysis.log_ticks(x.low, x.high):
         parts += [svg.line(x(tick), top, x(tick), height - bottom, "grid"),
                   svg.text(x(tick), height - bottom + 18, f"{tick:g}", anchor="middle")]  # fmt: skip
-    parts.append(svg.text((left + width - right) / 2, height - 8, "FLOP per byte of device memory", anchor="middle"))
+    parts.append(
+        svg.text((left + width - right) / 2, height - 8, "FLOP per byte of device memory", anchor="middle")
+    )
     parts.append(svg.text(left, top - 6, "TFLOP/s"))
     taken: list[tuple[float, float, float, float]] = []
     if peak:
         start = max(x.low, y.low / memory)
-        parts.append(svg.polyline([(x(start), y(start * memory)), (x(ridge), y(peak)), (x(x.high), y(peak))], "roof"))
-        parts.append(svg.text(width - right, y(peak) - 7, f"{peak:g} TFLOP/s, tensor cores", kind="name", anchor="end"))
+        parts.append(
+            svg.polyline([(x(start), y(start * memory)), (x(ridge), y(peak)), (x(x.high), y(peak))], "roof")
+        )
+        parts.append(
+            svg.text(width - right, y(peak) - 7, f"{peak:g} TFLOP/s, tensor cores", kind="name", anchor="end")
+        )
         taken.append((width - right - 190, y(peak) - 20, width - right, y(peak)))
         rise = (y(peak) - y(start * memory)) / (x(ridge) - x(start)) if ridge > start else 0
         at = start * (ridge / start) ** 0.45
@@ -64,13 +68,13 @@ def roofline(device: Device, winners: Sequence[Winner]) -> str:
     marks = [(x(w.problem.arithmetic_intensity), y(w.tflops), w) for w in winners]
     if len(winners) > NAMED_MARKS:
         for verdict in SYMBOLS:
-            parts.append(svg.dots(((px, py) for px, py, w in marks if w.verdict == verdict), f"dots whisker {verdict}"))
+            parts.append(
+                svg.dots(((px, py) for px, py, w in marks if w.verdict == verdict), f"dots whisker {verdict}")
+            )
     else:
         for row, (px, _, winner) in enumerate(marks):
             by = y(winner.baseline_tflops)
-            parts.append(
-                f'<path class="base" data-row="{row}" d="M{px - 5:g} {by:g}h10"/>'
-            )
+            parts.append(f'<path class="base" data-row="{row}" d="M{px - 5:g} {by:g}h10"/>')
         for row, (px, py, winner) in enumerate(marks):
             told = _told(winner)
             parts.append(svg.verdict_mark(
@@ -79,10 +83,16 @@ def roofline(device: Device, winners: Sequence[Winner]) -> str:
             ))  # fmt: skip
         taken += [(px - 8, py - 8, px + 8, py + 8) for px, py, _ in marks]
         for row, (px, py, winner) in enumerate(marks[:_LABELLED_MARKS]):
-            label = _label_beside(px, py, winner.problem.shape, taken, (left, top, width - right, height - bottom))
+            label = _label_beside(
+                px, py, winner.problem.shape, taken, (left, top, width - right, height - bottom)
+            )
             parts.append(label.replace("<text", f'<text data-row="{row}"', 1))
-    known = f"datasheet peaks {peak:g} TFLOP/s and {memory:g} TB/s" if peak else "peaks of this device unknown"
-    summary = f"Roofline of {device.name}: {len(winners)} records, {known}. The table above lists every value."
+    known = (
+        f"datasheet peaks {peak:g} TFLOP/s and {memory:g} TB/s" if peak else "peaks of this device unknown"
+    )
+    summary = (
+        f"Roofline of {device.name}: {len(winners)} records, {known}. The table above lists every value."
+    )
     return (
         f'<svg viewBox="0 0 {width} {height}" role="group" aria-label="{escape(summary)}" data-marks '
         f'style="min-width:640px" width="{width}" height="{height}">{"".join(parts)}</svg>'
@@ -131,9 +141,7 @@ def forest_axis(scale: svg.Scale) -> str:
         taken.append(at)
         parts.append(svg.text(at, 13, f"{tick:g}", anchor="middle"))
         parts.append(svg.line(at, 17, at, 22, "axis"))
-    return (
-        f'<svg viewBox="0 0 {_FOREST[0]} 22" aria-hidden="true">{"".join(parts)}</svg>'
-    )
+    return f'<svg viewBox="0 0 {_FOREST[0]} 22" aria-hidden="true">{"".join(parts)}</svg>'
 
 
 def forest(winner: Winner, scale: svg.Scale) -> str:
@@ -212,50 +220,5 @@ def heat_class(ratio: float) -> str:
     return "h-4"
 
 
-def heat_map(grid: Grid, top: Trial) -> str:
-    """Rows tile_m, columns tile_n, in each cell the best ratio."""
-    head = "".join(f'<th scope="col">{n}</th>' for n in grid.tile_n)
-    rows = []
-    for m in grid.tile_m:
-        cells = []
-        for n in grid.tile_n:
-            trial = grid.best.get((m, n))
-            if trial is None:
-                cells.append('<td class="none"><span aria-hidden="true">\u00b7</span><span class="hidden">not tried</span></td>')
-                continue
-            kind = heat_class(trial.ratio) + (" top" if trial is top else "")
-            cells.append(f'<td class="{kind}" data-tip="{escape(_trial_told(trial))}">{trial.ratio:.2f}</td>')
-        rows.append(f'<tr><th scope="row">{m}</th>{"".join(cells)}</tr>')
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="Heat map, {escape(grid.title)}">'
-        f'<table class="heat" data-marks><caption class="hidden">Best speed relative to torch.mm by tile, '
-        f'{escape(grid.title)}</caption>'
-        f'<thead><tr><th scope="col"><span aria-hidden="true">m \\ n</span><span class="hidden">tile_m</span></th>'
-        f'{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-    )
-
-
-def _trial_told(trial: Trial) -> str:
+def trial_told(trial: Trial) -> str:
     return f"{trial.label}\n{trial.ratio:.3f} \u00d7 torch.mm, {significant(trial.median_us)} \u00b5s"
-
-
-def importance_bars(found: Importance) -> str:
-    """Two lists of bars: compile-time parameters solid, launch-time ones hatched."""
-    rows = []
-    for title, shares, kind in (
-        (f"compile time, {found.kernels} kernels", found.compile, ""),
-        (f"launch, {found.launches} launches", found.launch, "secondary"),
-    ):
-        if not shares:
-            continue
-        rows.append(f'<tr><th scope="rowgroup" colspan="3"><small>{escape(title)}</small></th></tr>')
-        rows += [bar_row(name, share, f"{100 * share:.0f} %", kind) for name, share in shares.items()]
-    return f'<table class="bars"><tbody>{"".join(rows)}</tbody></table>'
-
-
-def bar_row(name: str, share: float, told: str, kind: str = "") -> str:
-    shown = f' class="{kind}"' if kind else ""
-    return (
-        f'<tr><th scope="row"><code>{escape(name)}</code></th><td class="bar" aria-hidden="true">'
-        f'<i{shown} style="width:{100 * share:.1f}%"></i></td><td class="n">{escape(told)}</td></tr>'
-    )

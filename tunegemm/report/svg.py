@@ -58,7 +58,10 @@ def dots(points: Iterable[tuple[float, float]], kind: str = "dots") -> str:
 
 
 def diamonds(points: Iterable[tuple[float, float]], kind: str = "diamonds", reach: float = 4.5) -> str:
-    drawn = (f"M{x:g} {y - reach:g}l{reach:g} {reach:g}-{reach:g} {reach:g}-{reach:g}-{reach:g}z" for x, y in points)
+    drawn = (
+        f"M{x:g} {y - reach:g}l{reach:g} {reach:g}-{reach:g} {reach:g}-{reach:g}-{reach:g}z"
+        for x, y in points
+    )
     return f'<path class="{kind}" d="{"".join(drawn)}"/>'
 
 
