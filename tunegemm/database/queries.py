@@ -121,11 +121,14 @@ def records(database: Database, device_name: str) -> list[RecordEvidence]:
         ) = values[second:]
         if not samples or not baseline or len(samples) != len(baseline) or at is None:
             raise ValueError("its samples or its time are damaged")
+        more = more if isinstance(more, dict) else {}
+        if replayed := more.get("source") == "replayed":
+            at = datetime.fromisoformat(str(more.get("recorded_at")))
         return RecordEvidence(
             (values[0], values[1]), Problem(*values[2:first]), Fingerprint(*values[first:second]),
             _candidate(text, digest), label, tuple(map(float, samples)), tuple(map(float, baseline)),
             float(ratio), float(noise), bool(settled), at, clock, power, heat, tuple(throttle or ()),
-            isinstance(more, dict) and more.get("source") == "replayed",
+            replayed,
         )  # fmt: skip
 
     latest = {record.problem: record for record in _readable(rows, build, "record")}

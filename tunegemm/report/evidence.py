@@ -372,7 +372,7 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 
 
 def _grouped(rows: Iterable[tuple[str, str, str, int]]) -> tuple[FailureGroup, ...]:
-    """Rows of (family, stage, reason, count), most first, with reasons that differ in numbers put together."""
+    """Rows of (family, stage, reason, count), most first; reasons that differ in numbers are put together."""
     groups: dict[tuple[str, str], FailureGroup] = {}
     for family, stage, reason, count in rows:
         key = (stage, _NUMBER.sub("#", reason))

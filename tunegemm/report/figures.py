@@ -1,10 +1,11 @@
-"""The figures of the HTML report that have axes, as inline SVG; heat maps and bars are tables of the template."""
+"""The figures of the HTML report that have axes, as SVG; heat maps and bars are the template's tables."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Literal
 
 from tunegemm.device import Device
 from tunegemm.report import analysis, svg
@@ -21,6 +22,12 @@ _LABELLED_MARKS = 16
 #: Above so many trials a dot each would only blacken the figure: every n-th is drawn.
 _MOST_DOTS = 1500
 _FOREST = (216, 34)
+
+#: Where a name may stand beside its mark, best first: anchor and offset.
+_PLACES: tuple[tuple[Literal["start", "middle", "end"], int, int], ...] = (
+    ("start", 11, 4), ("end", -11, 4), ("start", 8, 18), ("end", -8, 18), ("start", 8, -10), ("end", -8, -10),
+    ("middle", 0, 24), ("middle", 0, -16),
+)  # fmt: skip
 
 
 def significant(value: float, digits: int = 4) -> str:
@@ -102,8 +109,9 @@ def roofline(device: Device, winners: Sequence[Winner]) -> str:
 def _told(winner: Winner) -> str:
     share = f", {winner.percent_of_roofline:.0f} % of the roofline" if winner.percent_of_roofline else ""
     return (
-        f"{winner.problem}\n{winner.label}\n{significant(winner.median_us)} \u00b5s, {winner.tflops:.0f} TFLOP/s{share}"
-        f"\n{winner.ratio:.3f} \u00d7 torch.mm ({winner.low:.3f} to {winner.high:.3f}), {WORDS[winner.verdict]}"
+        f"{winner.problem}\n{winner.label}\n"
+        f"{significant(winner.median_us)} \u00b5s, {winner.tflops:.0f} TFLOP/s{share}\n"
+        f"{winner.ratio:.3f} \u00d7 torch.mm ({winner.low:.3f} to {winner.high:.3f}), {WORDS[winner.verdict]}"
     )
 
 
@@ -113,8 +121,7 @@ def _label_beside(
 ) -> str:  # fmt: skip
     """The name of a mark where it covers neither marks nor names, or no name."""
     wide = 6.7 * len(words)
-    for anchor, dx, dy in (("start", 11, 4), ("end", -11, 4), ("start", 8, 18), ("end", -8, 18),
-                           ("start", 8, -10), ("end", -8, -10), ("middle", 0, 24), ("middle", 0, -16)):  # fmt: skip
+    for anchor, dx, dy in _PLACES:
         begin = x + dx - {"start": 0.0, "end": wide, "middle": wide / 2}[anchor]
         box = (begin, y + dy - 11, begin + wide, y + dy + 3)
         inside = box[0] > frame[0] and box[1] > frame[1] and box[2] < frame[2] and box[3] < frame[3]
@@ -122,7 +129,7 @@ def _label_beside(
             box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken
         ):
             taken.append(box)
-            return svg.text(x + dx, y + dy, words, kind="name", anchor=anchor)  # type: ignore[arg-type]
+            return svg.text(x + dx, y + dy, words, kind="name", anchor=anchor)
     return svg.text(x, y, "")
 
 
@@ -153,7 +160,7 @@ def forest(winner: Winner, scale: svg.Scale) -> str:
     ends = f"M{low:g} {middle - 4:g}v8M{high:g} {middle - 4:g}v8"
     return (
         f'<svg viewBox="0 0 {_FOREST[0]} {_FOREST[1]}" aria-hidden="true">'
-        f'<rect x="{band[0]:g}" y="0" width="{max(band[1] - band[0], 1):g}" height="{_FOREST[1]}" class="tie"/>'
+        f'<rect x="{band[0]:g}" width="{max(band[1] - band[0], 1):g}" height="{_FOREST[1]}" class="tie"/>'
         f"{svg.line(scale(1), 0, scale(1), _FOREST[1], 'unity')}"
         f'<path class="whisker {winner.verdict}" d="M{low:g} {middle:g}H{high:g}{ends}"/>'
         f"{svg.verdict_mark(at, middle, winner.verdict)}</svg>"

@@ -18,10 +18,12 @@ _INK, _MUTED, _LINE = "#16191d", "#565e68", "#e3e6ea"
 _COLOURS: Mapping[Verdict, str] = {"faster": "#1257b8", "equal": "#5d6570", "slower": "#a8420b"}
 _MARKERS: Mapping[Verdict, str] = {"faster": "^", "equal": "o", "slower": "v"}
 _STYLE = {
-    "font.size": 10, "axes.edgecolor": _MUTED, "axes.labelcolor": _INK, "text.color": _INK, "xtick.color": _MUTED,
-    "ytick.color": _MUTED, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "font.size": 10, "axes.edgecolor": _MUTED, "axes.labelcolor": _INK, "text.color": _INK,
+    "xtick.color": _MUTED, "ytick.color": _MUTED, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True,
     "grid.color": _LINE, "grid.linewidth": 0.8, "axes.axisbelow": True, "axes.titlesize": 11,
-    "axes.titleweight": "bold", "axes.titlelocation": "left", "svg.hashsalt": "tunegemm", "svg.fonttype": "none",
+    "axes.titleweight": "bold", "axes.titlelocation": "left", "svg.hashsalt": "tunegemm",
+    "svg.fonttype": "none",
     "figure.facecolor": "white",
 }  # fmt: skip
 
@@ -72,7 +74,8 @@ def _roofline(figure: Figure, evidence: Evidence) -> None:
         )
         axes.annotate(f"{device.peak_tflops:g} TFLOP/s, tensor cores", (high, device.peak_tflops), (0, 5),
                       textcoords="offset points", ha="right")  # fmt: skip
-        axes.annotate(f"{memory:g} TB/s, memory", ((low * ridge) ** 0.5, (low * ridge) ** 0.5 * memory), (-6, 6),
+        middle = (low * ridge) ** 0.5
+        axes.annotate(f"{memory:g} TB/s, memory", (middle, middle * memory), (-6, 6),
                       textcoords="offset points", ha="right")  # fmt: skip
     axes.scatter(intensities, [winner.baseline_tflops for winner in evidence.winners], marker="_", s=60,
                  color=_MUTED, label="torch.mm")  # fmt: skip
@@ -136,8 +139,8 @@ def _convergence(figure: Figure, evidence: Evidence) -> None:
     for stage, marker, words in (("search", ".", "trial"), ("library", "s", "the vendor's algorithm")):
         points = [(number, trial.ratio) for number, trial in enumerate(tried, 1) if trial.stage == stage]
         if points:
-            axes.plot(*zip(*points, strict=True), marker, color=_MUTED, mfc="white" if marker == "s" else _MUTED,
-                      ms=5, label=words)  # fmt: skip
+            fill = "white" if marker == "s" else _MUTED
+            axes.plot(*zip(*points, strict=True), marker, color=_MUTED, mfc=fill, ms=5, label=words)
     steps = [*analysis.best_so_far(tried)]
     steps.append((len(tried), steps[-1][1]))
     axes.step(*zip(*steps, strict=True), where="post", color=_COLOURS["faster"], lw=2, label="best so far")
