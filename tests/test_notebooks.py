@@ -1,4 +1,4 @@
-"""Every notebook runs from its first to its last cell; what is committed has no outputs that could go stale."""
+"""Every notebook runs from its first to its last cell; the committed ones have no outputs that go stale."""
 
 from __future__ import annotations
 

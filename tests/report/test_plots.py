@@ -60,3 +60,17 @@ def test_refusals(evidence: Evidence, tmp_path: Path) -> None:
         save("roofline", evidence, tmp_path / "a.gif")
     with pytest.raises(TunegemmError, match="No such file or directory; choose another --out"):
         save("roofline", evidence, tmp_path / "absent" / "a.svg")
+
+
+def test_the_figure_in_the_readme_is_current(tmp_path: Path) -> None:
+    """By its words and marks: another matplotlib may place them a little differently."""
+    committed = Path(__file__).parents[2] / "docs" / "figures" / "recorded_speedup.svg"
+    save("speedup", from_recording(open_replay("h200"), detailed=0), tmp_path / "fresh.svg")
+
+    def content(path: Path) -> tuple[list[str], int]:
+        root = ElementTree.fromstring(path.read_text())
+        return [text.strip() for text in root.itertext() if text.strip()], sum(
+            "use" in e.tag for e in root.iter()
+        )
+
+    assert content(committed) == content(tmp_path / "fresh.svg")
