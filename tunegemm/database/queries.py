@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import func, select
 
 from tunegemm.database.models import (
+    FASTEST,
     CandidateRow,
     FailureRow,
     FingerprintRow,
@@ -95,7 +96,7 @@ def records(database: Database, device_name: str) -> list[RecordEvidence]:
         .join(ProblemRow, ProblemRow.id == RecordRow.problem_id)
         .join(FingerprintRow, FingerprintRow.id == RecordRow.fingerprint_id)
         .join(CandidateRow, CandidateRow.id == row.candidate_id)
-        .where(FingerprintRow.device_name == device_name)
+        .where(FingerprintRow.device_name == device_name, RecordRow.policy == FASTEST)
         .order_by(row.created_at, row.id)
     )
     with database._reading() as session:
