@@ -119,6 +119,7 @@ def build(
     num_warps: int,
     num_stages: int = 1,
     aligned: Sequence[str] = (),
+    max_registers: int | None = None,
     capability: int = 90,
 ) -> Resources:
     """Compile a jitted function of Triton or Gluon and write its object; the resources are ptxas's report.
@@ -126,6 +127,7 @@ def build(
     arguments: Triton's type of each run-time argument. Nothing is specialized on their values.
     constants: the values of its `constexpr` parameters.
     aligned: arguments that are promised to be multiples of 16, such as addresses of a workspace.
+    max_registers: of a thread at launch; the default is what lets one block be resident.
 
     Raises RuntimeError with the compiler's first error. Runs in a worker process that sees no GPU.
     """
@@ -148,7 +150,7 @@ def build(
                     compiled = triton.compile(
                         source,
                         target=GPUTarget("cuda", capability, 32),
-                        options={"num_warps": num_warps, "num_stages": num_stages},
+                        options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers},
                     )
             except Exception as error:
                 raise RuntimeError(_first_error(log.read_text()) or f"{error}") from error
