@@ -88,13 +88,18 @@ class Fingerprint:
 
     device_name: str
     sm_count: int
+    """SMs of the device, or of its MIG instance."""
+    capability: str
+    """Compute capability, such as ``9.0``."""
+    mig: str
+    """MIG profile, such as ``1g.18gb``; empty for a whole GPU."""
+    sm_budget: int
+    """SMs that a launch may fill; `sm_count` unless some are kept for others."""
     driver: str
     cuda: str
     torch: str
     cutlass_dsl: str
     triton: str
-    kernel_source: str
-    """Hash of the kernel families' sources: a changed kernel makes old timings foreign."""
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
@@ -122,6 +127,14 @@ class Device:
     def is_real(self) -> bool:
         """Whether times on this device are measurements."""
         return self.spec.startswith("cuda")
+
+    def resident_clusters(self, cluster_size: int) -> int:
+        """Clusters of so many blocks that run at once, with one block per multiprocessor."""
+        if cluster_size == 1:
+            return self.sm_count
+        if self.is_real and (told := _active_clusters(self.index, cluster_size)) is not None:
+            return told
+        return even_cut(self.sm_count, cluster_size)
 
     @property
     def index(self) -> int:
@@ -161,7 +174,9 @@ def find_device(spec: str = "cuda:0") -> Device:
         if name not in PARTS:
             raise DeviceError(f"device {spec!r}: no such part; use model: with one of {', '.join(PARTS)}")
         part = PARTS[name]
-        return device_from_part(spec, part, current_fingerprint(part.device_name, part.sm_count))
+        return device_from_part(
+            spec, part, current_fingerprint(part.device_name, part.sm_count, part.capability)
+        )
     raise DeviceError(f"device {spec!r} is not known; use cuda:N, replay:NAME or model:NAME")
 
 
@@ -206,23 +221,30 @@ def _cuda_device(spec: str, name: str) -> Device:
         memory_bytes=properties.total_memory,
         peak_tflops=part.peak_tflops if part else 0.0,
         bandwidth_gbps=part.bandwidth_gbps if part else 0.0,
-        fingerprint=current_fingerprint(properties.name, properties.multi_processor_count, index),
+        fingerprint=current_fingerprint(
+            properties.name, properties.multi_processor_count, capability, real=True
+        ),
     )
 
 
-def current_fingerprint(device_name: str, sm_count: int, index: int | None = None) -> Fingerprint:
-    """The fingerprint of a device under this machine's driver and packages."""
+def current_fingerprint(
+    device_name: str, sm_count: int, capability: tuple[int, int], *, real: bool = False
+) -> Fingerprint:
+    """The fingerprint of a device under this machine's packages and, for a real device, its driver."""
     import torch
 
+    mig = re.search(r"\bMIG (\S+)", device_name)  # "NVIDIA H200 MIG 1g.18gb"
     return Fingerprint(
         device_name=device_name,
         sm_count=sm_count,
-        driver=_driver_version() if index is not None else "",
+        capability=".".join(map(str, capability)),
+        mig=mig.group(1) if mig else "",
+        sm_budget=sm_count,
+        driver=_driver_version() if real else "",
         cuda=torch.version.cuda or "",
         torch=torch.__version__,
         cutlass_dsl=package_version("nvidia-cutlass-dsl"),
         triton=package_version("triton"),
-        kernel_source=kernel_source_hash(),
     )
 
 
@@ -236,16 +258,74 @@ def package_version(name: str) -> str:
 
 
 @functools.cache
-def kernel_source_hash() -> str:
-    """SHA-256 (16 hex digits) over the sources under `tunegemm/families/` that end up in kernels."""
+def kernel_source_hash(family: str) -> str:
+    """SHA-256 (16 hex digits) over a kernel family's sources that end up in kernels; empty if it has none.
+
+    These are `kernel*.py` and `config.py` in its folder. A record holds for its own family's sources.
+    """
     import hashlib
     from pathlib import Path
 
     digest = hashlib.sha256()
     root = Path(__file__).parent / "families"
-    for path in sorted([*root.rglob("kernel*.py"), *root.rglob("config.py")]):
+    paths = sorted([*(root / family).rglob("kernel*.py"), *(root / family).rglob("config.py")])
+    for path in paths:
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:16] if paths else ""
+
+
+@functools.cache
+def even_cut(sm_count: int, cluster_size: int) -> int:
+    """Clusters that fit a Hopper chip of so many multiprocessors, at best.
+
+    A cluster lives in one graphics processing cluster. Hopper has 8 of them, cut unevenly by yield, always by
+    whole pairs of multiprocessors; the most even cut of 132 is 2 x 18 + 6 x 16, which holds 66 clusters of 2
+    and 32 of 4. The driver's own figure may be lower on a less even chip.
+    """
+    gpcs = 8
+    pairs, odd = divmod(sm_count // 2, gpcs)
+    sizes = [2 * (pairs + 1)] * odd + [2 * pairs] * (gpcs - odd)
+    return max(1, sum(size // cluster_size for size in sizes))
+
+
+#: A kernel that does nothing, to ask the driver about launches of.
+_EMPTY_PTX = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
+
+
+@functools.cache
+def _active_clusters(index: int, cluster_size: int) -> int | None:
+    """The driver's count for a block that fills a multiprocessor; None when it cannot be asked."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return None
+    import torch
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(index):
+        torch.cuda.current_stream().synchronize()  # the device's primary context is the current one now
+        error, module = driver.cuModuleLoadData(_EMPTY_PTX)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            return None
+        try:
+            _, function = driver.cuModuleGetFunction(module, b"nothing")
+            smem = ARCHITECTURES[torch.cuda.get_device_capability(index)].smem_bytes_per_block
+            attribute = driver.CUfunction_attribute
+            driver.cuFuncSetAttribute(
+                function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem
+            )
+            dimension = driver.CUlaunchAttribute()
+            dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension.value.clusterDim.x, dimension.value.clusterDim.y = cluster_size, 1
+            dimension.value.clusterDim.z = 1
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = 1024 * cluster_size, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = 128, 1, 1
+            config.sharedMemBytes, config.attrs, config.numAttrs = smem, [dimension], 1
+            error, count = driver.cuOccupancyMaxActiveClusters(function, config)
+        finally:
+            driver.cuModuleUnload(module)
+    return int(count) if error == driver.CUresult.CUDA_SUCCESS and count > 0 else None
 
 
 @contextmanager

@@ -28,7 +28,7 @@ class Job:
 
 def gpu(sm_count: int = 132) -> Device:
     fingerprint = Fingerprint(
-        "NVIDIA H200", sm_count, "580.1", "13.0", "2.11", "4.8.1", "3.6", "0123456789abcdef"
+        "NVIDIA H200", sm_count, "9.0", "", sm_count, "580.1", "13.0", "2.11", "4.8.1", "3.6"
     )
     return device_from_part("cuda:0", replace(PARTS["h200"], sm_count=sm_count), fingerprint)
 
@@ -181,7 +181,7 @@ def _edited(change) -> bytes:
         lambda content: b"version https://git-lfs.github.com/spec/v1\n",
         lambda content: lzma.compress(b"not json"),
         lambda content: lzma.compress(b"[1, 2]"),
-        _edited(lambda data: data.update(format=2)),
+        _edited(lambda data: data.update(format=3)),
         _edited(lambda data: data.update(problem="1x1x1-bf16-tn")),
         _edited(lambda data: data["measured"].pop("evidence")),
         _edited(lambda data: data["measured"]["samples_us"].pop()),

@@ -34,6 +34,7 @@ def command(
     dtype: options.Dtype = "bf16",
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
+    alignment: options.Alignment = None,
     effort: Annotated[Effort, typer.Option("--effort", help="How much of the space to try.")] = Effort.quick,
     trials: Annotated[
         int | None, options.count_option("--trials", "Most candidates to measure per shape.")
@@ -50,6 +51,9 @@ def command(
     workers: Annotated[
         int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
     ] = None,
+    compiled_only: Annotated[
+        bool, typer.Option("--compiled-only", help="Compile nothing: try the kernels that the cache holds.")
+    ] = False,
     top: Annotated[int, options.count_option("--top", "Rows to print per shape.")] = 10,
     as_json: Annotated[
         bool,
@@ -57,7 +61,7 @@ def command(
     ] = False,
 ) -> None:
     """Find and remember the fastest kernel for each shape."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout)
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment)
     budget_seconds = options.parse_seconds(budget) if budget is not None else None
     names = options.parse_families(families)
 
@@ -81,7 +85,12 @@ def command(
     found = 0
     try:
         with Tuner(
-            opened, database if opened.is_real else None, families=names, workers=workers, seed=seed
+            opened,
+            database if opened.is_real else None,
+            families=names,
+            workers=workers,
+            seed=seed,
+            compiled_only=compiled_only,
         ) as tuner:
             for position, problem in enumerate(problems):
                 with ProgressView(log) as view:

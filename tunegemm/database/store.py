@@ -18,14 +18,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from sqlalchemy import URL, Engine, Select, select, update
+from sqlalchemy import URL, Engine, Select, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from tunegemm import families
 from tunegemm.database import migrations
-from tunegemm.database.connection import connect, display, resolve, translated, writer
+from tunegemm.database.connection import connect, display, migrating, resolve, translated, writer
 from tunegemm.database.models import (
+    FASTEST,
     CandidateRow,
+    ChoiceRow,
     FailureRow,
     FingerprintRow,
     MeasurementRow,
@@ -34,7 +37,7 @@ from tunegemm.database.models import (
     plain,
 )
 from tunegemm.database.record import Record
-from tunegemm.device import Device, Fingerprint
+from tunegemm.device import Device, Fingerprint, kernel_source_hash
 from tunegemm.errors import DatabaseError, SpaceError, TunegemmError
 from tunegemm.outcome import Failure, Measurement, Resources
 from tunegemm.problem import Problem
@@ -91,7 +94,7 @@ class Database:
                         with database._engine.begin() as connection:
                             migrations.require_current(connection)
                     else:
-                        with writer(database._engine).begin() as connection:
+                        with migrating(database._engine) as connection:
                             migrations.upgrade(connection)
                 except DatabaseError as error:
                     raise DatabaseError(f"{display(place)}: {error}") from None
@@ -123,20 +126,20 @@ class Database:
         """Add one outcome to the history; on return it is committed.
 
         A measurement with a better ratio than the record's becomes the record, unless a final race has
-        settled that. policy: ``screen`` while searching, another word for a final race, where more rounds
-        make better evidence. Raises DatabaseError when it cannot be written, for a device that is not
-        real, and for samples that are no times.
+        settled that; so does one of other kernel sources than the record's of its family. policy:
+        ``screen`` while searching, another word for a final race, where more rounds make better evidence.
+        Raises DatabaseError when it cannot be written, for a device that is not real, and for samples that
+        are no times.
         """
         row = _outcome_row(outcome, resources, policy)
         with self._publication(device) as session:
+            row.kernel_source, row.origin = kernel_source_hash(outcome.candidate.family), ""
             _add(session, row, _keys(session, problem, device, outcome.candidate, label))
             if isinstance(row, MeasurementRow):
                 record = _record_row(session, row, settled=False)
-                if (
-                    not record.settled
-                    and row.ratio > session.get_one(MeasurementRow, record.measurement_id).ratio
-                ):
-                    _choose(record, row, settled=False)
+                best = session.get_one(MeasurementRow, record.measurement_id)
+                if not record.settled and (row.ratio > best.ratio or _is_outdated(session, best, row)):
+                    _choose(session, record, row, settled=False)
 
     def settle(
         self,
@@ -152,7 +155,11 @@ class Database:
         It is published with policy ``final``, unless the very same samples are in the history already.
         """
         new = MeasurementRow(
-            policy="final", **_measurement_values(measurement), **_resource_values(resources)
+            policy="final",
+            kernel_source=kernel_source_hash(measurement.candidate.family),
+            origin="",
+            **_measurement_values(measurement),
+            **_resource_values(resources),
         )
         with self._publication(device) as session:
             keys = _keys(session, problem, device, measurement.candidate, label)
@@ -160,7 +167,7 @@ class Database:
                 **keys, samples_us=new.samples_us, baseline_us=new.baseline_us
             )
             row = session.scalar(same.order_by(MeasurementRow.id.desc()).limit(1)) or _add(session, new, keys)
-            _choose(_record_row(session, row, settled=True), row, settled=True)
+            _choose(session, _record_row(session, row, settled=True), row, settled=True)
 
     def best(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
         """The record of one problem under one fingerprint."""
@@ -174,8 +181,13 @@ class Database:
             query = _where_fingerprint(query, fingerprint)
         return self._read_records(query)
 
-    def measurements(self, problem: Problem, fingerprint: Fingerprint) -> list[Measurement]:
-        """All measurements of a problem, oldest first, for example to seed a search."""
+    def measurements(
+        self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False
+    ) -> list[Measurement]:
+        """All measurements of a problem, oldest first, for example to seed a search.
+
+        current: only of kernels whose sources are those of this program.
+        """
         row = MeasurementRow
         query = (
             select(
@@ -192,15 +204,17 @@ class Database:
             .select_from(row)
             .order_by(row.id)
         )
+        query = _where_current(query, row) if current else query
         return self._read_history(query, problem, fingerprint, _measurement, "measurement")
 
-    def failures(self, problem: Problem, fingerprint: Fingerprint) -> list[Failure]:
-        """All failures of a problem, oldest first: what a search need not try again."""
+    def failures(self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False) -> list[Failure]:
+        """All failures of a problem, oldest first: what a search need not try again. current: see above."""
         query = (
             select(CandidateRow.json, CandidateRow.digest, FailureRow.stage, FailureRow.reason)
             .select_from(FailureRow)
             .order_by(FailureRow.id)
         )
+        query = _where_current(query, FailureRow) if current else query
         return self._read_history(query, problem, fingerprint, _failure, "failure")
 
     def problems(self) -> list[Problem]:
@@ -223,7 +237,8 @@ class Database:
         That is the settled record's measurement, or its latest of a final race (any policy but
         ``screen``), or else its latest one. Columns: the fields of the problem
         and of the fingerprint; ``fingerprint`` (its digest), ``candidate`` (its digest), family, label;
-        policy, median_us, baseline_median_us, ratio, spread, baseline_spread, noise, relative_error,
+        kernel_source, origin, policy, median_us, baseline_median_us, ratio, spread, baseline_spread, noise,
+        relative_error,
         sm_clock_mhz, power_w, temperature_c, throttle_reasons, registers, spill_bytes, smem_bytes, warnings,
         compile_seconds, measured_at (UTC); ``record`` and ``settled``: whether it is the record.
         """
@@ -237,6 +252,8 @@ class Database:
                 *(CandidateRow.digest.label("candidate"), CandidateRow.family, CandidateRow.label),
                 *(
                     row.id.label("measurement_id"),
+                    row.kernel_source,
+                    row.origin,
                     row.policy,
                     row.median_us,
                     row.baseline_median_us,
@@ -260,7 +277,9 @@ class Database:
             .join(CandidateRow, CandidateRow.id == row.candidate_id)
             .outerjoin(
                 RecordRow,
-                (RecordRow.problem_id == row.problem_id) & (RecordRow.fingerprint_id == row.fingerprint_id),
+                (RecordRow.problem_id == row.problem_id)
+                & (RecordRow.fingerprint_id == row.fingerprint_id)
+                & (RecordRow.policy == FASTEST),
             )
             .order_by(row.id)
         )
@@ -312,13 +331,14 @@ class Database:
         first, second = len(_PROBLEM_FIELDS), len(_PROBLEM_FIELDS) + len(_FINGERPRINT_FIELDS)
 
         def build(row: Sequence[Any]) -> Record:
-            text, digest, label, *numbers, settled, measured_at = row[second:]
+            text, digest, label, *numbers, kernel_source, settled, measured_at = row[second:]
             median_us, baseline_median_us, ratio, noise, relative_error = map(float, numbers)
             if measured_at is None:
                 raise ValueError("its time is no ISO 8601 time")
             return Record(
                 Problem(*row[:first]), candidate_of(text, digest), fingerprint_of(*row[first:second]), label,
                 median_us, baseline_median_us, ratio, noise, relative_error, bool(settled), measured_at,
+                kernel_source,
             )  # fmt: skip
 
         return _readable(rows, build, "record")
@@ -351,13 +371,14 @@ def _records_query() -> Select[Any]:
             *_FINGERPRINT_COLUMNS,
             *(CandidateRow.json, CandidateRow.digest, CandidateRow.label),
             *(row.median_us, row.baseline_median_us, row.ratio, row.noise, row.relative_error),
-            *(RecordRow.settled, row.created_at),
+            *(row.kernel_source, RecordRow.settled, row.created_at),
         )
         .select_from(RecordRow)
         .join(row, row.id == RecordRow.measurement_id)
         .join(ProblemRow, ProblemRow.id == RecordRow.problem_id)
         .join(FingerprintRow, FingerprintRow.id == RecordRow.fingerprint_id)
         .join(CandidateRow, CandidateRow.id == row.candidate_id)
+        .where(RecordRow.policy == FASTEST)
         .order_by(RecordRow.id)
     )
 
@@ -373,6 +394,22 @@ def _where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
 
 def _where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[Any]:
     return query.where(FingerprintRow.digest == fingerprint_digest(fingerprint))
+
+
+def _where_current(
+    query: Select[*tuple[Any, ...]], row: type[MeasurementRow | FailureRow]
+) -> Select[*tuple[Any, ...]]:
+    """Only outcomes of this program's kernel sources. A library's kernels have none: their hash is empty."""
+    sources = {name: kernel_source_hash(name) for name in families.NAMES}
+    return query.where(
+        or_(
+            row.kernel_source == "",
+            *(
+                (CandidateRow.family == name) & (row.kernel_source == source)
+                for name, source in sources.items()
+            ),
+        )
+    )
 
 
 def _readable(rows: Iterable[Any], build: Callable[[Any], Value], kind: str) -> list[Value]:
@@ -524,11 +561,30 @@ def _candidate_id(session: Session, candidate: Candidate, label: str) -> int:
 
 def _record_row(session: Session, row: MeasurementRow, *, settled: bool) -> RecordRow:
     """The record of a measurement's problem and fingerprint, locked; it is made when missing."""
-    key = {"problem_id": row.problem_id, "fingerprint_id": row.fingerprint_id}
+    key = {"problem_id": row.problem_id, "fingerprint_id": row.fingerprint_id, "policy": FASTEST}
     first = {"measurement_id": row.id, "settled": settled, "chosen_at": row.created_at}
     record_id = _row_id(session, RecordRow, key, first)
-    return session.get_one(RecordRow, record_id, with_for_update=True)
+    record = session.get_one(RecordRow, record_id, with_for_update=True)
+    if record.measurement_id == row.id:
+        _remember(session, record)
+    return record
 
 
-def _choose(record: RecordRow, row: MeasurementRow, *, settled: bool) -> None:
-    record.measurement_id, record.settled, record.chosen_at = row.id, settled, row.created_at
+def _choose(session: Session, record: RecordRow, row: MeasurementRow, *, settled: bool) -> None:
+    if (record.measurement_id, record.settled) != (row.id, settled):
+        record.measurement_id, record.settled, record.chosen_at = row.id, settled, datetime.now(UTC)
+        _remember(session, record)
+
+
+def _remember(session: Session, record: RecordRow) -> None:
+    columns = ("problem_id", "fingerprint_id", "policy", "measurement_id", "settled", "chosen_at")
+    session.add(ChoiceRow(**{name: getattr(record, name) for name in columns}))
+
+
+def _is_outdated(session: Session, best: MeasurementRow, new: MeasurementRow) -> bool:
+    """Whether a new measurement shows that the best one's kernel sources are no longer its family's."""
+    family = session.get_one(CandidateRow, best.candidate_id).family
+    return (
+        best.kernel_source != new.kernel_source
+        and family == session.get_one(CandidateRow, new.candidate_id).family
+    )

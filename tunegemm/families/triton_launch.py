@@ -22,8 +22,10 @@ from tunegemm.problem import DTYPE_BYTES
 View = tuple[int, Sequence[int], Sequence[int]]
 
 _ALIGNMENT = 64  # of a CUtensorMap
+_MAP_BYTES = 128
 _FORMATS = {"i32": ("i", 4), "i64": ("q", 8), "pointer": ("Q", 8), "tensor_map": ("128s", _ALIGNMENT)}
 _MAX_KEPT = 1024
+_encoded: dict[Any, bytes] = {}
 _loaded: dict[tuple[bytes, int], Kernel] = {}
 _loading = threading.Lock()
 
@@ -96,7 +98,7 @@ class Arguments:
         self._pack([*flat, scratch, 0], header)
 
     def _pack(self, flat: list[int | bytes], header: Header) -> None:
-        layout, offsets = _layout(header)
+        layout, offsets = _layout(header.parameters)
         self._memory = ctypes.create_string_buffer(layout.size + _ALIGNMENT)
         start = -ctypes.addressof(self._memory) % _ALIGNMENT
         layout.pack_into(self._memory, start, *flat)
@@ -125,6 +127,23 @@ def encode(tensor_map: TensorMap, view: View) -> bytes:
     from cuda.bindings import driver
 
     address, extents, strides = view
+    key = tensor_map, *extents, *strides
+    known = _encoded.get(key)
+    if known is None:
+        if len(_encoded) >= _MAX_KEPT:
+            _encoded.clear()
+        _encoded[key] = known = _encode(tensor_map, address, extents, strides)
+    encoded = driver.CUtensorMap()
+    place = int(encoded.getPtr())
+    # Encoding anew costs the host many times as much as replacing the address.
+    ctypes.memmove(place, known, _MAP_BYTES)
+    _call("cuTensorMapReplaceAddress", encoded, address)
+    return ctypes.string_at(place, _MAP_BYTES)
+
+
+def _encode(tensor_map: TensorMap, address: int, extents: Sequence[int], strides: Sequence[int]) -> bytes:
+    from cuda.bindings import driver
+
     element_bytes, rank = DTYPE_BYTES[tensor_map.element], len(tensor_map.box)
     element = {
         "bf16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -145,11 +164,11 @@ def encode(tensor_map: TensorMap, view: View) -> bytes:
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    content = bytearray(ctypes.string_at(int(encoded.getPtr()), 128))
+    content = bytearray(ctypes.string_at(int(encoded.getPtr()), _MAP_BYTES))
     span = sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True)) * element_bytes
-    if span < 128 * 1024 and _driver_version() <= 13010:
-        # Drivers up to CUDA 13.1 encode a bit that makes small tensors read wrongly; CUTLASS and Triton
-        # clear it (bit 21 of the second word).
+    if span + 1 < 128 * 1024 and _driver_version() <= 13010:
+        # Drivers up to CUDA 13.1 set a bit with which TMA misreads small tensors; CUTLASS and Triton clear it
+        # (bit 21 of the second word).
         content[10] &= ~(1 << 5)
     return bytes(content)
 
@@ -171,10 +190,10 @@ def _load(content: bytes, index: int) -> Kernel:
 
 
 @functools.cache
-def _layout(header: Header) -> tuple[struct.Struct, tuple[int, ...]]:
+def _layout(parameters: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...]]:
     """How parameters are packed, and the offset of each."""
     parts, offsets, end = ["<"], [], 0
-    for kind in header.parameters:
+    for kind in parameters:
         code, alignment = _FORMATS[kind]
         padding = -end % alignment
         parts.append(f"{padding}x{code}")

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Header:
     arguments: tuple[Argument, ...]
     """In the order of the kernel's source, without its constants."""
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[str, ...]:
         """The types of all parameters, the two hidden pointers last."""
         return (*[p for argument in self.arguments for p in argument.parameters], "pointer", "pointer")

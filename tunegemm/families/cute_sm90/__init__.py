@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from tunegemm.device import Device, kernel_source_hash, package_version
 from tunegemm.errors import ArtifactError
 from tunegemm.families.cute_sm90.config import KernelConfig
-from tunegemm.families.cute_sm90.rules import RULES, config_of
+from tunegemm.families.cute_sm90.rules import config_of, verdict
 from tunegemm.families.launching import Workspace, tma_reader
 from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
-from tunegemm.feasibility import Verdict, apply_rules
+from tunegemm.feasibility import Verdict
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -35,8 +35,10 @@ class CuteSm90:
         "compile": (
             "schedule", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n", "epi_n", "swap_ab",
         ),
-        "launch": ("raster_order", "swizzle_size", "ctas", "split_k"),
+        "launch": ("raster_order", "swizzle_size", "ctas", "split_k", "l2_hint"),
     }  # fmt: skip
+
+    limited_launch = ("split_k",)
 
     def unavailable(self) -> str | None:
         if find_spec("cutlass") is None:
@@ -44,7 +46,7 @@ class CuteSm90:
         return None
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        return apply_rules(RULES, problem, candidate, device)
+        return verdict(problem, candidate, device)
 
     def kernel_key(
         self, problem: Problem, candidate: Candidate, device: Device
@@ -53,7 +55,7 @@ class CuteSm90:
             "family": self.name,
             "target": device.architecture.compile_target,
             "cutlass_dsl": package_version("nvidia-cutlass-dsl"),
-            "source": kernel_source_hash(),
+            "source": kernel_source_hash(self.name),
         }
 
     def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
@@ -70,7 +72,9 @@ class CuteSm90:
             return kernel
         raster = "m" if candidate["raster_order"] == "along_m" else "n"
         split = f" k{candidate['split_k']}" if candidate["split_k"] > 1 else ""
-        return f"{kernel} r{raster} w{candidate['swizzle_size']} {candidate['ctas']}{split}"
+        hint = str(candidate.params.get("l2_hint", "none")).removesuffix("_first")
+        hint = "" if hint == "none" else f" h{hint}"
+        return f"{kernel} r{raster} w{candidate['swizzle_size']} {candidate['ctas']}{split}{hint}"
 
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
         from tunegemm.families.cute_sm90.build import build
@@ -89,15 +93,6 @@ FUNCTION_NAME = "tunegemm_gemm"
 """Exported symbol of every compiled object."""
 
 
-def resident_clusters(config: KernelConfig, sm_count: int) -> int:
-    """Clusters that run at once, one block per multiprocessor.
-
-    Clusters of 4 and more may fit fewer times than sm_count // size, since graphics processing clusters
-    differ in size; a grid that is a little too large only makes the last clusters start late.
-    """
-    return max(1, sm_count // (config.cluster_m * config.cluster_n))
-
-
 def grid_clusters(problem: Problem, candidate: Candidate, device: Device) -> int:
     """The grid, in clusters, for the candidate's `ctas` rule.
 
@@ -106,8 +101,14 @@ def grid_clusters(problem: Problem, candidate: Candidate, device: Device) -> int
     """
     config = config_of(problem, candidate)
     work = tile_count(problem, candidate) // (config.cluster_m * config.cluster_n) * candidate["split_k"]
-    resident = resident_clusters(config, device.sm_count)
+    resident = device.resident_clusters(config.cluster_m * config.cluster_n)
     return balanced(work, resident) if candidate["ctas"] == "balanced" else int(min(resident, work))
+
+
+def l2_hint(candidate: Candidate) -> int:
+    """The kernel's number for the candidate's ``l2_hint``, which names the problem's operand: 1 A, 2 B."""
+    operand = ("none", "a_first", "b_first").index(candidate.params.get("l2_hint", "none"))
+    return 3 - operand if operand and candidate["swap_ab"] else operand
 
 
 def load_function(artifact: Path):  # type: ignore[no-untyped-def]
@@ -128,6 +129,7 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
         int(candidate["swizzle_size"]),
         grid_clusters(problem, candidate, device),
         int(candidate["split_k"]),
+        l2_hint(candidate),
     )
     index = device.index if device.is_real else 0
     workspace = _workspace(problem, candidate, index) if candidate["split_k"] > 1 else None

@@ -38,6 +38,7 @@ class TritonTma:
         "compile": ("schedule", "tile_m", "tile_n", "tile_k", "stages", "warps", "epi_n", "swap_ab"),
         "launch": ("raster_order", "swizzle_size", "ctas", "split_k"),
     }
+    limited_launch = ("ctas", "split_k")
 
     def unavailable(self) -> str | None:
         for module, package in (("triton", "triton"), ("cuda.bindings", "cuda-bindings")):
@@ -60,7 +61,7 @@ class TritonTma:
             "target": device.architecture.compile_target,
             "triton": package_version("triton"),
             "object_format": FORMAT,
-            "source": kernel_source_hash(),
+            "source": kernel_source_hash(self.name),
         }
 
     def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:

@@ -15,7 +15,7 @@ WARP_THREADS = 32
 _BARRIER_BYTES = 8
 #: Barriers and captured arguments of a warp-specialized kernel, by stages: what Triton 3.6 and 3.7 both
 #: allocate, for every tile (tests/test_triton_tma.py).
-SPECIALIZED_BYTES = {2: 376, 3: 472, 4: 488, 5: 600, 6: 616, 8: 712}
+SPECIALIZED_BYTES = {2: 376, 3: 472, 4: 488, 5: 600, 6: 616, 7: 696, 8: 712}
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,14 @@ class KernelConfig:
         return self.tile_m * self.epi_n * DTYPE_BYTES[self.out_dtype]
 
     @property
+    def moves_columns(self) -> bool:
+        """Whether pieces of the tile are not the warps' own columns: several warpgroups share 64 rows."""
+        return self.epi_n < self.tile_n and self.warps * 16 > self.tile_m
+
+    @property
     def piece_bytes(self) -> int:
-        """A piece of split-K's partial sums, laid out for memory in the ring, which is idle then."""
-        return self.tile_m * self.epi_n * 4
+        """What moves through the ring while it is idle: a piece of split-K's sums, or columns of a tile."""
+        return self.tile_m * (self.tile_n if self.moves_columns else self.epi_n) * 4
 
     @property
     def barrier_bytes(self) -> int:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 
 from tunegemm.device import Device
-from tunegemm.families.tiles import majors, split_fits, swap_fits
+from tunegemm.families.tiles import majors, split_fits, swap_fits, tile_count
 from tunegemm.families.triton_tma.config import SPECIALIZED_BYTES, KernelConfig
 from tunegemm.feasibility import tma_alignment
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate, Value
 
-#: Accumulators that one thread can hold. Tiles are powers of two, so that the next number is 256, which is
-#: more registers than a thread has; 128 compile without spills (tests/test_triton_tma.py).
-_MAX_ACCUMULATORS = 128
-#: Registers of a thread beside its accumulators: 27 to 62 in compiled kernels, split-K's reduction included.
+#: Registers of a thread beside its accumulators: 27 to 62 in compiled kernels (Triton 3.6 and 3.7), split-K's
+#: reduction included.
 _OTHER_REGISTERS = 64
-_SPECIALIZED_STAGES = ", ".join(map(str, SPECIALIZED_BYTES))
 
 
 def config_of(problem: Problem, candidate: Candidate) -> KernelConfig:
@@ -51,31 +48,33 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 
 def block_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Triton's blocks are powers of two; WGMMA takes 64 rows and up to 256 columns, TMA 256 of a box."""
+    """Triton's blocks are powers of two. WGMMA takes 64 rows at least; Triton has it from 16 columns on."""
     for name, least in (("tile_m", 64), ("tile_n", 16), ("tile_k", 16)):
         extent = candidate[name]
-        if extent & (extent - 1) or not least <= extent <= 256:
-            return f"{name} {extent} is no power of two from {least} to 256"
-    return None
-
-
-def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The tile is halved down to pieces of epi_n columns, 32 at least where there are as many.
-
-    Two warpgroups on 64 rows share the columns: halving would move them through further shared memory.
-    """
-    tile_m, tile_n, epi_n = candidate["tile_m"], candidate["tile_n"], candidate["epi_n"]
-    if epi_n & (epi_n - 1) or not min(32, tile_n) <= epi_n <= tile_n:
-        return f"epi_n {epi_n} is no power of two from {min(32, tile_n)} to tile_n {tile_n}"
-    if epi_n < tile_n and tile_m == 64 and candidate["warps"] == 8:
-        return f"epi_n {epi_n} < tile_n {tile_n}, whose columns 8 warps share when tile_m is 64"
+        if extent & (extent - 1) or extent < least:
+            return f"{name} {extent} is no power of two from {least} on"
     return None
 
 
 def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """WGMMA is issued by groups of four warps; more than two groups leave each too few registers."""
-    if candidate["warps"] not in (4, 8):
-        return f"warps {candidate['warps']} is not 4 or 8"
+    """WGMMA is issued by groups of four warps, and Triton has powers of two of them."""
+    count = candidate["warps"]
+    if count & (count - 1) or count < 4:
+        return f"warps {count} is no power of two from 4 on"
+    return None
+
+
+def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The tile is halved down to pieces of epi_n columns; under 32 that would only double the barriers.
+
+    Where warpgroups share the same 64 rows, halving moves columns through shared memory: through the ring,
+    which is idle then, unless the next tile's loads run already.
+    """
+    tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
+    if epi_n & (epi_n - 1) or not min(32, tile_n) <= epi_n <= tile_n:
+        return f"epi_n {epi_n} is no power of two from {min(32, tile_n)} to tile_n {tile_n}"
+    if candidate["schedule"] == "flattened" and config_of(problem, candidate).moves_columns:
+        return f"epi_n {epi_n} < tile_n {tile_n}: {candidate['warps']} warps share {candidate['tile_m']} rows"
     return None
 
 
@@ -91,12 +90,9 @@ def warp_specialization(problem: Problem, candidate: Candidate, device: Device) 
     for name, needed, good in (
         ("warps", "4", candidate["warps"] == 4),
         ("tile_m", "128 or more", candidate["tile_m"] >= 128),
+        ("tile_k", "64 or more", candidate["tile_k"] >= 64),
         ("epi_n", f"tile_n {candidate['tile_n']}", candidate["epi_n"] == candidate["tile_n"]),
-        (
-            "stages",
-            f"one of {', '.join(map(str, SPECIALIZED_BYTES))}",
-            candidate["stages"] in SPECIALIZED_BYTES,
-        ),
+        ("stages", f"up to {max(SPECIALIZED_BYTES)}", candidate["stages"] <= max(SPECIALIZED_BYTES)),
     ):
         if not good:
             return f"{name} {candidate[name]}: a warp-specialized kernel has {needed}"
@@ -106,10 +102,14 @@ def warp_specialization(problem: Problem, candidate: Candidate, device: Device) 
 
 
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Accumulators beyond a thread's registers are spilled, and their WGMMAs serialized."""
-    need = config_of(problem, candidate).accumulator_registers
-    if need > _MAX_ACCUMULATORS:
-        return f"{need} accumulators of a thread > {_MAX_ACCUMULATORS}"
+    """Accumulators and bookkeeping must fit a thread's registers, or ptxas spills and serializes WGMMA."""
+    config, limits = config_of(problem, candidate), device.architecture
+    need = config.accumulator_registers + _OTHER_REGISTERS
+    # The multiplying warps of a specialized kernel get what the loading ones give up (setmaxnreg): 232.
+    allotted = min(limits.registers_per_sm // config.threads, limits.registers_per_thread)
+    budget = 232 if config.specialized else allotted
+    if need > budget:
+        return f"{config.accumulator_registers} accumulators + {_OTHER_REGISTERS} > {budget} registers"
     return None
 
 
@@ -123,7 +123,7 @@ def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | 
 def reduction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Only the `pipelined` kernel has a reduction of split-K; a piece of its sums passes through the ring.
 
-    With a branch in its loop over tiles a kernel is neither flattened nor warp-specialized.
+    With a branch in its loop over tiles a kernel is neither flattened nor warp-specialized (Triton 3.6, 3.7).
     """
     config = config_of(problem, candidate)
     if config.schedule == "pipelined":
@@ -146,6 +146,9 @@ def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | No
     """Two blocks share a multiprocessor only when its registers and shared memory hold both."""
     if candidate.params.get("ctas") != "two_per_sm":
         return None
+    work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
+    if work <= device.sm_count:
+        return f"{work} pieces of work <= {device.sm_count} multiprocessors: one block each does the same"
     config, limits = config_of(problem, candidate), device.architecture
     need = 2 * (config.smem_bytes + 1024)  # each block costs 1 KiB more
     if need > limits.smem_bytes_per_sm:
