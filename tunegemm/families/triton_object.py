@@ -154,7 +154,7 @@ def build(
                         options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers},
                     )
             except Exception as error:
-                raise RuntimeError(_first_error(log.read_text()) or f"{error}") from error
+                raise RuntimeError(_first_error(log.read_text()) or f"{_root_cause(error)}") from error
         report = read_report(log.read_text())
         ptx, cubin, facts = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
     if facts.profile_scratch_size or facts.num_ctas != 1:
@@ -216,7 +216,14 @@ def _parameters(ptx: str) -> tuple[str, ...]:
 
 
 def _first_error(log: str) -> str:
-    """The compiler's first complaint, without the place in our sources."""
-    lines = (line.strip() for line in log.splitlines())
-    error = next((line for line in lines if re.search(r"\berror\b|\bfatal\b", line, re.IGNORECASE)), "")
-    return re.sub(r"^\S+: (?=error)", "", error)
+    """The compiler's first complaint, ptxas's before Triton's about it, without the place in our sources."""
+    lines = [line.strip() for line in log.splitlines()]
+    found = (line for word in ("fatal", "error") for line in lines if re.search(rf"\b{word}\b", line, re.I))
+    return re.sub(r"^\S+: (?=error)", "", next(found, ""))
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """What a Python function of the kernel's language raised first; those that called it only name lines."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error

@@ -42,6 +42,7 @@ class GluonWgmma:
         ),
         "launch": ("raster_order", "swizzle_size", "ctas"),
     }  # fmt: skip
+    limited_launch = ("ctas",)
 
     def unavailable(self) -> str | None:
         for module, package in (("triton", "triton"), ("cuda.bindings", "cuda-bindings")):
@@ -67,7 +68,7 @@ class GluonWgmma:
             "target": device.architecture.compile_target,
             "triton": package_version("triton"),
             "object_format": FORMAT,
-            "source": kernel_source_hash(),
+            "source": kernel_source_hash(self.name),
         }
 
     def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:

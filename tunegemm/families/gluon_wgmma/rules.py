@@ -52,8 +52,8 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 
 def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Gluon's tensors are powers of two; WGMMA takes 64 rows, TMA lines of 16 bytes and boxes of 256."""
-    for name, least in (("tile_m", MMA_ATOM_M), ("tile_n", 16), ("tile_k", 16)):
+    """Gluon's tensors are powers of two; WGMMA takes 64 x 8 x 16, and a TMA box 256 of each mode."""
+    for name, least in (("tile_m", MMA_ATOM_M), ("tile_n", 8), ("tile_k", 16)):
         extent = candidate[name]
         if extent & (extent - 1) or not least <= extent <= 256:
             return f"{name} {extent} is no power of two from {least} to 256"
@@ -61,14 +61,19 @@ def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | 
 
 
 def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A WGMMA is issued by four warps; pingpong is two such groups, cooperative gives each 64 rows or more."""
-    schedule, warps = candidate["schedule"], candidate["warps"]
-    if warps not in (WARPGROUP_WARPS, 2 * WARPGROUP_WARPS):
-        return f"warps {warps} is not 4 or 8"
-    if schedule == "pingpong" and warps != 8:
+    """A WGMMA is issued by four warps. Pingpong is two such groups, cooperative gives each 64 rows or more;
+    elsewhere up to four share a tile, first its rows, then its columns.
+    """
+    schedule, warps, tile_m = candidate["schedule"], candidate["warps"], candidate["tile_m"]
+    if warps not in (4, 8, 16) or (warps == 16 and schedule in ("cooperative", "pingpong")):
+        return f"warps {warps} is not 4 or 8" + (", or 16 without a producer" if warps != 16 else "")
+    if schedule == "pingpong" and warps != 2 * WARPGROUP_WARPS:
         return f"pingpong with {warps} warps: two warpgroups, 8 warps, take turns"
-    if schedule == "cooperative" and (rows := candidate["tile_m"] * WARPGROUP_WARPS // warps) < MMA_ATOM_M:
-        return f"tile_m {candidate['tile_m']} leaves each of {warps // 4} warpgroups {rows} rows < {MMA_ATOM_M}"
+    if schedule == "cooperative" and (rows := tile_m * WARPGROUP_WARPS // warps) < MMA_ATOM_M:
+        return f"tile_m {tile_m} leaves each of {warps // WARPGROUP_WARPS} warpgroups {rows} rows < {MMA_ATOM_M}"
+    config = config_of(problem, candidate)
+    if (columns := config.tile_n // config.warps_per_tile[1]) < 8:
+        return f"tile_n {config.tile_n} leaves some of {warps} warps {columns} columns < 8"
     return None
 
 
