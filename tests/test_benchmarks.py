@@ -55,7 +55,7 @@ def test_the_shapes_file_has_both_groups_and_each_problem_once():
 
 
 def test_select_by_group_pattern_and_shape():
-    assert len(shapes.select([])) == 31
+    assert len(shapes.select([])) == 39
     assert len(shapes.select(["llama-3-8b"])) == 16
     assert [p.shape for p in shapes.select(["512x.*x4096"])] == [
         "512x6144x4096", "512x4096x4096", "512x28672x4096"
