@@ -204,7 +204,13 @@ class KernelConfig:
     @property
     def label(self) -> str:
         """``co128x256x64 s4 w8 n256``, with ``R`` for A in registers and ``o2`` for two blocks."""
-        kind = {"blocking": "bl", "pipelined": "pi", "multistage": "ms", "cooperative": "co", "pingpong": "pp"}
+        kind = {
+            "blocking": "bl",
+            "pipelined": "pi",
+            "multistage": "ms",
+            "cooperative": "co",
+            "pingpong": "pp",
+        }
         return (
             f"{kind[self.schedule]}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
             f"w{self.warps} n{self.instr_n}{'R' if self.lhs_in_registers else ''}"

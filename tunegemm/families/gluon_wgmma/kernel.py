@@ -293,7 +293,9 @@ def multistage(a_desc, b_desc, a_ring, b_ring, full, accumulators, tile, k_tiles
         # At most this stage's WGMMA group is under way: the stage before it is free.
         ahead = k_tile - 1 + STAGES
         if ahead < k_tiles:
-            load(a_desc, b_desc, a_ring.index(free), b_ring.index(free), full.index(free), tile, ahead, CONFIG)
+            load(
+                a_desc, b_desc, a_ring.index(free), b_ring.index(free), full.index(free), tile, ahead, CONFIG
+            )
     return warpgroup_mma_wait(0, deps=(accumulators,))
 
 
@@ -348,7 +350,14 @@ def produce(a_desc, b_desc, a_ring, b_ring, full, empty, walk, CONFIG: gl.conste
         for k_tile in range(k_tiles):
             mbarrier.wait(empty.index(stage), phase)
             load(
-                a_desc, b_desc, a_ring.index(stage), b_ring.index(stage), full.index(stage), tile, k_tile, CONFIG
+                a_desc,
+                b_desc,
+                a_ring.index(stage),
+                b_ring.index(stage),
+                full.index(stage),
+                tile,
+                k_tile,
+                CONFIG,
             )
             stage += 1
             if stage == CONFIG.value.stages:
@@ -394,7 +403,9 @@ def consume(
                 stage = 0
                 phase ^= 1
             mbarrier.wait(full.index(stage), phase)
-            accumulators = multiply(a_ring.index(stage), b_ring.index(stage), accumulators, False, GROUP, CONFIG)
+            accumulators = multiply(
+                a_ring.index(stage), b_ring.index(stage), accumulators, False, GROUP, CONFIG
+            )
             # One WGMMA group stays in flight, so that the tensor cores have work while a stage is released
             # and the next awaited.
             accumulators = warpgroup_mma_wait(IN_FLIGHT, deps=(accumulators,))

@@ -70,7 +70,9 @@ def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | 
     if schedule == "pingpong" and warps != 2 * WARPGROUP_WARPS:
         return f"pingpong with {warps} warps: two warpgroups, 8 warps, take turns"
     if schedule == "cooperative" and (rows := tile_m * WARPGROUP_WARPS // warps) < MMA_ATOM_M:
-        return f"tile_m {tile_m} leaves each of {warps // WARPGROUP_WARPS} warpgroups {rows} rows < {MMA_ATOM_M}"
+        return (
+            f"tile_m {tile_m} leaves each of {warps // WARPGROUP_WARPS} warpgroups {rows} rows < {MMA_ATOM_M}"
+        )
     config = config_of(problem, candidate)
     if (columns := config.tile_n // config.warps_per_tile[1]) < 8:
         return f"tile_n {config.tile_n} leaves some of {warps} warps {columns} columns < 8"
