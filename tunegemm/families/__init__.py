@@ -34,6 +34,8 @@ class Family(Protocol):
     name: str
     parameters: Mapping[str, tuple[str, ...]]
     """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
+    limited_launch: tuple[str, ...]
+    """The launch parameters that `check` looks at: for the others every value is as feasible as the first."""
     compiled: bool
     """Whether candidates need `compile`; a library's algorithms do not."""
 

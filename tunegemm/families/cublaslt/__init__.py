@@ -96,6 +96,7 @@ class CublasLt:
         "compile": ("algorithm",),
         "launch": ("requested", "workspace_mib"),
     }
+    limited_launch = ()
     compiled = False
 
     def unavailable(self) -> str | None:

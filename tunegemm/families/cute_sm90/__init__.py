@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from tunegemm.device import Device, kernel_source_hash, package_version
 from tunegemm.errors import ArtifactError
 from tunegemm.families.cute_sm90.config import KernelConfig
-from tunegemm.families.cute_sm90.rules import RULES, config_of, seen_by_kernel, tile_count
-from tunegemm.feasibility import Verdict, apply_rules
+from tunegemm.families.cute_sm90.rules import config_of, seen_by_kernel, tile_count, verdict
+from tunegemm.feasibility import Verdict
 from tunegemm.outcome import Resources
 from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
@@ -33,8 +33,10 @@ class CuteSm90:
         "compile": (
             "schedule", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n", "epi_n", "swap_ab",
         ),
-        "launch": ("raster_order", "swizzle_size", "ctas", "split_k"),
+        "launch": ("raster_order", "swizzle_size", "ctas", "split_k", "l2_hint"),
     }  # fmt: skip
+
+    limited_launch = ("split_k",)
 
     def unavailable(self) -> str | None:
         if find_spec("cutlass") is None:
@@ -42,7 +44,7 @@ class CuteSm90:
         return None
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        return apply_rules(RULES, problem, candidate, device)
+        return verdict(problem, candidate, device)
 
     def kernel_key(
         self, problem: Problem, candidate: Candidate, device: Device
@@ -68,7 +70,9 @@ class CuteSm90:
             return kernel
         raster = "m" if candidate["raster_order"] == "along_m" else "n"
         split = f" k{candidate['split_k']}" if candidate["split_k"] > 1 else ""
-        return f"{kernel} r{raster} w{candidate['swizzle_size']} {candidate['ctas']}{split}"
+        hint = str(candidate.params.get("l2_hint", "none")).removesuffix("_first")
+        hint = "" if hint == "none" else f" h{hint}"
+        return f"{kernel} r{raster} w{candidate['swizzle_size']} {candidate['ctas']}{split}{hint}"
 
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
         from tunegemm.families.cute_sm90.build import build
@@ -87,15 +91,6 @@ FUNCTION_NAME = "tunegemm_gemm"
 """Exported symbol of every compiled object."""
 
 
-def resident_clusters(config: KernelConfig, sm_count: int) -> int:
-    """Clusters that run at once, one block per multiprocessor.
-
-    Clusters of 4 and more may fit fewer times than sm_count // size, since graphics processing clusters
-    differ in size; a grid that is a little too large only makes the last clusters start late.
-    """
-    return max(1, sm_count // (config.cluster_m * config.cluster_n))
-
-
 def grid_clusters(problem: Problem, candidate: Candidate, device: Device) -> int:
     """The grid, in clusters, for the candidate's `ctas` rule.
 
@@ -104,10 +99,16 @@ def grid_clusters(problem: Problem, candidate: Candidate, device: Device) -> int
     """
     config = config_of(problem, candidate)
     work = tile_count(problem, candidate) // (config.cluster_m * config.cluster_n) * candidate["split_k"]
-    resident = min(resident_clusters(config, device.sm_count), work)
+    resident = min(device.resident_clusters(config.cluster_m * config.cluster_n), work)
     if candidate["ctas"] == "balanced":
         return math.ceil(work / math.ceil(work / resident))
     return int(resident)
+
+
+def l2_hint(candidate: Candidate) -> int:
+    """The kernel's number for the candidate's ``l2_hint``, which names the problem's operand: 1 A, 2 B."""
+    operand = ("none", "a_first", "b_first").index(candidate.params.get("l2_hint", "none"))
+    return 3 - operand if operand and candidate["swap_ab"] else operand
 
 
 def load_function(artifact: Path):  # type: ignore[no-untyped-def]
@@ -129,6 +130,7 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
         int(candidate["swizzle_size"]),
         grid_clusters(problem, candidate, device),
         int(candidate["split_k"]),
+        l2_hint(candidate),
     )
     index = device.index if device.is_real else 0
     workspace = Workspace(problem, candidate, index) if candidate["split_k"] > 1 else None

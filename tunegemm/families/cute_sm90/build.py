@@ -43,7 +43,7 @@ def build(config: KernelConfig, out: Path) -> Resources:
                 *[Int64(0)] * 3,
                 *[Int32(1)] * 4,
                 *[Int64(16)] * 6,
-                *[Int32(1)] * 4,
+                *[Int32(1)] * 5,
                 *[Int64(16)] * 2,
                 cute.runtime.make_fake_stream(),
                 options=f"--enable-tvm-ffi --dump-dir={dumps} --remarks{{ptx}}",

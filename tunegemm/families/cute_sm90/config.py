@@ -88,12 +88,12 @@ class KernelConfig:
 
     @property
     def epilogue_buffers(self) -> int:
-        """Staging buffers of each consumer warpgroup: 2 to 4, as many as the ring leaves room for.
+        """Staging buffers of each consumer warpgroup: 1 to 4, as many as the ring leaves room for.
 
-        With two, a subtile takes two barriers; with three or more one (see `kernel.Gemm.store`).
+        With one or two, a subtile takes two barriers; with three or more one (see `kernel.Gemm.store`).
         """
         left = SMEM_LIMIT - SMEM_ALIGNMENT - self.stages * self.stage_bytes
-        return min(4, max(2, left // (self.consumers * self._subtile_bytes)))
+        return min(4, max(1, left // (self.consumers * self._subtile_bytes)))
 
     @property
     def _subtile_bytes(self) -> int:
