@@ -215,7 +215,7 @@ class Tuner:
             raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
         try:
             runners = [c for c in dict.fromkeys(candidates) if run.is_feasible(c)]
-            if not any(is_torch(c) for c in runners):
+            if TORCH_MM not in runners:
                 runners.append(TORCH_MM)
             return run.settle(run.race(measurer, runners, replace(FINAL, seed=self.seed)))
         except KeyboardInterrupt:

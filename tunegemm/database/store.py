@@ -617,9 +617,10 @@ def _record_row(session: Session, row: MeasurementRow, *, settled: bool) -> Reco
     """The record of a measurement's problem and fingerprint, locked; it is made when missing."""
     key = {"problem_id": row.problem_id, "fingerprint_id": row.fingerprint_id, "policy": FASTEST}
     first = {"measurement_id": row.id, "settled": settled, "chosen_at": row.created_at}
-    record_id = _row_id(session, RecordRow, key, first)
+    known = session.scalar(select(RecordRow.id).filter_by(**key))
+    record_id = _row_id(session, RecordRow, key, first) if known is None else known
     record = session.get_one(RecordRow, record_id, with_for_update=True)
-    if record.measurement_id == row.id:
+    if known is None and record.measurement_id == row.id:
         _remember(session, record)
     return record
 
