@@ -63,6 +63,10 @@ class ArtifactStore:
             raise ArtifactError(f"{path}: its bytes changed since it was compiled; delete it and tune again")
         return Artifact(path, resources)
 
+    def holds(self, key: Key) -> bool:
+        """Whether there is an object of a key: a look at its name. `find` says whether it may be used."""
+        return self._path(key, ".o").exists()
+
     def failure(self, key: Key) -> str | None:
         """Why an earlier compile of this key failed, so that nobody pays for it again; None otherwise."""
         entry = self._entry(key)

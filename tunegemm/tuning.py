@@ -128,6 +128,7 @@ class Tuner:
         workers: int | None = None,
         seed: int = 0,
         cache: Path | str | None = None,
+        compiled_only: bool = False,
     ) -> None:
         """
         device: from `open_device`.
@@ -136,11 +137,13 @@ class Tuner:
         workers: compile workers; default by cores and memory.
         seed: of operands, of the order of rounds and of the sampler.
         cache: folder of compiled objects; default the user's cache directory.
+        compiled_only: try no kernel that is not in that folder yet.
         """
         self.device = device
         self.database = database
         self.families = _usable(families)
         self.seed = seed
+        self.compiled_only = compiled_only
         self.pool = CompilePool(ArtifactStore(cache), workers=workers)
         self._spaces: dict[str, tuple[SearchSpace, list[Candidate]]] = {}
         self._replay: ReplayDevice | None = None
@@ -376,6 +379,8 @@ class _Run:
         space, everything = self.tuner.space(family)
         recorded = self.tuner.recorded(self.problem)
         kernels = [kernel for kernel in everything if self.is_feasible(kernel)]
+        if self.tuner.compiled_only:
+            kernels = [kernel for kernel in kernels if self._is_compiled(kernel)]
         if recorded is None:
             self.feasible += len(kernels)
             # Depth of the ring and of the epilogue have no say in what a launch may be.
@@ -402,6 +407,10 @@ class _Run:
 
     def is_feasible(self, candidate: Candidate) -> bool:
         return families.get(candidate.family).check(self.problem, candidate, self.device).feasible
+
+    def _is_compiled(self, kernel: Candidate) -> bool:
+        key = families.get(kernel.family).kernel_key(self.problem, kernel, self.device)
+        return self.tuner.pool.store.holds(key)
 
     def evaluate(self, measurer: Measurer, batch: Sequence[Candidate], policy: Policy) -> Iterator[Outcome]:
         """Compile a batch and measure it; every outcome is recorded before it is yielded."""

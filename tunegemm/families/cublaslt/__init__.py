@@ -98,6 +98,7 @@ class CublasLt:
     }
     limited_launch = ()
     compiled = False
+    tma = False
 
     def unavailable(self) -> str | None:
         """None when nvmath-python is installed. Without it torch.mm is the family's only candidate."""

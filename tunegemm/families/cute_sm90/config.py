@@ -44,7 +44,7 @@ class KernelConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
         """From any mapping that holds at least the fields."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        return cls(*[values[name] for name in _FIELDS])
 
     @property
     def consumers(self) -> int:
@@ -117,3 +117,7 @@ class KernelConfig:
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
             f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n}"
         )
+
+
+#: Looked up once: a search makes a config of each of 50,000 kernels.
+_FIELDS = tuple(field.name for field in fields(KernelConfig))
