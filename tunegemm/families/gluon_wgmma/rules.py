@@ -1,8 +1,8 @@
 """What a Gluon kernel may be: one function per physical cause (see `tunegemm.feasibility`).
 
-The three tests of the tutorial's `find_configs` are `accumulators` (registers of one thread), `wgmma_operands`
-with `accumulators` (registers of all blocks of a multiprocessor) and `shared_memory`; what it assumed to be
-1 KiB of shared memory and 16 registers is exact here.
+The tests of the tutorial's `find_configs` are here `accumulators` (registers of one thread), that and
+`wgmma_operands` (registers of all blocks of a multiprocessor) and `shared_memory`. Where it assumes 16 registers
+and 1 KiB beside the tiles, these are exact; its preference for wide instructions is `instruction_fits`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | 
     if schedule == "pingpong" and warps != 2 * WARPGROUP_WARPS:
         return f"pingpong with {warps} warps: two warpgroups, 8 warps, take turns"
     if schedule == "cooperative" and (rows := tile_m * WARPGROUP_WARPS // warps) < MMA_ATOM_M:
-        return f"tile_m {tile_m} leaves each of {warps // WARPGROUP_WARPS} warpgroups {rows} rows < {MMA_ATOM_M}"
+        return (
+            f"tile_m {tile_m} leaves each of {warps // WARPGROUP_WARPS} warpgroups {rows} rows < {MMA_ATOM_M}"
+        )
     config = config_of(problem, candidate)
     if (columns := config.tile_n // config.warps_per_tile[1]) < 8:
         return f"tile_n {config.tile_n} leaves some of {warps} warps {columns} columns < 8"
