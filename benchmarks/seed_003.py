@@ -191,8 +191,8 @@ def tables(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         lines += [
             f"{row['m']}x{row['n']}x{row['k']} {row['dtype']}, torch "
-            f"{row['providers']['torch']['tflops']:.1f} TFLOP/s; of {row['tried']} answers to the exercise the "
-            "fastest:",
+            f"{row['providers']['torch']['tflops']:.1f} TFLOP/s; of {row['tried']} answers to the exercise "
+            "the fastest:",
             "",
             "| table | kernel | us | TFLOP/s | of torch.mm | tutorial |",
             "|---|---|---|---|---|---|",

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tunegemm.device import cuda_device_count
+
+if TYPE_CHECKING:
+    from tests.browser import Browser
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,3 +34,17 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium. `.ci/run` demands one; elsewhere its tests are skipped."""
+    from tests.browser import executable, start
+
+    program = executable()
+    if program is None:
+        missing = "needs Chromium, Debian's package `chromium`; there is none here"
+        assert not os.environ.get("TUNEGEMM_CI"), missing
+        pytest.skip(missing)
+    with start(program) as running:
+        yield running

@@ -34,7 +34,7 @@ class KernelConfig:
     cluster_m: int
     cluster_n: int
     epi_n: int
-    """Columns of one epilogue subtile; its rows are one WGMMA's 64."""
+    """Columns of one epilogue subtile, whose rows are one WGMMA's 64; 0 stores straight from registers."""
     in_dtype: str
     out_dtype: str
     a_major: str
@@ -44,7 +44,7 @@ class KernelConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
         """From any mapping that holds at least the fields."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        return cls(*[values[name] for name in _FIELDS])
 
     @property
     def consumers(self) -> int:
@@ -88,10 +88,12 @@ class KernelConfig:
 
     @property
     def epilogue_buffers(self) -> int:
-        """Staging buffers of each consumer warpgroup: 1 to 4, as many as the ring leaves room for.
+        """Staging buffers of each consumer warpgroup: 1 to 4, as many as the ring leaves room for; 0 without.
 
         With one or two, a subtile takes two barriers; with three or more one (see `kernel.Gemm.store`).
         """
+        if self.epi_n == 0:
+            return 0
         left = SMEM_LIMIT - SMEM_ALIGNMENT - self.stages * self.stage_bytes
         return min(4, max(1, left // (self.consumers * self._subtile_bytes)))
 
@@ -117,3 +119,7 @@ class KernelConfig:
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
             f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n}"
         )
+
+
+#: Looked up once: a search makes a config of each of 50,000 kernels.
+_FIELDS = tuple(field.name for field in fields(KernelConfig))

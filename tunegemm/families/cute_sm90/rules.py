@@ -134,7 +134,7 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 #: What the kernel alone decides, cheapest first: the same for all problems of one kind.
 KERNEL_RULES = (
-    architecture, mma_tile, epilogue_tile, accumulators, wgmma_operands, ring_depth, shared_memory, cluster,
+    architecture, epilogue_tile, cluster, mma_tile, ring_depth, accumulators, wgmma_operands, shared_memory,
 )  # fmt: skip
 #: What looks at extents. Those named `..._fits` reject what runs, but repeats another candidate or
 #: computes nothing.
