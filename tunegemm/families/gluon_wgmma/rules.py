@@ -1,8 +1,8 @@
 """What a Gluon kernel may be: one function per physical cause (see `tunegemm.feasibility`).
 
-The three tests of the tutorial's `find_configs` are `accumulators` (registers of one thread), `wgmma_operands`
-with `accumulators` (registers of all blocks of a multiprocessor) and `shared_memory`; what it assumed to be
-1 KiB of shared memory and 16 registers is exact here.
+The tests of the tutorial's `find_configs` are here `accumulators` (registers of one thread), that and
+`wgmma_operands` (registers of all blocks of a multiprocessor) and `shared_memory`. Where it assumes 16
+registers and 1 KiB beside the tiles, these are exact; `instruction_fits` is its taste for wide instructions.
 """
 
 from __future__ import annotations
