@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 from tunegemm.device import Device
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
@@ -99,10 +98,12 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
 
 
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Subtiles cover the tile exactly. 16 columns are for tiles that 32 do not divide: elsewhere they only
-    double the barriers.
+    """Staged subtiles cover the tile exactly. 16 columns are for tiles that 32 do not divide: elsewhere they
+    only double the barriers.
     """
     tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
+    if epi_n == 0:  # nothing is staged
+        return None
     if tile_n % epi_n:
         return f"epi_n {epi_n} does not divide tile_n {tile_n}"
     if epi_n < 32 and tile_n % 32 == 0:
