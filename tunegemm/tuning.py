@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 from tunegemm import families, model
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.compile import CompilePool, CompileResult
+from tunegemm.database.history import seeds
 from tunegemm.device import Device, cuda_device_count, find_device
 from tunegemm.errors import DeviceError
+from tunegemm.families.cublaslt import TORCH_MM, is_torch
 from tunegemm.measure import FINAL, SCREEN, Job, Policy
 from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
 from tunegemm.measure.statistics import winner
@@ -143,7 +145,8 @@ class Tuner:
         self.seed = seed
         self.compiled_only = compiled_only
         self.pool = CompilePool(ArtifactStore(cache), workers=workers)
-        self._spaces: dict[str, tuple[SearchSpace, list[Candidate]]] = {}
+        self._spaces: dict[str, SearchSpace] = {}
+        self._possible: dict[tuple[str | int, ...], list[Candidate]] = {}
         self._replay: ReplayDevice | None = None
         self._measurer: Measurer | None = None
         self._resources = ExitStack()
@@ -192,8 +195,33 @@ class Tuner:
                 run.stage = search.stage
                 for outcome in run.evaluate(measurer, batch, replace(SCREEN, seed=self.seed)):
                     search.tell(outcome.candidate, run.value(outcome))
-            run.stage = "final"
-            return run.settle(run.final_race(measurer, replace(FINAL, seed=self.seed)))
+            return run.settle(run.race(measurer, run.finalists(), replace(FINAL, seed=self.seed)))
+        except KeyboardInterrupt:
+            return run.interrupt()
+        finally:
+            self.pool.drop_waiting()
+
+    def race(
+        self,
+        problem: Problem,
+        candidates: Sequence[Candidate],
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> TuneResult:
+        """The final race alone, among the given candidates and torch.mm; its winner becomes the record.
+
+        Kernels that the object store lacks are compiled. Candidates that are not feasible here are left
+        out. Raises DeviceError where nothing can be timed.
+        """
+        run = _Run(self, problem, on_progress, compiled_before=self.pool.compiled)
+        measurer = self._measurer_for(problem)
+        if measurer is None:
+            raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
+        try:
+            runners = [c for c in dict.fromkeys(candidates) if run.is_feasible(c)]
+            if TORCH_MM not in runners:
+                runners.append(TORCH_MM)
+            return run.settle(run.race(measurer, runners, replace(FINAL, seed=self.seed)))
         except KeyboardInterrupt:
             return run.interrupt()
         finally:
@@ -219,12 +247,31 @@ class Tuner:
         """The families whose kernels are compiled from a search space, the one expected to win first."""
         return tuple(name for name in self.families if families.get(name).compiled)
 
-    def space(self, family: str) -> tuple[SearchSpace, list[Candidate]]:
-        """A generator's search space and its kernels, legal or not."""
+    def space(self, family: str) -> SearchSpace:
+        """A generator's search space."""
         if family not in self._spaces:
-            space = families.load_space(family)
-            self._spaces[family] = space, list(space.kernels())
+            self._spaces[family] = families.load_space(family)
         return self._spaces[family]
+
+    def feasible_kernels(self, problem: Problem, name: str) -> list[Candidate]:
+        """Those of a generator's space. Of its 100,000 kernels most are ruled out for all extents alike."""
+        family = families.get(name)
+        majors = (problem.a_major, problem.b_major, problem.out_major)
+        kind = (name, problem.in_dtype, problem.out_dtype, *majors, problem.alignment)
+        known = self._possible.get(kind)
+        possible, feasible, learned = [], [], False
+        for kernel in self.space(name).kernels() if known is None else known:
+            rule = family.check(problem, kernel, self.device).rule
+            if rule is None:
+                feasible.append(kernel)
+            if rule is None or rule in family.extent_rules:
+                possible.append(kernel)
+            else:
+                learned = True
+        # Where extents rule out the whole family first, nothing was learned of its kernels.
+        if known is None and learned:
+            self._possible[kind] = possible
+        return feasible
 
     def recorded(self, problem: Problem) -> frozenset[Candidate] | None:
         """The candidates that have a time on a recorded device; None when every feasible one may be tried."""
@@ -294,7 +341,7 @@ class _Run:
         self._report()
         library = [c for c in measurer.discover(self.problem) if c.family in self.tuner.families]
         recorded = self.tuner.recorded(self.problem)
-        known = self._known()
+        known, started = self._known(), self._seeds()
         searches: list[Search] = []
         for name in self.tuner.generators:
             launch_values, ranked = self._ranked_kernels(name)
@@ -305,12 +352,13 @@ class _Run:
                     [prediction.candidate for prediction in ranked],
                     launch_values,
                     allowed=lambda candidate: (
-                        self._is_feasible(candidate)
+                        self.is_feasible(candidate)
                         and not model.is_redundant_launch(self.problem, candidate, self.device)
                         if recorded is None
                         else candidate in recorded
                     ),
                     library=() if searches else library,
+                    seeds=[seed for seed in started if seed.family == name],
                     known=[result for result in known if result[0].family == name or not searches],
                     effort=effort,
                     trials=trials,
@@ -337,14 +385,20 @@ class _Run:
             if failure.candidate not in self.screened and failure.stage != "timeout"
         ]
 
+    def _seeds(self) -> list[Candidate]:
+        """What was best of this problem elsewhere: other software, older sources, another GPU of its kind."""
+        if self.tuner.database is None:
+            return []
+        return seeds(self.tuner.database, self.problem, self.device.fingerprint)
+
     def _ranked_kernels(self, family: str) -> tuple[Mapping[str, tuple[Value, ...]], list[model.Prediction]]:
         """Launch values that some kernel can take, and one prediction per feasible kernel, fastest first.
 
         Each kernel stands at its model-best launch.
         """
-        space, everything = self.tuner.space(family)
+        space = self.tuner.space(family)
         recorded = self.tuner.recorded(self.problem)
-        kernels = [kernel for kernel in everything if self._is_feasible(kernel)]
+        kernels = self.tuner.feasible_kernels(self.problem, family)
         if self.tuner.compiled_only:
             kernels = [kernel for kernel in kernels if self._is_compiled(kernel)]
         if recorded is None:
@@ -355,12 +409,12 @@ class _Run:
                 name: tuple(
                     v
                     for v in listed
-                    if v == listed[0] or any(self._is_feasible(k.with_launch(**{name: v})) for k in shapes)
+                    if v == listed[0] or any(self.is_feasible(k.with_launch(**{name: v})) for k in shapes)
                 )
                 for name, listed in space.launch_values.items()
             }
             return values, model.rank_kernels(
-                self.problem, kernels, values, self.device, feasible=self._is_feasible
+                self.problem, kernels, values, self.device, feasible=self.is_feasible
             )
         # A recording has few launches of each kernel: the model's best among them stands for the kernel.
         best: dict[Candidate, model.Prediction] = {}
@@ -371,7 +425,7 @@ class _Run:
         self.feasible += len(best)
         return space.launch_values, list(best.values())
 
-    def _is_feasible(self, candidate: Candidate) -> bool:
+    def is_feasible(self, candidate: Candidate) -> bool:
         return families.get(candidate.family).check(self.problem, candidate, self.device).feasible
 
     def _is_compiled(self, kernel: Candidate) -> bool:
@@ -422,23 +476,27 @@ class _Run:
         """What the search maximizes: speed relative to torch.mm in the same interleave."""
         return outcome.ratio if isinstance(outcome, Measurement) else None
 
-    def final_race(self, measurer: Measurer, policy: Policy) -> list[Measurement]:
-        """The leaders and the library's best once more, in one interleave with more rounds.
+    def race(self, measurer: Measurer, finalists: Sequence[Candidate], policy: Policy) -> list[Measurement]:
+        """The finalists once more, in one interleave with more rounds."""
+        self.stage = "final"
+        return [o for o in self.evaluate(measurer, finalists, policy) if isinstance(o, Measurement)]
+
+    def finalists(self) -> list[Candidate]:
+        """The leaders and the library's best.
 
         Few launches of one kernel: they are often all leaders together and would leave no room for others,
         which the screen's few rounds in other moments of clock and power may have put too low.
         """
         leaders = sorted(self.screened.values(), key=lambda m: -m.ratio)
         library = [m.candidate for m in leaders if m.candidate.family == "cublaslt"]
-        baseline = [c for c in library if c["algorithm"] == "torch.mm"]
+        baseline = [c for c in library if is_torch(c)]
         own: list[Candidate] = []
         launches: Counter[Candidate] = Counter()
         for candidate in (m.candidate for m in leaders if m.candidate.family != "cublaslt"):
             launches[candidate.kernel] += 1
             if len(own) < _FINALISTS and launches[candidate.kernel] <= _LAUNCHES_PER_FINALIST:
                 own.append(candidate)
-        finalists = list(dict.fromkeys(own + library[:_LIBRARY_FINALISTS] + baseline))
-        return [o for o in self.evaluate(measurer, finalists, policy) if isinstance(o, Measurement)]
+        return list(dict.fromkeys(own + library[:_LIBRARY_FINALISTS] + baseline))
 
     def settle(self, raced: Sequence[Measurement]) -> TuneResult:
         """Choose by evidence, record the choice, report."""

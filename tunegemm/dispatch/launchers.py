@@ -10,10 +10,10 @@ from tunegemm.device import Device
 from tunegemm.dispatch.operands import ALIGNMENT
 from tunegemm.errors import ArtifactError
 from tunegemm.families import Launcher
+from tunegemm.families.cublaslt import is_torch
 
 if TYPE_CHECKING:
     from tunegemm.dispatch.snapshot import Record
-    from tunegemm.space import Candidate
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,6 @@ class Prepared:
 
 
 TORCH = Prepared(None)
-
-
-def is_torch(candidate: Candidate) -> bool:
-    """Whether the candidate is torch's own product, which needs no launcher of ours."""
-    return candidate.family == "cublaslt" and candidate.params.get("algorithm") == "torch.mm"
 
 
 def prepare(record: Record, device: Device) -> Prepared:

@@ -43,6 +43,7 @@ class GluonWgmma:
         "launch": ("raster_order", "swizzle_size", "ctas"),
     }  # fmt: skip
     limited_launch = ("ctas",)
+    extent_rules = frozenset({"tma_alignment", "swap_fits", "grid_fits"})
 
     def unavailable(self) -> str | None:
         for module, package in (("triton", "triton"), ("cuda.bindings", "cuda-bindings")):
