@@ -149,6 +149,7 @@ def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int,
         places = read(a, b, out)
         found = kept.get(places)
         if found is None:
+            kernel.ensure_context()
             found = kept.keep(places, arguments(places))
         kernel.launch(ctas, current_stream(index), found)
 

@@ -13,7 +13,7 @@ from tunegemm.device import Device
 from tunegemm.families.gluon_wgmma.config import MMA_ATOM_M, SCHEDULES, WARPGROUP_WARPS, KernelConfig
 from tunegemm.families.tiles import majors, swap_fits
 from tunegemm.feasibility import tma_alignment
-from tunegemm.problem import Problem
+from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate, Value
 
 _OVERHEAD_REGISTERS = 26
@@ -57,6 +57,18 @@ def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | 
         extent = candidate[name]
         if extent & (extent - 1) or not least <= extent <= 256:
             return f"{name} {extent} is no power of two from {least} to 256"
+    return None
+
+
+def narrow_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Lines of 16 bytes have no smem swizzle; WGMMA reads outside a permuted view of such a tile.
+
+    Seen as an illegal memory access with a B of contiguous n and tile_n 8 (H200, Triton 3.6, 2026-11-21).
+    """
+    config = config_of(problem, candidate)
+    line_bytes = config.tile_n * DTYPE_BYTES[config.in_dtype]
+    if config.b_major == "n" and line_bytes < 32:
+        return f"tile_n {config.tile_n} makes lines of {line_bytes} B < 32 B of a B whose n is contiguous"
     return None
 
 
@@ -185,6 +197,7 @@ RULES = (
     ring,
     swap_fits,
     tile_shape,
+    narrow_lines,
     warpgroups,
     instruction,
     wgmma_operands,

@@ -156,6 +156,7 @@ def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int,
         key = (places, memory)
         found = kept.get(key)
         if found is None:
+            kernel.ensure_context()
             found = kept.keep(key, arguments(places, memory))
         kernel.launch(ctas, stream, found)
 
