@@ -53,6 +53,10 @@ class Contender:
     """What the peer spent on finding it, compilation included."""
 
 
+#: What has something to time for a problem, or raises `Skip`.
+Provider = Callable[[Problem, Device, Options], list[Contender]]
+
+
 def torch_mm(problem: Problem, device: Device, options: Options) -> list[Contender]:
     """torch.mm with a given output; torch.bmm for a batch."""
     product = torch.mm if problem.batch == 1 else torch.bmm
@@ -108,31 +112,39 @@ def inductor(problem: Problem, device: Device, options: Options) -> list[Contend
         return [Contender(run, tune_seconds=_tuned(run, problem, device, options))]
 
 
-def tunegemm_cute(problem: Problem, device: Device, options: Options) -> list[Contender]:
-    """The best of our own kernels alone: the measured cute_sm90 candidate with the best stored evidence."""
-    from tunegemm.artifacts import ArtifactStore
-    from tunegemm.database import Database
+def family_best(name: str) -> Provider:
+    """The provider of one of our kernel families alone: its candidate with the best stored evidence."""
 
-    try:
-        with Database.open(options.database, read_only=True) as database:
-            fingerprint = device.fingerprint
-            frame = database.frame(problem, family="cute_sm90", fingerprint=fingerprint)
-            measured = {m.candidate.digest: m.candidate for m in database.measurements(problem, fingerprint)}
-    except TunegemmError as error:
-        raise Skip(str(error)) from None
-    if frame.empty:
-        raise Skip("no cute_sm90 candidate is in the database for this device; run with --tune")
-    # The final race had more rounds than the screening, so its evidence comes first.
-    frame = frame.assign(raced=frame["policy"].ne("screen")).sort_values(["raced", "ratio"], ascending=False)
-    candidate = measured[frame["candidate"].iloc[0]]
-    family = families.get("cute_sm90")
-    try:
-        artifact = ArtifactStore().find(family.kernel_key(problem, candidate, device))
-        if artifact is None:
-            raise Skip(f"the object of {family.label(candidate)} is not in the store; run with --tune")
-        return [Contender(family.load(problem, candidate, device, artifact.path), family.label(candidate))]
-    except (TunegemmError, ValueError, RuntimeError) as error:
-        raise Skip(f"{family.label(candidate)}: {one_line(error)}") from None
+    def provider(problem: Problem, device: Device, options: Options) -> list[Contender]:
+        from tunegemm.artifacts import ArtifactStore
+        from tunegemm.database import Database
+
+        try:
+            with Database.open(options.database, read_only=True) as database:
+                fingerprint = device.fingerprint
+                frame = database.frame(problem, family=name, fingerprint=fingerprint)
+                measured = {
+                    m.candidate.digest: m.candidate for m in database.measurements(problem, fingerprint)
+                }
+        except TunegemmError as error:
+            raise Skip(str(error)) from None
+        if frame.empty:
+            raise Skip(f"no {name} candidate is in the database for this device; run with --tune")
+        # The final race had more rounds than the screening, so its evidence comes first.
+        frame = frame.assign(raced=frame["policy"].ne("screen"))
+        frame = frame.sort_values(["raced", "ratio"], ascending=False)
+        candidate = measured[frame["candidate"].iloc[0]]
+        family = families.get(name)
+        try:
+            artifact = ArtifactStore().find(family.kernel_key(problem, candidate, device))
+            if artifact is None:
+                raise Skip(f"the object of {family.label(candidate)} is not in the store; run with --tune")
+            launch = family.load(problem, candidate, device, artifact.path)
+            return [Contender(launch, family.label(candidate))]
+        except (TunegemmError, ValueError, RuntimeError) as error:
+            raise Skip(f"{family.label(candidate)}: {one_line(error)}") from None
+
+    return provider
 
 
 def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contender]:
@@ -159,13 +171,16 @@ def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contend
 
 
 #: In the order of the table; the first is the baseline.
-PROVIDERS: Mapping[str, Callable[[Problem, Device, Options], list[Contender]]] = types.MappingProxyType(
+PROVIDERS: Mapping[str, Provider] = types.MappingProxyType(
     {
         "torch": torch_mm,
         "cublaslt": cublaslt,
         "quack": quack,
         "inductor": inductor,
-        "tunegemm_cute": tunegemm_cute,
+        "gluon_wgmma": family_best("gluon_wgmma"),
+        "triton_tma": family_best("triton_tma"),
+        "cute_sm80": family_best("cute_sm80"),
+        "tunegemm_cute": family_best("cute_sm90"),
         "tunegemm": tunegemm,
     }
 )

@@ -32,7 +32,6 @@ KERNELS = [
     ("warp_specialized", 128, 128, 64, 3, 4, 128, False),
     ("warp_specialized", 128, 256, 64, 3, 4, 256, False),
     ("warp_specialized", 256, 64, 64, 4, 4, 64, False),
-    ("warp_specialized", 128, 16, 128, 4, 4, 16, True),
 ]
 LAUNCHES = [
     ("along_m", 1, "all", 1),

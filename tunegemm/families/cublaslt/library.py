@@ -80,8 +80,19 @@ def algorithms(
                 raise
         finally:
             lt.matmul_preference_destroy(preference)
-        found = [_candidate(result) for result in results[: int(count[0])] if result["state"] == 0]
-    return list(dict.fromkeys(found))
+        named = [_candidate(result) for result in results[: int(count[0])] if result["state"] == 0]
+        return [
+            candidate for candidate in dict.fromkeys(named) if _is_whole(handle, problem, plan, candidate)
+        ]
+
+
+def _is_whole(handle: int, problem: Problem, plan: _Plan, candidate: Candidate) -> bool:
+    """Whether the names bring the algorithm back: asked for none without workspace, it names some with."""
+    try:
+        _algorithm(handle, problem, plan, candidate, int(candidate["workspace_bytes"]))
+    except (ValueError, _bindings().cuBLASLtError):
+        return False
+    return True
 
 
 def launcher(problem: Problem, candidate: Candidate, device_index: int) -> Launcher:

@@ -194,10 +194,10 @@ def grid_fits(problem: Problem, candidate: Candidate, device: Device) -> str | N
 RULES = (
     architecture,
     tma_alignment,
+    narrow_lines,
     ring,
     swap_fits,
     tile_shape,
-    narrow_lines,
     warpgroups,
     instruction,
     wgmma_operands,

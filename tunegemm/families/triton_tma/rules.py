@@ -83,7 +83,8 @@ def warp_specialization(problem: Problem, candidate: Candidate, device: Device) 
 
     With 8 warps the pass leaves the loop as it was. Under 128 rows it cuts the columns, and stages the
     output twice; under 64 k its memory is laid out otherwise. It cannot cut pieces of the tile (3.6), nor a
-    descriptor with a batch mode.
+    descriptor with a batch mode. With 16 columns, swapped, one of 20 runs on equal operands gave another
+    result than the others, in one of two tries (H200, Triton 3.6, 2026-11-21): a race, not looked into.
     """
     if candidate["schedule"] != "warp_specialized":
         return None
@@ -91,6 +92,7 @@ def warp_specialization(problem: Problem, candidate: Candidate, device: Device) 
         ("warps", "4", candidate["warps"] == 4),
         ("tile_m", "128 or more", candidate["tile_m"] >= 128),
         ("tile_k", "64 or more", candidate["tile_k"] >= 64),
+        ("tile_n", "64 or more", candidate["tile_n"] >= 64),
         ("epi_n", f"tile_n {candidate['tile_n']}", candidate["epi_n"] == candidate["tile_n"]),
         ("stages", f"up to {max(SPECIALIZED_BYTES)}", candidate["stages"] <= max(SPECIALIZED_BYTES)),
     ):
