@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tunegemm.device import cuda_device_count
+
+if TYPE_CHECKING:
+    from tests.postgres import Cluster
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,3 +34,16 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Cluster]:
+    """A PostgreSQL server of the tests' own. `.ci/run` demands one; elsewhere its tests are skipped."""
+    from tests.postgres import binary, cluster
+
+    if binary("initdb") is None:
+        missing = "needs PostgreSQL's server, Debian's package `postgresql`; there is none here"
+        assert not os.environ.get("TUNEGEMM_CI"), missing
+        pytest.skip(missing)
+    with cluster() as running:
+        yield running
