@@ -101,7 +101,8 @@ def _wait(running: Cluster, server: subprocess.Popen[bytes], log: Path) -> None:
             return
         except psycopg.OperationalError as error:
             if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"PostgreSQL does not start ({error}): {log.read_text()[-2000:]}") from None
+                said = log.read_text()[-2000:]
+                raise RuntimeError(f"PostgreSQL does not start ({error}): {said}") from None
         time.sleep(0.05)
 
 

@@ -28,8 +28,8 @@ CONNECT_TIMEOUT_S = 10
 #: Beginnings of the file-system types that other hosts may write to at the same time. The shared memory
 #: of a write-ahead log is one host's, so two hosts that use it there destroy the file, without an error.
 _NETWORK_TYPES = (
-    "9p", "afs", "beegfs", "ceph", "cifs", "fuse.", "gfs", "glusterfs", "gpfs", "lustre", "ncp", "nfs", "ocfs",
-    "orangefs", "pvfs", "smb", "virtiofs", "wekafs",
+    "9p", "afs", "beegfs", "ceph", "cifs", "fuse.", "gfs", "glusterfs", "gpfs", "lustre", "ncp", "nfs",
+    "ocfs", "orangefs", "pvfs", "smb", "virtiofs", "wekafs",
 )  # fmt: skip
 
 #: Execution option of engines whose transactions write; read by the SQLite hook below.

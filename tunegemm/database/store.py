@@ -14,15 +14,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from sqlalchemy import URL, Engine, Select, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import URL, Connection, Engine, Select, select
 from sqlalchemy.orm import Session
 
-from tunegemm.database import migrations
+from tunegemm.database import migrations, publishing
 from tunegemm.database.connection import connect, display, resolve, translated, writer
 from tunegemm.database.models import (
     CandidateRow,
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     import pandas
 
 Value = TypeVar("Value")
-ResultRow = TypeVar("ResultRow", MeasurementRow, FailureRow, MeasurementRow | FailureRow)
 
 _log = logging.getLogger(__name__)
 
@@ -127,16 +124,13 @@ class Database:
         make better evidence. Raises DatabaseError when it cannot be written, for a device that is not
         real, and for samples that are no times.
         """
-        row = _outcome_row(outcome, resources, policy)
-        with self._publication(device) as session:
-            _add(session, row, _keys(session, problem, device, outcome.candidate, label))
-            if isinstance(row, MeasurementRow):
-                record = _record_row(session, row, settled=False)
-                if (
-                    not record.settled
-                    and row.ratio > session.get_one(MeasurementRow, record.measurement_id).ratio
-                ):
-                    _choose(record, row, settled=False)
+        values = _outcome_values(outcome, resources, policy)
+        with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
+            if isinstance(outcome, Failure):
+                publishing.add_failure(connection, keys, values)
+            else:
+                added = publishing.add_measurement(connection, keys, values)
+                publishing.choose_if_better(connection, keys, added, values["ratio"])
 
     def settle(
         self,
@@ -151,16 +145,12 @@ class Database:
 
         It is published with policy ``final``, unless the very same samples are in the history already.
         """
-        new = MeasurementRow(
-            policy="final", **_measurement_values(measurement), **_resource_values(resources)
-        )
-        with self._publication(device) as session:
-            keys = _keys(session, problem, device, measurement.candidate, label)
-            same = select(MeasurementRow).filter_by(
-                **keys, samples_us=new.samples_us, baseline_us=new.baseline_us
-            )
-            row = session.scalar(same.order_by(MeasurementRow.id.desc()).limit(1)) or _add(session, new, keys)
-            _choose(_record_row(session, row, settled=True), row, settled=True)
+        values = _outcome_values(measurement, resources, "final")
+        with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
+            row_id = publishing.find_measurement(connection, keys, values)
+            if row_id is None:
+                row_id = publishing.add_measurement(connection, keys, values)
+            publishing.settle(connection, keys, row_id)
 
     def best(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
         """The record of one problem under one fingerprint."""
@@ -288,15 +278,30 @@ class Database:
         return frame.reset_index(drop=True)
 
     @contextmanager
-    def _publication(self, device: Device) -> Iterator[Session]:
-        if self.read_only:
-            raise DatabaseError(f"{display(self.location)}: opened read-only; open it for writing to publish")
+    def _publication(
+        self, problem: Problem, device: Device, candidate: Candidate, label: str
+    ) -> Iterator[tuple[Connection, publishing.Values]]:
+        """A transaction that writes, and the keys of the problem, fingerprint and candidate."""
         if not device.is_real:
             raise DatabaseError(
                 f"device {device.spec!r}: its times are not measured here, so never stored; tune on cuda:N"
             )
-        with translated(self.location), Session(writer(self._engine)) as session, session.begin():
-            yield session
+        digest = fingerprint_digest(device.fingerprint)
+        family, text = candidate.family, candidate.to_json()
+        values = (
+            dataclasses.asdict(problem),
+            {"digest": digest, **device.fingerprint.asdict()},
+            {"digest": candidate.digest, "family": family, "json": text, "label": label},
+        )
+        with self._writing() as connection:
+            yield connection, publishing.row_keys(connection, *values)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        if self.read_only:
+            raise DatabaseError(f"{display(self.location)}: opened read-only; open it for writing to publish")
+        with translated(self.location), writer(self._engine).begin() as connection:
+            yield connection
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
@@ -417,13 +422,15 @@ def _failure(row: Sequence[Any]) -> Failure:
     return Failure(_candidate(text, digest), stage, reason)
 
 
-def _outcome_row(
+def _outcome_values(
     outcome: Measurement | Failure, resources: Resources | None, policy: str
-) -> MeasurementRow | FailureRow:
-    """The row, still without its keys and time."""
+) -> dict[str, Any]:
+    """The columns of the row, without its keys and time."""
     if isinstance(outcome, Failure):
-        return FailureRow(stage=outcome.stage, reason=outcome.reason)
-    return MeasurementRow(policy=policy, **_measurement_values(outcome), **_resource_values(resources))
+        # What a crashed process last printed may hold NUL, which PostgreSQL's text may not.
+        return {"stage": outcome.stage, "reason": outcome.reason.replace("\0", "")}
+    found = {} if resources is None else dataclasses.asdict(resources)
+    return {"policy": policy, **_measurement_values(outcome), **found}
 
 
 def _measurement_values(measurement: Measurement) -> dict[str, Any]:
@@ -460,75 +467,3 @@ def _measurement_values(measurement: Measurement) -> dict[str, Any]:
         "relative_error": float(measurement.relative_error),
         "evidence": evidence,
     }
-
-
-def _resource_values(resources: Resources | None) -> dict[str, Any]:
-    return {} if resources is None else dataclasses.asdict(resources)
-
-
-def _keys(
-    session: Session, problem: Problem, device: Device, candidate: Candidate, label: str
-) -> dict[str, int]:
-    """The keys of a result's problem, fingerprint and candidate, whose rows are added when missing."""
-    digest = fingerprint_digest(device.fingerprint)
-    return {
-        "problem_id": _row_id(session, ProblemRow, dataclasses.asdict(problem)),
-        "fingerprint_id": _row_id(session, FingerprintRow, {"digest": digest}, device.fingerprint.asdict()),
-        "candidate_id": _candidate_id(session, candidate, label),
-    }
-
-
-def _add(session: Session, row: ResultRow, keys: dict[str, int]) -> ResultRow:
-    for name, key in keys.items():
-        setattr(row, name, key)
-    row.created_at = datetime.now(UTC)
-    session.add(row)
-    session.flush()
-    return row
-
-
-def _row_id(
-    session: Session, table: type[Any], identity: dict[str, Any], further: dict[str, Any] | None = None
-) -> int:
-    """The key of the row with that identity, which is added when missing."""
-    query = select(table.id).filter_by(**identity)
-    found = session.scalar(query)
-    if found is not None:
-        return cast(int, found)
-    row = table(**identity, **(further or {}))
-    try:
-        with session.begin_nested():
-            session.add(row)
-            session.flush()
-    except IntegrityError:
-        # On a server another writer may have added it since; SQLite's writers come one at a time.
-        return cast(int, session.scalars(query).one())
-    return cast(int, row.id)
-
-
-def _candidate_id(session: Session, candidate: Candidate, label: str) -> int:
-    key = _row_id(
-        session,
-        CandidateRow,
-        {"digest": candidate.digest},
-        {"family": candidate.family, "json": candidate.to_json(), "label": label},
-    )
-    if label:
-        session.execute(
-            update(CandidateRow)
-            .where(CandidateRow.id == key, CandidateRow.label != label)
-            .values(label=label)
-        )
-    return key
-
-
-def _record_row(session: Session, row: MeasurementRow, *, settled: bool) -> RecordRow:
-    """The record of a measurement's problem and fingerprint, locked; it is made when missing."""
-    key = {"problem_id": row.problem_id, "fingerprint_id": row.fingerprint_id}
-    first = {"measurement_id": row.id, "settled": settled, "chosen_at": row.created_at}
-    record_id = _row_id(session, RecordRow, key, first)
-    return session.get_one(RecordRow, record_id, with_for_update=True)
-
-
-def _choose(record: RecordRow, row: MeasurementRow, *, settled: bool) -> None:
-    record.measurement_id, record.settled, record.chosen_at = row.id, settled, row.created_at

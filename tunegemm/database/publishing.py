@@ -1,0 +1,130 @@
+"""One publication as few prepared statements: writers to one SQLite file take turns, so each must be brief.
+
+The tables are locked in one order, problem, fingerprint, candidate, record, and one row of each, so that
+no two publications on a server can wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, cast
+
+from sqlalchemy import Connection, Select, Table, bindparam, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from tunegemm.database.models import (
+    Base,
+    CandidateRow,
+    FailureRow,
+    FingerprintRow,
+    MeasurementRow,
+    ProblemRow,
+    RecordRow,
+)
+
+Values = Mapping[str, Any]
+
+
+def _table(model: type[Base]) -> Table:
+    return cast(Table, model.__table__)
+
+
+_FINGERPRINTS, _PROBLEMS, _CANDIDATES = map(_table, (FingerprintRow, ProblemRow, CandidateRow))
+_MEASUREMENTS, _FAILURES, _RECORDS = map(_table, (MeasurementRow, FailureRow, RecordRow))
+
+
+def _find(table: Table, *names: str) -> Select[Any]:
+    """The row of those values, each under its column's name."""
+    return select(table).where(*(table.c[name] == bindparam(name) for name in names))
+
+
+_PROBLEM_NAMES = [column.name for column in _PROBLEMS.columns if column.name != "id"]
+_FIND_PROBLEM = _find(_PROBLEMS, *_PROBLEM_NAMES)
+_FIND_FINGERPRINT = _find(_FINGERPRINTS, "digest")
+_FIND_CANDIDATE = _find(_CANDIDATES, "digest")
+_RELABEL = (
+    update(_CANDIDATES).where(_CANDIDATES.c.id == bindparam("key")).values(label=bindparam("new_label"))
+)
+_FIND_RECORD = _find(_RECORDS, "problem_id", "fingerprint_id").with_for_update()
+_RATIO = select(_MEASUREMENTS.c.ratio).where(_MEASUREMENTS.c.id == bindparam("key"))
+_FIND_SAME = (
+    select(_MEASUREMENTS.c.id)
+    .where(
+        *(
+            _MEASUREMENTS.c[name] == bindparam(name)
+            for name in ("problem_id", "fingerprint_id", "candidate_id", "samples_us", "baseline_us")
+        )
+    )
+    .order_by(_MEASUREMENTS.c.id.desc())
+    .limit(1)
+)
+_CHOOSE = update(_RECORDS).where(_RECORDS.c.id == bindparam("key"))
+
+
+def row_keys(connection: Connection, problem: Values, fingerprint: Values, candidate: Values) -> Values:
+    """The keys of a result's problem, fingerprint and candidate, whose rows are added when missing.
+
+    A candidate's label, when not empty, replaces the one it has.
+    """
+    problem_id = _row(connection, _FIND_PROBLEM, _PROBLEMS, problem).id
+    fingerprint_id = _row(connection, _FIND_FINGERPRINT, _FINGERPRINTS, fingerprint).id
+    row = _row(connection, _FIND_CANDIDATE, _CANDIDATES, candidate)
+    if candidate["label"] and candidate["label"] != row.label:
+        connection.execute(_RELABEL, {"key": row.id, "new_label": candidate["label"]})
+    return {"problem_id": problem_id, "fingerprint_id": fingerprint_id, "candidate_id": row.id}
+
+
+def add_failure(connection: Connection, keys: Values, values: Values) -> None:
+    connection.execute(insert(_FAILURES), {**keys, **values, "created_at": datetime.now(UTC)})
+
+
+def add_measurement(connection: Connection, keys: Values, values: Values) -> int:
+    """The new row's key."""
+    row = {**keys, **values, "created_at": datetime.now(UTC)}
+    added = connection.execute(insert(_MEASUREMENTS), row).inserted_primary_key
+    assert added is not None
+    return int(added[0])
+
+
+def find_measurement(connection: Connection, keys: Values, values: Values) -> int | None:
+    """The newest measurement of the very same samples."""
+    return connection.scalar(_FIND_SAME, {**keys, **values})
+
+
+def choose_if_better(connection: Connection, keys: Values, measurement_id: int, ratio: float) -> None:
+    """Makes a measurement the record, unless a final race has settled that or the record is as fast."""
+    record = _record(connection, keys, measurement_id, settled=False)
+    if record.settled or record.measurement_id == measurement_id:
+        return
+    if ratio > cast(float, connection.scalar(_RATIO, {"key": record.measurement_id})):
+        _choose(connection, record.id, measurement_id, settled=False)
+
+
+def settle(connection: Connection, keys: Values, measurement_id: int) -> None:
+    """Makes a measurement the record, whatever the record was."""
+    record = _record(connection, keys, measurement_id, settled=True)
+    _choose(connection, record.id, measurement_id, settled=True)
+
+
+def _record(connection: Connection, keys: Values, measurement_id: int, *, settled: bool) -> Any:
+    """The record of a problem and fingerprint, locked; it is made when missing."""
+    key = {name: keys[name] for name in ("problem_id", "fingerprint_id")}
+    first = {"measurement_id": measurement_id, "settled": settled, "chosen_at": datetime.now(UTC)}
+    return _row(connection, _FIND_RECORD, _RECORDS, key | first)
+
+
+def _choose(connection: Connection, record_id: int, measurement_id: int, *, settled: bool) -> None:
+    changes = {"measurement_id": measurement_id, "settled": settled, "chosen_at": datetime.now(UTC)}
+    connection.execute(_CHOOSE, {"key": record_id, **changes})
+
+
+def _row(connection: Connection, find: Select[Any], table: Table, values: Values) -> Any:
+    """The row that a query finds, which is added when missing."""
+    row = connection.execute(find, values).one_or_none()
+    if row is None:
+        # On a server another writer may add it at this moment; SQLite's writers come one at a time.
+        dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+        connection.execute(dialect.insert(table).on_conflict_do_nothing(), values)
+        row = connection.execute(find, values).one()
+    return row
