@@ -47,3 +47,13 @@ def postgres() -> Iterator[Cluster]:
         pytest.skip(missing)
     with cluster() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def empty_on_server(postgres: Cluster) -> str:
+    """The name of a database with the schema and nothing in it, to copy."""
+    from tunegemm.database import Database
+
+    url = postgres.create()
+    Database.open(url).close()
+    return url.rpartition("/")[2]

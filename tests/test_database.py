@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sqlalchemy import event, insert
 
+from tests.stores import Location, Store, damage
 from tunegemm.database import Database, Record
 from tunegemm.database.models import SCHEMA_VERSION, VERSION_TABLE
 from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
@@ -26,9 +27,6 @@ from tunegemm.errors import DatabaseError
 from tunegemm.outcome import Failure, Measurement, Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
-
-if TYPE_CHECKING:
-    from tests.postgres import Cluster
 
 FINGERPRINT = Fingerprint(
     "NVIDIA H200", 132, "580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0", "0123456789abcdef"
@@ -59,47 +57,6 @@ def database(path: Path) -> Iterator[Database]:
         yield database
 
 
-def damage(location: Path | str, statement: str) -> None:
-    if isinstance(location, str):
-        import psycopg
-
-        with psycopg.connect(location) as server:
-            assert server.execute(statement.encode()).rowcount > 0
-        return
-    connection = sqlite3.connect(location)
-    with connection:
-        assert connection.execute(statement).rowcount > 0
-    connection.close()
-
-
-@pytest.fixture(scope="session")
-def empty_on_server(postgres: Cluster) -> str:
-    """The name of a database with the schema and nothing in it, to copy."""
-    url = postgres.create()
-    Database.open(url).close()
-    return url.rpartition("/")[2]
-
-
-class Store:
-    """The contract: what is tested in classes of this base holds for SQLite and for PostgreSQL."""
-
-    @pytest.fixture(params=["sqlite", "postgresql"])
-    def location(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
-        if request.param == "sqlite":
-            yield tmp_path / "tuning.sqlite"
-            return
-        template = request.getfixturevalue("empty_on_server")
-        postgres = request.getfixturevalue("postgres")
-        url = postgres.create(template)
-        yield url
-        postgres.drop(url)
-
-    @pytest.fixture
-    def database(self, location: Path | str) -> Iterator[Database]:
-        with Database.open(location) as database:
-            yield database
-
-
 class TestPublishing(Store):
     def test_a_measurement_reads_back_as_it_was(self, database: Database) -> None:
         published = measurement()
@@ -112,7 +69,7 @@ class TestPublishing(Store):
         assert row["warnings"] == ["C7510"]
         assert row["compile_seconds"] == 0.75
 
-    def test_it_survives_closing(self, location: Path | str) -> None:
+    def test_it_survives_closing(self, location: Location) -> None:
         with Database.open(location) as first:
             first.publish(PROBLEM, DEVICE, measurement())
         with Database.open(location) as second:
@@ -225,25 +182,16 @@ class TestRecords(Store):
             "UPDATE candidates SET json = '{' WHERE family = 'bad'",
             "UPDATE candidates SET json = replace(json, '\"x\":1', '\"x\":2') WHERE family = 'bad'",
             "UPDATE problems SET in_dtype = 'int3' WHERE m = 64",
-            "UPDATE problems SET m = 'many' WHERE m = 64",
             "UPDATE measurements SET created_at = 'yesterday' WHERE id = 1",
-            "UPDATE measurements SET median_us = 'quick' WHERE id = 1",
         ],
     )
     def test_a_damaged_row_is_skipped_and_logged(
-        self, location: Path | str, database: Database, statement: str, caplog: pytest.LogCaptureFixture
+        self, location: Location, database: Database, statement: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        if isinstance(location, str) and ("'many'" in statement or "'quick'" in statement):
-            pytest.skip("a server keeps words out of a column of numbers")
-        small = Problem.parse("64x64x64")
-        database.publish(small, DEVICE, measurement(candidate=Candidate.make("bad", {"x": 1})))
-        database.publish(PROBLEM, DEVICE, measurement())
-        damage(location, statement)
-        assert [record.problem for record in database.records()] == [PROBLEM]
-        assert database.best(small, FINGERPRINT) is None
+        check_damaged_row(location, database, statement)
         assert "skipped 1 unreadable record" in caplog.text
 
-    def test_damaged_samples_are_skipped(self, database: Database, location: Path | str) -> None:
+    def test_damaged_samples_are_skipped(self, database: Database, location: Location) -> None:
         for ratio in (1.0, 1.1):
             database.publish(PROBLEM, DEVICE, measurement(ratio))
         damage(location, "UPDATE measurements SET samples_us = '[1.0,' WHERE id = 1")
@@ -271,6 +219,31 @@ class TestRecords(Store):
         records = database.records(FINGERPRINT)
         assert time.perf_counter() - begin < 3
         assert len({record.problem for record in records}) == 20_000
+
+
+def check_damaged_row(location: Location, database: Database, statement: str) -> None:
+    """That statement damages the first of two records, and only that one is lost."""
+    small = Problem.parse("64x64x64")
+    database.publish(small, DEVICE, measurement(candidate=Candidate.make("bad", {"x": 1})))
+    database.publish(PROBLEM, DEVICE, measurement())
+    damage(location, statement)
+    assert [record.problem for record in database.records()] == [PROBLEM]
+    assert database.best(small, FINGERPRINT) is None
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE problems SET m = 'many' WHERE m = 64",
+        "UPDATE measurements SET median_us = 'quick' WHERE id = 1",
+    ],
+)
+def test_a_word_in_a_column_of_numbers_is_skipped(
+    path: Path, database: Database, statement: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which SQLite lets in, and a server does not."""
+    check_damaged_row(path, database, statement)
+    assert "skipped 1 unreadable record" in caplog.text
 
 
 class TestFrame(Store):

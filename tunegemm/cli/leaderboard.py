@@ -46,6 +46,7 @@ def command(
         options.parse_problems([text], dtype or "bf16", None, layout or "tn")[0].shape for text in shape or ()
     ]
     from tunegemm.database import Database
+    from tunegemm.database.connection import display
     from tunegemm.problem import normalize_dtype
 
     def wanted(problem: Problem) -> bool:
@@ -63,7 +64,7 @@ def command(
         if missing:
             words = " ".join([missing[0], *filter(None, (dtype, out_dtype, layout))])
             raise options.UsageError(
-                f"{database.location}: no measurement of {words}; "
+                f"{display(database.location)}: no measurement of {words}; "
                 f"run `tunegemm tune --shape {missing[0]}` first"
             )
         frame = database.frame()

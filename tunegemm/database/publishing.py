@@ -67,12 +67,30 @@ def row_keys(connection: Connection, problem: Values, fingerprint: Values, candi
 
     A candidate's label, when not empty, replaces the one it has.
     """
-    problem_id = _row(connection, _FIND_PROBLEM, _PROBLEMS, problem).id
-    fingerprint_id = _row(connection, _FIND_FINGERPRINT, _FINGERPRINTS, fingerprint).id
+    keys = {
+        "problem_id": problem_key(connection, problem),
+        "fingerprint_id": fingerprint_key(connection, fingerprint),
+    }
     row = _row(connection, _FIND_CANDIDATE, _CANDIDATES, candidate)
     if candidate["label"] and candidate["label"] != row.label:
         connection.execute(_RELABEL, {"key": row.id, "new_label": candidate["label"]})
-    return {"problem_id": problem_id, "fingerprint_id": fingerprint_id, "candidate_id": row.id}
+    return keys | {"candidate_id": row.id}
+
+
+def problem_key(connection: Connection, problem: Values) -> int:
+    """The key of a problem's row, which is added when missing."""
+    return int(_row(connection, _FIND_PROBLEM, _PROBLEMS, problem).id)
+
+
+def fingerprint_key(connection: Connection, fingerprint: Values) -> int:
+    """The key of a fingerprint's row, which is added when missing."""
+    return int(_row(connection, _FIND_FINGERPRINT, _FINGERPRINTS, fingerprint).id)
+
+
+def insert_missing(connection: Connection, table: Table) -> Any:
+    """An INSERT that leaves rows alone that are there already, as another writer may have added them."""
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    return dialect.insert(table).on_conflict_do_nothing()
 
 
 def add_failure(connection: Connection, keys: Values, values: Values) -> None:
@@ -123,8 +141,6 @@ def _row(connection: Connection, find: Select[Any], table: Table, values: Values
     """The row that a query finds, which is added when missing."""
     row = connection.execute(find, values).one_or_none()
     if row is None:
-        # On a server another writer may add it at this moment; SQLite's writers come one at a time.
-        dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-        connection.execute(dialect.insert(table).on_conflict_do_nothing(), values)
+        connection.execute(insert_missing(connection, table), values)
         row = connection.execute(find, values).one()
     return row

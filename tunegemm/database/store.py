@@ -286,11 +286,10 @@ class Database:
             raise DatabaseError(
                 f"device {device.spec!r}: its times are not measured here, so never stored; tune on cuda:N"
             )
-        digest = fingerprint_digest(device.fingerprint)
         family, text = candidate.family, candidate.to_json()
         values = (
             dataclasses.asdict(problem),
-            {"digest": digest, **device.fingerprint.asdict()},
+            fingerprint_values(device.fingerprint),
             {"digest": candidate.digest, "family": family, "json": text, "label": label},
         )
         with self._writing() as connection:
@@ -346,6 +345,11 @@ def fingerprint_digest(fingerprint: Fingerprint) -> str:
     """SHA-256 over the fields as canonical JSON, 16 hex digits: the name of a fingerprint in the database."""
     text = json.dumps(fingerprint.asdict(), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprint_values(fingerprint: Fingerprint) -> dict[str, Any]:
+    """The columns of a fingerprint's row."""
+    return {"digest": fingerprint_digest(fingerprint), **fingerprint.asdict()}
 
 
 def _records_query() -> Select[Any]:
