@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
 from benchmarks.results import Results, meta, peers_table, problem_fields, results_path
-from tunegemm.device import Device, find_device
+from tunegemm.device import Device, find_device, kernel_source_hash
 from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.problem import Problem
 
@@ -165,7 +165,7 @@ def measure(
         "epilogue": "none",
         "providers": providers,
         "tune_seconds": None,
-        "kernel_source": device.fingerprint.kernel_source,
+        "kernel_source": kernel_source_hash("cute_sm90"),
         "noise": round(found.noise, 5),
         "rounds": found.rounds,
         "operand_sets": found.operand_sets,

@@ -10,6 +10,22 @@ CREATE TABLE candidates (
     CONSTRAINT uq_candidates_digest UNIQUE (digest)
 );
 
+CREATE TABLE choices (
+    id INTEGER NOT NULL,
+    problem_id INTEGER NOT NULL,
+    fingerprint_id INTEGER NOT NULL,
+    policy VARCHAR(32) NOT NULL,
+    measurement_id INTEGER NOT NULL,
+    settled BOOLEAN NOT NULL,
+    chosen_at VARCHAR(32) NOT NULL,
+    CONSTRAINT pk_choices PRIMARY KEY (id),
+    CONSTRAINT fk_choices_fingerprint_id FOREIGN KEY(fingerprint_id) REFERENCES fingerprints (id),
+    CONSTRAINT fk_choices_measurement_id FOREIGN KEY(measurement_id) REFERENCES measurements (id),
+    CONSTRAINT fk_choices_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id)
+);
+
+CREATE INDEX ix_choices_problem_id_fingerprint_id_policy ON choices (problem_id, fingerprint_id, policy);
+
 CREATE TABLE claims (
     id INTEGER NOT NULL,
     problem_id INTEGER NOT NULL,
@@ -35,7 +51,7 @@ CREATE TABLE failures (
     fingerprint_id INTEGER NOT NULL,
     stage VARCHAR(16) NOT NULL,
     reason TEXT NOT NULL,
-    created_at VARCHAR(32) NOT NULL,
+    created_at VARCHAR(32) NOT NULL, kernel_source VARCHAR(16) DEFAULT '' NOT NULL, origin TEXT DEFAULT '' NOT NULL,
     CONSTRAINT pk_failures PRIMARY KEY (id),
     CONSTRAINT fk_failures_candidate_id FOREIGN KEY(candidate_id) REFERENCES candidates (id),
     CONSTRAINT fk_failures_fingerprint_id FOREIGN KEY(fingerprint_id) REFERENCES fingerprints (id),
@@ -44,7 +60,7 @@ CREATE TABLE failures (
 
 CREATE INDEX ix_failures_problem_id_fingerprint_id_candidate_id ON failures (problem_id, fingerprint_id, candidate_id);
 
-CREATE TABLE fingerprints (
+CREATE TABLE "fingerprints" (
     id INTEGER NOT NULL,
     digest VARCHAR(16) NOT NULL,
     device_name VARCHAR(128) NOT NULL,
@@ -54,7 +70,9 @@ CREATE TABLE fingerprints (
     torch VARCHAR(64) NOT NULL,
     cutlass_dsl VARCHAR(64) NOT NULL,
     triton VARCHAR(64) NOT NULL,
-    kernel_source VARCHAR(64) NOT NULL,
+    capability VARCHAR(8) DEFAULT ('') NOT NULL,
+    mig VARCHAR(32) DEFAULT ('') NOT NULL,
+    sm_budget INTEGER DEFAULT '0' NOT NULL,
     CONSTRAINT pk_fingerprints PRIMARY KEY (id),
     CONSTRAINT uq_fingerprints_digest UNIQUE (digest)
 );
@@ -84,7 +102,7 @@ CREATE TABLE measurements (
     smem_bytes INTEGER,
     warnings TEXT,
     compile_seconds DOUBLE,
-    created_at VARCHAR(32) NOT NULL,
+    created_at VARCHAR(32) NOT NULL, kernel_source VARCHAR(16) DEFAULT '' NOT NULL, origin TEXT DEFAULT '' NOT NULL,
     CONSTRAINT pk_measurements PRIMARY KEY (id),
     CONSTRAINT ck_measurements_baseline_median_us CHECK (baseline_median_us > 0),
     CONSTRAINT ck_measurements_median_us CHECK (median_us > 0),
@@ -95,7 +113,7 @@ CREATE TABLE measurements (
 
 CREATE INDEX ix_measurements_problem_id_fingerprint_id_candidate_id ON measurements (problem_id, fingerprint_id, candidate_id);
 
-CREATE TABLE problems (
+CREATE TABLE "problems" (
     id INTEGER NOT NULL,
     m INTEGER NOT NULL,
     n INTEGER NOT NULL,
@@ -106,22 +124,28 @@ CREATE TABLE problems (
     a_major VARCHAR(1) NOT NULL,
     b_major VARCHAR(1) NOT NULL,
     out_major VARCHAR(1) NOT NULL,
+    alignment INTEGER DEFAULT '16' NOT NULL,
     CONSTRAINT pk_problems PRIMARY KEY (id),
-    CONSTRAINT uq_problems_all UNIQUE (m, n, k, batch, in_dtype, out_dtype, a_major, b_major, out_major)
+    CONSTRAINT uq_problems_all UNIQUE (m, n, k, batch, in_dtype, out_dtype, a_major, b_major, out_major, alignment)
 );
 
-CREATE TABLE records (
+CREATE TABLE "records" (
     id INTEGER NOT NULL,
     problem_id INTEGER NOT NULL,
     fingerprint_id INTEGER NOT NULL,
     measurement_id INTEGER NOT NULL,
     settled BOOLEAN NOT NULL,
     chosen_at VARCHAR(32) NOT NULL,
+    policy VARCHAR(32) DEFAULT 'fastest' NOT NULL,
+    candidate_id INTEGER NOT NULL,
+    ratio DOUBLE NOT NULL,
+    kernel_source VARCHAR(16) NOT NULL,
     CONSTRAINT pk_records PRIMARY KEY (id),
     CONSTRAINT fk_records_fingerprint_id FOREIGN KEY(fingerprint_id) REFERENCES fingerprints (id),
     CONSTRAINT fk_records_measurement_id FOREIGN KEY(measurement_id) REFERENCES measurements (id),
     CONSTRAINT fk_records_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id),
-    CONSTRAINT uq_records_problem_id_fingerprint_id UNIQUE (problem_id, fingerprint_id)
+    CONSTRAINT uq_records_problem_id_fingerprint_id_policy UNIQUE (problem_id, fingerprint_id, policy),
+    CONSTRAINT fk_records_candidate_id FOREIGN KEY(candidate_id) REFERENCES candidates (id)
 );
 
 CREATE INDEX ix_records_fingerprint_id ON records (fingerprint_id);

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_compares_strategies(tmp_path: Path) -> None:
     device = device_from_part(
-        "cuda:0", PARTS["h200"], Fingerprint("NVIDIA H200", 132, "", "", "", "", "", "")
+        "cuda:0", PARTS["h200"], Fingerprint("NVIDIA H200", 132, "9.0", "", 132, "", "", "", "", "")
     )
     rows: list[Outcome] = []
     for tile_m in (64, 128):

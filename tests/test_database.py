@@ -29,7 +29,7 @@ from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
 FINGERPRINT = Fingerprint(
-    "NVIDIA H200", 132, "580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0", "0123456789abcdef"
+    "NVIDIA H200", 132, "9.0", "", 132, "580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0"
 )
 DEVICE = device_from_part("cuda:0", PARTS["h200"], FINGERPRINT)
 PROBLEM = Problem.parse("4096x4096x4096")
@@ -211,6 +211,7 @@ class TestRecords(Store):
                 insert(MeasurementRow), [{**first, "id": key, "problem_id": key} for key in keys]
             )
             link = {"fingerprint_id": 1, "settled": True, "chosen_at": first["created_at"]}
+            link |= {name: first[name] for name in ("candidate_id", "ratio", "kernel_source")}
             connection.execute(
                 insert(RecordRow),
                 [{**link, "id": key, "problem_id": key, "measurement_id": key} for key in keys],
@@ -586,7 +587,7 @@ class TestPermissions:
 
 
 class TestOlderSchemas:
-    @pytest.mark.parametrize("version", ["0001"])
+    @pytest.mark.parametrize("version", ["0001", "0002"])
     def test_a_database_of_that_schema_is_upgraded_and_read(self, path: Path, version: str) -> None:
         shutil.copy(Path(__file__).parent / "data" / f"schema-{version}.sqlite", path)
         with Database.open(path) as database:
@@ -605,6 +606,48 @@ class TestOlderSchemas:
             (SCHEMA_VERSION,)
         ]
         connection.close()
+
+    def test_fingerprints_that_differ_in_kernel_sources_become_one(self, path: Path) -> None:
+        """The later settled record stays; the other is history. Ragged problems get their alignment."""
+        shutil.copy(Path(__file__).parent / "data" / "schema-0001.sqlite", path)
+        connection = sqlite3.connect(path)
+
+        def copy(table: str, changes: str, where: str = "id = 1") -> None:
+            columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+            changed = dict(part.split("=") for part in changes.split(","))
+            values = ", ".join(changed.get(name, name) for name in columns)
+            connection.execute(f"INSERT INTO {table} SELECT {values} FROM {table} WHERE {where}")
+
+        copy("fingerprints", "id=2,digest='other',kernel_source='fedcba9876543210'")
+        copy("problems", "id=2,k=1001")
+        copy("candidates", "id=9,digest='library',family='cublaslt'")
+        copy("measurements", "id=11,fingerprint_id=2", "id = 3")
+        copy("measurements", "id=12,problem_id=2,fingerprint_id=2,candidate_id=9", "id = 3")
+        copy("records", "id=11,fingerprint_id=2,measurement_id=11,chosen_at='2027-01-01T00:00:00+00:00'")
+        copy("records", "id=12,problem_id=2,fingerprint_id=2,measurement_id=12")
+        connection.commit()
+        connection.close()
+        with Database.open(path) as database:
+            square, ragged = sorted(database.problems(), key=lambda problem: -problem.k)
+            assert (square.alignment, ragged.alignment) == (16, 2)
+            record = database.best(square, FINGERPRINT)
+            assert record is not None and record.kernel_source == "fedcba9876543210"
+            assert len(database.measurements(square, FINGERPRINT)) == 4
+        connection = sqlite3.connect(path)
+        assert connection.execute("SELECT id FROM fingerprints").fetchall() == [(1,)]
+        query = "SELECT measurement_id, fingerprint_id FROM choices WHERE problem_id = 1 ORDER BY id"
+        assert connection.execute(query).fetchall() == [(3, 1), (11, 1)]
+        query = "SELECT kernel_source FROM measurements WHERE id = 12"
+        assert connection.execute(query).fetchall() == [("",)], "a library's kernels have no sources here"
+        connection.close()
+
+    def test_a_dangling_row_stops_the_migration_and_nothing_is_changed(self, path: Path) -> None:
+        shutil.copy(Path(__file__).parent / "data" / "schema-0001.sqlite", path)
+        damage(path, "UPDATE measurements SET candidate_id = 77 WHERE id = 1")
+        before = path.read_bytes()
+        with pytest.raises(DatabaseError, match="'measurements' refers to a missing one in 'candidates'"):
+            Database.open(path)
+        assert path.read_bytes() == before
 
 
 def test_the_package_loads_without_sqlalchemy() -> None:

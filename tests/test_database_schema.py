@@ -66,6 +66,6 @@ def test_tables_and_queries_compile_for_postgresql() -> None:
             assert len(str(index.name)) <= 63
         for constraint in table.constraints:
             assert len(str(constraint.name)) <= 63
-    problem, fingerprint = Problem(64, 64, 64), Fingerprint("", 0, "", "", "", "", "", "")
+    problem, fingerprint = Problem(64, 64, 64), Fingerprint("", 0, "", "", 0, "", "", "", "", "")
     query = store._where_problem(store._where_fingerprint(store._records_query(), fingerprint), problem)
     query.compile(dialect=dialect)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from tunegemm import families
 from tunegemm.device import (
     ARCHITECTURES,
     PARTS,
@@ -102,7 +103,9 @@ class TestFingerprint:
     def test_facts_of_this_machine(self) -> None:
         import torch
 
-        fingerprint = current_fingerprint("NVIDIA H200", 132)
+        fingerprint = current_fingerprint("NVIDIA H200", 132, (9, 0))
+        assert (fingerprint.capability, fingerprint.mig, fingerprint.sm_budget) == ("9.0", "", 132)
+        assert current_fingerprint("NVIDIA H200 MIG 1g.18gb", 16, (9, 0)).mig == "1g.18gb"
         assert fingerprint.torch == torch.__version__
         assert fingerprint.triton == package_version("triton") != ""
         assert set(fingerprint.asdict()) == {field.name for field in dataclasses.fields(fingerprint)}
@@ -110,9 +113,13 @@ class TestFingerprint:
     def test_absent_package(self) -> None:
         assert package_version("no-such-distribution") == ""
 
-    def test_kernel_sources_are_hashed(self) -> None:
-        assert len(kernel_source_hash()) == 16
-        assert current_fingerprint("x", 1).kernel_source == kernel_source_hash()
+    def test_kernel_sources_are_hashed_per_family(self) -> None:
+        """A new family leaves the records of the others alone."""
+        hashes = {name: kernel_source_hash(name) for name in families.NAMES}
+        assert len(hashes["cute_sm90"]) == 16
+        assert hashes["cublaslt"] == "", "a library's kernels have no sources here"
+        compiled = [name for name in hashes if families.get(name).compiled]
+        assert len({hashes[name] for name in compiled} - {""}) == len(compiled)
 
     def test_a_recorded_device_keeps_the_fingerprint_of_its_record(self) -> None:
         device = find_device("model:h200")

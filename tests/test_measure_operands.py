@@ -33,6 +33,20 @@ def test_operands_have_the_problems_shape_and_majors(layout: str, batch: int, ou
     assert data.check(operands, expected) == data.Check(0.0, 0.0, True)
 
 
+@pytest.mark.parametrize("alignment", [2, 4, 8, 16])
+@pytest.mark.parametrize(
+    "extents", [(40, 24, 56), (40, 24, 33), (1, 24, 56), (1, 1, 56), (1, 1, 33), (7, 5, 1)]
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_operands_have_the_problems_alignment(
+    extents: tuple[int, int, int], batch: int, alignment: int
+) -> None:
+    problem = Problem(*extents, batch, alignment=alignment)
+    operands = data.make_operands(problem, CPU, seed=1)
+    assert Problem.from_tensors(operands.a, operands.b) == problem
+    assert operands.a.shape[-2:] == extents[::2]
+
+
 def test_seeds_make_operands() -> None:
     problem = Problem(16, 16, 16)
     one, same, other = (data.make_operands(problem, CPU, seed) for seed in (1, 1, 2))

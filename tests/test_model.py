@@ -38,7 +38,7 @@ TILES = {
 @pytest.fixture(scope="module")
 def h200() -> Device:
     return device_from_part(
-        "model:h200", PARTS["h200"], Fingerprint("NVIDIA H200", 132, "", "", "", "", "", "")
+        "model:h200", PARTS["h200"], Fingerprint("NVIDIA H200", 132, "9.0", "", 132, "", "", "", "", "")
     )
 
 

@@ -117,11 +117,11 @@ class TestFigures:
         assert Problem(4096, 4096, 4096).arithmetic_intensity == pytest.approx(4096 / 3)
 
     def test_names(self) -> None:
-        assert str(Problem(1, 2, 3)) == "1x2x3 bf16 tn"
+        assert str(Problem(1, 2, 8)) == "1x2x8 bf16 tn"
         assert str(Problem(1, 2, 3, 4, out_dtype="fp32", b_major="n", out_major="m")) == (
-            "1x2x3x4 bf16>fp32 tt out-m"
+            "1x2x3x4 bf16>fp32 tt out-m align2"
         )
-        assert Problem.parse(Problem(1, 2, 3, 4).shape) == Problem(1, 2, 3, 4)
+        assert Problem.parse(Problem(8, 16, 32, 4).shape) == Problem(8, 16, 32, 4)
 
 
 def operand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -173,7 +173,7 @@ class TestFromTensors:
         assert Problem.from_tensors(operand(16, 32), operand(32, 1)).layout == "tn"
         assert Problem.from_tensors(operand(16, 1), operand(1, 24)).layout == "tn"
         gaps = operand(1, 64)[:, ::2]
-        assert Problem.from_tensors(gaps, operand(24, 32).T) == Problem.parse("1x24x32", layout="nn")
+        assert Problem.from_tensors(gaps, operand(24, 32).T) == Problem(1, 24, 32, a_major="m", alignment=4)
 
     @pytest.mark.parametrize(
         ("a", "b", "named"),
@@ -197,3 +197,63 @@ class TestFromTensors:
     def test_unknown_output_dtype(self) -> None:
         with pytest.raises(ProblemError, match=r"'torch\.int32' is not known"):
             Problem.from_tensors(operand(4, 4), operand(4, 4), out_dtype=torch.int32)
+
+
+class TestAlignment:
+    """Bytes that divide the addresses and strides of both operands; part of the key."""
+
+    @pytest.mark.parametrize(
+        ("shape", "layout", "bytes"),
+        [
+            ("4096x4096x4096", "tn", 16),
+            ("4096x4096x1001", "tn", 2),
+            ("4096x4096x1004", "tn", 8),
+            ("4096x1001x4096", "tn", 16),  # n is no leading dimension of A or B
+            ("4096x1001x4096", "tt", 2),
+            ("1002x4096x4096", "nt", 4),
+            ("1x4096x1001", "tn", 2),  # a single row of A is not stepped over, but B has many
+            ("1x1x1001", "tn", 16),
+            ("1x1x1001x3", "tn", 2),
+        ],
+    )
+    def test_packed_operands(self, shape: str, layout: str, bytes: int) -> None:
+        problem = Problem.parse(shape, layout=layout)
+        assert problem.alignment == problem.packed_alignment == bytes
+        a_major, b_major = LAYOUTS[layout]
+        lead = (problem.batch,) if problem.batch > 1 else ()
+        m, n, k = problem.m, problem.n, problem.k
+        a = operand(*lead, m, k) if a_major == "k" else operand(*lead, k, m).mT
+        b = operand(*lead, n, k).mT if b_major == "k" else operand(*lead, k, n)
+        assert Problem.from_tensors(a, b) == problem
+
+    def test_packed_is_the_default_of_the_constructor(self) -> None:
+        assert Problem(5, 7, 11) == Problem.parse("5x7x11") != Problem(5, 7, 11, alignment=16)
+
+    def test_a_lower_one_may_be_given_and_shows(self) -> None:
+        problem = Problem.parse("64x64x64", alignment=4)
+        assert problem != Problem.parse("64x64x64")
+        assert str(problem) == "64x64x64 bf16 tn align4"
+
+    @pytest.mark.parametrize(
+        ("shape", "alignment", "named"),
+        [
+            ("64x64x1001", 16, "alignment 16 of 64x64x1001 tn: its packed operands have 2 bytes"),
+            ("64x64x64", 32, "have 16 bytes; give 2 to 16"),
+            ("64x64x64", 3, "alignment 3 of bf16 operands; use one of 2, 4, 8, 16 bytes"),
+            ("64x64x64", 1, "alignment 1 of"),
+            ("64x64x64", 0, "alignment 0 of.*give 2 to 16"),
+        ],
+    )
+    def test_refusals(self, shape: str, alignment: int, named: str) -> None:
+        with pytest.raises(ProblemError, match=named):
+            Problem.parse(shape, alignment=alignment)
+
+    def test_addresses_and_strides_of_views(self) -> None:
+        room, b = operand(16 * 40 + 8), operand(24, 32).T
+        assert Problem.from_tensors(room[: 16 * 40].view(16, 40)[:, :32], b).alignment == 16
+        assert Problem.from_tensors(room[: 16 * 36].view(16, 36)[:, :32], b).alignment == 8
+        shifted = room[2 : 2 + 16 * 32].view(16, 32)
+        assert Problem.from_tensors(shifted, b).alignment == 4
+        assert Problem.from_tensors(shifted, b, addresses=False).alignment == 16
+        padded = operand(16, 1008)[:, :1001]
+        assert Problem.from_tensors(padded, operand(24, 1008)[:, :1001].T).alignment == 16

@@ -88,13 +88,18 @@ class Fingerprint:
 
     device_name: str
     sm_count: int
+    """SMs of the device, or of its MIG instance."""
+    capability: str
+    """Compute capability, such as ``9.0``."""
+    mig: str
+    """MIG profile, such as ``1g.18gb``; empty for a whole GPU."""
+    sm_budget: int
+    """SMs that a launch may fill; `sm_count` unless some are kept for others."""
     driver: str
     cuda: str
     torch: str
     cutlass_dsl: str
     triton: str
-    kernel_source: str
-    """Hash of the kernel families' sources: a changed kernel makes old timings foreign."""
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
@@ -161,7 +166,9 @@ def find_device(spec: str = "cuda:0") -> Device:
         if name not in PARTS:
             raise DeviceError(f"device {spec!r}: no such part; use model: with one of {', '.join(PARTS)}")
         part = PARTS[name]
-        return device_from_part(spec, part, current_fingerprint(part.device_name, part.sm_count))
+        return device_from_part(
+            spec, part, current_fingerprint(part.device_name, part.sm_count, part.capability)
+        )
     raise DeviceError(f"device {spec!r} is not known; use cuda:N, replay:NAME or model:NAME")
 
 
@@ -206,23 +213,30 @@ def _cuda_device(spec: str, name: str) -> Device:
         memory_bytes=properties.total_memory,
         peak_tflops=part.peak_tflops if part else 0.0,
         bandwidth_gbps=part.bandwidth_gbps if part else 0.0,
-        fingerprint=current_fingerprint(properties.name, properties.multi_processor_count, index),
+        fingerprint=current_fingerprint(
+            properties.name, properties.multi_processor_count, capability, real=True
+        ),
     )
 
 
-def current_fingerprint(device_name: str, sm_count: int, index: int | None = None) -> Fingerprint:
-    """The fingerprint of a device under this machine's driver and packages."""
+def current_fingerprint(
+    device_name: str, sm_count: int, capability: tuple[int, int], *, real: bool = False
+) -> Fingerprint:
+    """The fingerprint of a device under this machine's packages and, for a real device, its driver."""
     import torch
 
+    mig = re.search(r"\bMIG (\S+)", device_name)  # "NVIDIA H200 MIG 1g.18gb"
     return Fingerprint(
         device_name=device_name,
         sm_count=sm_count,
-        driver=_driver_version() if index is not None else "",
+        capability=".".join(map(str, capability)),
+        mig=mig.group(1) if mig else "",
+        sm_budget=sm_count,
+        driver=_driver_version() if real else "",
         cuda=torch.version.cuda or "",
         torch=torch.__version__,
         cutlass_dsl=package_version("nvidia-cutlass-dsl"),
         triton=package_version("triton"),
-        kernel_source=kernel_source_hash(),
     )
 
 
@@ -236,16 +250,20 @@ def package_version(name: str) -> str:
 
 
 @functools.cache
-def kernel_source_hash() -> str:
-    """SHA-256 (16 hex digits) over the sources under `tunegemm/families/` that end up in kernels."""
+def kernel_source_hash(family: str) -> str:
+    """SHA-256 (16 hex digits) over a kernel family's sources that end up in kernels; empty if it has none.
+
+    These are `kernel*.py` and `config.py` in its folder. A record holds for its own family's sources.
+    """
     import hashlib
     from pathlib import Path
 
     digest = hashlib.sha256()
     root = Path(__file__).parent / "families"
-    for path in sorted([*root.rglob("kernel*.py"), *root.rglob("config.py")]):
+    paths = sorted([*(root / family).rglob("kernel*.py"), *(root / family).rglob("config.py")])
+    for path in paths:
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:16] if paths else ""
 
 
 @contextmanager

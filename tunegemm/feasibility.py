@@ -66,4 +66,6 @@ def tma_alignment(problem: Problem, candidate: Candidate, device: Device) -> str
                 f"{operand} rows of {extent} x {element_bytes} B = {row_bytes} B, "
                 "no multiple of the 16 B that TMA needs"
             )
+    if problem.alignment < 16:
+        return f"operands aligned to {problem.alignment} B, less than the 16 B that TMA needs"
     return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tunegemm.errors import ProblemError
@@ -34,6 +35,9 @@ LAYOUTS: dict[str, tuple[str, str]] = {
 
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)(?:x(\d+))?")
 _MAX_EXTENT = 2**31 - 1  # TMA coordinates are signed 32-bit
+
+#: The widest load of one thread and what TMA wants: more alignment than this changes no kernel.
+MAX_ALIGNMENT = 16
 
 
 def normalize_dtype(name: str) -> str:
@@ -67,6 +71,9 @@ class Problem:
     """Contiguous mode of B: ``k`` or ``n``."""
     out_major: str = "n"
     """Contiguous mode of D: ``n`` or ``m``."""
+    alignment: int = 0
+    """Bytes, a power of two: the most, up to 16, that divides the addresses of A and B and the strides of
+    their leading dimensions and batch entries. 0, the default, becomes that of packed operands."""
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "batch"):
@@ -88,12 +95,29 @@ class Problem:
             raise ProblemError(f"majors {self.a_major!r}, {self.b_major!r}: A is 'k' or 'm', B is 'k' or 'n'")
         if self.out_major not in ("n", "m"):
             raise ProblemError(f"output major {self.out_major!r}: use 'n' or 'm'")
+        if self.alignment == 0:
+            object.__setattr__(self, "alignment", self.packed_alignment)
+        alignments = self._alignments()
+        if self.alignment not in alignments:
+            raise ProblemError(
+                f"alignment {self.alignment} of {self.in_dtype} operands; "
+                f"use one of {', '.join(map(str, alignments))} bytes"
+            )
 
     @classmethod
     def parse(
-        cls, shape: str, *, dtype: str = "bf16", out_dtype: str | None = None, layout: str = "tn"
+        cls,
+        shape: str,
+        *,
+        dtype: str = "bf16",
+        out_dtype: str | None = None,
+        layout: str = "tn",
+        alignment: int | None = None,
     ) -> Problem:
-        """From ``MxNxK`` or ``MxNxKxL`` and the names of dtype and layout, as on the command line."""
+        """From ``MxNxK`` or ``MxNxKxL`` and the names of dtype and layout, as on the command line.
+
+        alignment: by default that of packed operands; a given one may only be lower than that.
+        """
         match = _SHAPE.fullmatch(shape.strip().lower())
         if match is None:
             raise ProblemError(f"shape {shape!r} is not MxNxK or MxNxKxL; for example 4096x4096x4096")
@@ -102,18 +126,31 @@ class Problem:
         m, n, k, batch = (int(group) if group else 1 for group in match.groups())
         in_dtype = normalize_dtype(dtype)
         a_major, b_major = LAYOUTS[layout.lower()]
-        return cls(
+        problem = cls(
             m, n, k, batch, in_dtype, normalize_dtype(out_dtype) if out_dtype else in_dtype, a_major, b_major
         )
+        if alignment is None:
+            return problem
+        if not 1 <= alignment <= problem.alignment:
+            raise ProblemError(
+                f"alignment {alignment} of {problem.shape} {problem.layout}: its packed operands have "
+                f"{problem.alignment} bytes; give 2 to {problem.alignment}"
+            )
+        return replace(problem, alignment=alignment)
 
     @classmethod
     def from_tensors(
-        cls, a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None
+        cls,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        out_dtype: torch.dtype | None = None,
+        addresses: bool = True,
     ) -> Problem:
         """From torch operands with the meaning of ``torch.matmul(a, b)``: a (m, k) or (l, m, k), b alike.
 
-        Raises ProblemError for other ranks, for extents that do not match, for mixed dtypes, and for
-        an operand that has no contiguous mode.
+        addresses: False computes the alignment from the strides alone. Raises ProblemError for other ranks,
+        for extents that do not match, for mixed dtypes, and for an operand that has no contiguous mode.
         """
         if a.ndim not in (2, 3) or a.ndim != b.ndim:
             raise ProblemError(f"operands of {a.ndim} and {b.ndim} dimensions; both need 2 or both 3")
@@ -122,6 +159,11 @@ class Problem:
         if a.dtype != b.dtype:
             raise ProblemError(f"operands of dtypes {a.dtype} and {b.dtype}; convert one")
         in_dtype = normalize_dtype(str(a.dtype))
+        a_major = _major(a, row_mode="m", column_mode="k", prefer="k")
+        b_major = _major(b, row_mode="k", column_mode="n", prefer="k")
+        steps = _steps(a, -2 if a_major == "k" else -1) + _steps(b, -1 if b_major == "k" else -2)
+        if addresses:
+            steps += [a.data_ptr(), b.data_ptr()]
         return cls(
             a.shape[-2],
             b.shape[-1],
@@ -129,8 +171,9 @@ class Problem:
             a.shape[0] if a.ndim == 3 else 1,
             in_dtype,
             normalize_dtype(str(out_dtype)) if out_dtype is not None else in_dtype,
-            _major(a, row_mode="m", column_mode="k", prefer="k"),
-            _major(b, row_mode="k", column_mode="n", prefer="k"),
+            a_major,
+            b_major,
+            alignment=math.gcd(MAX_ALIGNMENT, *steps),
         )
 
     @property
@@ -142,6 +185,21 @@ class Problem:
     def layout(self) -> str:
         """The layout letters, such as ``tn``."""
         return next(name for name, majors in LAYOUTS.items() if majors == (self.a_major, self.b_major))
+
+    @property
+    def packed_alignment(self) -> int:
+        """The alignment of operands without gaps, whose leading dimensions are the extents."""
+        steps = [MAX_ALIGNMENT]
+        for leading, lines in (
+            (self.k, self.m) if self.a_major == "k" else (self.m, self.k),
+            (self.k, self.n) if self.b_major == "k" else (self.n, self.k),
+        ):
+            steps += [leading] * (lines > 1) + [leading * lines] * (self.batch > 1)
+        return math.gcd(MAX_ALIGNMENT, *(step * DTYPE_BYTES[self.in_dtype] for step in steps))
+
+    def _alignments(self) -> list[int]:
+        smallest = DTYPE_BYTES[self.in_dtype].bit_length() - 1
+        return [1 << bit for bit in range(smallest, MAX_ALIGNMENT.bit_length())]
 
     @property
     def flops(self) -> int:
@@ -161,9 +219,16 @@ class Problem:
 
     def __str__(self) -> str:
         out = "" if self.out_dtype == self.in_dtype else f">{self.out_dtype}"
-        return f"{self.shape} {self.in_dtype}{out} {self.layout}" + (
-            "" if self.out_major == "n" else " out-m"
-        )
+        words = [self.shape, self.in_dtype + out, self.layout]
+        words += ["out-m"] if self.out_major != "n" else []
+        words += [f"align{self.alignment}"] if self.alignment < MAX_ALIGNMENT else []
+        return " ".join(words)
+
+
+def _steps(tensor: torch.Tensor, leading: int) -> list[int]:
+    """Bytes between rows (or columns) and between batch entries; an extent of 1 is never stepped over."""
+    dims = [leading] if tensor.ndim == 2 else [leading, 0]
+    return [tensor.stride(dim) * tensor.element_size() for dim in dims if tensor.shape[dim] > 1]
 
 
 def _major(tensor: torch.Tensor, *, row_mode: str, column_mode: str, prefer: str) -> str:

@@ -286,13 +286,15 @@ class _Run:
         recorded = self.tuner.recorded(self.problem)
         known = []
         if self.tuner.database is not None:
-            stored = self.tuner.database.measurements(self.problem, self.device.fingerprint)
+            stored = self.tuner.database.measurements(self.problem, self.device.fingerprint, current=True)
             # Of several measurements of one candidate the last one counts.
             self.screened.update({m.candidate: m for m in stored})
             known = [(m.candidate, self.value(m)) for m in self.screened.values()]
             known += [
                 (failure.candidate, None)
-                for failure in self.tuner.database.failures(self.problem, self.device.fingerprint)
+                for failure in self.tuner.database.failures(
+                    self.problem, self.device.fingerprint, current=True
+                )
                 if failure.candidate not in self.screened and failure.stage != "timeout"
             ]
         search = Search(

@@ -28,7 +28,7 @@ class Job:
 
 def gpu(sm_count: int = 132) -> Device:
     fingerprint = Fingerprint(
-        "NVIDIA H200", sm_count, "580.1", "13.0", "2.11", "4.8.1", "3.6", "0123456789abcdef"
+        "NVIDIA H200", sm_count, "9.0", "", sm_count, "580.1", "13.0", "2.11", "4.8.1", "3.6"
     )
     return device_from_part("cuda:0", replace(PARTS["h200"], sm_count=sm_count), fingerprint)
 

@@ -20,7 +20,7 @@ from tunegemm.report.leaderboard import Leaderboard
 from tunegemm.space import Candidate
 
 FINGERPRINT = Fingerprint(
-    "NVIDIA H200", 132, "580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0", "0123456789abcdef"
+    "NVIDIA H200", 132, "9.0", "", 132, "580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0"
 )
 DEVICE = device_from_part("cuda:0", PARTS["h200"], FINGERPRINT)
 PROBLEM = Problem.parse("4096x4096x4096")

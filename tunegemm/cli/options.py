@@ -30,6 +30,14 @@ Layout = Annotated[
         help="Layout of A and B: tn (both K-major: activations times a transposed weight), tt, nn or nt.",
     ),
 ]
+Alignment = Annotated[
+    int | None,
+    typer.Option(
+        "--alignment",
+        metavar="BYTES",
+        help="Of the operands' addresses and strides: 2, 4, 8 or 16. Default: that of packed operands.",
+    ),
+]
 DeviceSpec = Annotated[
     str | None,
     typer.Option(
@@ -62,9 +70,14 @@ def count_option(flag: str, help: str) -> Any:
     return typer.Option(flag, metavar="N", callback=_positive, help=help)
 
 
-def parse_problems(shapes: list[str], dtype: str, out_dtype: str | None, layout: str) -> list[Problem]:
+def parse_problems(
+    shapes: list[str], dtype: str, out_dtype: str | None, layout: str, alignment: int | None = None
+) -> list[Problem]:
     """The problems of a command line, in order, without repetitions. Raises ProblemError."""
-    problems = [Problem.parse(shape, dtype=dtype, out_dtype=out_dtype, layout=layout) for shape in shapes]
+    problems = [
+        Problem.parse(shape, dtype=dtype, out_dtype=out_dtype, layout=layout, alignment=alignment)
+        for shape in shapes
+    ]
     return list(dict.fromkeys(problems))
 
 

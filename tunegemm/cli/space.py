@@ -29,6 +29,7 @@ def command(
     dtype: options.Dtype = "bf16",
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
+    alignment: options.Alignment = None,
     family: Annotated[
         str | None, typer.Option("--family", metavar="NAME[,NAME]", help="Kernel families. Default: all.")
     ] = None,
@@ -43,7 +44,7 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout)
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment)
     from tunegemm.report.census import take_census
 
     spaces = _spaces(options.parse_families(family), space_file)

@@ -34,6 +34,7 @@ def command(
     dtype: options.Dtype = "bf16",
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
+    alignment: options.Alignment = None,
     effort: Annotated[Effort, typer.Option("--effort", help="How much of the space to try.")] = Effort.quick,
     trials: Annotated[
         int | None, options.count_option("--trials", "Most candidates to measure per shape.")
@@ -57,7 +58,7 @@ def command(
     ] = False,
 ) -> None:
     """Find and remember the fastest kernel for each shape."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout)
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment)
     budget_seconds = options.parse_seconds(budget) if budget is not None else None
     names = options.parse_families(families)
 

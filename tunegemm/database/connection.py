@@ -136,6 +136,27 @@ def writer(engine: Engine) -> Engine:
     return engine.execution_options(**{_WRITES: True})
 
 
+@contextmanager
+def migrating(engine: Engine) -> Iterator[Connection]:
+    """A transaction that may rebuild tables: SQLite alters one by copying it, and others refer to it.
+
+    Foreign keys cannot be switched off within a transaction (https://www.sqlite.org/lang_altertable.html,
+    section 7); the migration checks them at its end.
+    """
+    with writer(engine).connect() as connection:
+        driver = connection.connection.driver_connection
+        if not isinstance(driver, sqlite3.Connection):
+            with connection.begin():
+                yield connection
+            return
+        driver.execute("PRAGMA foreign_keys = OFF")
+        try:
+            with connection.begin():
+                yield connection
+        finally:
+            driver.execute("PRAGMA foreign_keys = ON")
+
+
 def display(location: Path | URL) -> str:
     """For messages: a URL's password is hidden."""
     return location.render_as_string(hide_password=True) if isinstance(location, URL) else str(location)

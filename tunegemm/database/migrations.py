@@ -51,6 +51,13 @@ def upgrade(connection: Connection) -> None:
     config = alembic_config()
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
+    if connection.dialect.name == "sqlite":
+        broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
+        if broken is not None:
+            raise DatabaseError(
+                f"a row of its table {broken[0]!r} refers to a missing one in {broken[2]!r}, so it was not "
+                "migrated; delete the row, or use another database"
+            )
 
 
 def require_current(connection: Connection) -> None:

@@ -1,8 +1,8 @@
 """The tables. Each column's `doc` is its entry in the data dictionary, db/README.md.
 
-Measurements and failures are a history: rows are added, never changed. Only `records` (which measurement
-is the best) and a candidate's label are updated. A change here needs a migration in db/migrations/versions
-and a new `SCHEMA_VERSION`; tests compare the two.
+Measurements, failures and choices are a history: rows are added, never changed. Only `records` (which
+measurement is the best) and a candidate's label are updated. A change here needs a migration in
+db/migrations/versions and a new `SCHEMA_VERSION`; tests compare the two.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from sqlalchemy.types import TypeDecorator
 #: The newest revision under db/migrations/versions. Held here so that opening an up-to-date database
 #: does not load Alembic; a test compares it with Alembic's head.
 SCHEMA_VERSION = "0003"
+
+#: The policy of records that are chosen by speed alone.
+FASTEST = "fastest"
 
 #: Not Alembic's default name: Optuna's storages claim that one, should both live on one server.
 VERSION_TABLE = "tunegemm_alembic_version"
@@ -112,13 +115,19 @@ class FingerprintRow(Base):
         String(16), unique=True, doc="SHA-256 (16 hex digits) of the fields below as canonical JSON."
     )
     device_name: Mapped[str] = mapped_column(String(128), doc="Product name, as CUDA reports it.")
-    sm_count: Mapped[int] = mapped_column(doc="Streaming multiprocessors.")
+    sm_count: Mapped[int] = mapped_column(doc="Streaming multiprocessors of the device or MIG instance.")
+    capability: Mapped[str] = mapped_column(
+        String(8), server_default="", doc="Compute capability, such as 9.0."
+    )
+    mig: Mapped[str] = mapped_column(
+        String(32), server_default="", doc="MIG profile, such as 1g.18gb; empty for a whole GPU."
+    )
+    sm_budget: Mapped[int] = mapped_column(server_default="0", doc="Multiprocessors that a launch may fill.")
     driver: Mapped[str] = mapped_column(String(64), doc="NVIDIA driver version.")
     cuda: Mapped[str] = mapped_column(String(64), doc="CUDA version that torch was built for.")
     torch: Mapped[str] = mapped_column(String(64), doc="torch version; decides the baseline's cuBLAS too.")
     cutlass_dsl: Mapped[str] = mapped_column(String(64), doc="nvidia-cutlass-dsl version; empty when absent.")
     triton: Mapped[str] = mapped_column(String(64), doc="triton version; empty when absent.")
-    kernel_source: Mapped[str] = mapped_column(String(64), doc="Hash of the kernel families' sources.")
 
 
 class ProblemRow(Base):
@@ -128,6 +137,7 @@ class ProblemRow(Base):
     __table_args__ = (
         UniqueConstraint(
             *("m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major"),
+            "alignment",
             name="uq_problems_all",  # the convention's name would exceed PostgreSQL's 63 letters
         ),
     )
@@ -142,6 +152,9 @@ class ProblemRow(Base):
     a_major: Mapped[str] = mapped_column(String(1), doc="Contiguous mode of A: k or m.")
     b_major: Mapped[str] = mapped_column(String(1), doc="Contiguous mode of B: k or n.")
     out_major: Mapped[str] = mapped_column(String(1), doc="Contiguous mode of D: n or m.")
+    alignment: Mapped[int] = mapped_column(
+        server_default="16", doc="Bytes that divide the addresses and strides of A and B: 2, 4, 8 or 16."
+    )
 
 
 class CandidateRow(Base):
@@ -176,6 +189,16 @@ class MeasurementRow(Base):
     problem_id: Mapped[int] = mapped_column(ForeignKey("problems.id"), doc="What was solved.")
     candidate_id: Mapped[int] = mapped_column(ForeignKey("candidates.id"), doc="What solved it.")
     fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), doc="Where.")
+    kernel_source: Mapped[str] = mapped_column(
+        String(16),
+        server_default="",
+        doc="Hash of the sources of the candidate's family; empty for a library's kernels.",
+    )
+    origin: Mapped[str] = mapped_column(
+        Text,
+        server_default="",
+        doc="Empty when measured into this database, else what it was merged or imported from.",
+    )
     policy: Mapped[str] = mapped_column(
         String(16),
         doc="screen: few rounds, while searching. Another word, such as race or final: a final race.",
@@ -236,25 +259,51 @@ class FailureRow(Base):
     problem_id: Mapped[int] = mapped_column(ForeignKey("problems.id"), doc="For which problem.")
     candidate_id: Mapped[int] = mapped_column(ForeignKey("candidates.id"), doc="What failed.")
     fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), doc="Where.")
+    kernel_source: Mapped[str] = mapped_column(String(16), server_default="", doc="As in measurements.")
+    origin: Mapped[str] = mapped_column(Text, server_default="", doc="As in measurements.")
     stage: Mapped[str] = mapped_column(String(16), doc="compile, load, launch, wrong, timeout or crash.")
     reason: Mapped[str] = mapped_column(Text, doc="One line.")
     created_at: Mapped[datetime] = mapped_column(UtcTime, doc="When it was published, ISO 8601, UTC.")
 
 
 class RecordRow(Base):
-    """The best measurement of a problem under a fingerprint: what dispatch launches."""
+    """The best measurement of a problem under a fingerprint by a policy: what dispatch launches."""
 
     __tablename__ = "records"
-    __table_args__ = (UniqueConstraint("problem_id", "fingerprint_id"),)
+    __table_args__ = (UniqueConstraint("problem_id", "fingerprint_id", "policy"),)
 
     id: Mapped[int] = mapped_column(primary_key=True, doc="Key.")
     problem_id: Mapped[int] = mapped_column(ForeignKey("problems.id"), doc="The problem.")
     fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), index=True, doc="The device.")
+    policy: Mapped[str] = mapped_column(
+        String(32), server_default=FASTEST, doc="What best means: fastest, relative to torch.mm."
+    )
     measurement_id: Mapped[int] = mapped_column(ForeignKey("measurements.id"), doc="The best one.")
+    candidate_id: Mapped[int] = mapped_column(
+        ForeignKey("candidates.id"),
+        doc="The measurement's, as are the next two: dispatch reads these rows without the wide ones.",
+    )
+    ratio: Mapped[float] = mapped_column(doc="The measurement's.")
+    kernel_source: Mapped[str] = mapped_column(String(16), doc="The measurement's.")
     settled: Mapped[bool] = mapped_column(
         doc="True when it won a final race; false when it is the best so far of an unfinished search."
     )
     chosen_at: Mapped[datetime] = mapped_column(UtcTime, doc="When this measurement became the best, UTC.")
+
+
+class ChoiceRow(Base):
+    """History of records: every measurement that ever was one, and since when. The latest is in `records`."""
+
+    __tablename__ = "choices"
+    __table_args__ = (Index(None, "problem_id", "fingerprint_id", "policy"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True, doc="Key; grows with time.")
+    problem_id: Mapped[int] = mapped_column(ForeignKey("problems.id"), doc="The problem.")
+    fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), doc="The device.")
+    policy: Mapped[str] = mapped_column(String(32), doc="As in records.")
+    measurement_id: Mapped[int] = mapped_column(ForeignKey("measurements.id"), doc="What became the record.")
+    settled: Mapped[bool] = mapped_column(doc="As in records.")
+    chosen_at: Mapped[datetime] = mapped_column(UtcTime, doc="When, ISO 8601, UTC.")
 
 
 class TaskRow(Base):

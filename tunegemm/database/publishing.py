@@ -14,8 +14,10 @@ from sqlalchemy import Connection, Select, Table, bindparam, insert, select, upd
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tunegemm.database.models import (
+    FASTEST,
     Base,
     CandidateRow,
+    ChoiceRow,
     FailureRow,
     FingerprintRow,
     MeasurementRow,
@@ -31,7 +33,8 @@ def _table(model: type[Base]) -> Table:
 
 
 _FINGERPRINTS, _PROBLEMS, _CANDIDATES = map(_table, (FingerprintRow, ProblemRow, CandidateRow))
-_MEASUREMENTS, _FAILURES, _RECORDS = map(_table, (MeasurementRow, FailureRow, RecordRow))
+_MEASUREMENTS, _FAILURES = map(_table, (MeasurementRow, FailureRow))
+_RECORDS, _CHOICES = map(_table, (RecordRow, ChoiceRow))
 
 
 def _find(table: Table, *names: str) -> Select[Any]:
@@ -46,8 +49,8 @@ _FIND_CANDIDATE = _find(_CANDIDATES, "digest")
 _RELABEL = (
     update(_CANDIDATES).where(_CANDIDATES.c.id == bindparam("key")).values(label=bindparam("new_label"))
 )
-_FIND_RECORD = _find(_RECORDS, "problem_id", "fingerprint_id").with_for_update()
-_RATIO = select(_MEASUREMENTS.c.ratio).where(_MEASUREMENTS.c.id == bindparam("key"))
+_FIND_RECORD = _find(_RECORDS, "problem_id", "fingerprint_id", "policy").with_for_update()
+_FAMILIES = select(_CANDIDATES.c.family).where(_CANDIDATES.c.id.in_([bindparam("one"), bindparam("other")]))
 _FIND_SAME = (
     select(_MEASUREMENTS.c.id)
     .where(
@@ -110,31 +113,63 @@ def find_measurement(connection: Connection, keys: Values, values: Values) -> in
     return connection.scalar(_FIND_SAME, {**keys, **values})
 
 
-def choose_if_better(connection: Connection, keys: Values, measurement_id: int, ratio: float) -> None:
-    """Makes a measurement the record, unless a final race has settled that or the record is as fast."""
-    record = _record(connection, keys, measurement_id, settled=False)
-    if record.settled or record.measurement_id == measurement_id:
-        return
-    if ratio > cast(float, connection.scalar(_RATIO, {"key": record.measurement_id})):
-        _choose(connection, record.id, measurement_id, settled=False)
+def choose_if_better(connection: Connection, keys: Values, measurement_id: int, values: Values) -> None:
+    """Makes a measurement the record, unless a final race has settled that or the record is as fast.
+
+    One of other kernel sources than the record's, in the same family, shows that the record is outdated.
+    """
+    record = _record(connection, keys, measurement_id, values, settled=False)
+    if not record.settled and (
+        values["ratio"] > record.ratio
+        or (
+            values["kernel_source"] != record.kernel_source
+            and _same_family(connection, keys["candidate_id"], record.candidate_id)
+        )
+    ):
+        _choose(connection, record, keys, measurement_id, values, settled=False)
 
 
-def settle(connection: Connection, keys: Values, measurement_id: int) -> None:
+def settle(connection: Connection, keys: Values, measurement_id: int, values: Values) -> None:
     """Makes a measurement the record, whatever the record was."""
-    record = _record(connection, keys, measurement_id, settled=True)
-    _choose(connection, record.id, measurement_id, settled=True)
+    record = _record(connection, keys, measurement_id, values, settled=True)
+    _choose(connection, record, keys, measurement_id, values, settled=True)
 
 
-def _record(connection: Connection, keys: Values, measurement_id: int, *, settled: bool) -> Any:
-    """The record of a problem and fingerprint, locked; it is made when missing."""
-    key = {name: keys[name] for name in ("problem_id", "fingerprint_id")}
-    first = {"measurement_id": measurement_id, "settled": settled, "chosen_at": datetime.now(UTC)}
-    return _row(connection, _FIND_RECORD, _RECORDS, key | first)
+def _record(
+    connection: Connection, keys: Values, measurement_id: int, values: Values, *, settled: bool
+) -> Any:
+    """The record of a problem and fingerprint, locked; it is made of the measurement when missing."""
+    first = _record_values(keys, measurement_id, values, settled=settled)
+    row = _row(connection, _FIND_RECORD, _RECORDS, first)
+    if row.measurement_id == measurement_id:
+        _remember(connection, first)
+    return row
 
 
-def _choose(connection: Connection, record_id: int, measurement_id: int, *, settled: bool) -> None:
-    changes = {"measurement_id": measurement_id, "settled": settled, "chosen_at": datetime.now(UTC)}
-    connection.execute(_CHOOSE, {"key": record_id, **changes})
+def _choose(
+    connection: Connection, record: Any, keys: Values, measurement_id: int, values: Values, *, settled: bool
+) -> None:
+    if (record.measurement_id, record.settled) == (measurement_id, settled):
+        return
+    row = _record_values(keys, measurement_id, values, settled=settled)
+    connection.execute(_CHOOSE, {"key": record.id, **row})
+    _remember(connection, row)
+
+
+def _record_values(keys: Values, measurement_id: int, values: Values, *, settled: bool) -> Values:
+    return {
+        **keys, "policy": FASTEST, "measurement_id": measurement_id, "ratio": values["ratio"],
+        "kernel_source": values["kernel_source"], "settled": settled, "chosen_at": datetime.now(UTC),
+    }  # fmt: skip
+
+
+def _remember(connection: Connection, record: Values) -> None:
+    row = {column.name: record[column.name] for column in _CHOICES.columns if column.name != "id"}
+    connection.execute(insert(_CHOICES), row)
+
+
+def _same_family(connection: Connection, one: int, other: int) -> bool:
+    return len(set(connection.scalars(_FAMILIES, {"one": one, "other": other}))) == 1
 
 
 def _row(connection: Connection, find: Select[Any], table: Table, values: Values) -> Any:

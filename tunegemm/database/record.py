@@ -34,3 +34,5 @@ class Record:
     """True when it won a final race; False when it is merely the best of an unfinished search."""
     measured_at: datetime
     """UTC."""
+    kernel_source: str
+    """Hash of the sources of the candidate's family when it was measured; empty for a library's kernels."""

@@ -17,12 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Select, select
+from sqlalchemy import URL, Connection, Engine, Select, or_, select
 from sqlalchemy.orm import Session
 
+from tunegemm import families
 from tunegemm.database import migrations, publishing
-from tunegemm.database.connection import connect, display, resolve, translated, writer
+from tunegemm.database.connection import connect, display, migrating, resolve, translated, writer
 from tunegemm.database.models import (
+    FASTEST,
     CandidateRow,
     FailureRow,
     FingerprintRow,
@@ -32,7 +34,7 @@ from tunegemm.database.models import (
     plain,
 )
 from tunegemm.database.record import Record
-from tunegemm.device import Device, Fingerprint
+from tunegemm.device import Device, Fingerprint, kernel_source_hash
 from tunegemm.errors import DatabaseError, SpaceError, TunegemmError
 from tunegemm.outcome import Failure, Measurement, Resources
 from tunegemm.problem import Problem
@@ -88,7 +90,7 @@ class Database:
                         with database._engine.begin() as connection:
                             migrations.require_current(connection)
                     else:
-                        with writer(database._engine).begin() as connection:
+                        with migrating(database._engine) as connection:
                             migrations.upgrade(connection)
                 except DatabaseError as error:
                     raise DatabaseError(f"{display(place)}: {error}") from None
@@ -120,9 +122,10 @@ class Database:
         """Add one outcome to the history; on return it is committed.
 
         A measurement with a better ratio than the record's becomes the record, unless a final race has
-        settled that. policy: ``screen`` while searching, another word for a final race, where more rounds
-        make better evidence. Raises DatabaseError when it cannot be written, for a device that is not
-        real, and for samples that are no times.
+        settled that; so does one of other kernel sources than the record's of its family. policy:
+        ``screen`` while searching, another word for a final race, where more rounds make better evidence.
+        Raises DatabaseError when it cannot be written, for a device that is not real, and for samples that
+        are no times.
         """
         values = _outcome_values(outcome, resources, policy)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
@@ -130,7 +133,7 @@ class Database:
                 publishing.add_failure(connection, keys, values)
             else:
                 added = publishing.add_measurement(connection, keys, values)
-                publishing.choose_if_better(connection, keys, added, values["ratio"])
+                publishing.choose_if_better(connection, keys, added, values)
 
     def settle(
         self,
@@ -150,7 +153,7 @@ class Database:
             row_id = publishing.find_measurement(connection, keys, values)
             if row_id is None:
                 row_id = publishing.add_measurement(connection, keys, values)
-            publishing.settle(connection, keys, row_id)
+            publishing.settle(connection, keys, row_id, values)
 
     def best(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
         """The record of one problem under one fingerprint."""
@@ -164,8 +167,13 @@ class Database:
             query = _where_fingerprint(query, fingerprint)
         return self._read_records(query)
 
-    def measurements(self, problem: Problem, fingerprint: Fingerprint) -> list[Measurement]:
-        """All measurements of a problem, oldest first, for example to seed a search."""
+    def measurements(
+        self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False
+    ) -> list[Measurement]:
+        """All measurements of a problem, oldest first, for example to seed a search.
+
+        current: only of kernels whose sources are those of this program.
+        """
         row = MeasurementRow
         query = (
             select(
@@ -182,15 +190,17 @@ class Database:
             .select_from(row)
             .order_by(row.id)
         )
+        query = _where_current(query, row) if current else query
         return self._read_history(query, problem, fingerprint, _measurement, "measurement")
 
-    def failures(self, problem: Problem, fingerprint: Fingerprint) -> list[Failure]:
-        """All failures of a problem, oldest first: what a search need not try again."""
+    def failures(self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False) -> list[Failure]:
+        """All failures of a problem, oldest first: what a search need not try again. current: see above."""
         query = (
             select(CandidateRow.json, CandidateRow.digest, FailureRow.stage, FailureRow.reason)
             .select_from(FailureRow)
             .order_by(FailureRow.id)
         )
+        query = _where_current(query, FailureRow) if current else query
         return self._read_history(query, problem, fingerprint, _failure, "failure")
 
     def problems(self) -> list[Problem]:
@@ -213,7 +223,8 @@ class Database:
         That is the settled record's measurement, or its latest of a final race (any policy but
         ``screen``), or else its latest one. Columns: the fields of the problem
         and of the fingerprint; ``fingerprint`` (its digest), ``candidate`` (its digest), family, label;
-        policy, median_us, baseline_median_us, ratio, spread, baseline_spread, noise, relative_error,
+        kernel_source, origin, policy, median_us, baseline_median_us, ratio, spread, baseline_spread, noise,
+        relative_error,
         sm_clock_mhz, power_w, temperature_c, throttle_reasons, registers, spill_bytes, smem_bytes, warnings,
         compile_seconds, measured_at (UTC); ``record`` and ``settled``: whether it is the record.
         """
@@ -227,6 +238,8 @@ class Database:
                 *(CandidateRow.digest.label("candidate"), CandidateRow.family, CandidateRow.label),
                 *(
                     row.id.label("measurement_id"),
+                    row.kernel_source,
+                    row.origin,
                     row.policy,
                     row.median_us,
                     row.baseline_median_us,
@@ -250,7 +263,9 @@ class Database:
             .join(CandidateRow, CandidateRow.id == row.candidate_id)
             .outerjoin(
                 RecordRow,
-                (RecordRow.problem_id == row.problem_id) & (RecordRow.fingerprint_id == row.fingerprint_id),
+                (RecordRow.problem_id == row.problem_id)
+                & (RecordRow.fingerprint_id == row.fingerprint_id)
+                & (RecordRow.policy == FASTEST),
             )
             .order_by(row.id)
         )
@@ -316,13 +331,14 @@ class Database:
         first, second = len(_PROBLEM_FIELDS), len(_PROBLEM_FIELDS) + len(_FINGERPRINT_FIELDS)
 
         def build(row: Sequence[Any]) -> Record:
-            text, digest, label, *numbers, settled, measured_at = row[second:]
+            text, digest, label, *numbers, kernel_source, settled, measured_at = row[second:]
             median_us, baseline_median_us, ratio, noise, relative_error = map(float, numbers)
             if measured_at is None:
                 raise ValueError("its time is no ISO 8601 time")
             return Record(
                 Problem(*row[:first]), candidate_of(text, digest), fingerprint_of(*row[first:second]), label,
                 median_us, baseline_median_us, ratio, noise, relative_error, bool(settled), measured_at,
+                kernel_source,
             )  # fmt: skip
 
         return _readable(rows, build, "record")
@@ -360,13 +376,14 @@ def _records_query() -> Select[Any]:
             *_FINGERPRINT_COLUMNS,
             *(CandidateRow.json, CandidateRow.digest, CandidateRow.label),
             *(row.median_us, row.baseline_median_us, row.ratio, row.noise, row.relative_error),
-            *(RecordRow.settled, row.created_at),
+            *(row.kernel_source, RecordRow.settled, row.created_at),
         )
         .select_from(RecordRow)
         .join(row, row.id == RecordRow.measurement_id)
         .join(ProblemRow, ProblemRow.id == RecordRow.problem_id)
         .join(FingerprintRow, FingerprintRow.id == RecordRow.fingerprint_id)
         .join(CandidateRow, CandidateRow.id == row.candidate_id)
+        .where(RecordRow.policy == FASTEST)
         .order_by(RecordRow.id)
     )
 
@@ -382,6 +399,22 @@ def _where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
 
 def _where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[Any]:
     return query.where(FingerprintRow.digest == fingerprint_digest(fingerprint))
+
+
+def _where_current(
+    query: Select[*tuple[Any, ...]], row: type[MeasurementRow | FailureRow]
+) -> Select[*tuple[Any, ...]]:
+    """Only outcomes of this program's kernel sources. A library's kernels have none: their hash is empty."""
+    sources = {name: kernel_source_hash(name) for name in families.NAMES}
+    return query.where(
+        or_(
+            row.kernel_source == "",
+            *(
+                (CandidateRow.family == name) & (row.kernel_source == source)
+                for name, source in sources.items()
+            ),
+        )
+    )
 
 
 def _readable(rows: Iterable[Any], build: Callable[[Any], Value], kind: str) -> list[Value]:
@@ -430,11 +463,12 @@ def _outcome_values(
     outcome: Measurement | Failure, resources: Resources | None, policy: str
 ) -> dict[str, Any]:
     """The columns of the row, without its keys and time."""
+    made = {"kernel_source": kernel_source_hash(outcome.candidate.family), "origin": ""}
     if isinstance(outcome, Failure):
         # What a crashed process last printed may hold NUL, which PostgreSQL's text may not.
-        return {"stage": outcome.stage, "reason": outcome.reason.replace("\0", "")}
+        return {**made, "stage": outcome.stage, "reason": outcome.reason.replace("\0", "")}
     found = {} if resources is None else dataclasses.asdict(resources)
-    return {"policy": policy, **_measurement_values(outcome), **found}
+    return {**made, "policy": policy, **_measurement_values(outcome), **found}
 
 
 def _measurement_values(measurement: Measurement) -> dict[str, Any]:

@@ -294,7 +294,9 @@ class Dispatcher:
 
 def tune_command(problem: Problem) -> str:
     """The command line that tunes the problem."""
-    return f"tunegemm tune --shape {problem.shape} --dtype {problem.in_dtype} --layout {problem.layout}"
+    alignment = "" if problem.alignment == problem.packed_alignment else f" --alignment {problem.alignment}"
+    words = f"--shape {problem.shape} --dtype {problem.in_dtype} --layout {problem.layout}"
+    return f"tunegemm tune {words}{alignment}"
 
 
 def _ordinary(a: Any, b: Any) -> bool:

@@ -7,7 +7,7 @@ the same key. It runs once per key, off the hot path, and never looks at a devic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tunegemm.errors import ProblemError
@@ -69,7 +69,7 @@ def describe(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
     elif a.ndim > 3 or a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2] or a.shape[:-2] == (1,):
         return Refusal("")
     try:
-        problem = Problem.from_tensors(matrix, b)
+        problem = Problem.from_tensors(matrix, b, addresses=False)
     except ProblemError as error:
         return Refusal(str(error))
     out_shape = (*a.shape[:-1], b.shape[-1])
@@ -97,10 +97,7 @@ def _described(
         else:
             d_strides = tuple(out.stride())
         if d_strides[-1] != 1 and d_strides[-2] == 1:
-            problem = Problem(
-                problem.m, problem.n, problem.k, problem.batch, problem.in_dtype, problem.out_dtype,
-                problem.a_major, problem.b_major, "m",
-            )  # fmt: skip
+            problem = replace(problem, out_major="m")
     item = a.element_size()
     views = (
         ("a", tuple(a.shape), tuple(a.stride()), -1 if problem.a_major == "k" else -2),

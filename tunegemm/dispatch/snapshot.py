@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Protocol
 
-from tunegemm.device import Fingerprint
+from tunegemm.device import Fingerprint, kernel_source_hash
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -26,6 +26,9 @@ class Record(Protocol):
     @property
     def ratio(self) -> float: ...
 
+    @property
+    def kernel_source(self) -> str: ...
+
 
 class Snapshot:
     """Records by problem. Never changes once built, so that any thread may read it without a lock."""
@@ -43,8 +46,9 @@ class Snapshot:
         return sum(len(records) for records in self._records.values())
 
     def find(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
-        """The record of the problem that was measured under exactly this fingerprint."""
-        return self._records.get(problem, {}).get(fingerprint)
+        """The record of the problem that was measured under this fingerprint, with these kernel sources."""
+        record = self._records.get(problem, {}).get(fingerprint)
+        return record if record is not None and _is_current(record) else None
 
     def why_not(self, problem: Problem, fingerprint: Fingerprint) -> str:
         """One clause on a miss: no record at all, or which facts make the nearest one foreign."""
@@ -54,9 +58,15 @@ class Snapshot:
         here = fingerprint.asdict()
         nearest = min(others, key=lambda other: sum(other.asdict()[name] != here[name] for name in here))
         there = nearest.asdict()
+        if there == here:
+            return "its record is of other kernel sources"
         changed = [name for name in here if there[name] != here[name]]
         facts = [f"{name} {there[name] or 'none'} (here {here[name] or 'none'})" for name in changed]
         return f"its record is of another {', '.join(facts)}"
+
+
+def _is_current(record: Record) -> bool:
+    return record.kernel_source == kernel_source_hash(record.candidate.family)
 
 
 def read_snapshot() -> Snapshot:

@@ -89,16 +89,24 @@ def count_sets(problem: Problem, l2_bytes: int, free_bytes: int) -> int:
 
 
 def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands:
-    """One set with a, b uniform in [-1, 1), the same for the same seed and device; out is NaN."""
+    """One set with a, b uniform in [-1, 1), the same for the same seed and device; out is NaN.
+
+    a and b have the problem's alignment, neither more nor less: packed where that gives it, else by gaps
+    between lines, or by their addresses where there are none to step over.
+    """
     import torch
 
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = torch_dtype(problem.in_dtype)
+    unit = problem.alignment // DTYPE_BYTES[problem.in_dtype]
 
     def random(rows: int, columns: int, row_major: bool) -> torch.Tensor:
-        inner = (rows, columns) if row_major else (columns, rows)
-        shape = inner if problem.batch == 1 else (problem.batch, *inner)
-        values = torch.empty(shape, dtype=dtype, device=device).uniform_(-1, 1, generator=generator)
+        lines, extent = (rows, columns) if row_major else (columns, rows)
+        pitch = _pitch(problem, extent)
+        start = unit if lines == problem.batch == 1 and problem.alignment < problem.packed_alignment else 0
+        room = torch.empty(start + problem.batch * lines * pitch, dtype=dtype, device=device)
+        values = room.uniform_(-1, 1, generator=generator)[start:].view(problem.batch, lines, pitch)
+        values = (values[0] if problem.batch == 1 else values)[..., :extent]
         return values if row_major else values.mT
 
     out, guards = _guarded_output(problem, device)
@@ -108,6 +116,15 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
         out,
         guards,
     )
+
+
+def _pitch(problem: Problem, extent: int) -> int:
+    """Elements from line to line: the extent, or the next that has the problem's alignment and no more."""
+    if problem.alignment == problem.packed_alignment:
+        return extent
+    unit = problem.alignment // DTYPE_BYTES[problem.in_dtype]
+    pitch = -(-extent // unit) * unit
+    return pitch + unit if problem.alignment < problem.packed_alignment and pitch % (2 * unit) == 0 else pitch
 
 
 def _guarded_output(

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from tunegemm.device import ARCHITECTURES, Device, Fingerprint
+from tunegemm.device import ARCHITECTURES, PARTS, Device, Fingerprint, kernel_source_hash
 from tunegemm.errors import DeviceError, ProblemError
 from tunegemm.outcome import Failure, Measurement, Outcome, Stage
 from tunegemm.problem import Problem
@@ -27,7 +27,7 @@ from tunegemm.space import Candidate, Value
 FORMAT = 1
 _SUFFIX = ".json.xz"
 _STEM = re.compile(
-    r"(?P<shape>[\dx]+)-(?P<dtype>[a-z0-9]+)(?:_(?P<out_dtype>[a-z0-9]+))?-(?P<layout>[nt]{2})(?P<out_m>-outm)?"
+    r"(?P<shape>[\dx]+)-(?P<dtype>[a-z0-9]+)(?:_(?P<out_dtype>[a-z0-9]+))?-(?P<layout>[nt]{2})(?P<out_m>-outm)?(?:-align(?P<alignment>\d+))?"
 )
 #: What reading a damaged or foreign file raises: no xz, cut off, no JSON, a missing or misshapen column.
 _UNREADABLE = (OSError, lzma.LZMAError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -144,7 +144,7 @@ def open_replay(name: str, *, root: Path | None = None) -> ReplayDevice:
     try:
         data = json.loads(path.read_text())
         architecture = ARCHITECTURES[tuple(data.pop("capability"))]
-        fingerprint = Fingerprint(**data.pop("fingerprint"))
+        fingerprint = _fingerprint(data.pop("fingerprint"))
         device = Device(spec=f"replay:{name}", architecture=architecture, fingerprint=fingerprint, **data)
     except _UNREADABLE as error:
         raise DeviceError(f"{path}: not a readable device ({_one_line(error)}); restore it") from None
@@ -169,12 +169,14 @@ def write_sweep(
     folder.mkdir(parents=True, exist_ok=True)
     _write_device(folder / "device.json", device)
     by_candidate = {outcome.candidate: outcome for outcome in outcomes}
+    families = {candidate.family for candidate in by_candidate}
     data = {
         "format": FORMAT,
         "problem": _stem(problem),
         "recorded_at": recorded_at.isoformat(timespec="seconds"),
         "command": command,
         "fingerprint": device.fingerprint.asdict(),
+        "kernel_sources": {name: kernel_source_hash(name) for name in sorted(families)},
     } | _to_columns(list(by_candidate.values()))
     path = folder / (_stem(problem) + _SUFFIX)
     text = json.dumps(data, separators=(",", ":"), sort_keys=True, allow_nan=False)
@@ -307,7 +309,7 @@ def _read(path: Path, problem: Problem) -> Sweep:
             raise ValueError(f"it holds {data['problem']}")
         return Sweep(
             problem, _from_columns(data, data["recorded_at"]), data["recorded_at"], data["command"],
-            Fingerprint(**data["fingerprint"]),
+            _fingerprint(data["fingerprint"]),
         )  # fmt: skip
     except _UNREADABLE as error:
         raise DeviceError(
@@ -315,11 +317,22 @@ def _read(path: Path, problem: Problem) -> Sweep:
         ) from None
 
 
+def _fingerprint(data: Mapping[str, Any]) -> Fingerprint:
+    """Recordings of 2026-11 have one hash of all kernel sources, and no capability, MIG or SM budget."""
+    if "capability" not in data:
+        part = next(part for part in PARTS.values() if part.device_name == data["device_name"])
+        capability = ".".join(map(str, part.capability))
+        data = dict(data) | {"capability": capability, "mig": "", "sm_budget": data["sm_count"]}
+        data.pop("kernel_source")
+    return Fingerprint(**data)
+
+
 def _stem(problem: Problem) -> str:
     out = "" if problem.out_dtype == problem.in_dtype else f"_{problem.out_dtype}"
-    return f"{problem.shape}-{problem.in_dtype}{out}-{problem.layout}" + (
-        "-outm" if problem.out_major == "m" else ""
-    )
+    major = "-outm" if problem.out_major == "m" else ""
+    packed = problem.alignment == problem.packed_alignment
+    alignment = "" if packed else f"-align{problem.alignment}"
+    return f"{problem.shape}-{problem.in_dtype}{out}-{problem.layout}{major}{alignment}"
 
 
 def _problem_of(path: Path) -> Problem:
@@ -329,6 +342,8 @@ def _problem_of(path: Path) -> Problem:
             raise ProblemError("its name is not MxNxK-DTYPE-LAYOUT")
         shape, dtype, out_dtype, layout = match.group("shape", "dtype", "out_dtype", "layout")
         problem = Problem.parse(shape, dtype=dtype, out_dtype=out_dtype, layout=layout)
+        if match["alignment"]:
+            problem = replace(problem, alignment=int(match["alignment"]))
         return replace(problem, out_major="m") if match["out_m"] else problem
     except ProblemError as error:
         raise DeviceError(f"{path}: not a sweep: {error}") from None

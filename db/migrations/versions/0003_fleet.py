@@ -1,10 +1,10 @@
-"""Fleet: tasks, and claims of them."""
+"""Fleet: tasks, and claims of them. What dispatch reads, in the records."""
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0003"
-down_revision = "0001"
+down_revision = "0002"
 branch_labels = None
 depends_on = None
 
@@ -39,6 +39,20 @@ def upgrade() -> None:
         sa.UniqueConstraint("problem_id", "fingerprint_id", name="uq_claims_problem_id_fingerprint_id"),
     )
     op.create_index("ix_claims_fingerprint_id", "claims", ["fingerprint_id"])
+    # A column that must not be null is added with a default, filled, and then loses it.
+    with op.batch_alter_table("records") as table:
+        table.add_column(sa.Column("candidate_id", sa.Integer(), nullable=False, server_default="0"))
+        table.add_column(sa.Column("ratio", sa.Double(), nullable=False, server_default="0"))
+        table.add_column(sa.Column("kernel_source", sa.String(length=16), nullable=False, server_default=""))
+    for name in ("candidate_id", "ratio", "kernel_source"):
+        op.execute(
+            f"UPDATE records SET {name} ="
+            f" (SELECT {name} FROM measurements WHERE measurements.id = records.measurement_id)"
+        )
+    with op.batch_alter_table("records") as table:
+        for name in ("candidate_id", "ratio", "kernel_source"):
+            table.alter_column(name, server_default=None)
+        table.create_foreign_key("fk_records_candidate_id", "candidates", ["candidate_id"], ["id"])
 
 
 def downgrade() -> None:

@@ -60,8 +60,12 @@ def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> st
 
 
 def library_alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Batch entries keep the alignment that the heuristic was promised: their size is a multiple of 16 B."""
-    if candidate["algorithm"] != "cublaslt" or problem.batch == 1:
+    """Operands are packed and batch entries keep the alignment that the heuristic was promised: 16 B."""
+    if candidate["algorithm"] != "cublaslt":
+        return None
+    if problem.alignment != problem.packed_alignment:
+        return f"alignment {problem.alignment} B, where packed operands have {problem.packed_alignment} B"
+    if problem.batch == 1:
         return None
     from tunegemm.families.cublaslt.library import ALIGNMENT
 

@@ -51,7 +51,7 @@ class CuteSm90:
             "family": self.name,
             "target": device.architecture.compile_target,
             "cutlass_dsl": package_version("nvidia-cutlass-dsl"),
-            "source": kernel_source_hash(),
+            "source": kernel_source_hash(self.name),
         }
 
     def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
