@@ -18,10 +18,10 @@ CREATE TABLE choices (
     measurement_id INTEGER NOT NULL,
     settled BOOLEAN NOT NULL,
     chosen_at VARCHAR(32) NOT NULL,
-    CONSTRAINT pk_choices PRIMARY KEY (id),
     CONSTRAINT fk_choices_fingerprint_id FOREIGN KEY(fingerprint_id) REFERENCES fingerprints (id),
     CONSTRAINT fk_choices_measurement_id FOREIGN KEY(measurement_id) REFERENCES measurements (id),
-    CONSTRAINT fk_choices_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id)
+    CONSTRAINT fk_choices_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id),
+    CONSTRAINT pk_choices PRIMARY KEY (id)
 );
 
 CREATE INDEX ix_choices_problem_id_fingerprint_id_policy ON choices (problem_id, fingerprint_id, policy);
@@ -36,9 +36,9 @@ CREATE TABLE claims (
     expires_at VARCHAR(32),
     finished_at VARCHAR(32),
     failure TEXT NOT NULL,
-    CONSTRAINT pk_claims PRIMARY KEY (id),
     CONSTRAINT fk_claims_fingerprint_id FOREIGN KEY(fingerprint_id) REFERENCES fingerprints (id),
     CONSTRAINT fk_claims_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id),
+    CONSTRAINT pk_claims PRIMARY KEY (id),
     CONSTRAINT uq_claims_problem_id_fingerprint_id UNIQUE (problem_id, fingerprint_id)
 );
 
@@ -52,10 +52,10 @@ CREATE TABLE failures (
     stage VARCHAR(16) NOT NULL,
     reason TEXT NOT NULL,
     created_at VARCHAR(32) NOT NULL, kernel_source VARCHAR(16) DEFAULT '' NOT NULL, origin TEXT DEFAULT '' NOT NULL,
-    CONSTRAINT pk_failures PRIMARY KEY (id),
     CONSTRAINT fk_failures_candidate_id FOREIGN KEY(candidate_id) REFERENCES candidates (id),
     CONSTRAINT fk_failures_fingerprint_id FOREIGN KEY(fingerprint_id) REFERENCES fingerprints (id),
-    CONSTRAINT fk_failures_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id)
+    CONSTRAINT fk_failures_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id),
+    CONSTRAINT pk_failures PRIMARY KEY (id)
 );
 
 CREATE INDEX ix_failures_problem_id_fingerprint_id_candidate_id ON failures (problem_id, fingerprint_id, candidate_id);
@@ -103,12 +103,12 @@ CREATE TABLE measurements (
     warnings TEXT,
     compile_seconds DOUBLE,
     created_at VARCHAR(32) NOT NULL, kernel_source VARCHAR(16) DEFAULT '' NOT NULL, origin TEXT DEFAULT '' NOT NULL,
-    CONSTRAINT pk_measurements PRIMARY KEY (id),
     CONSTRAINT ck_measurements_baseline_median_us CHECK (baseline_median_us > 0),
     CONSTRAINT ck_measurements_median_us CHECK (median_us > 0),
     CONSTRAINT fk_measurements_candidate_id FOREIGN KEY(candidate_id) REFERENCES candidates (id),
     CONSTRAINT fk_measurements_fingerprint_id FOREIGN KEY(fingerprint_id) REFERENCES fingerprints (id),
-    CONSTRAINT fk_measurements_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id)
+    CONSTRAINT fk_measurements_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id),
+    CONSTRAINT pk_measurements PRIMARY KEY (id)
 );
 
 CREATE INDEX ix_measurements_problem_id_fingerprint_id_candidate_id ON measurements (problem_id, fingerprint_id, candidate_id);
@@ -140,12 +140,12 @@ CREATE TABLE "records" (
     candidate_id INTEGER NOT NULL,
     ratio DOUBLE NOT NULL,
     kernel_source VARCHAR(16) NOT NULL,
-    CONSTRAINT pk_records PRIMARY KEY (id),
+    CONSTRAINT fk_records_candidate_id FOREIGN KEY(candidate_id) REFERENCES candidates (id),
     CONSTRAINT fk_records_fingerprint_id FOREIGN KEY(fingerprint_id) REFERENCES fingerprints (id),
     CONSTRAINT fk_records_measurement_id FOREIGN KEY(measurement_id) REFERENCES measurements (id),
     CONSTRAINT fk_records_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id),
-    CONSTRAINT uq_records_problem_id_fingerprint_id_policy UNIQUE (problem_id, fingerprint_id, policy),
-    CONSTRAINT fk_records_candidate_id FOREIGN KEY(candidate_id) REFERENCES candidates (id)
+    CONSTRAINT pk_records PRIMARY KEY (id),
+    CONSTRAINT uq_records_problem_id_fingerprint_id_policy UNIQUE (problem_id, fingerprint_id, policy)
 );
 
 CREATE INDEX ix_records_fingerprint_id ON records (fingerprint_id);
@@ -157,8 +157,8 @@ CREATE TABLE tasks (
     trials INTEGER,
     budget_seconds DOUBLE,
     added_at VARCHAR(32) NOT NULL,
-    CONSTRAINT pk_tasks PRIMARY KEY (id),
     CONSTRAINT fk_tasks_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id),
+    CONSTRAINT pk_tasks PRIMARY KEY (id),
     CONSTRAINT uq_tasks_problem_id UNIQUE (problem_id)
 );
 

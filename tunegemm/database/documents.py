@@ -56,8 +56,17 @@ def schema_sql() -> str:
     for statement in statements:
         # One spelling, whichever SQLAlchemy wrote the statement: tabs and trailing blanks differ.
         cleaned = [line.replace("\t", "    ").rstrip() for line in statement.strip().splitlines()]
-        lines += ["", "\n".join(line for line in cleaned if line) + ";"]
+        lines += ["", "\n".join(_in_order([line for line in cleaned if line])) + ";"]
     return "\n".join(lines) + "\n"
+
+
+def _in_order(lines: list[str]) -> list[str]:
+    """With the constraints, which end a table, by name: copying a table does not keep their order."""
+    names = sorted(line.removesuffix(",") for line in lines if line.startswith("    CONSTRAINT "))
+    if not names:
+        return lines
+    others = [line for line in lines if not line.startswith("    CONSTRAINT ")]
+    return [*others[:-1], *(f"{name}," for name in names[:-1]), names[-1], others[-1]]
 
 
 def data_dictionary() -> str:
