@@ -43,10 +43,11 @@ OUT = Path(__file__).parent / "results" / "cpu" / "database.json"
 
 WRITERS, PUBLICATIONS = 8, 1_000
 KILLS = 200
-#: Longest life of a process that will be killed, s: it opens the file and publishes up to some 50 times.
-_LIFE_S = 0.05
+#: Longest life of a process that will be killed, s: from its first publication up to some 50, or from its
+#: start until the new file has its schema and more.
+_LIFE_S, _CREATION_S = 0.05, 0.5
 
-SHAPES, TOOLCHAINS, MEASURED = 25_000, 2, 10
+SHAPES, TOOLCHAINS, MEASURED = 12_500, 4, 10
 #: As many as a screen takes; every tenth row is of a final race.
 _SCREEN_SAMPLES, _FINAL_SAMPLES = 7, 21
 
@@ -125,21 +126,24 @@ def killed(path: Path, kills: int = KILLS, seed: int = 0) -> dict[str, Any]:
     fingerprint = device().fingerprint
     acknowledged = missing = 0
     for number in range(1, kills + 1):
+        # Every tenth while it makes a new file, the others while they publish into one.
+        creates = number % 10 == 0
+        file = path.with_name(f"{number}-{path.name}") if creates else path
         receiver, sender = _PROCESSES.Pipe(duplex=False)
-        process = _PROCESSES.Process(target=_publish_until_killed, args=(path, number, sender))
+        process = _PROCESSES.Process(target=_publish_until_killed, args=(file, number, sender))
         process.start()
         sender.close()
-        assert receiver.recv_bytes() == b"started"
-        time.sleep(chance.uniform(0, _LIFE_S))
+        if not creates:
+            receiver.recv_bytes()
+        time.sleep(chance.uniform(0, _CREATION_S if creates else _LIFE_S))
         process.kill()
         process.join()
-        told = _count(receiver)
+        told = _count(receiver) + (not creates)
         acknowledged += told
-        if path.exists() and path.stat().st_size:
-            # As the next process would: it recovers what the killed one left.
-            with Database.open(path) as database:
-                kept = database.measurements(Problem(number, 64, 64), fingerprint)
-                missing += len(set(range(told)) - {m.candidate["index"] for m in kept})
+        # As the next process would: it recovers what the killed one left.
+        with Database.open(file) as database:
+            kept = database.measurements(Problem(number, 64, 64), fingerprint)
+            missing += len(set(range(told)) - {m.candidate["index"] for m in kept})
     with closing(sqlite3.connect(path)) as connection:
         (sound,) = connection.execute("PRAGMA integrity_check").fetchone()
         dangling = connection.execute("PRAGMA foreign_key_check").fetchall()
@@ -154,7 +158,6 @@ def killed(path: Path, kills: int = KILLS, seed: int = 0) -> dict[str, Any]:
 
 def _publish_until_killed(path: Path, number: int, acknowledge: Connection) -> None:
     here, index = device(), 0
-    acknowledge.send_bytes(b"started")
     with Database.open(path) as database:
         while True:
             database.publish(
@@ -182,7 +185,9 @@ def build(path: Path, shapes: int = SHAPES, toolchains: int = TOOLCHAINS, measur
     Database.open(path).close()
     chance = random.Random(0)
     fingerprints = [
-        device(part, f"580.{number}").fingerprint for number in range(toolchains) for part in ("h200", "h100-sxm")
+        device(part, f"580.{number}").fingerprint
+        for number in range(toolchains)
+        for part in ("h200", "h100-sxm")
     ]
     with closing(sqlite3.connect(path)) as connection, connection:
         _insert(

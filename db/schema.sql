@@ -111,7 +111,7 @@ CREATE TABLE measurements (
     CONSTRAINT pk_measurements PRIMARY KEY (id)
 );
 
-CREATE INDEX ix_measurements_problem_id_fingerprint_id_candidate_id ON measurements (problem_id, fingerprint_id, candidate_id);
+CREATE INDEX ix_measurements_compared ON measurements (problem_id, fingerprint_id, candidate_id, policy, ratio);
 
 CREATE TABLE "problems" (
     id INTEGER NOT NULL,

@@ -13,7 +13,6 @@ import typer
 from tunegemm.cli import options
 
 if TYPE_CHECKING:
-    from tunegemm.problem import Problem
     from tunegemm.report.leaderboard import Leaderboard
 
 
@@ -47,7 +46,7 @@ def command(
     ]
     from tunegemm.database import Database
     from tunegemm.database.connection import display
-    from tunegemm.problem import normalize_dtype
+    from tunegemm.problem import Problem, normalize_dtype
 
     def wanted(problem: Problem) -> bool:
         return (
@@ -67,17 +66,18 @@ def command(
                 f"{display(database.location)}: no measurement of {words}; "
                 f"run `tunegemm tune --shape {missing[0]}` first"
             )
-        frame = database.frame()
+        from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
 
-    from tunegemm.report.leaderboard import Leaderboard
+        if shapes:
+            boards = [Leaderboard.from_frame(problem, database.frame(problem)) for problem in problems]
+        else:
+            from tunegemm.database.leaders import leaders
 
-    if shapes:
-        boards = [Leaderboard.from_frame(problem, frame) for problem in problems]
-    else:
-        names = [field.name for field in fields(problems[0])]
-        kept = {astuple(problem) for problem in problems}
-        rows = [values in kept for values in frame[names].itertuples(index=False, name=None)]
-        boards = [Leaderboard.summary(frame[rows])]
+            frame = leaders(database, VENDOR_FAMILY)
+            names = [field.name for field in fields(Problem)]
+            kept = {astuple(problem) for problem in problems}
+            rows = [values in kept for values in frame[names].itertuples(index=False, name=None)]
+            boards = [Leaderboard.best_of_all(frame[rows])]
     console = options.stdout_console()
     if format is Format.table and out is None and console.is_terminal:
         for board in boards:

@@ -1,4 +1,4 @@
-"""Fleet: tasks, and claims of them. What dispatch reads, in the records."""
+"""Fleet: tasks, and claims of them. Records hold what dispatch reads, an index what is compared."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -53,6 +53,12 @@ def upgrade() -> None:
         for name in ("candidate_id", "ratio", "kernel_source"):
             table.alter_column(name, server_default=None)
         table.create_foreign_key("fk_records_candidate_id", "candidates", ["candidate_id"], ["id"])
+    op.drop_index("ix_measurements_problem_id_fingerprint_id_candidate_id", "measurements")
+    op.create_index(
+        "ix_measurements_compared",
+        "measurements",
+        ["problem_id", "fingerprint_id", "candidate_id", "policy", "ratio"],
+    )
 
 
 def downgrade() -> None:
