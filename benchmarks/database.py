@@ -11,31 +11,25 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import multiprocessing
-import os
-import platform
 import random
 import sqlite3
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import tunegemm
 from tunegemm.database import Database
 from tunegemm.database.models import FASTEST
 from tunegemm.database.store import fingerprint_values
-from tunegemm.device import PARTS, Device, Fingerprint, device_from_part, package_version
-from tunegemm.outcome import Measurement, Resources
+from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -61,7 +55,8 @@ def device(part: str = "h200", driver: str = "580.0") -> Device:
     known = PARTS[part]
     capability = ".".join(map(str, known.capability))
     fingerprint = Fingerprint(
-        known.device_name, known.sm_count, capability, "", known.sm_count, driver, "13.0", "2.11.0", "4.8.1", "3.6.0"
+        known.device_name, known.sm_count, capability, "", known.sm_count, driver,
+        "13.0", "2.11.0", "4.8.1", "3.6.0",
     )  # fmt: skip
     return device_from_part("cuda:0", known, fingerprint)
 
@@ -230,13 +225,14 @@ def _candidates() -> Iterator[dict[str, Any]]:
         else:
             candidate = Candidate.make(
                 "cute_sm90",
-                {"tile_m": 128, "tile_n": 8 * (key % 32 + 1), "tile_k": 64, "stages": 4, "cluster_m": 2, "cluster_n": 1,
-                 "pingpong": bool(key % 2), "epilogue_n": 32, "swap_ab": False},
-                {"raster_order": "along_m", "swizzle_size": 1 << key % 4, "max_active_clusters": key, "split_k": 1},
+                {"tile_m": 128, "tile_n": 8 * (key % 32 + 1), "tile_k": 64, "stages": 4, "cluster_m": 2,
+                 "cluster_n": 1, "pingpong": bool(key % 2), "epilogue_n": 32, "swap_ab": False},
+                {"raster_order": "along_m", "swizzle_size": 1 << key % 4, "max_active_clusters": key,
+                 "split_k": 1},
             )  # fmt: skip
         yield {
             "id": key, "digest": candidate.digest, "family": candidate.family, "json": candidate.to_json(),
-            "label": candidate.params.get("algorithm", f"pp128x{8 * (key % 32 + 1)}x64 s4 c2x1 e32 rm w1 {key}"),
+            "label": candidate.params.get("algorithm", f"pp128x{8 * (key % 32 + 1)}x64 s4 c2x1 e32 rm {key}"),
         }  # fmt: skip
 
 
@@ -261,12 +257,14 @@ def _measurements(
                 candidate = position + 1 if vendor else _VENDORS + 1 + (key * 7) % _KERNELS
                 samples, baseline, ratio = _samples(chance, _FINAL_SAMPLES if final else _SCREEN_SAMPLES)
                 row = {
-                    "id": key, "problem_id": problem, "candidate_id": candidate, "fingerprint_id": fingerprint,
-                    "kernel_source": "" if vendor else "0123456789abcdef", "origin": "",
-                    "policy": "final" if final else "screen", "samples_us": samples, "baseline_us": baseline,
+                    "id": key, "problem_id": problem, "candidate_id": candidate,
+                    "fingerprint_id": fingerprint, "kernel_source": "" if vendor else "0123456789abcdef",
+                    "origin": "", "policy": "final" if final else "screen",
+                    "samples_us": samples, "baseline_us": baseline,
                     "median_us": 100.0 / ratio, "baseline_median_us": 100.0, "ratio": ratio, "spread": 0.004,
-                    "baseline_spread": 0.003, "noise": 0.005, "relative_error": 0.0017, "sm_clock_mhz": 1755.0,
-                    "power_w": 612.5, "temperature_c": 55.0, "throttle_reasons": '["sw_power_cap"]',
+                    "baseline_spread": 0.003, "noise": 0.005, "relative_error": 0.0017,
+                    "sm_clock_mhz": 1755.0, "power_w": 612.5, "temperature_c": 55.0,
+                    "throttle_reasons": '["sw_power_cap"]',
                     "evidence": evidence, "registers": 168, "spill_bytes": 0, "smem_bytes": 213016,
                     "warnings": "[]", "compile_seconds": 1.25,
                     "created_at": (start + timedelta(seconds=key)).isoformat(timespec="microseconds"),
@@ -275,8 +273,9 @@ def _measurements(
                     best = row
                 yield row
             records.append(
-                {"id": len(records) + 1, "problem_id": problem, "fingerprint_id": fingerprint, "policy": FASTEST,
-                 "measurement_id": best["id"], "settled": True, "chosen_at": best["created_at"]}
+                {"id": len(records) + 1, "problem_id": problem, "fingerprint_id": fingerprint,
+                 "policy": FASTEST, "measurement_id": best["id"], "settled": True,
+                 "chosen_at": best["created_at"]}
                 | {name: best[name] for name in ("candidate_id", "ratio", "kernel_source")}
             )  # fmt: skip
 
@@ -285,7 +284,7 @@ _POOL: dict[int, list[tuple[str, str, float]]] = {}
 
 
 def _samples(chance: random.Random, count: int) -> tuple[str, str, float]:
-    """One of a thousand pairs of sample lists as JSON, and its ratio: drawing each anew would take minutes."""
+    """One of a thousand pairs of sample lists as JSON, and its ratio: to draw each anew takes minutes."""
     if count not in _POOL:
         draws = []
         for _ in range(1000):

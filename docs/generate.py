@@ -183,15 +183,21 @@ def cli(_: Path) -> str:
     from tunegemm.cli import app
 
     group: Any = typer.main.get_command(app)
-    parts = []
+    commands: dict[str, Any] = {}
     for name, command in group.commands.items():
+        inner = getattr(command, "commands", {})
+        commands |= {f"{name} {sub}": found for sub, found in inner.items()} or {name: command}
+    parts = []
+    for name, command in commands.items():
         rows = []
         for option in command.params:
-            flags = ", ".join(f"`{flag}`" for flag in option.opts)
+            is_option = option.param_type_name == "option"
+            flags = ", ".join(f"`{flag}`" for flag in (option.opts if is_option else [option.metavar]))
             words = (option.help or "").replace("|", "\\|")
             rows.append([flags, words])
-        table = "\n".join(["| option | |", "|---|---|", *(f"| {flags} | {words} |" for flags, words in rows)])
-        parts.append(f"#### `tunegemm {name}`\n\n{command.help.strip()}\n\n{table}")
+        lines = [f"| {flags} | {words} |" for flags, words in rows]
+        table = "\n".join(["| option | |", "|---|---|", *lines]) if rows else ""
+        parts.append(f"#### `tunegemm {name}`\n\n{command.help.strip()}\n\n{table}".rstrip())
     return "\n\n".join(parts)
 
 

@@ -25,7 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keeps the user's tuning database and compiled kernels out of the tests, and the tests out of them."""
     home = tmp_path_factory.mktemp("home")
-    own = {"TUNEGEMM_DB": str(home / "tuning.sqlite"), "TUNEGEMM_CACHE_DIR": str(home / "cache")}
+    own = {
+        "TUNEGEMM_DB": str(home / "tuning.sqlite"),
+        "TUNEGEMM_CACHE_DIR": str(home / "cache"),
+        "XDG_DATA_HOME": str(home / "data"),
+    }
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
     yield

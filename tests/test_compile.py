@@ -87,7 +87,7 @@ def test_an_altered_object_is_refused(store: ArtifactStore) -> None:
 def test_an_object_that_others_may_write_is_refused(store: ArtifactStore) -> None:
     artifact = _compiled(store)
     artifact.chmod(0o666)
-    with pytest.raises(ArtifactError, match="writable by another user"):
+    with pytest.raises(ArtifactError, match="writable by other users"):
         store.find(key("a"))
 
 

@@ -42,6 +42,7 @@ class Row:
     candidate: Candidate = CANDIDATE
     ratio: float = 1.1
     kernel_source: str = kernel_source_hash("cute_sm90")
+    layer: str = ""
 
 
 class Kernel:

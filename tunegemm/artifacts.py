@@ -7,9 +7,11 @@ Objects are native code: folders are 0700, and an object that is not ours or who
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -43,21 +45,23 @@ class ArtifactStore:
     def find(self, key: Key) -> Artifact | None:
         """The object of a key, hash-checked; None when there is none.
 
-        Raises ArtifactError for an object that another user owns or may write, or that was altered.
+        Raises ArtifactError for an object (or its entry, or the store's folders) that another user owns or
+        may write, that is a link, or that was altered.
         """
         entry = self._entry(key)
         if entry is None or "object_sha256" not in entry:
             return None
-        path = self._path(key, ".o")
         try:
-            status, content = path.stat(), path.read_bytes()
-        except FileNotFoundError:
+            resources = _resources(entry["resources"])
+        except (KeyError, TypeError, AttributeError):
+            return None  # damaged: it is compiled again
+        path = self._path(key, ".o")
+        content = self._read(path)
+        if content is None:
             return None
-        if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
-            raise ArtifactError(f"{path}: owned or writable by another user; delete it and tune again")
         if hashlib.sha256(content).hexdigest() != entry["object_sha256"]:
             raise ArtifactError(f"{path}: its bytes changed since it was compiled; delete it and tune again")
-        return Artifact(path, _resources(entry["resources"]))
+        return Artifact(path, resources)
 
     def failure(self, key: Key) -> str | None:
         """Why an earlier compile of this key failed, so that nobody pays for it again; None otherwise."""
@@ -76,7 +80,7 @@ class ArtifactStore:
         scratch.chmod(0o600)
         content = scratch.read_bytes()
         path = self._path(key, ".o")
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)  # in the root that `scratch` has made
         scratch.replace(path)
         self._write_entry(
             key, {"object_sha256": hashlib.sha256(content).hexdigest(), "resources": asdict(resources)}
@@ -95,11 +99,35 @@ class ArtifactStore:
 
     def _entry(self, key: Key) -> dict | None:  # type: ignore[type-arg]
         """The JSON beside an object. A truncated or foreign one counts as absent: it is compiled again."""
+        content = self._read(self._path(key, ".json"))
         try:
-            entry = json.loads(self._path(key, ".json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+            entry = None if content is None else json.loads(content)
+        except ValueError:
             return None
         return entry if isinstance(entry, dict) and entry.get("key") == dict(key) else None
+
+    def _read(self, path: Path) -> bytes | None:
+        """The bytes of a file of the store; None when there is none.
+
+        Raises ArtifactError unless the file and the store's folders are the user's own (or root's) and
+        nobody else may write them. So nobody else can put another object under a name after it was checked.
+        """
+        try:
+            # Not through a link, whose target is someone else's to change, and not waiting for a pipe.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            what = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise ArtifactError(f"{path}: {what}; delete it and tune again") from None
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ArtifactError(f"{path}: no regular file; delete it and tune again")
+            _refuse_foreign(path, status)
+            for folder in (path.parent, self.root):
+                _refuse_foreign(folder, folder.stat())
+            return file.read()
 
     def _write_entry(self, key: Key, entry: dict) -> None:  # type: ignore[type-arg]
         path = self._path(key, ".json")
@@ -115,6 +143,16 @@ class ArtifactStore:
             raise ArtifactError(
                 f"{self.root}: cannot be created ({error.strerror}); set TUNEGEMM_CACHE_DIR"
             ) from None
+
+
+def _refuse_foreign(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.getuid(), 0):
+        raise ArtifactError(f"{path}: owned by another user (uid {status.st_uid}); delete it and tune again")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = f"{stat.S_IMODE(status.st_mode):04o}"
+        raise ArtifactError(
+            f"{path}: writable by other users (mode {mode}); chmod go-w, and check what is in it"
+        )
 
 
 def _default_root() -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -103,6 +105,12 @@ class Fingerprint:
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (16 hex digits) over the fields as canonical JSON: its name in the database."""
+        text = json.dumps(self.asdict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -255,7 +263,6 @@ def kernel_source_hash(family: str) -> str:
 
     These are `kernel*.py` and `config.py` in its folder. A record holds for its own family's sources.
     """
-    import hashlib
     from pathlib import Path
 
     digest = hashlib.sha256()

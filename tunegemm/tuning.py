@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 from tunegemm import families, model
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.compile import CompilePool, CompileResult
+from tunegemm.database.history import seeds
 from tunegemm.device import Device, cuda_device_count, find_device
 from tunegemm.errors import DeviceError
+from tunegemm.families.cublaslt import TORCH_MM, is_torch
 from tunegemm.measure import FINAL, SCREEN, Job, Policy
 from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
 from tunegemm.measure.statistics import winner
@@ -189,8 +191,33 @@ class Tuner:
                 run.stage = search.stage
                 for outcome in run.evaluate(measurer, batch, replace(SCREEN, seed=self.seed)):
                     search.tell(outcome.candidate, run.value(outcome))
-            run.stage = "final"
-            return run.settle(run.final_race(measurer, replace(FINAL, seed=self.seed)))
+            return run.settle(run.race(measurer, run.finalists(), replace(FINAL, seed=self.seed)))
+        except KeyboardInterrupt:
+            return run.interrupt()
+        finally:
+            self.pool.drop_waiting()
+
+    def race(
+        self,
+        problem: Problem,
+        candidates: Sequence[Candidate],
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> TuneResult:
+        """The final race alone, among the given candidates and torch.mm; its winner becomes the record.
+
+        Kernels that the object store lacks are compiled. Candidates that are not feasible here are left
+        out. Raises DeviceError where nothing can be timed.
+        """
+        run = _Run(self, problem, on_progress, compiled_before=self.pool.compiled)
+        measurer = self._measurer_for(problem)
+        if measurer is None:
+            raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
+        try:
+            runners = [c for c in dict.fromkeys(candidates) if run.is_feasible(c)]
+            if not any(is_torch(c) for c in runners):
+                runners.append(TORCH_MM)
+            return run.settle(run.race(measurer, runners, replace(FINAL, seed=self.seed)))
         except KeyboardInterrupt:
             return run.interrupt()
         finally:
@@ -301,12 +328,13 @@ class _Run:
             [prediction.candidate for prediction in ranked],
             launch_values,
             allowed=lambda candidate: (
-                self._is_feasible(candidate)
+                self.is_feasible(candidate)
                 and not model.is_redundant_launch(self.problem, candidate, self.device)
                 if recorded is None
                 else candidate in recorded
             ),
             library=library,
+            seeds=self._seeds(),
             known=known,
             effort=effort,
             trials=trials,
@@ -314,6 +342,12 @@ class _Run:
         )
         self.planned = search.budget.trials
         return search
+
+    def _seeds(self) -> list[Candidate]:
+        """What was best of this problem elsewhere: other software, older sources, another GPU of its kind."""
+        if self.tuner.database is None:
+            return []
+        return seeds(self.tuner.database, self.problem, self.device.fingerprint)
 
     def _ranked_kernels(self) -> tuple[Mapping[str, tuple[Value, ...]], list[model.Prediction]]:
         """Launch values that some kernel can take, and one prediction per feasible kernel, fastest first.
@@ -324,7 +358,7 @@ class _Run:
             return {}, []
         space, everything = self.tuner.space
         recorded = self.tuner.recorded(self.problem)
-        kernels = [kernel for kernel in everything if self._is_feasible(kernel)]
+        kernels = [kernel for kernel in everything if self.is_feasible(kernel)]
         self.feasible = len(kernels)
         if recorded is None:
             # Depth of the ring and of the epilogue have no say in what a launch may be.
@@ -333,12 +367,12 @@ class _Run:
                 name: tuple(
                     v
                     for v in listed
-                    if v == listed[0] or any(self._is_feasible(k.with_launch(**{name: v})) for k in shapes)
+                    if v == listed[0] or any(self.is_feasible(k.with_launch(**{name: v})) for k in shapes)
                 )
                 for name, listed in space.launch_values.items()
             }
             return values, model.rank_kernels(
-                self.problem, kernels, values, self.device, feasible=self._is_feasible
+                self.problem, kernels, values, self.device, feasible=self.is_feasible
             )
         # A recording has few launches of each kernel: the model's best among them stands for the kernel.
         best: dict[Candidate, model.Prediction] = {}
@@ -349,7 +383,7 @@ class _Run:
         self.feasible = len(best)
         return space.launch_values, list(best.values())
 
-    def _is_feasible(self, candidate: Candidate) -> bool:
+    def is_feasible(self, candidate: Candidate) -> bool:
         return families.get(candidate.family).check(self.problem, candidate, self.device).feasible
 
     def evaluate(self, measurer: Measurer, batch: Sequence[Candidate], policy: Policy) -> Iterator[Outcome]:
@@ -396,23 +430,27 @@ class _Run:
         """What the search maximizes: speed relative to torch.mm in the same interleave."""
         return outcome.ratio if isinstance(outcome, Measurement) else None
 
-    def final_race(self, measurer: Measurer, policy: Policy) -> list[Measurement]:
-        """The leaders and the library's best once more, in one interleave with more rounds.
+    def race(self, measurer: Measurer, finalists: Sequence[Candidate], policy: Policy) -> list[Measurement]:
+        """The finalists once more, in one interleave with more rounds."""
+        self.stage = "final"
+        return [o for o in self.evaluate(measurer, finalists, policy) if isinstance(o, Measurement)]
+
+    def finalists(self) -> list[Candidate]:
+        """The leaders and the library's best.
 
         Few launches of one kernel: they are often all leaders together and would leave no room for others,
         which the screen's few rounds in other moments of clock and power may have put too low.
         """
         leaders = sorted(self.screened.values(), key=lambda m: -m.ratio)
         library = [m.candidate for m in leaders if m.candidate.family == "cublaslt"]
-        baseline = [c for c in library if c["algorithm"] == "torch.mm"]
+        baseline = [c for c in library if is_torch(c)]
         own: list[Candidate] = []
         launches: Counter[Candidate] = Counter()
         for candidate in (m.candidate for m in leaders if m.candidate.family != "cublaslt"):
             launches[candidate.kernel] += 1
             if len(own) < _FINALISTS and launches[candidate.kernel] <= _LAUNCHES_PER_FINALIST:
                 own.append(candidate)
-        finalists = list(dict.fromkeys(own + library[:_LIBRARY_FINALISTS] + baseline))
-        return [o for o in self.evaluate(measurer, finalists, policy) if isinstance(o, Measurement)]
+        return list(dict.fromkeys(own + library[:_LIBRARY_FINALISTS] + baseline))
 
     def settle(self, raced: Sequence[Measurement]) -> TuneResult:
         """Choose by evidence, record the choice, report."""

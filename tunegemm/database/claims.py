@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Table, case, delete, exists, func, literal, o
 
 from tunegemm.database.models import ClaimRow, FingerprintRow, ProblemRow, TaskRow
 from tunegemm.database.publishing import fingerprint_key, insert_missing, problem_key
-from tunegemm.database.store import Database, _readable, fingerprint_digest, fingerprint_values
+from tunegemm.database.store import Database, _readable, fingerprint_values
 from tunegemm.device import Fingerprint
 from tunegemm.problem import Problem
 
@@ -159,7 +159,7 @@ class Claims:
             ClaimRow.problem_id == TaskRow.problem_id,
             ClaimRow.fingerprint_id == FingerprintRow.id,
             ClaimRow.finished_at.is_not(None),
-            FingerprintRow.digest == fingerprint_digest(fingerprint),
+            FingerprintRow.digest == fingerprint.digest,
         )
         with self._database._reading() as session:
             return session.scalar(select(func.count()).select_from(TaskRow).where(~ended)) or 0

@@ -16,6 +16,7 @@ from urllib.parse import quote
 from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
+from tunegemm.database.layers import project_location, user_location
 from tunegemm.errors import DatabaseError
 
 #: How long a statement waits for another process's transaction. One publication takes some
@@ -37,9 +38,9 @@ _WRITES = "tunegemm_writes"
 
 
 def resolve(location: str | Path | None) -> Path | URL:
-    """A file's path or a server's URL; without a location ``TUNEGEMM_DB`` or the user's data folder."""
+    """A file's path or a server's URL; without a location the narrowest layer that there is."""
     if location is None:
-        location = os.environ.get("TUNEGEMM_DB") or _default_path()
+        location = project_location() or user_location()
     if isinstance(location, str) and "://" in location:
         try:
             url = make_url(location)
@@ -58,12 +59,6 @@ def resolve(location: str | Path | None) -> Path | URL:
             raise DatabaseError(f"database {location}: a database in memory is lost at exit; give a path")
         location = url.database
     return Path(location).expanduser().absolute()
-
-
-def _default_path() -> Path:
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("tunegemm")) / "tunegemm.sqlite"
 
 
 def connect(location: Path | URL, *, read_only: bool) -> Engine:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sqlalchemy import Select, case, func, select
+from sqlalchemy import case, func, select
 
 from tunegemm.database.models import (
     FASTEST,
@@ -65,7 +65,7 @@ def leaders(database: Database, family: str) -> pandas.DataFrame:
     )
     with database._raw_reading() as read:
         frame = pandas.DataFrame(read(best), columns=[column.key for column in best.selected_columns])
-        vendors: Select[Any] = select(CandidateRow.id, CandidateRow.label)
+        vendors = select(CandidateRow.id, CandidateRow.label)
         labels: dict[int, str] = dict(read(vendors.where(CandidateRow.family == family)))
         raced = func.max(case((row.policy != "screen", row.ratio)))
         # All its columns are in one index, in that order: a million rows are one pass over it.

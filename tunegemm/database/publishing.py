@@ -96,14 +96,25 @@ def insert_missing(connection: Connection, table: Table) -> Any:
     return dialect.insert(table).on_conflict_do_nothing()
 
 
-def add_failure(connection: Connection, keys: Values, values: Values) -> None:
-    connection.execute(insert(_FAILURES), {**keys, **values, "created_at": datetime.now(UTC)})
+def label_if_none(connection: Connection, candidate_id: int, label: str) -> None:
+    """Gives a candidate a label, unless it has one."""
+    connection.execute(_RELABEL.where(_CANDIDATES.c.label == ""), {"key": candidate_id, "new_label": label})
 
 
-def add_measurement(connection: Connection, keys: Values, values: Values) -> int:
-    """The new row's key."""
-    row = {**keys, **values, "created_at": datetime.now(UTC)}
-    added = connection.execute(insert(_MEASUREMENTS), row).inserted_primary_key
+def add_failure(connection: Connection, keys: Values, values: Values, *, at: datetime | None = None) -> int:
+    """The new row's key. at: when it was published; now, if None."""
+    return _add(connection, _FAILURES, {**keys, **values, "created_at": at or datetime.now(UTC)})
+
+
+def add_measurement(
+    connection: Connection, keys: Values, values: Values, *, at: datetime | None = None
+) -> int:
+    """As `add_failure`."""
+    return _add(connection, _MEASUREMENTS, {**keys, **values, "created_at": at or datetime.now(UTC)})
+
+
+def _add(connection: Connection, table: Table, row: Values) -> int:
+    added = connection.execute(insert(table), row).inserted_primary_key
     assert added is not None
     return int(added[0])
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from tunegemm.device import Fingerprint
+from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -36,3 +37,41 @@ class Record:
     """UTC."""
     kernel_source: str
     """Hash of the sources of the candidate's family when it was measured; empty for a library's kernels."""
+    layer: str = ""
+    """Where it was read from: system, user or project; empty for a database that was opened by name."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One measurement of the history, with everything that the database has of it."""
+
+    problem: Problem
+    fingerprint: Fingerprint
+    kernel_source: str
+    """As in `Record`."""
+    label: str
+    policy: str
+    """``screen`` while searching, another word for a final race."""
+    measurement: Measurement
+    measured_at: datetime
+    """UTC."""
+    origin: str
+    """Empty when measured into this database, else what it was merged or imported from."""
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.measurement.candidate
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """For sorting: a final race's evidence before a screen's, then the speed relative to torch.mm."""
+        return self.policy != "screen", self.measurement.ratio
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line in the history of a problem's record."""
+
+    chosen_at: datetime
+    """When it became the record; UTC."""
+    record: Record

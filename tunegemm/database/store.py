@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -26,6 +25,7 @@ from tunegemm.database.connection import connect, display, migrating, resolve, t
 from tunegemm.database.models import (
     FASTEST,
     CandidateRow,
+    ChoiceRow,
     FailureRow,
     FingerprintRow,
     MeasurementRow,
@@ -33,7 +33,7 @@ from tunegemm.database.models import (
     RecordRow,
     plain,
 )
-from tunegemm.database.record import Record
+from tunegemm.database.record import Choice, Entry, Record
 from tunegemm.device import Device, Fingerprint, kernel_source_hash
 from tunegemm.errors import DatabaseError, SpaceError, TunegemmError
 from tunegemm.outcome import Failure, Measurement, Resources
@@ -56,6 +56,13 @@ _FINGERPRINT_COLUMNS = [getattr(FingerprintRow, name) for name in _FINGERPRINT_F
 _EVIDENCE_NUMBERS = ("sm_clock_mhz", "power_w", "temperature_c")
 _THROTTLE = "throttle_reasons"
 
+#: What `_measurement` is made of.
+_MEASUREMENT_COLUMNS: list[Any] = [
+    *(CandidateRow.json, CandidateRow.digest, MeasurementRow.samples_us, MeasurementRow.baseline_us),
+    *(MeasurementRow.relative_error, MeasurementRow.noise, MeasurementRow.evidence),
+    *(MeasurementRow.throttle_reasons, *(getattr(MeasurementRow, name) for name in _EVIDENCE_NUMBERS)),
+]
+
 #: What a stored row that cannot be understood raises while its values are built.
 _UNREADABLE = (TunegemmError, TypeError, ValueError)
 
@@ -66,23 +73,25 @@ class Database:
     Made by `Database.open`. Several processes may publish into one file at a time. After a fork, open anew.
     """
 
-    def __init__(self, location: Path | URL, engine: Engine, *, read_only: bool) -> None:
+    def __init__(self, location: Path | URL, engine: Engine, *, read_only: bool, layer: str = "") -> None:
         self.location = location
         """The file's path, or the server's URL."""
         self.read_only = read_only
         """Whether `publish` and `settle` are refused."""
+        self.layer = layer
+        """What its records name as their layer."""
         self._engine = engine
 
     @classmethod
-    def open(cls, location: str | Path | None = None, *, read_only: bool = False) -> Self:
-        """Open by path or SQLAlchemy URL; None means ``TUNEGEMM_DB`` or else the user's data folder.
+    def open(cls, location: str | Path | None = None, *, read_only: bool = False, layer: str = "") -> Self:
+        """Open by path or SQLAlchemy URL; None means the project's or else the user's (`database.layers`).
 
         For writing, a missing file and its folder are created and an older schema is migrated. Read-only
         opening changes nothing, and works in a folder that cannot be written to. Raises DatabaseError for
         a file that is missing (read-only), unreadable, damaged, no tuning database, or of a newer schema.
         """
         place = resolve(location)
-        database = cls(place, connect(place, read_only=read_only), read_only=read_only)
+        database = cls(place, connect(place, read_only=read_only), read_only=read_only, layer=layer)
         try:
             with translated(place):
                 try:
@@ -98,6 +107,11 @@ class Database:
             database.close()
             raise
         return database
+
+    @property
+    def name(self) -> str:
+        """The location, for messages: a URL's password is hidden."""
+        return display(self.location)
 
     def close(self) -> None:
         """Close the connections. Nothing is pending: every publication was already committed."""
@@ -177,15 +191,7 @@ class Database:
         row = MeasurementRow
         query = (
             select(
-                *(
-                    CandidateRow.json,
-                    CandidateRow.digest,
-                    row.samples_us,
-                    row.baseline_us,
-                    row.relative_error,
-                ),
-                *(row.noise, row.evidence, row.throttle_reasons),
-                *(getattr(row, name) for name in _EVIDENCE_NUMBERS),
+                *_MEASUREMENT_COLUMNS,
             )
             .select_from(row)
             .order_by(row.id)
@@ -202,6 +208,51 @@ class Database:
         )
         query = _where_current(query, FailureRow) if current else query
         return self._read_history(query, problem, fingerprint, _failure, "failure")
+
+    def entries(self, problem: Problem | None = None) -> list[Entry]:
+        """Every measurement of a problem, or of all, with its provenance; oldest first."""
+        row = MeasurementRow
+        query = (
+            select(
+                *_PROBLEM_COLUMNS,
+                *_FINGERPRINT_COLUMNS,
+                *(row.kernel_source, CandidateRow.label, row.policy, row.created_at, row.origin),
+                *_MEASUREMENT_COLUMNS,
+            )
+            .select_from(row)
+            .join(ProblemRow, ProblemRow.id == row.problem_id)
+            .join(FingerprintRow, FingerprintRow.id == row.fingerprint_id)
+            .join(CandidateRow, CandidateRow.id == row.candidate_id)
+            .order_by(row.id)
+        )
+        if problem is not None:
+            query = _where_problem(query, problem)
+        with self._reading() as session:
+            rows = session.execute(query).all()
+        fingerprint_of = functools.cache(Fingerprint)
+        first, second = len(_PROBLEM_FIELDS), len(_PROBLEM_FIELDS) + len(_FINGERPRINT_FIELDS)
+
+        def build(row: Sequence[Any]) -> Entry:
+            kernel_source, label, policy, measured_at, origin, *measured = row[second:]
+            return Entry(
+                Problem(*row[:first]), fingerprint_of(*row[first:second]), kernel_source, label, policy,
+                _measurement(measured), _known(measured_at), origin,
+            )  # fmt: skip
+
+        return _readable(rows, build, "measurement")
+
+    def history(self, problem: Problem) -> list[Choice]:
+        """Which measurements were the problem's records, under all fingerprints; oldest first."""
+        query = (
+            _records_query(ChoiceRow)
+            .add_columns(ChoiceRow.chosen_at)
+            .order_by(None)
+            .order_by(ChoiceRow.chosen_at, ChoiceRow.id)
+        )
+        with self._reading() as session:
+            rows = session.execute(_where_problem(query, problem)).all()
+        build = self._record_builder()
+        return _readable(rows, lambda row: Choice(_known(row[-1]), build(row[:-1])), "choice")
 
     def problems(self) -> list[Problem]:
         """Every problem that has a measurement, smallest first."""
@@ -302,12 +353,7 @@ class Database:
             raise DatabaseError(
                 f"device {device.spec!r}: its times are not measured here, so never stored; tune on cuda:N"
             )
-        family, text = candidate.family, candidate.to_json()
-        values = (
-            dataclasses.asdict(problem),
-            fingerprint_values(device.fingerprint),
-            {"digest": candidate.digest, "family": family, "json": text, "label": label},
-        )
+        values = key_values(problem, device.fingerprint, candidate, label)
         with self._writing() as connection:
             yield connection, publishing.row_keys(connection, *values)
 
@@ -324,7 +370,7 @@ class Database:
             yield session
 
     @contextmanager
-    def _raw_reading(self) -> Iterator[Callable[[Select[Any]], list[tuple[Any, ...]]]]:
+    def _raw_reading(self) -> Iterator[Callable[[Select[*tuple[Any, ...]]], list[tuple[Any, ...]]]]:
         """What runs a query and gives its rows as the driver does, for reading many: SQLAlchemy's own take
         three times as long, and pandas twice as long to convert. All queries see one state of the database.
         """
@@ -336,6 +382,9 @@ class Database:
     def _read_records(self, query: Select[Any]) -> list[Record]:
         with self._reading() as session:
             rows = session.execute(query).all()
+        return _readable(rows, self._record_builder(), "record")
+
+    def _record_builder(self) -> Callable[[Sequence[Any]], Record]:
         # 100,000 records share few candidates and fewer fingerprints.
         fingerprint_of = functools.cache(Fingerprint)
         candidate_of = functools.cache(_candidate)
@@ -344,15 +393,13 @@ class Database:
         def build(row: Sequence[Any]) -> Record:
             text, digest, label, *numbers, kernel_source, settled, measured_at = row[second:]
             median_us, baseline_median_us, ratio, noise, relative_error = map(float, numbers)
-            if measured_at is None:
-                raise ValueError("its time is no ISO 8601 time")
             return Record(
                 Problem(*row[:first]), candidate_of(text, digest), fingerprint_of(*row[first:second]), label,
-                median_us, baseline_median_us, ratio, noise, relative_error, bool(settled), measured_at,
-                kernel_source,
+                median_us, baseline_median_us, ratio, noise, relative_error, bool(settled),
+                _known(measured_at), kernel_source, self.layer,
             )  # fmt: skip
 
-        return _readable(rows, build, "record")
+        return build
 
     def _read_history(
         self,
@@ -368,18 +415,27 @@ class Database:
         return _readable(rows, build, kind)
 
 
-def fingerprint_digest(fingerprint: Fingerprint) -> str:
-    """SHA-256 over the fields as canonical JSON, 16 hex digits: the name of a fingerprint in the database."""
-    text = json.dumps(fingerprint.asdict(), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _known(moment: datetime | None) -> datetime:
+    if moment is None:
+        raise ValueError("its time is no ISO 8601 time")
+    return moment
+
+
+def key_values(
+    problem: Problem, fingerprint: Fingerprint, candidate: Candidate, label: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The columns of the three rows that a result refers to."""
+    text = candidate.to_json()
+    row = {"digest": candidate.digest, "family": candidate.family, "json": text, "label": label}
+    return dataclasses.asdict(problem), fingerprint_values(fingerprint), row
 
 
 def fingerprint_values(fingerprint: Fingerprint) -> dict[str, Any]:
     """The columns of a fingerprint's row."""
-    return {"digest": fingerprint_digest(fingerprint), **fingerprint.asdict()}
+    return {"digest": fingerprint.digest, **fingerprint.asdict()}
 
 
-def _records_query() -> Select[Any]:
+def _records_query(chosen: type[RecordRow | ChoiceRow] = RecordRow) -> Select[Any]:
     row = MeasurementRow
     return (
         select(
@@ -387,19 +443,19 @@ def _records_query() -> Select[Any]:
             *_FINGERPRINT_COLUMNS,
             *(CandidateRow.json, CandidateRow.digest, CandidateRow.label),
             *(row.median_us, row.baseline_median_us, row.ratio, row.noise, row.relative_error),
-            *(row.kernel_source, RecordRow.settled, row.created_at),
+            *(row.kernel_source, chosen.settled, row.created_at),
         )
-        .select_from(RecordRow)
-        .join(row, row.id == RecordRow.measurement_id)
-        .join(ProblemRow, ProblemRow.id == RecordRow.problem_id)
-        .join(FingerprintRow, FingerprintRow.id == RecordRow.fingerprint_id)
+        .select_from(chosen)
+        .join(row, row.id == chosen.measurement_id)
+        .join(ProblemRow, ProblemRow.id == chosen.problem_id)
+        .join(FingerprintRow, FingerprintRow.id == chosen.fingerprint_id)
         .join(CandidateRow, CandidateRow.id == row.candidate_id)
-        .where(RecordRow.policy == FASTEST)
-        .order_by(RecordRow.id)
+        .where(chosen.policy == FASTEST)
+        .order_by(chosen.id)
     )
 
 
-def _where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
+def _where_problem(query: Select[*tuple[Any, ...]], problem: Problem) -> Select[*tuple[Any, ...]]:
     return query.where(
         *(
             column == getattr(problem, name)
@@ -408,8 +464,8 @@ def _where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
     )
 
 
-def _where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[Any]:
-    return query.where(FingerprintRow.digest == fingerprint_digest(fingerprint))
+def _where_fingerprint(query: Select[*tuple[Any, ...]], fingerprint: Fingerprint) -> Select[*tuple[Any, ...]]:
+    return query.where(FingerprintRow.digest == fingerprint.digest)
 
 
 def _where_current(

@@ -262,10 +262,13 @@ class Dispatcher:
 
     def _snapshot(self, state: _State, name: str) -> Snapshot:
         try:
-            return self._read()
+            snapshot = self._read()
         except DatabaseError as error:
             self._warn(state, f"{_one_line(error)}; tunegemm.{name} leaves every product to torch")
             return Snapshot()
+        for warning in snapshot.warnings:
+            self._warn(state, f"{warning}; tunegemm.{name} does without its records")
+        return snapshot
 
     def _drop(self, state: _State, key: tuple[Any, ...], plan: Plan, error: Exception) -> None:
         """A launch failed: products of this key are torch's from now on."""

@@ -9,10 +9,10 @@ from tunegemm import families
 from tunegemm.device import Device
 from tunegemm.errors import ArtifactError
 from tunegemm.families import Launcher
+from tunegemm.families.cublaslt import is_torch
 
 if TYPE_CHECKING:
     from tunegemm.dispatch.snapshot import Record
-    from tunegemm.space import Candidate
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,6 @@ class Prepared:
 
 
 TORCH = Prepared(None)
-
-
-def is_torch(candidate: Candidate) -> bool:
-    """Whether the candidate is torch's own product, which needs no launcher of ours."""
-    return candidate.family == "cublaslt" and candidate.params.get("algorithm") == "torch.mm"
 
 
 def prepare(record: Record, device: Device) -> Prepared:

@@ -1,12 +1,14 @@
-"""An immutable copy of the database's records, as dispatch reads them: once, on the first call."""
+"""An immutable copy of the records of all layers, as dispatch reads them: once, on the first call."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from tunegemm.device import Fingerprint, kernel_source_hash
+from tunegemm.database.layers import NARROWNESS
+from tunegemm.database.validity import Judgement, judge_stored
+from tunegemm.device import Fingerprint
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -29,49 +31,48 @@ class Record(Protocol):
     @property
     def kernel_source(self) -> str: ...
 
+    @property
+    def layer(self) -> str: ...
+
 
 class Snapshot:
     """Records by problem. Never changes once built, so that any thread may read it without a lock."""
 
-    def __init__(self, records: Iterable[Record] = ()) -> None:
-        """Of several records of one problem and fingerprint the fastest relative to the baseline is kept."""
-        best: dict[Problem, dict[Fingerprint, Record]] = defaultdict(dict)
+    def __init__(self, records: Iterable[Record] = (), *, warnings: Sequence[str] = ()) -> None:
+        """warnings: one line for each layer that could not be read."""
+        by_problem: dict[Problem, list[Record]] = defaultdict(list)
         for record in records:
-            known = best[record.problem].get(record.fingerprint)
-            if known is None or record.ratio > known.ratio:
-                best[record.problem][record.fingerprint] = record
-        self._records: dict[Problem, dict[Fingerprint, Record]] = dict(best)
+            by_problem[record.problem].append(record)
+        self._records = dict(by_problem)
+        self.warnings = tuple(warnings)
 
     def __len__(self) -> int:
         return sum(len(records) for records in self._records.values())
 
+    def judged(self, problem: Problem, fingerprint: Fingerprint) -> list[tuple[Judgement, Record]]:
+        """The problem's records and what each is worth on a device of that fingerprint, best first.
+
+        The better grade comes first, then the narrower layer, then the faster.
+        """
+        judged = [(judge_stored(record, fingerprint), record) for record in self._records.get(problem, ())]
+        return sorted(
+            judged, key=lambda pair: (-pair[0].grade, -NARROWNESS.get(pair[1].layer, 0), -pair[1].ratio)
+        )
+
     def find(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
-        """The record of the problem that was measured under this fingerprint, with these kernel sources."""
-        record = self._records.get(problem, {}).get(fingerprint)
-        return record if record is not None and _is_current(record) else None
+        """The record to launch: the best one that may be used under this fingerprint."""
+        judged = self.judged(problem, fingerprint)
+        return judged[0][1] if judged and judged[0][0].usable else None
 
     def why_not(self, problem: Problem, fingerprint: Fingerprint) -> str:
-        """One clause on a miss: no record at all, or which facts make the nearest one foreign."""
-        others = self._records.get(problem)
-        if not others:
-            return "no record"
-        here = fingerprint.asdict()
-        nearest = min(others, key=lambda other: sum(other.asdict()[name] != here[name] for name in here))
-        there = nearest.asdict()
-        if there == here:
-            return "its record is of other kernel sources"
-        changed = [name for name in here if there[name] != here[name]]
-        facts = [f"{name} {there[name] or 'none'} (here {here[name] or 'none'})" for name in changed]
-        return f"its record is of another {', '.join(facts)}"
-
-
-def _is_current(record: Record) -> bool:
-    return record.kernel_source == kernel_source_hash(record.candidate.family)
+        """One clause on a miss: no record at all, or what makes the nearest one foreign."""
+        judged = self.judged(problem, fingerprint)
+        return f"its record is of another {judged[0][0].reason}" if judged else "no record"
 
 
 def read_snapshot() -> Snapshot:
-    """The records of the default database. Raises DatabaseError when it cannot be read."""
-    from tunegemm.database import Database  # SQLAlchemy loads here, on the first call, and never later
+    """The records of all layers; what cannot be read is a warning, and the rest is served."""
+    from tunegemm.database.layers import read_records
 
-    with Database.open(read_only=True) as database:
-        return Snapshot(database.records())
+    records, warnings = read_records()
+    return Snapshot(records, warnings=warnings)

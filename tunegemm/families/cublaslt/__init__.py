@@ -31,6 +31,11 @@ ALGORITHM_PARAMETERS = (
 TORCH_MM = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
 
 
+def is_torch(candidate: Candidate) -> bool:
+    """Whether the candidate is torch's own product, which needs no launcher of ours."""
+    return candidate.family == "cublaslt" and candidate.params.get("algorithm") == "torch.mm"
+
+
 def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """`heuristic` of the space file stands for many algorithms and is none itself."""
     if (name := candidate.params.get("algorithm")) not in ("torch.mm", "cublaslt"):

@@ -1,0 +1,181 @@
+"""`tunegemm db`: export, import, merge, and what the layers hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tunegemm.cli import options
+from tunegemm.cli.options import UsageError
+
+if TYPE_CHECKING:
+    from tunegemm.database.exchange import Conflict, Report
+    from tunegemm.database.formats import Format
+
+app = typer.Typer(help="Exchange and merge tuning databases.", rich_markup_mode=None, no_args_is_help=True)
+
+FORMATS = ("json", "csv", "parquet", "t4", "vllm")
+FormatName = Annotated[
+    str | None,
+    typer.Option(
+        "--format", metavar="NAME", help=f"{', '.join(FORMATS)}. Default: by the file's ending, else json."
+    ),
+]
+#: Bad rows that are named one by one; the rest is counted.
+_NAMED = 20
+
+
+@app.command("export")
+def export_command(
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The file; for vllm, a folder.")
+    ] = None,
+    format: FormatName = None,
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated. Default: all.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Of A and B. Default: any.")] = None,
+    layout: Annotated[str | None, typer.Option("--layout", help="tn, tt, nn or nt. Default: any.")] = None,
+    fingerprint: Annotated[
+        str | None, typer.Option("--fingerprint", metavar="DIGEST", help="Or its start. Default: any.")
+    ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option(
+            "--records",
+            metavar="FOLDER",
+            help="Instead: the settled records alone, a reviewable file per GPU, as in db/records.",
+        ),
+    ] = None,
+    db: options.DatabaseLocation = None,
+) -> None:
+    """Write measurements, failures and the history of records to a file."""
+    if (out is None) == (records is None):
+        raise UsageError("export needs --out FILE, or --records FOLDER")
+    from tunegemm.database import Database
+    from tunegemm.database.exchange import dump, select_rows
+    from tunegemm.database.formats import write
+    from tunegemm.problem import normalize_dtype
+
+    problems = {options.parse_problems([text], "bf16", None, "tn")[0].shape for text in shape or ()}
+    wanted_dtype = normalize_dtype(dtype) if dtype else None
+    with Database.open(db, read_only=True) as database:
+        if records is not None:
+            from tunegemm.database.shipped import latest_settled, write_records
+
+            paths = write_records(latest_settled(database.records()), records)
+        else:
+            assert out is not None
+            rows = select_rows(
+                dump(database), shapes=problems, dtype=wanted_dtype, layout=layout, fingerprint=fingerprint
+            )
+            paths = write(rows, out, _format(format, out))
+    for path in paths:
+        typer.echo(f"wrote {path}")
+
+
+@app.command("import")
+def import_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Made by `tunegemm db export`.")],
+    format: FormatName = None,
+    db: options.DatabaseLocation = None,
+) -> None:
+    """Add the rows of files to a database. Bad rows are named and left out; nothing stored is lost."""
+    from tunegemm.database import Database
+    from tunegemm.database.exchange import load
+    from tunegemm.database.formats import read
+
+    with Database.open(db) as database:
+        for file in files:
+            report = load(database, read(file, _format(format, file)), origin=file.name)
+            _print(f"{file}", report)
+
+
+@app.command("merge")
+def merge_command(
+    sources: Annotated[list[str], typer.Argument(metavar="DB...", help="Paths or URLs; only read.")],
+    into: Annotated[str, typer.Option("--into", metavar="DB", help="Written; created when missing.")],
+    rerace: Annotated[
+        bool, typer.Option("--rerace", help="Race the two records of each conflict on this GPU.")
+    ] = False,
+    device: options.DeviceSpec = None,
+) -> None:
+    """Merge databases. Records that disagree are listed, and settled by the evidence."""
+    from tunegemm.database.exchange import merge
+
+    report = merge(sources, into)
+    _print(into, report)
+    for conflict in report.conflicts:
+        kept, other = conflict.labels
+        typer.echo(
+            f"conflict {conflict.problem} on {conflict.fingerprint.device_name}: "
+            f"{kept} over {other}, {conflict.reason}"
+        )
+    if rerace and report.conflicts:
+        _rerace(into, report.conflicts, device)
+
+
+@app.command("layers")
+def layers_command() -> None:
+    """List the layers that dispatch reads, the widest first, and their records."""
+    from collections import Counter
+
+    from tunegemm.database.layers import project_location, read_records, user_location
+    from tunegemm.resources import data_path
+
+    records, warnings = read_records()
+    counts = Counter(record.layer for record in records)
+    places = {
+        "system": data_path("db", "records"),
+        "user": user_location(),
+        "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite in this folder",
+    }
+    for layer, place in places.items():
+        typer.echo(f"{layer:8} {counts[layer]:6} records  {place}")
+    for warning in warnings:
+        typer.echo(f"tunegemm: {warning}", err=True)
+
+
+def _rerace(into: str, conflicts: list[Conflict], spec: str | None) -> None:
+    from tunegemm.database import Database
+    from tunegemm.tuning import Tuner, open_device
+
+    device = open_device(spec)
+    with Database.open(into) as database, Tuner(device, database) as tuner:
+        for conflict in conflicts:
+            if conflict.fingerprint != device.fingerprint:
+                typer.echo(
+                    f"{conflict.problem}: not raced, its fingerprint {conflict.fingerprint.digest} "
+                    f"is not this device's, {device.fingerprint.digest}"
+                )
+                continue
+            best = tuner.race(conflict.problem, [conflict.kept, conflict.other]).best
+            words = (
+                "nothing could be measured"
+                if best is None
+                else f"{best.candidate}, {best.ratio:.3f} of torch.mm"
+            )
+            typer.echo(f"{conflict.problem}: raced, the record is {words}")
+
+
+def _print(name: str, report: Report) -> None:
+    typer.echo(
+        f"{name}: {report.added} rows added, {report.known} known already, {len(report.skipped)} left out"
+    )
+    for line in report.skipped[:_NAMED]:
+        typer.echo(f"left out: {line}", err=True)
+    if len(report.skipped) > _NAMED:
+        typer.echo(f"left out: {len(report.skipped) - _NAMED} more", err=True)
+
+
+def _format(name: str | None, path: Path) -> Format:
+    from tunegemm.database.formats import Format
+
+    if name is None:
+        suffix = path.suffix.removeprefix(".")
+        return Format(suffix) if suffix in FORMATS else Format.json
+    if name not in FORMATS:
+        raise UsageError(f"--format {name!r} is not known; use one of {', '.join(FORMATS)}")
+    return Format(name)

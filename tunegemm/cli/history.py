@@ -1,0 +1,149 @@
+"""`tunegemm history` and `tunegemm regress`: what was the record when, and what a new toolchain changed."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tunegemm.cli import options
+from tunegemm.cli.options import UsageError
+
+if TYPE_CHECKING:
+    from tunegemm.database.history import Comparison
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def history(
+    shape: options.Shapes,
+    dtype: options.Dtype = "bf16",
+    out_dtype: options.OutDtype = None,
+    layout: options.Layout = "tn",
+    alignment: options.Alignment = None,
+    as_json: AsJson = False,
+    db: options.DatabaseLocation = None,
+) -> None:
+    """Print every record that a shape ever had, oldest first."""
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment)
+    from tunegemm.database import Database
+
+    with Database.open(db, read_only=True) as database:
+        found = {problem: database.history(problem) for problem in problems}
+        location = database.name
+    missing = [problem for problem, choices in found.items() if not choices]
+    if missing:
+        raise UsageError(
+            f"{location}: no record of {missing[0]}; run `tunegemm tune --shape {missing[0].shape}` first"
+        )
+    if as_json:
+        documents = [
+            {
+                "problem": str(problem),
+                "chosen_at": choice.chosen_at.isoformat(),
+                "candidate": choice.record.candidate.digest,
+                "label": choice.record.label,
+                "median_us": choice.record.median_us,
+                "ratio": choice.record.ratio,
+                "settled": choice.record.settled,
+                "kernel_source": choice.record.kernel_source,
+                "fingerprint": choice.record.fingerprint.digest,
+            }
+            for problem, choices in found.items()
+            for choice in choices
+        ]
+        typer.echo(json.dumps(documents, indent=2))
+        return
+    for problem, choices in found.items():
+        typer.echo(str(problem))
+        for choice in choices:
+            record = choice.record
+            typer.echo(
+                f"  {choice.chosen_at:%Y-%m-%d %H:%M}  {record.median_us:9.2f} us"
+                f"  {record.ratio:6.3f} of torch.mm  {'final race' if record.settled else 'search':10}"
+                f"  {record.label}  [{record.fingerprint.device_name}, {record.fingerprint.digest}]"
+            )
+
+
+def regress(
+    since: Annotated[
+        str,
+        typer.Option(
+            "--since", metavar="DATE|FINGERPRINT", help="ISO 8601, or the start of a fingerprint's digest."
+        ),
+    ],
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated. Default: all.")
+    ] = None,
+    as_json: AsJson = False,
+    db: options.DatabaseLocation = None,
+) -> None:
+    """Compare each shape's record with the one before. Exit code 1 when one is slower, beyond the noise."""
+    moment = parse_since(since)
+    shapes = {options.parse_problems([text], "bf16", None, "tn")[0].shape for text in shape or ()}
+    from tunegemm.database import Database
+    from tunegemm.database.history import regressions
+
+    with Database.open(db, read_only=True) as database:
+        problems = [p for p in database.problems() if not shapes or p.shape in shapes]
+        found = [one for problem in problems for one in regressions(database, problem, moment)]
+    if not found:
+        raise UsageError(
+            f"--since {since}: no shape has a final race both before and since; "
+            "run `tunegemm verify --all` under the new software first"
+        )
+    if as_json:
+        typer.echo(json.dumps([_document(one) for one in found], indent=2))
+    else:
+        for one in found:
+            typer.echo(_line(one))
+    if any(one.verdict == "slower" for one in found):
+        raise typer.Exit(1)
+
+
+def parse_since(text: str) -> datetime | str:
+    """A date or time (UTC unless it says otherwise), or the start of a digest. Raises UsageError."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        if re.fullmatch(r"[0-9a-f]{4,16}", text):
+            return text
+        raise UsageError(
+            f"--since {text!r}: neither a date such as 2026-11-20 nor a fingerprint's digest"
+        ) from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _line(one: Comparison) -> str:
+    before, after = one.before.measurement, one.after.measurement
+    return (
+        f"{one.verdict:6}  {one.problem}  {before.median_us:.2f} to {after.median_us:.2f} us, "
+        f"{before.ratio:.3f} to {after.ratio:.3f} of torch.mm ({100 * one.change:+.1f} % by {one.by})  "
+        f"{one.before.label} to {one.after.label}  [{one.changed}]"
+    )
+
+
+def _document(one: Comparison) -> dict[str, object]:
+    return {
+        "problem": str(one.problem),
+        "verdict": one.verdict,
+        "change": one.change,
+        "by": one.by,
+        "changed": one.changed,
+        **{
+            name: {
+                "candidate": entry.candidate.digest,
+                "label": entry.label,
+                "median_us": entry.measurement.median_us,
+                "baseline_median_us": entry.measurement.baseline_median_us,
+                "ratio": entry.measurement.ratio,
+                "noise": entry.measurement.noise,
+                "fingerprint": entry.fingerprint.digest,
+                "measured_at": entry.measured_at.isoformat(),
+            }
+            for name, entry in (("before", one.before), ("after", one.after))
+        },
+    }

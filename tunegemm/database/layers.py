@@ -1,0 +1,64 @@
+"""The layers of the database: system, user, project; of records that are worth the same, the narrower wins.
+
+- *system*: `db/records/*.json`, shipped with the package for known GPUs; text, read-only.
+- *user*: `tunegemm.sqlite` in the user's data folder.
+- *project*: ``TUNEGEMM_DB``, a path or URL; else `tunegemm.sqlite` in the working directory, if there is one.
+
+What is tuned is written to the narrowest: `Database.open()` without a location.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunegemm.errors import DatabaseError
+
+if TYPE_CHECKING:
+    from tunegemm.database.record import Record
+
+#: Names of the layers, by how narrow they are: a larger number wins.
+NARROWNESS = {"system": 1, "user": 2, "project": 3}
+
+_FILE_NAME = "tunegemm.sqlite"
+
+
+def project_location() -> str | None:
+    """Where the project's layer is; None when there is none."""
+    configured = os.environ.get("TUNEGEMM_DB")
+    if configured:
+        return configured
+    here = Path.cwd() / _FILE_NAME
+    return str(here) if here.is_file() else None
+
+
+def user_location() -> Path:
+    """Where the user's layer is, whether or not the file exists."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("tunegemm")) / _FILE_NAME
+
+
+def read_records() -> tuple[list[Record], list[str]]:
+    """The records of every layer, and one line for each layer that could not be read."""
+    from tunegemm.database.shipped import read_shipped
+    from tunegemm.database.store import Database  # SQLAlchemy loads here, on the first call, and never later
+
+    records, warnings = read_shipped()
+    for layer, location in (("user", user_location()), ("project", project_location())):
+        if location is None or (layer == "user" and not _exists(location)):
+            continue
+        try:
+            with Database.open(location, read_only=True, layer=layer) as database:
+                records += database.records()
+        except DatabaseError as error:
+            warnings.append(str(error))
+    return records, warnings
+
+
+def _exists(location: Path | str) -> bool:
+    try:
+        return Path(location).exists()
+    except OSError:
+        return True  # in a folder one may not search: opening it says so
