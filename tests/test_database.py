@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -286,15 +285,6 @@ class TestFrame(Store):
         assert list(database.frame(Problem.parse("8x8x8")).columns) == list(database.frame().columns)
 
 
-def publish_many(path: str, writer: int, count: int) -> None:
-    with Database.open(path) as database:
-        for index in range(count):
-            candidate = KERNEL.with_launch(writer=writer, index=index)
-            ratio = 1 + writer / 100 + index / 10_000
-            database.publish(PROBLEM, DEVICE, measurement(ratio, candidate))
-            print(index, flush=True)  # acknowledged
-
-
 def hold_lock(path: str, seconds: float) -> None:
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("BEGIN IMMEDIATE")
@@ -313,36 +303,6 @@ def child(call: str) -> subprocess.Popen[str]:
 
 
 class TestProcesses:
-    def test_four_processes_lose_nothing(self, path: Path) -> None:
-        # The file does not exist yet: they race to create and migrate it, too.
-        processes = [child(f"publish_many({str(path)!r}, {writer}, 100)") for writer in range(4)]
-        for process in processes:
-            process.communicate(timeout=60)
-        assert [process.returncode for process in processes] == [0, 0, 0, 0]
-        with Database.open(path, read_only=True) as database:
-            read = database.measurements(PROBLEM, FINGERPRINT)
-            published = [(m.candidate["writer"], m.candidate["index"]) for m in read]
-            assert sorted(published) == [(writer, index) for writer in range(4) for index in range(100)]
-            record = database.best(PROBLEM, FINGERPRINT)
-            assert record is not None
-            assert (record.candidate["writer"], record.candidate["index"]) == (3, 99)
-
-    def test_a_killed_process_leaves_every_acknowledged_row(self, path: Path) -> None:
-        process = child(f"publish_many({str(path)!r}, 0, 100_000)")
-        assert process.stdout is not None
-        for _ in range(50):
-            process.stdout.readline()
-        process.kill()
-        rest, _ = process.communicate(timeout=30)
-        acknowledged = 50 + rest.count("\n")
-        assert process.returncode == -signal.SIGKILL
-        with Database.open(path) as database:
-            indices = [m.candidate["index"] for m in database.measurements(PROBLEM, FINGERPRINT)]
-            assert indices[:acknowledged] == list(range(acknowledged))
-            record = database.best(PROBLEM, FINGERPRINT)
-            assert record is not None and record.candidate["index"] == indices[-1]
-            database.publish(PROBLEM, DEVICE, measurement())
-
     def test_a_writer_waits_for_another_and_a_reader_does_not(self, database: Database, path: Path) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.01))
         process = child(f"hold_lock({str(path)!r}, 1.0)")

@@ -5,6 +5,7 @@ What is special about SQLite or PostgreSQL is here, but for the two forms of INS
 
 from __future__ import annotations
 
+import functools
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -19,9 +20,9 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from tunegemm.database.layers import project_location, user_location
 from tunegemm.errors import DatabaseError
 
-#: How long a statement waits for another process's transaction. One publication takes some
-#: milliseconds, so half a minute is the queue of thousands.
-BUSY_TIMEOUT_S = 30.0
+#: How long a statement waits for others' transactions. One publication takes a millisecond; of eight writers
+#: on two busy cores the unluckiest waited 5 s.
+BUSY_TIMEOUT_S = 60.0
 
 #: How long a server may take to answer a new connection: dispatch waits for it, once.
 CONNECT_TIMEOUT_S = 10
@@ -157,16 +158,23 @@ def display(location: Path | URL) -> str:
     return location.render_as_string(hide_password=True) if isinstance(location, URL) else str(location)
 
 
+#: Text of a damaged row may be no UTF-8. Read with a mark in its place it fails for itself, as any damage
+#: does; as an error it would fail the query, and with it every other row.
+_TEXT = functools.partial(str, encoding="utf-8", errors="replace")
+
+
 def _open(path: Path, options: str) -> sqlite3.Connection:
     # isolation_level=None: BEGIN is ours to send (see `_begin`), and DDL joins the transaction.
     # A pooled connection may serve another thread than the one that opened it, one at a time.
-    return sqlite3.connect(
+    connection = sqlite3.connect(
         f"file:{quote(str(path))}?{options}",
         uri=True,
         timeout=BUSY_TIMEOUT_S,
         isolation_level=None,
         check_same_thread=False,
     )
+    connection.text_factory = _TEXT
+    return connection
 
 
 def _sqlite_engine(path: Path, options: str) -> Engine:

@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 from tunegemm import families
 from tunegemm.database import migrations, publishing
 from tunegemm.database.connection import connect, display, migrating, resolve, translated, writer
+from tunegemm.database.lookup import Lookup, checked_candidate
 from tunegemm.database.models import (
     FASTEST,
     CandidateRow,
@@ -35,7 +36,7 @@ from tunegemm.database.models import (
 )
 from tunegemm.database.record import Choice, Entry, Record
 from tunegemm.device import Device, Fingerprint, kernel_source_hash
-from tunegemm.errors import DatabaseError, SpaceError, TunegemmError
+from tunegemm.errors import DatabaseError, TunegemmError
 from tunegemm.outcome import Failure, Measurement, Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -180,6 +181,24 @@ class Database:
         if fingerprint is not None:
             query = _where_fingerprint(query, fingerprint)
         return self._read_records(query)
+
+    def lookup(self) -> Lookup:
+        """All records for dispatch, which wants them soon, and few of them."""
+        records = select(
+            *(RecordRow.problem_id, RecordRow.fingerprint_id, RecordRow.candidate_id),
+            *(RecordRow.ratio, RecordRow.kernel_source),
+        ).where(RecordRow.policy == FASTEST)
+        chosen = select(CandidateRow.id, CandidateRow.json, CandidateRow.digest).where(
+            CandidateRow.id.in_(select(RecordRow.candidate_id))
+        )
+        with self._raw_reading() as read:
+            return Lookup(
+                read(select(ProblemRow.id, *_PROBLEM_COLUMNS)),
+                read(records),
+                {key: facts for key, *facts in read(select(FingerprintRow.id, *_FINGERPRINT_COLUMNS))},
+                {key: (text, digest) for key, text, digest in read(chosen)},
+                self.layer,
+            )
 
     def measurements(
         self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False
@@ -387,7 +406,7 @@ class Database:
     def _record_builder(self) -> Callable[[Sequence[Any]], Record]:
         # 100,000 records share few candidates and fewer fingerprints.
         fingerprint_of = functools.cache(Fingerprint)
-        candidate_of = functools.cache(_candidate)
+        candidate_of = functools.cache(checked_candidate)
         first, second = len(_PROBLEM_FIELDS), len(_PROBLEM_FIELDS) + len(_FINGERPRINT_FIELDS)
 
         def build(row: Sequence[Any]) -> Record:
@@ -497,13 +516,6 @@ def _readable(rows: Iterable[Any], build: Callable[[Any], Value], kind: str) -> 
     return values
 
 
-def _candidate(text: str, digest: str) -> Candidate:
-    candidate = Candidate.from_json(text)
-    if candidate.digest != digest:
-        raise SpaceError(f"candidate {digest} holds the parameters of {candidate.digest}")
-    return candidate
-
-
 def _measurement(row: Sequence[Any]) -> Measurement:
     text, digest, samples, baseline, relative_error, noise, evidence, throttle, *numbers = row
     if not samples or not baseline or len(samples) != len(baseline):
@@ -512,7 +524,7 @@ def _measurement(row: Sequence[Any]) -> Measurement:
         _THROTTLE: None if throttle is None else tuple(throttle)
     }
     return Measurement(
-        _candidate(text, digest),
+        checked_candidate(text, digest),
         tuple(map(float, samples)),
         tuple(map(float, baseline)),
         float(relative_error),
@@ -523,7 +535,7 @@ def _measurement(row: Sequence[Any]) -> Measurement:
 
 def _failure(row: Sequence[Any]) -> Failure:
     text, digest, stage, reason = row
-    return Failure(_candidate(text, digest), stage, reason)
+    return Failure(checked_candidate(text, digest), stage, reason)
 
 
 def _outcome_values(
