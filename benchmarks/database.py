@@ -11,14 +11,19 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import multiprocessing
+import os
+import platform
 import random
 import sqlite3
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from multiprocessing.connection import Connection
@@ -28,7 +33,7 @@ from typing import Any
 from tunegemm.database import Database
 from tunegemm.database.models import FASTEST
 from tunegemm.database.store import fingerprint_values
-from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.device import PARTS, Device, Fingerprint, device_from_part, package_version
 from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -306,3 +311,74 @@ def _insert(connection: sqlite3.Connection, table: str, rows: Any) -> None:
     statement = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
     connection.execute(statement, list(first.values()))
     connection.executemany(statement, ([row[name] for name in names] for row in iterator))
+
+
+def scale(path: Path) -> list[dict[str, Any]]:
+    """Rows on the size and the speed of a large database, each time the median of five, after a first."""
+    from tunegemm.database.leaders import leaders
+    from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
+
+    begin = time.perf_counter()
+    count = build(path)
+    built_s = time.perf_counter() - begin
+    size = path.stat().st_size
+    with Database.open(path, read_only=True) as database:
+        board = Leaderboard.best_of_all(leaders(database, VENDOR_FAMILY))
+        leaderboard_s = _median_s(lambda: Leaderboard.best_of_all(leaders(database, VENDOR_FAMILY)))
+        records = len(database.lookup())
+        snapshot_s = _median_s(database.lookup)
+    rows = {"measurements": count, "records": records, "problems": SHAPES}
+    return [
+        {"name": "size", **rows, "bytes": size, "bytes_per_measurement": round(size / count),
+         "built_s": round(built_s, 1)},
+        {"name": "leaderboard", **rows, "rows": len(board.frame), **leaderboard_s},
+        {"name": "snapshot", **rows, **snapshot_s},
+    ]  # fmt: skip
+
+
+def _median_s(call: Callable[[], Any]) -> dict[str, float]:
+    """Wall and CPU time of a call, seconds: where they differ the machine was busy with other things."""
+    walls, cpus = [], []
+    for _ in range(5):
+        wall, cpu = time.perf_counter(), time.process_time()
+        call()
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    return {"seconds": round(statistics.median(walls), 3), "cpu_seconds": round(statistics.median(cpus), 3)}
+
+
+def meta() -> dict[str, Any]:
+    """How the figures come about."""
+    cpus = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")]  # fmt: skip
+    return {
+        "command": " ".join(["python", "-m", "benchmarks.database", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": f"{os.cpu_count()} x {cpus[0] if cpus else platform.machine()}",
+        "load_before": round(os.getloadavg()[0], 2),
+        "packages": {name: package_version(name) for name in ("sqlalchemy", "pandas")}
+        | {"sqlite": sqlite3.sqlite_version, "python": platform.python_version()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, help="where databases are made; 2 GB (default: temporary)")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"JSON file to write (default: {OUT})")
+    arguments = parser.parse_args()
+    about = meta()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        rows = [concurrent(folder / "concurrent.sqlite"), killed(folder / "killed.sqlite")]
+        rows += scale(folder / "scale.sqlite")
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    arguments.out.write_text(f'{{"meta": {json.dumps(about, indent=1)},\n"rows": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()

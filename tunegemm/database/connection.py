@@ -21,7 +21,7 @@ from tunegemm.database.layers import project_location, user_location
 from tunegemm.errors import DatabaseError
 
 #: How long a statement waits for others' transactions. One publication takes a millisecond; of eight writers
-#: on two busy cores the unluckiest waited 5 s.
+#: on two busy cores the unluckiest waited 5 s (benchmarks/database.py).
 BUSY_TIMEOUT_S = 60.0
 
 #: How long a server may take to answer a new connection: dispatch waits for it, once.
@@ -215,7 +215,7 @@ def _read_only_options(path: Path) -> str:
             )
             if blocked and not path.with_name(path.name + "-wal").exists():
                 return "mode=ro&immutable=1"
-        except sqlite3.DatabaseError:
+        except (sqlite3.DatabaseError, UnicodeDecodeError):
             pass  # damaged: the caller's first query says so
     return "mode=ro"
 
@@ -267,6 +267,10 @@ def translated(location: Path | URL) -> Iterator[None]:
         raise DatabaseError(f"{display(location)}: {_explain(location, error.orig)}") from error
     except sqlite3.Error as error:
         raise DatabaseError(f"{display(location)}: {_explain(location, error)}") from error
+    except UnicodeDecodeError as error:  # SQLite's own message quotes a damaged schema
+        damaged = sqlite3.DatabaseError(str(error))
+        damaged.sqlite_errorname = "SQLITE_CORRUPT"
+        raise DatabaseError(f"{display(location)}: {_explain(location, damaged)}") from error
 
 
 #: By the start of SQLite's error name: what is wrong, and the remedy.
@@ -318,5 +322,5 @@ def _explain(location: Path | URL, error: BaseException | None) -> str:
     name = getattr(error, "sqlite_errorname", "") or ""
     for start, explanation in _EXPLANATIONS:
         if name.startswith(start):
-            return explanation.replace("FILE", str(location)) + f" ({error})"
+            return explanation.replace("FILE", str(location)) + f" ({first_line})"
     return f"{first_line}; check the file and its folder"
