@@ -5,9 +5,10 @@
 
 Works in temporary folders: nothing is read from or written to the user's database and object store.
 Writes results/GPU/tuning_time.json. Columns beside the shape's: `cold_s` (nothing compiled, workers not
-started) or `warm_s` (every kernel it asks for is in the store; `first_s` is the time when only the shapes
-before it had been tuned); `measured` candidates, `compiled` kernels (`first_compiled` in that first time),
-peak `host_rss_mb` of the tuner itself, `children_rss_mb` of its workers together, `gpu_peak_mb`.
+started) or `warm_s` (only kernels that are in the store are tried, as with `tunegemm tune --compiled-only`;
+`first_s` is the time before that, when only the shapes before it had been tuned); `measured` candidates,
+`compiled` kernels (`first_compiled` in that first time), peak `host_rss_mb` of the tuner itself,
+`children_rss_mb` of its workers together, `gpu_peak_mb`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,9 @@ if TYPE_CHECKING:
     from tunegemm.tuning import Tuner
 
 METHOD = (
-    "wall time of Tuner.tune, final race included; cold adds the start of the workers; each shape with "
-    "an empty database; host memory as proportional set size"
+    "wall time of Tuner.tune, final race included; cold adds the start of the workers; warm tries kernels "
+    "of the store alone; each shape with an empty database; host memory as proportional set size"
 )
-
-#: Other times make the sampler suggest other kernels, some of them not compiled yet: after so many tunings at
-#: most a tuning that compiles nothing is expected, and else the row says how many it compiled.
-_WARMING = 4
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,7 +74,7 @@ def run(
     workers: int | None,
     results: Results,
 ) -> None:
-    """Tunes `cold` with nothing compiled, then each of `further` until nothing is; writes their rows."""
+    """Tunes `cold` with nothing compiled, then each of `further` twice; writes their rows."""
     with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
         root = Path(folder)
         row = _timed(cold, device, effort, workers, root, None)
@@ -87,11 +84,10 @@ def run(
 
         with Tuner(device, workers=workers, cache=root) as tuner:
             for problem in further:
-                first = row = _timed(problem, device, effort, workers, root, tuner)
-                for _ in range(_WARMING):
-                    row = _timed(problem, device, effort, workers, root, tuner)
-                    if row["compiled"] == 0:
-                        break
+                first = _timed(problem, device, effort, workers, root, tuner)
+                tuner.compiled_only = True
+                row = _timed(problem, device, effort, workers, root, tuner)
+                tuner.compiled_only = False
                 row["warm_s"] = row.pop("seconds")
                 row |= {"first_s": first["seconds"], "first_compiled": first["compiled"]}
                 _put(results, row)

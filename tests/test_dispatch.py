@@ -463,7 +463,7 @@ def test_misaligned_addresses_are_torchs_without_losing_the_plan(serve, kernel):
 
 
 def test_foreign_record_says_what_differs(device, kernel):
-    foreign = replace(device.fingerprint, driver="1.2", sm_count=78)
+    foreign = replace(device.fingerprint, driver="1.2", sm_count=78, sm_budget=70)
     rows = [Row(Problem(32, 48, 64), foreign)]
     dispatcher = Dispatcher(
         device_type="cpu",
@@ -471,19 +471,37 @@ def test_foreign_record_says_what_differs(device, kernel):
         find=lambda _: device,
         prepare=lambda *_: Prepared(kernel),
     )
-    with pytest.warns(TunegemmWarning, match=r"sm_count 78 \(here 132\), driver 1.2 \(here none\)"):
+    with pytest.warns(TunegemmWarning, match=r"sm_count 78 \(here 132\), sm_budget 70 \(here 132\)"):
         dispatcher.matmul(*operands())
     assert not kernel.calls
 
 
-def test_snapshot_keeps_the_best_record_of_each_fingerprint(device):
+def test_snapshot_finds_the_best_record_that_may_be_used(device):
     problem = Problem(32, 48, 64)
     other = replace(device.fingerprint, torch="0")
     slow, fast = (Row(problem, device.fingerprint, ratio=ratio) for ratio in (1.0, 1.2))
     snapshot = Snapshot([slow, fast, Row(problem, other, ratio=9.0)])
-    assert len(snapshot) == 2
     assert snapshot.find(problem, device.fingerprint) is fast
+    assert snapshot.judged(problem, device.fingerprint)[-1][1].ratio == 9.0, "fast, but of another torch"
     assert snapshot.find(Problem(1, 1, 1), device.fingerprint) is None
+
+
+def test_the_better_grade_wins_then_the_narrower_layer(device):
+    problem = Problem(32, 48, 64)
+    here = replace(device.fingerprint, driver="580.20.1")
+    patched = replace(here, driver="580.10.9")
+    system, user, project = (
+        Row(problem, here, layer=layer, ratio=ratio)
+        for layer, ratio in (("system", 1.3), ("user", 1.2), ("project", 1.1))
+    )
+    in_doubt = Row(problem, patched, layer="project", ratio=1.4)
+    assert Snapshot([project, system, user, in_doubt]).find(problem, here) is project
+    assert Snapshot([system, user, in_doubt]).find(problem, here) is user
+    assert Snapshot([system, in_doubt]).find(problem, here) is system
+    assert Snapshot([in_doubt]).find(problem, here) is in_doubt, "used, though it wants verification"
+    stale = replace(project, kernel_source="0" * 16)
+    assert Snapshot([stale]).find(problem, here) is None
+    assert "kernel sources of cute_sm90 changed" in Snapshot([stale]).why_not(problem, here)
 
 
 def test_torch_as_the_recorded_winner_is_torch_without_a_warning(serve, kernel):
@@ -689,7 +707,8 @@ def test_second_call_is_a_look_up_and_a_launch(serve, kernel):
 def test_hot_path_imports_neither_search_nor_sqlalchemy():
     code = (
         "import sys, tunegemm.dispatch\n"
-        "heavy = {'optuna', 'sqlalchemy', 'pandas', 'cutlass', 'tunegemm.search', 'tunegemm.database'}\n"
+        "heavy = {'optuna', 'sqlalchemy', 'pandas', 'cutlass', 'tunegemm.search', "
+        "'tunegemm.database.store'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tunegemm import model
-from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.device import PARTS, Device, Fingerprint, device_from_part, even_cut
 from tunegemm.errors import SpaceError
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -147,8 +147,8 @@ def test_dram_is_never_below_the_problems_bytes(h200: Device) -> None:
 
 
 def test_clusters_live_in_gpcs() -> None:
-    assert [model.resident_clusters(132, size) for size in (1, 2, 4, 8)] == [132, 66, 32, 16]
-    assert model.resident_clusters(114, 4) == 25  # 1 x 16 + 7 x 14 SMs
+    assert [even_cut(132, size) for size in (1, 2, 4, 8)] == [132, 66, 32, 16]
+    assert even_cut(114, 4) == 25  # 1 x 16 + 7 x 14 SMs
 
 
 def test_balanced_grids_keep_their_waves(h200: Device) -> None:

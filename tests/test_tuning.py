@@ -210,6 +210,18 @@ class TestEndedEarly:
         )
 
 
+def test_compiled_only_tries_what_the_store_holds(
+    cache: Path, tmp_path: Path, exhaustive: TuneResult
+) -> None:
+    device = open_device("replay:h200")
+    with Tuner(device, cache=tmp_path, workers=2, compiled_only=True) as tuner:
+        assert {c.family for c in candidates(tuner.tune(PROBLEM))} == {"cublaslt"}
+    with Tuner(device, cache=cache, workers=2, compiled_only=True) as tuner:
+        result = tuner.tune(PROBLEM)
+    assert result.compiled == 0
+    assert {c.family for c in candidates(result)} == {"cublaslt", "cute_sm90"}
+
+
 class TestFamilies:
     @pytest.mark.parametrize("name", families.NAMES)
     def test_only_the_families_asked_for_are_tried(self, cache: Path, name: str) -> None:

@@ -63,6 +63,10 @@ class ArtifactStore:
             raise ArtifactError(f"{path}: its bytes changed since it was compiled; delete it and tune again")
         return Artifact(path, resources)
 
+    def holds(self, key: Key) -> bool:
+        """Whether there is an object of a key: a look at its name. `find` says whether it may be used."""
+        return self._path(key, ".o").exists()
+
     def failure(self, key: Key) -> str | None:
         """Why an earlier compile of this key failed, so that nobody pays for it again; None otherwise."""
         entry = self._entry(key)
@@ -120,14 +124,17 @@ class ArtifactStore:
         except OSError as error:
             what = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
             raise ArtifactError(f"{path}: {what}; delete it and tune again") from None
-        with os.fdopen(descriptor, "rb") as file:
+        try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise ArtifactError(f"{path}: no regular file; delete it and tune again")
             _refuse_foreign(path, status)
             for folder in (path.parent, self.root):
                 _refuse_foreign(folder, folder.stat())
-            return file.read()
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                return file.read()
+        finally:
+            os.close(descriptor)
 
     def _write_entry(self, key: Key, entry: dict) -> None:  # type: ignore[type-arg]
         path = self._path(key, ".json")

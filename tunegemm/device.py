@@ -136,6 +136,14 @@ class Device:
         """Whether times on this device are measurements."""
         return self.spec.startswith("cuda")
 
+    def resident_clusters(self, cluster_size: int) -> int:
+        """Clusters of so many blocks that run at once, with one block per multiprocessor."""
+        if cluster_size == 1:
+            return self.sm_count
+        if self.is_real and (told := _active_clusters(self.index, cluster_size)) is not None:
+            return told
+        return even_cut(self.sm_count, cluster_size)
+
     @property
     def index(self) -> int:
         """The CUDA ordinal of a real device."""
@@ -271,6 +279,60 @@ def kernel_source_hash(family: str) -> str:
     for path in paths:
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16] if paths else ""
+
+
+@functools.cache
+def even_cut(sm_count: int, cluster_size: int) -> int:
+    """Clusters that fit a Hopper chip of so many multiprocessors, at best.
+
+    A cluster lives in one graphics processing cluster. Hopper has 8 of them, cut unevenly by yield, always by
+    whole pairs of multiprocessors; the most even cut of 132 is 2 x 18 + 6 x 16, which holds 66 clusters of 2
+    and 32 of 4. The driver's own figure may be lower on a less even chip.
+    """
+    gpcs = 8
+    pairs, odd = divmod(sm_count // 2, gpcs)
+    sizes = [2 * (pairs + 1)] * odd + [2 * pairs] * (gpcs - odd)
+    return max(1, sum(size // cluster_size for size in sizes))
+
+
+#: A kernel that does nothing, to ask the driver about launches of.
+_EMPTY_PTX = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
+
+
+@functools.cache
+def _active_clusters(index: int, cluster_size: int) -> int | None:
+    """The driver's count for a block that fills a multiprocessor; None when it cannot be asked."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return None
+    import torch
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(index):
+        torch.cuda.current_stream().synchronize()  # the device's primary context is the current one now
+        error, module = driver.cuModuleLoadData(_EMPTY_PTX)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            return None
+        try:
+            _, function = driver.cuModuleGetFunction(module, b"nothing")
+            smem = ARCHITECTURES[torch.cuda.get_device_capability(index)].smem_bytes_per_block
+            attribute = driver.CUfunction_attribute
+            driver.cuFuncSetAttribute(
+                function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem
+            )
+            dimension = driver.CUlaunchAttribute()
+            dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension.value.clusterDim.x, dimension.value.clusterDim.y = cluster_size, 1
+            dimension.value.clusterDim.z = 1
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = 1024 * cluster_size, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = 128, 1, 1
+            config.sharedMemBytes, config.attrs, config.numAttrs = smem, [dimension], 1
+            error, count = driver.cuOccupancyMaxActiveClusters(function, config)
+        finally:
+            driver.cuModuleUnload(module)
+    return int(count) if error == driver.CUresult.CUDA_SUCCESS and count > 0 else None
 
 
 @contextmanager

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
 from tunegemm.measure.statistics import winner
 from tunegemm.outcome import Failure, Measurement, Outcome, Resources
 from tunegemm.problem import Problem
-from tunegemm.search import Search
+from tunegemm.search import Portfolio, Search
 from tunegemm.search.budget import Effort, budget_for
 from tunegemm.space import Candidate, SearchSpace, Value
 
@@ -129,6 +128,7 @@ class Tuner:
         workers: int | None = None,
         seed: int = 0,
         cache: Path | str | None = None,
+        compiled_only: bool = False,
     ) -> None:
         """
         device: from `open_device`.
@@ -137,12 +137,15 @@ class Tuner:
         workers: compile workers; default by cores and memory.
         seed: of operands, of the order of rounds and of the sampler.
         cache: folder of compiled objects; default the user's cache directory.
+        compiled_only: try no kernel that is not in that folder yet.
         """
         self.device = device
         self.database = database
         self.families = _usable(families)
         self.seed = seed
+        self.compiled_only = compiled_only
         self.pool = CompilePool(ArtifactStore(cache), workers=workers)
+        self._spaces: dict[str, tuple[SearchSpace, list[Candidate]]] = {}
         self._replay: ReplayDevice | None = None
         self._measurer: Measurer | None = None
         self._resources = ExitStack()
@@ -215,7 +218,7 @@ class Tuner:
             raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
         try:
             runners = [c for c in dict.fromkeys(candidates) if run.is_feasible(c)]
-            if not any(is_torch(c) for c in runners):
+            if TORCH_MM not in runners:
                 runners.append(TORCH_MM)
             return run.settle(run.race(measurer, runners, replace(FINAL, seed=self.seed)))
         except KeyboardInterrupt:
@@ -238,11 +241,17 @@ class Tuner:
                 return ReplayMeasurer(self._replay)
         return None
 
-    @functools.cached_property
-    def space(self) -> tuple[SearchSpace, list[Candidate]]:
-        """The generator's search space and its kernels, legal or not."""
-        space = families.load_space("cute_sm90")
-        return space, list(space.kernels())
+    @property
+    def generators(self) -> tuple[str, ...]:
+        """The families whose kernels are compiled from a search space, the one expected to win first."""
+        return tuple(name for name in self.families if families.get(name).compiled)
+
+    def space(self, family: str) -> tuple[SearchSpace, list[Candidate]]:
+        """A generator's search space and its kernels, legal or not."""
+        if family not in self._spaces:
+            space = families.load_space(family)
+            self._spaces[family] = space, list(space.kernels())
+        return self._spaces[family]
 
     def recorded(self, problem: Problem) -> frozenset[Candidate] | None:
         """The candidates that have a time on a recorded device; None when every feasible one may be tried."""
@@ -305,43 +314,56 @@ class _Run:
     def device(self) -> Device:
         return self.tuner.device
 
-    def start_search(self, measurer: Measurer, effort: Effort, trials: int | None) -> Search:
-        """Feasible kernels in the model's order, the library's algorithms, and what the database knows."""
+    def start_search(self, measurer: Measurer, effort: Effort, trials: int | None) -> Portfolio:
+        """Per generator its feasible kernels in the model's order and what the database knows of them; with
+        the first one the library's algorithms.
+        """
         self._report()
         library = [c for c in measurer.discover(self.problem) if c.family in self.tuner.families]
-        launch_values, ranked = self._ranked_kernels()
         recorded = self.tuner.recorded(self.problem)
-        known = []
-        if self.tuner.database is not None:
-            stored = self.tuner.database.measurements(self.problem, self.device.fingerprint, current=True)
-            # Of several measurements of one candidate the last one counts.
-            self.screened.update({m.candidate: m for m in stored})
-            known = [(m.candidate, self.value(m)) for m in self.screened.values()]
-            known += [
-                (failure.candidate, None)
-                for failure in self.tuner.database.failures(
-                    self.problem, self.device.fingerprint, current=True
+        known, started = self._known(), self._seeds()
+        searches: list[Search] = []
+        for name in self.tuner.generators:
+            launch_values, ranked = self._ranked_kernels(name)
+            if not ranked:
+                continue
+            searches.append(
+                Search(
+                    [prediction.candidate for prediction in ranked],
+                    launch_values,
+                    allowed=lambda candidate: (
+                        self.is_feasible(candidate)
+                        and not model.is_redundant_launch(self.problem, candidate, self.device)
+                        if recorded is None
+                        else candidate in recorded
+                    ),
+                    library=() if searches else library,
+                    seeds=[seed for seed in started if seed.family == name],
+                    known=[result for result in known if result[0].family == name or not searches],
+                    effort=effort,
+                    trials=trials,
+                    seed=self.tuner.seed,
                 )
-                if failure.candidate not in self.screened and failure.stage != "timeout"
-            ]
-        search = Search(
-            [prediction.candidate for prediction in ranked],
-            launch_values,
-            allowed=lambda candidate: (
-                self.is_feasible(candidate)
-                and not model.is_redundant_launch(self.problem, candidate, self.device)
-                if recorded is None
-                else candidate in recorded
-            ),
-            library=library,
-            seeds=self._seeds(),
-            known=known,
-            effort=effort,
-            trials=trials,
-            seed=self.tuner.seed,
-        )
-        self.planned = search.budget.trials
-        return search
+            )
+        if not searches:
+            searches.append(Search([], {}, library=library, known=known, effort=effort, trials=trials))
+        portfolio = Portfolio(searches)
+        self.planned = portfolio.trials
+        return portfolio
+
+    def _known(self) -> list[tuple[Candidate, float | None]]:
+        """What the database holds of this problem on this device: values, and None for failures."""
+        if self.tuner.database is None:
+            return []
+        # Of several measurements of one candidate the last one counts.
+        stored = self.tuner.database.measurements(self.problem, self.device.fingerprint, current=True)
+        self.screened.update({m.candidate: m for m in stored})
+        failures = self.tuner.database.failures(self.problem, self.device.fingerprint, current=True)
+        return [(m.candidate, self.value(m)) for m in self.screened.values()] + [
+            (failure.candidate, None)
+            for failure in failures
+            if failure.candidate not in self.screened and failure.stage != "timeout"
+        ]
 
     def _seeds(self) -> list[Candidate]:
         """What was best of this problem elsewhere: other software, older sources, another GPU of its kind."""
@@ -349,18 +371,18 @@ class _Run:
             return []
         return seeds(self.tuner.database, self.problem, self.device.fingerprint)
 
-    def _ranked_kernels(self) -> tuple[Mapping[str, tuple[Value, ...]], list[model.Prediction]]:
+    def _ranked_kernels(self, family: str) -> tuple[Mapping[str, tuple[Value, ...]], list[model.Prediction]]:
         """Launch values that some kernel can take, and one prediction per feasible kernel, fastest first.
 
         Each kernel stands at its model-best launch.
         """
-        if "cute_sm90" not in self.tuner.families:
-            return {}, []
-        space, everything = self.tuner.space
+        space, everything = self.tuner.space(family)
         recorded = self.tuner.recorded(self.problem)
         kernels = [kernel for kernel in everything if self.is_feasible(kernel)]
-        self.feasible = len(kernels)
+        if self.tuner.compiled_only:
+            kernels = [kernel for kernel in kernels if self._is_compiled(kernel)]
         if recorded is None:
+            self.feasible += len(kernels)
             # Depth of the ring and of the epilogue have no say in what a launch may be.
             shapes = {model.grid_shape(kernel): kernel for kernel in kernels}.values()
             values = {
@@ -380,11 +402,15 @@ class _Run:
         launches = [c for c in recorded if c.kernel in feasible]
         for prediction in model.rank(self.problem, sorted(launches, key=Candidate.to_json), self.device):
             best.setdefault(prediction.candidate.kernel, prediction)
-        self.feasible = len(best)
+        self.feasible += len(best)
         return space.launch_values, list(best.values())
 
     def is_feasible(self, candidate: Candidate) -> bool:
         return families.get(candidate.family).check(self.problem, candidate, self.device).feasible
+
+    def _is_compiled(self, kernel: Candidate) -> bool:
+        key = families.get(kernel.family).kernel_key(self.problem, kernel, self.device)
+        return self.tuner.pool.store.holds(key)
 
     def evaluate(self, measurer: Measurer, batch: Sequence[Candidate], policy: Policy) -> Iterator[Outcome]:
         """Compile a batch and measure it; every outcome is recorded before it is yielded."""
@@ -481,7 +507,9 @@ class _Run:
         try:
             self.stage = "compile"
             self._report()
-            _, ranked = self._ranked_kernels()
+            # Predictions of two families do not compare: the first that has kernels for the problem it is.
+            rankings = (self._ranked_kernels(name)[1] for name in self.tuner.generators)
+            ranked = next(filter(None, rankings), [])
             budget = budget_for(effort, kernels=len(ranked), launches=1, trials=trials)
             ranked = ranked[: min(_MODELLED, budget.trials)]
             self.planned = len(ranked)

@@ -49,7 +49,7 @@ DeviceSpec = Annotated[
 DatabaseLocation = Annotated[
     str | None,
     typer.Option(
-        "--db", metavar="PATH|URL", help="Tuning database. Default: $TUNEGEMM_DB, or the user's data folder."
+        "--db", metavar="PATH|URL", help="Tuning database. Default: the project's, or else the user's."
     ),
 ]
 

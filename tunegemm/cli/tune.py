@@ -51,6 +51,9 @@ def command(
     workers: Annotated[
         int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
     ] = None,
+    compiled_only: Annotated[
+        bool, typer.Option("--compiled-only", help="Compile nothing: try the kernels that the cache holds.")
+    ] = False,
     top: Annotated[int, options.count_option("--top", "Rows to print per shape.")] = 10,
     as_json: Annotated[
         bool,
@@ -83,7 +86,12 @@ def command(
     found = 0
     try:
         with Tuner(
-            opened, database if opened.is_real else None, families=names, workers=workers, seed=seed
+            opened,
+            database if opened.is_real else None,
+            families=names,
+            workers=workers,
+            seed=seed,
+            compiled_only=compiled_only,
         ) as tuner:
             for position, problem in enumerate(problems):
                 with ProgressView(log) as view:

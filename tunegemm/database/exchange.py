@@ -145,17 +145,34 @@ def load(database: Database, rows: Iterable[Row], *, origin: str) -> Report:
                 report.known += not is_new
                 if "id" in row and isinstance(parsed.outcome, Measurement):
                     measurement_ids[str(row["id"])] = key
-    for number, row in sorted(choices, key=lambda pair: str(pair[1].get("chosen_at"))):
+    _load_choices(database, choices, measurement_ids, report)
+    return report
+
+
+def _load_choices(
+    database: Database, rows: list[tuple[int, Row]], measurement_ids: Mapping[str, int], report: Report
+) -> None:
+    """The history of records; the last choice of each problem and fingerprint competes with the record."""
+    choices = []
+    for number, row in rows:
         try:
-            chosen = _parse_choice(row, measurement_ids)
+            choices.append(_parse_choice(row, measurement_ids))
         except BAD as error:
             report.skipped.append(f"row {number} (choice): {one_line(error)}")
-            continue
+    choices.sort(key=lambda choice: choice.chosen_at)
+    pending = iter(choices)
+    last: dict[tuple[int, int, str], _Choice] = {}
+    while batch := list(islice(pending, _BATCH)):
         with database._writing() as connection, Session(connection) as session, session.begin():
-            conflict = _choose(session, *chosen)
-        if conflict is not None:
-            report.conflicts.append(conflict)
-    return report
+            for choice in batch:
+                measured = session.get_one(MeasurementRow, choice.measurement_id)
+                if _remember(session, choice, measured):
+                    last[measured.problem_id, measured.fingerprint_id, choice.policy] = choice
+    pending = iter(last.values())
+    while batch := list(islice(pending, _BATCH)):
+        with database._writing() as connection, Session(connection) as session, session.begin():
+            conflicts = [_choose(session, choice) for choice in batch]
+        report.conflicts += [conflict for conflict in conflicts if conflict is not None]
 
 
 def merge(sources: Sequence[str], into: str) -> Report:
@@ -244,14 +261,22 @@ def _resources(data: Any) -> Resources:
     return Resources(**{**data, "warnings": tuple(map(str, data["warnings"]))})
 
 
-def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> tuple[int, str, bool, datetime]:
+@dataclass(frozen=True)
+class _Choice:
+    measurement_id: int
+    policy: str
+    settled: bool
+    chosen_at: datetime
+
+
+def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> _Choice:
     reference = row["measurement"]
     if reference not in measurement_ids:
         raise ValueError(f"measurement {reference!r} is not among the rows that were taken")
     if type(row["settled"]) is not bool:
         raise ValueError(f"settled {row['settled']!r} is neither true nor false")
     policy = text_of(row, "policy", longest=32) or FASTEST
-    return measurement_ids[reference], policy, row["settled"], moment_of(row["chosen_at"])
+    return _Choice(measurement_ids[reference], policy, row["settled"], moment_of(row["chosen_at"]))
 
 
 def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
@@ -277,26 +302,43 @@ def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
     return add(connection, keys, values, at=parsed.measured_at), True
 
 
-def _choose(
-    session: Session, measurement_id: int, policy: str, settled: bool, chosen_at: datetime
-) -> Conflict | None:
-    """Enter a choice into the history, and the record if its evidence is the better."""
-    new = session.get_one(MeasurementRow, measurement_id)
-    key = {"problem_id": new.problem_id, "fingerprint_id": new.fingerprint_id, "policy": policy}
-    choice = {**key, "measurement_id": new.id, "settled": settled, "chosen_at": chosen_at}
-    if session.scalar(select(ChoiceRow.id).filter_by(**choice).limit(1)) is not None:
-        return None  # loaded before
-    session.add(ChoiceRow(**choice))
+def _remember(session: Session, choice: _Choice, row: MeasurementRow) -> bool:
+    """Enter a choice into the history; False when it is there already."""
+    values = _values(choice, row)
+    if session.scalar(select(ChoiceRow.id).filter_by(**values).limit(1)) is not None:
+        return False
+    session.add(ChoiceRow(**values))
+    session.flush()
+    return True
+
+
+def _values(choice: _Choice, row: MeasurementRow) -> dict[str, Any]:
+    return {
+        "problem_id": row.problem_id,
+        "fingerprint_id": row.fingerprint_id,
+        "policy": choice.policy,
+        "measurement_id": row.id,
+        "settled": choice.settled,
+        "chosen_at": choice.chosen_at,
+    }
+
+
+def _choose(session: Session, choice: _Choice) -> Conflict | None:
+    """Make it the record if there is none or its evidence is the better."""
+    new, settled = session.get_one(MeasurementRow, choice.measurement_id), choice.settled
+    values = _values(choice, new)
+    key = {name: values[name] for name in ("problem_id", "fingerprint_id", "policy")}
     copied = {"candidate_id": new.candidate_id, "ratio": new.ratio, "kernel_source": new.kernel_source}
     record = session.scalar(select(RecordRow).filter_by(**key).with_for_update())
     if record is None:
-        session.add(RecordRow(**choice, **copied))
+        session.add(RecordRow(**values, **copied))
+        session.flush()
         return None
     old = session.get_one(MeasurementRow, record.measurement_id)
     new_wins, reason = _compare(session, old, record.settled, new, settled)
     loser = old if new_wins else new
     if new_wins:
-        for name, value in (choice | copied).items():
+        for name, value in (values | copied).items():
             setattr(record, name, value)
     if old.candidate_id == new.candidate_id:
         return None

@@ -151,8 +151,11 @@ def _record(
 ) -> Any:
     """The record of a problem and fingerprint, locked; it is made of the measurement when missing."""
     first = _record_values(keys, measurement_id, values, settled=settled)
+    known = connection.execute(_FIND_RECORD, first).one_or_none()
+    if known is not None:
+        return known
     row = _row(connection, _FIND_RECORD, _RECORDS, first)
-    if row.measurement_id == measurement_id:
+    if row.measurement_id == measurement_id:  # and not that of another writer at this moment
         _remember(connection, first)
     return row
 

@@ -53,4 +53,4 @@ def prepare(record: Record, device: Device) -> Prepared:
             raise ArtifactError("its compiled kernel is not in the object store")
         path = artifact.path
     launch = family.load(problem, candidate, device, path)
-    return Prepared(launch, tma=family.compiled, packed=not family.compiled)
+    return Prepared(launch, tma=family.tma, packed=not family.compiled)

@@ -78,7 +78,7 @@ class Snapshot:
     def why_not(self, problem: Problem, fingerprint: Fingerprint) -> str:
         """One clause on a miss: no record at all, or what makes the nearest one foreign."""
         judged = self.judged(problem, fingerprint)
-        return f"its record is of another {judged[0][0].reason}" if judged else "no record"
+        return f"its record is foreign: {judged[0][0].reason}" if judged else "no record"
 
 
 def read_snapshot() -> Snapshot:

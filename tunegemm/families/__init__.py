@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 #: All families, in the order in which they are tried.
-NAMES = ("cute_sm90", "cublaslt")
+NAMES = ("cute_sm90", "triton_tma", "cublaslt")
 
 #: Launches one product on the current stream: (a, b, out). Operands as in torch.matmul.
 Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
@@ -34,8 +34,12 @@ class Family(Protocol):
     name: str
     parameters: Mapping[str, tuple[str, ...]]
     """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
+    limited_launch: tuple[str, ...]
+    """The launch parameters that `check` looks at: for the others every value is as feasible as the first."""
     compiled: bool
     """Whether candidates need `compile`; a library's algorithms do not."""
+    tma: bool
+    """Whether kernels read and write through TMA, which wants 16-byte addresses and strides."""
 
     def unavailable(self) -> str | None:
         """None when the family's packages are installed; else one line that names the missing one."""

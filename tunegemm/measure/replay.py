@@ -24,7 +24,7 @@ from tunegemm.problem import Problem
 from tunegemm.resources import data_path
 from tunegemm.space import Candidate, Value
 
-FORMAT = 1
+FORMAT = 2
 _SUFFIX = ".json.xz"
 _STEM = re.compile(
     r"(?P<shape>[\dx]+)-(?P<dtype>[a-z0-9]+)(?:_(?P<out_dtype>[a-z0-9]+))?-(?P<layout>[nt]{2})(?P<out_m>-outm)?(?:-align(?P<alignment>\d+))?"
@@ -212,6 +212,9 @@ def _replace(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
+#: Launch parameters that came with format 2, and what every launch did before.
+_FORMAT_1: dict[str, dict[str, Value]] = {"cute_sm90": {"l2_hint": "none"}}
+
 # Columns: `candidates` per family and parameter (which compresses a hundredfold), `interleaves` with what a
 # measurement shares with its rivals, then one row per outcome that points into both.
 
@@ -257,8 +260,11 @@ def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, 
     candidates: list[Candidate] = []
     for columns in data["candidates"]:
         count = columns["count"]
+        family = columns["family"]
         tables = [_rows(columns[table], count) for table in ("compile", "launch")]
-        candidates += [Candidate.make(columns["family"], *pair) for pair in zip(*tables, strict=True)]
+        for compile_params, launch_params in zip(*tables, strict=True):
+            launch = (_FORMAT_1.get(family, {}) if data["format"] == 1 else {}) | launch_params
+            candidates.append(Candidate.make(family, compile_params, launch))
     outcomes: dict[int, Outcome] = {}
     for row, interleave, samples, error, evidence in _zip_columns(
         data["measured"], "row", "interleave", "samples_us", "relative_error", "evidence"
@@ -303,8 +309,8 @@ def _rounded(samples: Iterable[float]) -> list[float]:
 def _read(path: Path, problem: Problem) -> Sweep:
     try:
         data = json.loads(lzma.decompress(path.read_bytes()))
-        if data["format"] != FORMAT:
-            raise ValueError(f"format {data['format']}, not {FORMAT}")
+        if data["format"] not in (1, FORMAT):
+            raise ValueError(f"format {data['format']}, not 1 or {FORMAT}")
         if data["problem"] != _stem(problem):
             raise ValueError(f"it holds {data['problem']}")
         return Sweep(

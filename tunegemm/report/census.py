@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -48,8 +50,12 @@ class Census:
 
 
 def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:
-    """Checks every kernel of a space, and every launch of those that pass: some microseconds for each."""
+    """Checks every kernel of a space, and of those that pass every launch whose verdict may differ."""
     family = families.get(space.family)
+    # Most launch parameters never decide on feasibility, and their product has millions of candidates.
+    deciding = {name: values for name, values in space.launch_values.items() if name in family.limited_launch}
+    multiplicity = space.launch_size // math.prod(map(len, deciding.values()))
+    defaults = {name: values[0] for name, values in space.launch_values.items()}
     rejected: Counter[str] = Counter()
     examples: dict[str, str] = {}
     feasible = feasible_kernels = 0
@@ -64,11 +70,12 @@ def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:
             reject(verdict, space.launch_size)
             continue
         before = feasible
-        for candidate in space.launches(kernel):
-            if verdict := family.check(problem, candidate, device):
-                feasible += 1
+        for values in itertools.product(*deciding.values()):
+            launch = defaults | dict(zip(deciding, values, strict=True))
+            if verdict := family.check(problem, kernel.with_launch(**launch), device):
+                feasible += multiplicity
             else:
-                reject(verdict, 1)
+                reject(verdict, multiplicity)
         feasible_kernels += feasible > before
     return Census(
         space.family, problem, device, space.compile_size, space.launch_size, feasible_kernels, feasible,

@@ -1,6 +1,7 @@
 """Which candidates to try next. Knows candidates and told values; neither GPU nor database."""
 
 from tunegemm.search.budget import EFFORTS, Budget, Effort, budget_for
+from tunegemm.search.portfolio import Portfolio
 from tunegemm.search.search import Search, first_of_each_kernel
 
-__all__ = ["EFFORTS", "Budget", "Effort", "Search", "budget_for", "first_of_each_kernel"]
+__all__ = ["EFFORTS", "Budget", "Effort", "Portfolio", "Search", "budget_for", "first_of_each_kernel"]

@@ -98,6 +98,11 @@ class Search:
         return self._budget
 
     @property
+    def family(self) -> str:
+        """The kernel family that is searched; empty when no kernel of one is feasible."""
+        return self._ranked[0].family if self._ranked else ""
+
+    @property
     def stage(self) -> StageName:
         """The stage of the candidate asked for last; ``done`` when there are no more."""
         return self._stage

@@ -96,7 +96,9 @@ class CublasLt:
         "compile": ("algorithm",),
         "launch": ("requested", "workspace_mib"),
     }
+    limited_launch = ()
     compiled = False
+    tma = False
 
     def unavailable(self) -> str | None:
         """None when nvmath-python is installed. Without it torch.mm is the family's only candidate."""

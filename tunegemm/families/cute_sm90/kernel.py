@@ -35,6 +35,11 @@ WARPS = WARPGROUP_THREADS // 32
 # Named barriers; 0 is the whole block's.
 EPILOGUE_BARRIER = 1  # + consumer warpgroup
 ORDER_BARRIER = 4  # + consumer warpgroup
+START_BARRIER = 6  # the ring's barriers are there; without a cluster
+
+# L2 cache policies of TMA loads, as createpolicy.fractional makes them for the whole of an access.
+EVICT_NORMAL = 0x1000000000000000
+EVICT_FIRST = 0x12F0000000000000
 
 
 class Gemm:
@@ -70,13 +75,15 @@ class Gemm:
         swizzle_size: Int32,
         clusters: Int32,
         split_k: Int32,
+        l2_hint: Int32,
         partials_address: Int64,
         counters_address: Int64,
         stream,
     ):
         """Encode the TMA descriptors and launch.
 
-        Strides count elements; `clusters` is the grid. With split_k > 1, `partials` holds fp32 sums
+        Strides count elements; `clusters` is the grid; `l2_hint` names the operand whose lines leave the L2
+        first: 1 A, 2 B, 0 neither. With split_k > 1, `partials` holds fp32 sums
         (`workspace` in the package says how many), `counters` zeros, which the kernel leaves as zeros.
         """
         config = self.config
@@ -141,7 +148,8 @@ class Gemm:
 
         self.kernel(
             tma_a, gA, tma_b, gB, tma_d, gD, tiled_mma, epilogue_mma, sA_layout, sB_layout, sD_layout,
-            k_tiles, (work_m, work_n, batch, split_k, raster_along_m, swizzle_size), partials, counters,
+            k_tiles, (work_m, work_n, batch, split_k, raster_along_m, swizzle_size), l2_hint,
+            partials, counters,
         ).launch(
             grid=(config.cluster_m, config.cluster_n, clusters),
             block=(config.threads, 1, 1),
@@ -219,6 +227,7 @@ class Gemm:
         sD_layout: cute.ComposedLayout,
         k_tiles: Int32,
         walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        l2_hint: Int32,
         partials: cute.Pointer,
         counters: cute.Pointer,
     ):
@@ -245,23 +254,32 @@ class Gemm:
                 cute.arch.mbarrier_init(full + stage, 1)
                 cute.arch.mbarrier_init(empty + stage, releases)
         cute.arch.mbarrier_init_fence()
+        # Nobody waits here: the producer goes on to its first loads, the others to where they need a barrier.
         if const_expr(self.cluster_size > 1):
             cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
 
         sA = storage.a.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
         sB = storage.b.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)
         sD = storage.d.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
 
         load_registers, mma_registers = config.registers
+        started = 32 + config.consumers * WARPGROUP_THREADS
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
+            if const_expr(self.cluster_size > 1):
+                if warp_index != 0:
+                    cute.arch.cluster_wait()
             if warp_index == 0:
-                self.produce(tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work)
+                if const_expr(self.cluster_size == 1):
+                    cute.arch.sync_warp()
+                    cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
+                self.produce(tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work, l2_hint)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
+            if const_expr(self.cluster_size > 1):
+                cute.arch.cluster_wait()
+            else:
+                cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
             self.consume(
                 tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, storage.arrived.data_ptr(),
                 thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, total_work, partials, counters,
@@ -308,7 +326,7 @@ class Gemm:
         return tile_m * config.cluster_m + cta_m, tile_n * config.cluster_n + cta_n, entry, part
 
     @cute.jit
-    def produce(self, tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work):
+    def produce(self, tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work, l2_hint):
         """One warp: fill the ring, tile after tile."""
         cta_m, cta_n, cluster = cute.arch.block_idx()
         _, _, clusters = cute.arch.grid_dim()
@@ -338,11 +356,22 @@ class Gemm:
         if const_expr(config.cluster_m > 1):
             b_mask = cute.make_layout_image_mask(cta_layout, (cta_m, cta_n), mode=0)
 
+        a_policy = Int64(EVICT_NORMAL)
+        b_policy = Int64(EVICT_NORMAL)
+        if l2_hint == 1:
+            a_policy = Int64(EVICT_FIRST)
+        if l2_hint == 2:
+            b_policy = Int64(EVICT_FIRST)
+
         stage = Int32(0)
         phase = Int32(1)  # of a fresh barrier the previous phase counts as done: the ring starts empty
         work = Int32(cluster)
+        # The divisions of a tile's coordinates run while others are waited for: the first tile's under the
+        # start of the cluster, the others' under the loads in flight.
+        tile_m, tile_n, entry, part = self.tile_of(work, walk)
+        if const_expr(self.cluster_size > 1):
+            cute.arch.cluster_wait()
         while work < total_work:
-            tile_m, tile_n, entry, part = self.tile_of(work, walk)
             first_k_tile = part * k_tiles
             tAgA_tile = tAgA[(None, tile_m, None, entry)]
             tBgB_tile = tBgB[(None, tile_n, None, entry)]
@@ -356,6 +385,7 @@ class Gemm:
                     tAsA[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=a_mask,
+                    cache_policy=a_policy,
                 )
                 cute.copy(
                     tma_b,
@@ -363,12 +393,14 @@ class Gemm:
                     tBsB[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=b_mask,
+                    cache_policy=b_policy,
                 )
                 stage += 1
                 if stage == config.stages:
                     stage = Int32(0)
                     phase ^= 1
             work += clusters
+            tile_m, tile_n, entry, part = self.tile_of(work, walk)
 
         # A CTA must outlive the arrivals that its cluster's consumers send to its barriers.
         if const_expr(self.cluster_size > 1):
@@ -549,7 +581,7 @@ class Gemm:
         A subtile is staged in one of `epilogue_buffers` buffers, from which TMA reads it while the next is
         converted. Buffer reuse needs the earlier read to be done, which only the issuing warp can await:
         with three buffers or more it awaits it one subtile early and the barrier that publishes a subtile
-        also hands out the next buffer; with two that would serialize, so each subtile takes two barriers.
+        also hands out the next buffer; with fewer that would serialize, so each subtile takes two barriers.
         """
         config = self.config
         buffers = config.epilogue_buffers
@@ -582,8 +614,8 @@ class Gemm:
             converted = cute.make_rmem_tensor(fragment.layout, self.out_dtype)
             converted.store(fragment.load().to(self.out_dtype))
 
-            if const_expr(buffers == 2 and index >= 2):
-                self.await_buffers(issues, 1)
+            if const_expr(buffers <= 2 and index >= buffers):
+                self.await_buffers(issues, buffers - 1)
                 self.epilogue_barrier(group)
             cute.copy(tiled_copy, tiled_copy.retile(converted), tRS_sD[(None, None, None, buffer)])
             cute.arch.fence_view_async_shared()

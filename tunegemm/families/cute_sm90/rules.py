@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from tunegemm.device import Device
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
-from tunegemm.feasibility import tma_alignment
+from tunegemm.families.tiles import majors, seen_by_kernel, split_fits, swap_fits
+from tunegemm.feasibility import Verdict, apply_rules, tma_alignment
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate, Value
 
@@ -15,17 +16,6 @@ from tunegemm.space import Candidate, Value
 #: epilogue's fragment. Of a budget of 240, 208 accumulators leave 32 and compile without spills; 216 leave
 #: 24 and spill (both in tests/test_cute_sm90.py, nvidia-cutlass-dsl 4.8.1).
 _OVERHEAD_REGISTERS = 32
-_SWAP_MAX_M = 128
-_MIN_K_TILES_PER_PART = 4
-_MAX_WORK_PER_SM = 2
-
-
-def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
-    """The product that the kernel computes: with swap_ab it is D^T = B^T A^T, n x m, from the same memory."""
-    if not candidate.params.get("swap_ab", False):
-        return problem
-    a_major, b_major, out_major = _majors(problem, True)
-    return replace(problem, m=problem.n, n=problem.m, a_major=a_major, b_major=b_major, out_major=out_major)
 
 
 def config_of(problem: Problem, candidate: Candidate) -> KernelConfig:
@@ -34,7 +24,7 @@ def config_of(problem: Problem, candidate: Candidate) -> KernelConfig:
         candidate.compile_params,
         problem.in_dtype,
         problem.out_dtype,
-        *_majors(problem, bool(candidate.params.get("swap_ab", False))),
+        *majors(problem, bool(candidate.params.get("swap_ab", False))),
     )
 
 
@@ -50,17 +40,6 @@ def _config(
     dtypes = {"in_dtype": in_dtype, "out_dtype": out_dtype}
     majors = {"a_major": a_major, "b_major": b_major, "out_major": out_major}
     return KernelConfig.from_mapping(dict(compile_params) | dtypes | majors)
-
-
-def _majors(problem: Problem, swapped: bool) -> tuple[str, str, str]:
-    """Majors of A, B and D as the kernel sees them."""
-    if not swapped:
-        return problem.a_major, problem.b_major, problem.out_major
-    return (
-        "k" if problem.b_major == "k" else "m",
-        "k" if problem.a_major == "k" else "n",
-        "m" if problem.out_major == "n" else "n",
-    )
 
 
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -153,50 +132,31 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
-def swap_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Swapping puts m on WGMMA's narrow side; an m that fills the 64-row side gains nothing there."""
-    if candidate.params.get("swap_ab", False) and problem.m > _SWAP_MAX_M:
-        return f"swap_ab with m={problem.m} > {_SWAP_MAX_M}: the transposed tile does the same unswapped"
-    return None
+#: What the kernel alone decides, cheapest first: the same for all problems of one kind.
+KERNEL_RULES = (
+    architecture, epilogue_tile, cluster, mma_tile, ring_depth, accumulators, wgmma_operands, shared_memory,
+)  # fmt: skip
+#: What looks at extents. Those named `..._fits` reject what runs, but repeats another candidate or
+#: computes nothing.
+PROBLEM_RULES = (tma_alignment, cluster_fits, swap_fits, split_fits)
+RULES = KERNEL_RULES + PROBLEM_RULES
 
 
-def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Parts of k need k tiles of their own and multiprocessors that are idle without them."""
-    parts = int(candidate.params.get("split_k", 1))
-    if parts == 1:
-        return None
-    k_tiles = -(-problem.k // candidate["tile_k"])
-    if parts * _MIN_K_TILES_PER_PART > k_tiles:
-        return f"split_k {parts} leaves a part less than {_MIN_K_TILES_PER_PART} of {k_tiles} k tiles"
-    tiles = tile_count(problem, candidate)
-    if tiles * parts > _MAX_WORK_PER_SM * device.sm_count:
-        return f"split_k {parts} x {tiles} tiles > {_MAX_WORK_PER_SM} x {device.sm_count} multiprocessors"
-    return None
+def verdict(problem: Problem, candidate: Candidate, device: Device) -> Verdict:
+    """The first objection of all rules, or none."""
+    of_kernel = _kernel_verdict(_kind(problem), candidate.compile_params, device)
+    return apply_rules(PROBLEM_RULES, problem, candidate, device) if of_kernel else of_kernel
 
 
-def tile_count(problem: Problem, candidate: Candidate) -> int:
-    """Output tiles, both modes rounded up to whole clusters, over the batch."""
-    seen = seen_by_kernel(problem, candidate)
-    rows = -(-seen.m // (candidate["tile_m"] * candidate["cluster_m"])) * candidate["cluster_m"]
-    columns = -(-seen.n // (candidate["tile_n"] * candidate["cluster_n"])) * candidate["cluster_n"]
-    return int(rows * columns * problem.batch)
+@functools.lru_cache(maxsize=1 << 18)  # every problem asks for all kernels of the space, 124,000 of them
+def _kernel_verdict(kind: Problem, compile_params: tuple[tuple[str, Value], ...], device: Device) -> Verdict:
+    return apply_rules(KERNEL_RULES, kind, Candidate("cute_sm90", compile_params), device)
 
 
-#: Cheapest first. Those named `..._fits` look at extents: what they reject runs, but repeats another
-#: candidate or computes nothing.
-RULES = (
-    architecture,
-    tma_alignment,
-    mma_tile,
-    epilogue_tile,
-    accumulators,
-    wgmma_operands,
-    ring_depth,
-    shared_memory,
-    cluster,
-    cluster_fits,
-    swap_fits,
-    split_fits,
-)
+@functools.lru_cache
+def _kind(problem: Problem) -> Problem:
+    """The problem's dtypes and majors, on extents that mean nothing."""
+    return replace(problem, m=1, n=1, k=1, batch=1)
+
 
 assert WARPGROUP_THREADS == 128  # the formulas above count per 128-thread warpgroup

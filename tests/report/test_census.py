@@ -1,0 +1,52 @@
+"""What `tunegemm space` counts, against counting one by one."""
+
+import random
+
+import pytest
+
+from tunegemm import families
+from tunegemm.device import find_device
+from tunegemm.problem import Problem
+from tunegemm.report.census import take_census
+from tunegemm.space import SearchSpace
+
+PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x4096x4096"), Problem.parse("1000x520x264x3")]
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_only_the_limited_launch_parameters_decide(name: str) -> None:
+    family, space, device = families.get(name), families.load_space(name), find_device("model:h200")
+    kernels = list(space.kernels())
+    drawn = random.Random(0)
+    for problem in PROBLEMS:
+        for kernel in drawn.sample(kernels, min(len(kernels), 300)):
+            launch = {name: drawn.choice(values) for name, values in space.launch_values.items()}
+            first = {name: values[0] for name, values in space.launch_values.items()}
+            reduced = first | {name: launch[name] for name in family.limited_launch}
+            verdicts = [
+                family.check(problem, kernel.with_launch(**values), device) for values in (launch, reduced)
+            ]
+            assert verdicts[0].rule == verdicts[1].rule, (problem, kernel, launch)
+
+
+def test_counts_equal_those_of_checking_every_candidate() -> None:
+    whole = families.load_space("cute_sm90")
+    few = {
+        "tile_n": (32, 208, 256),
+        "stages": (4, 12),
+        "epi_n": (32,),
+        "cluster_m": (1, 4),
+        "cluster_n": (1,),
+    }
+    walk = {"swizzle_size": (1, 4), "raster_order": ("along_m",)}
+    space = SearchSpace(whole.family, dict(whole.compile_values) | few, dict(whole.launch_values) | walk)
+    problem, device = PROBLEMS[1], find_device("model:h200")
+    family = families.get("cute_sm90")
+    found = take_census(space, problem, device)
+    verdicts = [
+        family.check(problem, launch, device)
+        for kernel in space.kernels()
+        for launch in space.launches(kernel)
+    ]
+    assert found.feasible == sum(map(bool, verdicts))
+    assert found.feasible + sum(found.rejected.values()) == found.size == len(verdicts)

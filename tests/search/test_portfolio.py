@@ -1,0 +1,89 @@
+"""Several families' searches as one: who is asked, how much, and who goes on."""
+
+import pytest
+
+from tests.search.test_search import LAUNCHES, kernels, truth
+from tunegemm.search import Portfolio, Search
+from tunegemm.space import Candidate
+
+LIBRARY = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
+
+
+def search(family: str, **arguments: object) -> Search:
+    ranked = [Candidate(family, c.compile_params, c.launch_params) for c in kernels()]
+    return Search(ranked, LAUNCHES, trials=40, **arguments)  # type: ignore[arg-type]
+
+
+def run(portfolio: Portfolio, speed: dict[str, float]) -> dict[str, int]:
+    """Candidates asked of each family, with each family's landscape scaled by its speed."""
+    asked: dict[str, int] = {}
+    while batch := portfolio.ask():
+        assert len({candidate.family for candidate in batch} - {"cublaslt"}) <= 1
+        for candidate in batch:
+            asked[candidate.family] = asked.get(candidate.family, 0) + 1
+            own = speed.get(candidate.family)
+            value = truth(candidate) if candidate.params.get("tile_m") else 1.0
+            portfolio.tell(candidate, None if own is None else own * value)
+    assert portfolio.stage == "done"
+    return asked
+
+
+def portfolio() -> Portfolio:
+    return Portfolio([search("cute_sm90", library=[]), search("triton_tma"), search("cute_sm80")])
+
+
+def test_a_family_that_is_far_behind_costs_its_first_round() -> None:
+    assert run(portfolio(), {"cute_sm90": 1.0, "triton_tma": 0.7, "cute_sm80": 0.5}) == {
+        "cute_sm90": 40,
+        "triton_tma": 4,
+        "cute_sm80": 4,
+    }
+
+
+def test_a_family_that_is_near_or_ahead_is_searched_to_its_end() -> None:
+    assert run(portfolio(), {"cute_sm90": 1.0, "triton_tma": 1.0, "cute_sm80": 0.5})["triton_tma"] == 40
+    assert run(portfolio(), {"cute_sm90": 0.5, "triton_tma": 0.5, "cute_sm80": 1.0})["cute_sm80"] == 40
+
+
+def test_a_family_whose_candidates_all_fail_is_given_up() -> None:
+    assert run(portfolio(), {"cute_sm90": 1.0, "cute_sm80": 0.5})["triton_tma"] == 4
+
+
+def test_when_the_first_family_fails_the_others_are_searched() -> None:
+    asked = run(portfolio(), {"triton_tma": 1.0, "cute_sm80": 0.99})
+    assert (asked["triton_tma"], asked["cute_sm80"]) == (40, 40)
+
+
+def test_the_plan_is_what_is_asked() -> None:
+    planned = portfolio().planned_screen()
+    searched, asked = portfolio(), []
+    while (batch := searched.ask()) and searched.stage == "screen":
+        asked += batch
+        for candidate in batch:
+            searched.tell(candidate, truth(candidate))
+    assert set(planned) >= set(asked)
+    assert planned[:8] == asked[:8]
+
+
+def test_library_comes_with_the_first_search_and_counts_for_nothing() -> None:
+    one = Portfolio([search("cute_sm90", library=[LIBRARY])])
+    assert one.trials == 40
+    assert run(one, {"cute_sm90": 1.0, "cublaslt": 1.0}) == {"cute_sm90": 40, "cublaslt": 1}
+
+
+def test_library_alone() -> None:
+    assert run(Portfolio([Search([], {}, library=[LIBRARY])]), {"cublaslt": 1.0}) == {"cublaslt": 1}
+
+
+def test_trials_are_those_that_are_sure() -> None:
+    assert portfolio().trials == 40 + 4 + 4
+
+
+@pytest.mark.parametrize("trials", [1, 5])
+def test_small_budgets_give_each_family_one_candidate(trials: int) -> None:
+    def small(family: str) -> Search:
+        ranked = [Candidate(family, c.compile_params, c.launch_params) for c in kernels()]
+        return Search(ranked, LAUNCHES, trials=trials)
+
+    asked = run(Portfolio([small("cute_sm90"), small("triton_tma")]), {"cute_sm90": 1.0, "triton_tma": 0.5})
+    assert asked == {"cute_sm90": trials, "triton_tma": 1}

@@ -1,0 +1,96 @@
+"""What launchers of tile families share: operands as TMA reads them, and the memory of a split-K launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tunegemm.problem import DTYPE_BYTES, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+#: Addresses of A, B, D; their leading dimensions; the strides between their batch entries, in elements.
+Places = tuple[int, int, int, int, int, int, int, int, int]
+
+
+def tma_reader(problem: Problem) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Places]:
+    """A function of (a, b, out) that says where they are.
+
+    It raises ValueError for what TMA cannot read: addresses and strides that are no multiples of 16 bytes.
+    """
+    m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
+    # Per operand: the strided mode, its extent, and the packed leading dimension. Where the mode has
+    # extent 1 its stride says nothing; the packed one is as good and surely aligned.
+    a_leading = (-2, m, k) if problem.a_major == "k" else (-1, k, m)
+    b_leading = (-1, n, k) if problem.b_major == "k" else (-2, k, n)
+    d_leading = (-2, m, n) if problem.out_major == "n" else (-1, n, m)
+    in_unit, out_unit = 16 // DTYPE_BYTES[problem.in_dtype], 16 // DTYPE_BYTES[problem.out_dtype]
+
+    def leading(tensor: torch.Tensor, mode: int, lines: int, packed: int, unit: int) -> int:
+        stride = packed if lines == 1 else tensor.stride(mode)
+        if stride % unit:
+            raise ValueError(
+                f"leading dimension {stride} is no multiple of the {unit} elements (16 B) of TMA"
+            )
+        return stride
+
+    def batch_stride(tensor: torch.Tensor, packed: int, unit: int) -> int:
+        if tensor.ndim == 2 or batch == 1:
+            return packed
+        if tensor.stride(0) % unit:
+            raise ValueError(f"batch stride {tensor.stride(0)} is no multiple of {unit} elements (16 B)")
+        return tensor.stride(0)
+
+    def read(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Places:
+        a_address, b_address, d_address = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        if (a_address | b_address | d_address) & 15:
+            raise ValueError("an operand does not start at a multiple of the 16 B that TMA needs")
+        return (
+            a_address,
+            b_address,
+            d_address,
+            leading(a, *a_leading, in_unit),
+            leading(b, *b_leading, in_unit),
+            leading(out, *d_leading, out_unit),
+            batch_stride(a, m * k, in_unit),
+            batch_stride(b, n * k, in_unit),
+            batch_stride(out, m * n, out_unit),
+        )
+
+    return read
+
+
+class Workspace:
+    """Device memory of a split-K launcher: fp32 partial sums, then counters, which start as zeros.
+
+    Kernels on one stream follow each other and share it; each stream has its own. A captured graph keeps
+    what it was captured with, so that its replays do not disturb anyone else.
+    """
+
+    def __init__(self, partial_bytes: int, counter_bytes: int, index: int) -> None:
+        self.partial_bytes = partial_bytes
+        self.counter_bytes = counter_bytes
+        self._place = f"cuda:{index}"
+        self._by_stream: dict[int, torch.Tensor] = {}
+        self._of_graphs: list[torch.Tensor] = []
+
+    def addresses(self, stream: int) -> tuple[int, int]:
+        """Where partial sums and zeroed counters are, for the current stream."""
+        import torch
+
+        if torch.cuda.is_current_stream_capturing():
+            memory = self._allocate()
+            self._of_graphs.append(memory)
+        elif (found := self._by_stream.get(stream)) is not None:
+            memory = found
+        else:
+            memory = self._by_stream.setdefault(stream, self._allocate())
+        return memory.data_ptr(), memory.data_ptr() + self.partial_bytes
+
+    def _allocate(self) -> torch.Tensor:
+        import torch
+
+        memory = torch.empty(self.partial_bytes + self.counter_bytes, dtype=torch.uint8, device=self._place)
+        memory[self.partial_bytes :].zero_()
+        return memory

@@ -1,0 +1,77 @@
+"""Several searches of one problem, one per kernel family, run as one.
+
+Every family shows its model's first kernels; the first family's search runs to its end; then those that came
+near the best go on with theirs. So what a family can do on a problem is measured, for a few candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tunegemm.search.search import Search, StageName
+from tunegemm.space import Candidate
+
+#: Candidates of each family but the first before its chances are judged, as a part of its budget: 8 of 80.
+_FIRST_ROUND = 0.1
+#: A family goes on when the best of its first round is at most this much slower than the best first round.
+_MARGIN = 0.05
+
+
+class Portfolio:
+    """Asks and tells as `Search` does. The first search is the one expected to win."""
+
+    def __init__(self, searches: Sequence[Search]) -> None:
+        self._searches = list(searches)
+        self._current: Search | None = self._searches[0] if self._searches else None
+        self._by_family = {search.family: search for search in self._searches}
+        self._told: dict[str, list[float]] = {search.family: [] for search in self._searches}
+
+    @property
+    def trials(self) -> int:
+        """Candidates that will be asked for whatever is told: the first search, the others' first rounds."""
+        others = sum(_first_round(search) for search in self._searches[1:])
+        return others + sum(search.budget.trials for search in self._searches[:1])
+
+    @property
+    def stage(self) -> StageName:
+        """The stage of the candidate asked for last; ``done`` when there are no more."""
+        return self._current.stage if self._current is not None else "done"
+
+    def planned_screen(self) -> list[Candidate]:
+        """What will be asked for whatever is told: may be compiled ahead, in this order."""
+        planned = [
+            c for search in self._searches[1:] for c in search.planned_screen()[: _first_round(search)]
+        ]
+        return planned + [c for search in self._searches[:1] for c in search.planned_screen()]
+
+    def ask(self, count: int = 24) -> list[Candidate]:
+        """The next candidates, at most `count`, of one family; empty when the budgets are spent."""
+        for search in self._searches[1:]:
+            left = _first_round(search) - len(search.asked)
+            if left > 0 and (batch := search.ask(min(count, left))):
+                self._current = search
+                return batch
+        for search in self._searches:
+            if (search is self._searches[0] or self._is_near(search)) and (batch := search.ask(count)):
+                self._current = search
+                return batch
+        self._current = None
+        return []
+
+    def tell(self, candidate: Candidate, value: float | None) -> None:
+        """What came of a candidate: its speed relative to the baseline, or None when it failed."""
+        self._by_family.get(candidate.family, self._searches[0]).tell(candidate, value)
+        if candidate.family in self._told:
+            self._told[candidate.family].append(value or 0.0)
+
+    def _is_near(self, search: Search) -> bool:
+        # Like is compared with like: the first search has seen many more candidates by now.
+        best = {one: self._best_of_first_round(one) for one in self._searches}
+        return best[search] > 0 and best[search] >= (1 - _MARGIN) * max(best.values())
+
+    def _best_of_first_round(self, search: Search) -> float:
+        return max(self._told[search.family][: _first_round(search)], default=0.0)
+
+
+def _first_round(search: Search) -> int:
+    return max(1, int(search.budget.trials * _FIRST_ROUND)) if search.budget.trials else 0
