@@ -94,6 +94,7 @@ def interleave(
     min_replay_ms: float = 1.0,
     settle_s: float = 1.0,
     seed: int = 0,
+    tolerances: Mapping[str, float] | None = None,
 ) -> Interleave:
     """Checks every callable against fp32, captures those that are right, and times them together.
 
@@ -108,7 +109,8 @@ def interleave(
     errors: dict[str, float] = {}
     skipped: dict[str, str] = {}
     for name, run in runs.items():
-        verdict = _verdict(problem, run, sets[0], expected, backend)
+        limit = (tolerances or {}).get(name, tolerance(problem))
+        verdict = _verdict(limit, run, sets[0], expected, backend)
         if isinstance(verdict, str):
             skipped[name] = verdict
         else:
@@ -144,7 +146,7 @@ def interleave(
 
 
 def _verdict(
-    problem: Problem, run: Run, operands: Operands, expected: torch.Tensor, backend: Backend
+    limit: float, run: Run, operands: Operands, expected: torch.Tensor, backend: Backend
 ) -> float | str:
     """The relative error of a right result, or why there is none. This call is also the warm-up."""
     restore(operands)
@@ -156,7 +158,7 @@ def _verdict(
     if isinstance(results[0], torch.Tensor):
         operands = dataclasses.replace(operands, out=results[0])
     found = check(operands, expected)
-    return found.objection(tolerance(problem)) or found.relative_error
+    return found.objection(limit) or found.relative_error
 
 
 def _holding(run: Run, count: int) -> Launcher:

@@ -11,6 +11,7 @@ import pytest
 from tunegemm.device import cuda_device_count
 
 if TYPE_CHECKING:
+    from tests.browser import Browser
     from tests.postgres import Cluster
 
 
@@ -38,6 +39,20 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium. `.ci/run` demands one; elsewhere its tests are skipped."""
+    from tests.browser import executable, start
+
+    program = executable()
+    if program is None:
+        missing = "needs Chromium, Debian's package `chromium`; there is none here"
+        assert not os.environ.get("TUNEGEMM_CI"), missing
+        pytest.skip(missing)
+    with start(program) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -50,12 +50,12 @@ def test_the_shapes_file_has_both_groups_and_each_problem_once():
     assert {p.m for p in groups["llama-3-8b"]} == {16, 128, 512, 4096}
     shared = set(groups["anchors"]) & set(groups["llama-3-8b"])
     assert {p.shape for p in shared} == {"4096x4096x4096", "512x6144x4096", "4096x4096x14336"}
-    assert len(found) == len({s.problem for s in found}) == 31
+    assert len(found) == len({s.problem for s in found}) == 39
     assert all(p.in_dtype == "bf16" and p.layout == "tn" for p in groups["anchors"])
 
 
 def test_select_by_group_pattern_and_shape():
-    assert len(shapes.select([])) == 31
+    assert len(shapes.select([])) == 39
     assert len(shapes.select(["llama-3-8b"])) == 16
     assert [p.shape for p in shapes.select(["512x.*x4096"])] == [
         "512x6144x4096", "512x4096x4096", "512x28672x4096"

@@ -212,7 +212,7 @@ def test_load_without_an_object_names_the_remedy(h200: Device) -> None:
 
 
 def test_an_object_holds_the_launch_function(pool: CompilePool, h200: Device) -> None:
-    from tunegemm.families.cute_sm90 import load_function
+    from tunegemm.families.cute_object import load_function
 
     (result,) = compile_all(pool, h200, [(PROBLEMS[0], candidate())])
     assert result.artifact is not None

@@ -452,14 +452,50 @@ def test_unsupported_dtype_and_views_warn_once_each(serve, kernel):
     assert not kernel.calls
 
 
-def test_misaligned_addresses_are_torchs_without_losing_the_plan(serve, kernel):
+def test_misaligned_addresses_are_another_problem(serve, kernel):
+    """A view at an odd offset has a record of its own alignment or none, and aligned ones keep theirs."""
     dispatcher = serve(Problem(32, 48, 64))
     a, b = operands()
     room = torch.zeros(32 * 64 + 8, dtype=BF16)
-    for offset, hits in ((0, 1), (1, 1), (4, 1), (8, 2)):
-        moved = room[offset : offset + 32 * 64].view(32, 64).copy_(a)
-        assert torch.equal(quietly(dispatcher.matmul, moved, b), torch.matmul(a, b))
-        assert len(kernel.calls) == hits
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for offset, hits in ((0, 1), (1, 1), (4, 1), (8, 2)):
+            moved = room[offset : offset + 32 * 64].view(32, 64).copy_(a)
+            assert torch.equal(dispatcher.matmul(moved, b), torch.matmul(a, b))
+            assert len(kernel.calls) == hits
+    said = [str(warning.message) for warning in caught]
+    assert ["--alignment 2" in said[0], "--alignment 8" in said[1], len(said)] == [True, True, 2]
+
+
+@pytest.mark.parametrize(("pad", "offset", "alignment"), [(1, 0, 2), (0, 1, 2), (2, 0, 4), (0, 4, 8)])
+def test_a_record_of_their_alignment_serves_unaligned_operands(serve, kernel, pad, offset, alignment):
+    dispatcher = serve(Problem(32, 48, 64, alignment=alignment), prepared=Prepared(kernel))
+    a, b = operands()
+    room = torch.zeros(offset + 32 * (64 + pad), dtype=BF16)
+    moved = room[offset:].view(32, 64 + pad)[:, :64].copy_(a)
+    assert torch.equal(quietly(dispatcher.matmul, moved, b), torch.matmul(a, b))
+    out = torch.zeros(32 * 48 + 1, dtype=BF16)[1:].view(32, 48)
+    assert torch.equal(quietly(dispatcher.matmul, moved, b, out=out), torch.matmul(a, b))
+    assert torch.equal(quietly(dispatcher.linear, moved, b.t()), torch.matmul(a, b))
+    assert len(kernel.calls) == 3
+
+
+def test_an_output_without_unit_stride_is_torchs(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64), prepared=Prepared(kernel))
+    a, b = operands()
+    out = torch.zeros(32, 96, dtype=BF16)[:, ::2]
+    with pytest.warns(TunegemmWarning, match="no unit stride"):
+        assert torch.equal(dispatcher.matmul(a, b, out=out), torch.matmul(a, b))
+    assert not kernel.calls
+
+
+def test_library_algorithms_get_aligned_addresses(serve, kernel):
+    """Packed rows of 2002 bytes: the library was asked about operands that start at 16 bytes."""
+    dispatcher = serve(Problem(32, 48, 1001, alignment=2), prepared=Prepared(kernel, packed=True))
+    a, b = operands(k=1001)
+    assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b)) and len(kernel.calls) == 1
+    moved = torch.zeros(32 * 1001 + 1, dtype=BF16)[1:].view(32, 1001).copy_(a)
+    assert torch.equal(quietly(dispatcher.matmul, moved, b), torch.matmul(a, b)) and len(kernel.calls) == 1
 
 
 def test_foreign_record_says_what_differs(device, kernel):

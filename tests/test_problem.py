@@ -254,6 +254,5 @@ class TestAlignment:
         assert Problem.from_tensors(room[: 16 * 36].view(16, 36)[:, :32], b).alignment == 8
         shifted = room[2 : 2 + 16 * 32].view(16, 32)
         assert Problem.from_tensors(shifted, b).alignment == 4
-        assert Problem.from_tensors(shifted, b, addresses=False).alignment == 16
         padded = operand(16, 1008)[:, :1001]
         assert Problem.from_tensors(padded, operand(24, 1008)[:, :1001].T).alignment == 16

@@ -140,17 +140,12 @@ class Problem:
 
     @classmethod
     def from_tensors(
-        cls,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        *,
-        out_dtype: torch.dtype | None = None,
-        addresses: bool = True,
+        cls, a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None
     ) -> Problem:
         """From torch operands with the meaning of ``torch.matmul(a, b)``: a (m, k) or (l, m, k), b alike.
 
-        addresses: False computes the alignment from the strides alone. Raises ProblemError for other ranks,
-        for extents that do not match, for mixed dtypes, and for an operand that has no contiguous mode.
+        Raises ProblemError for other ranks, for extents that do not match, for mixed dtypes, and for an
+        operand that has no contiguous mode.
         """
         if a.ndim not in (2, 3) or a.ndim != b.ndim:
             raise ProblemError(f"operands of {a.ndim} and {b.ndim} dimensions; both need 2 or both 3")
@@ -162,8 +157,7 @@ class Problem:
         a_major = _major(a, row_mode="m", column_mode="k", prefer="k")
         b_major = _major(b, row_mode="k", column_mode="n", prefer="k")
         steps = _steps(a, -2 if a_major == "k" else -1) + _steps(b, -1 if b_major == "k" else -2)
-        if addresses:
-            steps += [a.data_ptr(), b.data_ptr()]
+        steps += [a.data_ptr(), b.data_ptr()]
         return cls(
             a.shape[-2],
             b.shape[-1],

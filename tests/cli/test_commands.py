@@ -249,3 +249,48 @@ class TestProgress:
         text = self.lines(True, self.progress())
         assert "best pp128x192x64 at 205.3 us" in text
         assert "\x1b[" in text
+
+
+class TestExplain:
+    CANDIDATE = "cute_sm80,tile_m=128,tile_n=128,tile_k=32,stages=3,warps_m=2,warps_n=2,smem_swizzle=2"
+
+    def explain(self, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+        where = ("--device", "model:h200", "--db", str(tmp_path / "none.db"), "--json")
+        return json.loads(tunegemm("explain", *arguments, *where).stdout)
+
+    def test_the_seeds_figures(self, tmp_path: Path) -> None:
+        """4096^3 fp16 is 1365 FLOP/B, a 128x128x32 tile 64; an H200 has 989.4 TFLOP/s over 4.8 TB/s."""
+        (found,) = self.explain(tmp_path, "--shape", SHAPE, "--dtype", "fp16", "--candidate", self.CANDIDATE)
+        assert found["flops_per_byte"] == pytest.approx(1365.33, abs=0.01)
+        assert found["tile"]["flops_per_smem_byte"] == 64
+        assert found["tile"]["smem_bytes"] == 3 * 2 * 128 * 32 * 2
+        assert found["tile"]["verdict"] == "feasible" and found["tile"]["waves"] == 8
+        assert found["ridge_flops_per_byte"] == pytest.approx(206.125)
+        assert found["bound"] == "compute" and found["roofline_tflops"] == pytest.approx(989.4)
+        assert found["record"] is None and "no such database" in found["why_not"]
+
+    def test_a_memory_bound_shape_and_no_tile(self, tmp_path: Path) -> None:
+        first, second = self.explain(tmp_path, "--shape", "16x4096x4096", "--shape", "64x64x64x2")
+        assert first["bound"] == second["bound"] == "memory" and first["tile"] is None
+        assert first["roofline_us"] == pytest.approx(first["bytes"] / 4.8e6)
+
+    def test_text(self, tmp_path: Path) -> None:
+        run = tunegemm(
+            "explain", "--shape", "4096x4096x1001", "--device", "model:h200", "--db", str(tmp_path / "x")
+        )
+        assert "4096x4096x1001 bf16 tn align2 on NVIDIA H200" in run.stdout
+        assert "compute-bound" in run.stdout and "dispatch  torch:" in run.stdout
+
+    @pytest.mark.parametrize(
+        ("candidate", "named"),
+        [
+            ("cute_sm80,foo=1", "no parameter 'foo'"),
+            ("cute_sm80,foo", "not NAME=VALUE"),
+            ("x", "'x' is not known"),
+        ],
+    )
+    def test_bad_candidates_are_one_line(self, candidate: str, named: str) -> None:
+        run = tunegemm(
+            "explain", "--shape", SHAPE, "--candidate", candidate, "--device", "model:h200", code=2
+        )
+        assert named in run.stderr and run.stderr.count("\n") == 1

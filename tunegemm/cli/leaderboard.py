@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import options
+from tunegemm.problem import Problem, normalize_dtype
 
 if TYPE_CHECKING:
+    import pandas
+
     from tunegemm.report.leaderboard import Leaderboard
 
 
@@ -21,6 +24,14 @@ class Format(StrEnum):
     csv = "csv"
     json = "json"
     md = "md"
+    html = "html"
+    parquet = "parquet"
+
+
+class By(StrEnum):
+    shape = "shape"
+    family = "family"
+    device = "device"
 
 
 def command(
@@ -31,6 +42,19 @@ def command(
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of A and B. Default: any.")] = None,
     out_dtype: Annotated[str | None, typer.Option("--out-dtype", help="Of D. Default: any.")] = None,
     layout: Annotated[str | None, typer.Option("--layout", help="tn, tt, nn or nt. Default: any.")] = None,
+    family: Annotated[
+        str | None, typer.Option("--family", help="Only this kernel family. Default: all.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="NAME", help="Only this one, by its name or a part of it. Default: all."
+        ),
+    ] = None,
+    by: Annotated[
+        By,
+        typer.Option("--by", help="Rows without --shape: shapes, or families or devices over all shapes."),
+    ] = By.shape,
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write there, not to the terminal.")
@@ -44,9 +68,13 @@ def command(
     shapes = [
         options.parse_problems([text], dtype or "bf16", None, layout or "tn")[0].shape for text in shape or ()
     ]
+    if family is not None:
+        options.parse_families(family)
+    if format is Format.parquet and out is None:
+        raise options.UsageError("--format parquet is not for a terminal: name a file with --out")
     from tunegemm.database import Database
     from tunegemm.database.connection import display
-    from tunegemm.problem import Problem, normalize_dtype
+    from tunegemm.database.leaders import leaders
 
     def wanted(problem: Problem) -> bool:
         return (
@@ -66,18 +94,34 @@ def command(
                 f"{display(database.location)}: no measurement of {words}; "
                 f"run `tunegemm tune --shape {missing[0]}` first"
             )
-        from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
+        device_name = None
+        if device is not None:
+            from tunegemm.database.queries import device_names
+            from tunegemm.report.evidence import named_device
 
-        if shapes:
-            boards = [Leaderboard.from_frame(problem, database.frame(problem)) for problem in problems]
+            device_name = named_device(device, device_names(database))
+        from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, parquet
+
+        if not shapes and by is By.shape and family is None:
+            # Of a large database every shape's best is read, and nothing else.
+            frame = leaders(database, VENDOR_FAMILY, device_name=device_name)
+            boards = [Leaderboard.best_of_all(_of(problems, frame))]
         else:
-            from tunegemm.database.leaders import leaders
-
-            frame = leaders(database, VENDOR_FAMILY)
-            names = [field.name for field in fields(Problem)]
-            kept = {astuple(problem) for problem in problems}
-            rows = [values in kept for values in frame[names].itertuples(index=False, name=None)]
-            boards = [Leaderboard.best_of_all(frame[rows])]
+            one = problems[0] if len(problems) == 1 else None
+            frame = database.frame(one, device_name=device_name, family=family)
+            if shapes and by is By.shape:
+                boards = [Leaderboard.from_frame(problem, frame) for problem in problems]
+            elif by is By.shape:
+                boards = [Leaderboard.summary(_of(problems, frame))]
+            else:
+                standing = Leaderboard.standings(
+                    _of(problems, frame), "family" if by is By.family else "device"
+                )
+                boards = [standing]
+    if format is Format.parquet:
+        assert out is not None
+        parquet(boards, top, out)
+        return
     console = options.stdout_console()
     if format is Format.table and out is None and console.is_terminal:
         for board in boards:
@@ -90,10 +134,21 @@ def command(
         options.write_text(out, text)
 
 
+def _of(problems: list[Problem], frame: pandas.DataFrame) -> pandas.DataFrame:
+    """The rows of some problems."""
+    names = [field.name for field in fields(Problem)]
+    kept = {astuple(problem) for problem in problems}
+    return frame[[values in kept for values in frame[names].itertuples(index=False, name=None)]]
+
+
 def _render(boards: list[Leaderboard], format: Format, top: int | None) -> str:
     """One document for all boards: JSON a list, CSV under one header."""
     if format is Format.json:
         return json.dumps([board.as_dict(top) for board in boards], indent=2, ensure_ascii=False) + "\n"
+    if format is Format.html:
+        from tunegemm.report.leaderboard import html
+
+        return html(boards, top)
     texts = [board.render(format.value, top) for board in boards]
     if format is Format.csv:
         return "".join([texts[0], *(text.partition("\n")[2] for text in texts[1:])])

@@ -48,7 +48,7 @@ def command(
     from tunegemm.report.census import take_census
 
     spaces = _spaces(options.parse_families(family), space_file)
-    opened = _open_device(device)
+    opened = open_device(device)
     counts = [take_census(space, problem, opened) for problem in problems for space in spaces]
     if format is Format.json:
         typer.echo(json.dumps([count.asdict() for count in counts], indent=2))
@@ -58,7 +58,8 @@ def command(
         console.print(_table(count))
 
 
-def _open_device(spec: str | None) -> Device:
+def open_device(spec: str | None) -> Device:
+    """The device of a name; without one the first GPU, or the H200's known limits."""
     from tunegemm.device import cuda_device_count, find_device
     from tunegemm.tuning import open_device
 

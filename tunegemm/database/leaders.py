@@ -25,14 +25,14 @@ _PROBLEM_COLUMNS = [getattr(ProblemRow, field.name) for field in fields(Problem)
 _PAIR = ["problem_id", "fingerprint_id"]
 
 
-def leaders(database: Database, family: str) -> pandas.DataFrame:
+def leaders(database: Database, family: str, *, device_name: str | None = None) -> pandas.DataFrame:
     """One row per problem and device name: the record chosen last there, and the best of the vendor's family.
 
     Columns: the fields of the problem; device_name, family, label, candidate (digest), median_us,
     baseline_median_us, ratio, spread, baseline_spread, settled; vendor_label and vendor_ratio, missing where
     the vendor's family was not measured. Its final races count, or else its screening.
 
-    family: the vendor's.
+    family: the vendor's. device_name: only this device.
     """
     import pandas
 
@@ -63,6 +63,8 @@ def leaders(database: Database, family: str) -> pandas.DataFrame:
         .join(CandidateRow, CandidateRow.id == row.candidate_id)
         .where(ranked.c.place == 1)
     )
+    if device_name is not None:
+        best = best.where(ranked.c.device_name == device_name)
     with database._raw_reading() as read:
         frame = pandas.DataFrame(read(best), columns=[column.key for column in best.selected_columns])
         vendors = select(CandidateRow.id, CandidateRow.label)

@@ -1,9 +1,9 @@
 """From a call to a launch: one dictionary look-up per product once its plan is known.
 
-A *plan* is the prepared launch for one key of shapes, strides, dtypes and devices; None says that torch
-computes products of that key. Plans are made on the first call of a key, under a lock, and are then
-read without one. Nothing is compiled or tuned here, and nothing is read or loaded while the current
-stream records a CUDA graph: a product without a plan is then torch's.
+A *plan* is the prepared launch for one key of shapes, strides, dtypes, devices and, below 16, the bytes that
+addresses are multiples of; None says that torch computes products of that key. Plans are made on the first
+call of a key, under a lock, and are then read without one. Nothing is compiled or tuned here, and nothing is
+read or loaded while the current stream records a CUDA graph: a product without a plan is then torch's.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Plan:
     """(m, n): the output as the kernel sees it, when `rows` is given."""
     spans: tuple[int, int, int]
     """Bytes spanned by a, b and the output."""
+    address_bytes: int
+    """What the address of a given output must be a multiple of."""
     device: torch.device
     guarded: bool
     """Whether the device may not be the current one, as on a host of several GPUs."""
@@ -109,12 +111,14 @@ class Dispatcher:
                     if type(out) not in _PLAIN:
                         return torch.matmul(a, b, out=out)
                     key += (out.shape, out.stride(), out.dtype, out.device)
+                if low := (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
+                    key += (low & -low,)
             except RuntimeError:  # sparse and nested tensors have no strides
                 return _torch_matmul(a, b, out)
             plan = state.plans.get(key, _MISSING)
             if plan is _MISSING:
                 plan = self._plan(state, key, a, b, out, "matmul")
-            if plan is not None and not (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
+            if plan is not None:
                 if out is None:
                     result = a.new_empty(plan.out_shape)
                 elif _writable(plan, a, b, out):
@@ -134,6 +138,7 @@ class Dispatcher:
         """See `tunegemm.linear`."""
         if bias is None and _ordinary(x, weight):
             state = self._state
+            key: tuple[Any, ...]
             try:
                 key = (
                     x.shape,
@@ -144,14 +149,16 @@ class Dispatcher:
                     weight.dtype,
                     x.device,
                     weight.device,
-                    1,
+                    "linear",
                 )
+                if low := (x.data_ptr() | weight.data_ptr()) % ALIGNMENT:
+                    key += (low & -low,)
             except RuntimeError:  # sparse and nested tensors have no strides
                 return torch.nn.functional.linear(x, weight)
             plan = state.plans.get(key, _MISSING)
             if plan is _MISSING:
                 plan = self._plan(state, key, x, weight.t(), None, "linear") if weight.ndim == 2 else None
-            if plan is not None and not (x.data_ptr() | weight.data_ptr()) % ALIGNMENT:
+            if plan is not None:
                 result = x.new_empty(plan.out_shape)
                 try:
                     _launch(plan, x, weight.t(), result)
@@ -212,12 +219,15 @@ class Dispatcher:
             return None
         if prepared.packed and not operands.packed:
             return None
+        if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
+            return None
         return Plan(
             prepared.launch,
             operands.out_shape,
             operands.rows,
             (problem.m, problem.n),
             operands.spans,
+            prepared.address_bytes,
             a.device,
             self._device_type == "cuda" and torch.cuda.device_count() > 1,
         )
@@ -343,7 +353,7 @@ def _writable(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -
     a_start, b_start = a.data_ptr(), b.data_ptr()
     a_span, b_span, span = plan.spans
     return (
-        not start % ALIGNMENT
+        not start % plan.address_bytes
         and not (_grad_enabled() and out.requires_grad)
         and not (out.is_inference() and not torch.is_inference_mode_enabled())  # torch forbids it
         and (start >= a_start + a_span or a_start >= start + span)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tunegemm import families
 from tunegemm.device import Device
+from tunegemm.dispatch.operands import ALIGNMENT
 from tunegemm.errors import ArtifactError
 from tunegemm.families import Launcher
 from tunegemm.families.cublaslt import is_torch
@@ -25,6 +26,11 @@ class Prepared:
     """Reads its operands through TMA: 16-byte addresses and strides."""
     packed: bool = False
     """Wants dense operands: a library's algorithm was chosen and timed for these leading dimensions."""
+
+    @property
+    def address_bytes(self) -> int:
+        """What addresses must be multiples of, beyond what the problem's alignment says of a and b."""
+        return ALIGNMENT if self.tma or self.packed else 1
 
 
 TORCH = Prepared(None)

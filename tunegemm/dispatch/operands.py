@@ -1,7 +1,7 @@
 """What a pair of operands asks for: the problem, how to view it as matrices, and what kernels may refuse.
 
-Everything here depends on shapes, strides and dtypes only, so one answer holds for every later call with
-the same key. It runs once per key, off the hot path, and never looks at a device.
+Everything here depends on shapes, strides, dtypes and the alignment of addresses only, so one answer holds
+for every later call with the same key. It runs once per key, off the hot path, and never looks at a device.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def describe(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
     elif a.ndim > 3 or a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2] or a.shape[:-2] == (1,):
         return Refusal("")
     try:
-        problem = Problem.from_tensors(matrix, b, addresses=False)
+        problem = Problem.from_tensors(matrix, b)
     except ProblemError as error:
         return Refusal(str(error))
     out_shape = (*a.shape[:-1], b.shape[-1])
@@ -107,6 +107,9 @@ def _described(
     refusals = [_tma_refusal(name, shape, strides, major, item) for name, shape, strides, major in views]
     if out is not None and _overlaps_itself(d_shape, d_strides):
         return Refusal("")
+    _, shape, strides, major = views[2]
+    if strides[major] != 1 and shape[major] > 1:
+        return Refusal(f"output of strides {strides} has no unit stride")
     a_span, b_span, d_span = (_span(shape, strides) * item for _, shape, strides, _ in views)
     return Operands(
         problem,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 #: All families, in the order in which they are tried.
-NAMES = ("cute_sm90", "triton_tma", "cublaslt")
+NAMES = ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "cublaslt")
 
 #: Launches one product on the current stream: (a, b, out). Operands as in torch.matmul.
 Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], None]

@@ -1,4 +1,4 @@
-"""What launchers of tile families share: operands as TMA reads them, and the memory of a split-K launch."""
+"""What launchers of tile families share: where their operands are, and the memory of a split-K launch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,31 @@ Places = tuple[int, int, int, int, int, int, int, int, int]
 
 
 def tma_reader(problem: Problem) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Places]:
+    """An `operand_reader` for TMA: addresses and strides are multiples of 16 bytes."""
+    return operand_reader(problem, 16, 16)
+
+
+def operand_reader(
+    problem: Problem, in_bytes: int, out_bytes: int
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Places]:
     """A function of (a, b, out) that says where they are.
 
-    It raises ValueError for what TMA cannot read: addresses and strides that are no multiples of 16 bytes.
+    It raises ValueError where addresses and strides of A and B are no multiples of `in_bytes`, or those of D
+    none of `out_bytes`: the kernel would fault there.
     """
     m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
     # Per operand: the strided mode, its extent, and the packed leading dimension. Where the mode has
-    # extent 1 its stride says nothing; the packed one is as good and surely aligned.
+    # extent 1 its stride says nothing; the packed one, rounded up, is as good and surely aligned.
     a_leading = (-2, m, k) if problem.a_major == "k" else (-1, k, m)
     b_leading = (-1, n, k) if problem.b_major == "k" else (-2, k, n)
     d_leading = (-2, m, n) if problem.out_major == "n" else (-1, n, m)
-    in_unit, out_unit = 16 // DTYPE_BYTES[problem.in_dtype], 16 // DTYPE_BYTES[problem.out_dtype]
+    in_unit, out_unit = in_bytes // DTYPE_BYTES[problem.in_dtype], out_bytes // DTYPE_BYTES[problem.out_dtype]
 
     def leading(tensor: torch.Tensor, mode: int, lines: int, packed: int, unit: int) -> int:
-        stride = packed if lines == 1 else tensor.stride(mode)
+        stride = -(-packed // unit) * unit if lines == 1 else tensor.stride(mode)
         if stride % unit:
             raise ValueError(
-                f"leading dimension {stride} is no multiple of the {unit} elements (16 B) of TMA"
+                f"leading dimension {stride} is no multiple of the {unit} elements of one access"
             )
         return stride
 
@@ -39,13 +47,16 @@ def tma_reader(problem: Problem) -> Callable[[torch.Tensor, torch.Tensor, torch.
         if tensor.ndim == 2 or batch == 1:
             return packed
         if tensor.stride(0) % unit:
-            raise ValueError(f"batch stride {tensor.stride(0)} is no multiple of {unit} elements (16 B)")
+            raise ValueError(f"batch stride {tensor.stride(0)} is no multiple of {unit} elements")
         return tensor.stride(0)
 
     def read(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Places:
         a_address, b_address, d_address = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        if (a_address | b_address | d_address) & 15:
-            raise ValueError("an operand does not start at a multiple of the 16 B that TMA needs")
+        if (a_address | b_address) & (in_bytes - 1) or d_address & (out_bytes - 1):
+            raise ValueError(
+                f"an operand does not start at a multiple of the {in_bytes} B of one access "
+                f"(output: {out_bytes} B)"
+            )
         return (
             a_address,
             b_address,

@@ -120,6 +120,7 @@ def build(
     num_warps: int,
     num_stages: int = 1,
     aligned: Sequence[str] = (),
+    max_registers: int | None = None,
     capability: int = 90,
 ) -> Resources:
     """Compile a jitted function of Triton or Gluon and write its object; the resources are ptxas's report.
@@ -127,6 +128,7 @@ def build(
     arguments: Triton's type of each run-time argument. Nothing is specialized on their values.
     constants: the values of its `constexpr` parameters.
     aligned: arguments that are promised to be multiples of 16, such as addresses of a workspace.
+    max_registers: of a thread at launch; the default is what lets one block be resident.
 
     Raises RuntimeError with the compiler's first error. Runs in a worker process that sees no GPU.
     """
@@ -149,10 +151,10 @@ def build(
                     compiled = triton.compile(
                         source,
                         target=GPUTarget("cuda", capability, 32),
-                        options={"num_warps": num_warps, "num_stages": num_stages},
+                        options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers},
                     )
             except Exception as error:
-                raise RuntimeError(_first_error(log.read_text()) or f"{error}") from error
+                raise RuntimeError(_first_error(log.read_text()) or f"{_root_cause(error)}") from error
         report = read_report(log.read_text())
         ptx, cubin, facts = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
     if facts.profile_scratch_size or facts.num_ctas != 1:
@@ -214,7 +216,14 @@ def _parameters(ptx: str) -> tuple[str, ...]:
 
 
 def _first_error(log: str) -> str:
-    """The compiler's first complaint, without the place in our sources."""
-    lines = (line.strip() for line in log.splitlines())
-    error = next((line for line in lines if re.search(r"\berror\b|\bfatal\b", line, re.IGNORECASE)), "")
-    return re.sub(r"^\S+: (?=error)", "", error)
+    """The compiler's first complaint, ptxas's before Triton's about it, without the place in our sources."""
+    lines = [line.strip() for line in log.splitlines()]
+    found = (line for word in ("fatal", "error") for line in lines if re.search(rf"\b{word}\b", line, re.I))
+    return re.sub(r"^\S+: (?=error)", "", next(found, ""))
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """What a Python function of the kernel's language raised first; those that called it only name lines."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error

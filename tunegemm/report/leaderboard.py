@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 #: Where times come from: this GPU, a recording of another, or nothing but a model.
 Source = Literal["measured", "replayed", "modelled"]
 
-Format = Literal["table", "csv", "json", "md"]
+Format = Literal["table", "csv", "json", "md", "html"]
+
+#: What `Leaderboard.standings` compares over all shapes.
+By = Literal["family", "device"]
 
 #: The baseline's name, in tables and as the label of the candidate that calls it.
 BASELINE = "torch.mm"
@@ -75,6 +79,11 @@ COLUMNS: Mapping[str, Column] = {
     "best_vendor_ratio": Column("vendor ratio", 3),
     "family": Column("family"),
     "device": Column("device"),
+    "shapes": Column("shapes", 0),
+    "won": Column("fastest on", 0),
+    "mean_ratio": Column("mean ratio to torch.mm", 3),
+    "lowest_ratio": Column("lowest", 3),
+    "highest_ratio": Column("highest", 3),
 }
 
 #: What a narrow terminal goes without, in this order, so that candidates stay readable: the title names the
@@ -239,6 +248,47 @@ class Leaderboard:
         title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
         return cls(title, "measured", _mean_note(table), table)
 
+    @classmethod
+    def standings(cls, frame: pandas.DataFrame, by: By) -> Leaderboard:
+        """Kernel families, or devices, over all problems of `Database.frame`, the highest mean ratio first.
+
+        Of each problem a family counts with its best candidate, a device with the best of all families.
+        Means are geometric, and over the problems that the family or device was tried on.
+        """
+        import pandas
+
+        found: dict[tuple[str, ...], list[tuple[float, bool]]] = {}
+        for problem in sorted(set(_problems(frame))):
+            for shown, group in _groups(_only(frame, problem), None):
+                board = _ranked(_stored_rows(group), problem, shown)
+                leader = board.iloc[0]
+                if by == "device":
+                    found.setdefault((shown.name,), []).append((float(leader["ratio_to_torch_mm"]), True))
+                    continue
+                for family in dict.fromkeys(group["family"]):
+                    best = board[board["family"] == family].iloc[0]
+                    won = leader["family"] == family
+                    found.setdefault((family, shown.name), []).append((float(best["ratio_to_torch_mm"]), won))
+        rows = [
+            dict(zip(("family", "device") if by == "family" else ("device",), key, strict=True))
+            | {
+                "shapes": len(ratios),
+                **({"won": sum(won for _, won in ratios)} if by == "family" else {}),
+                "mean_ratio": math.exp(math.fsum(math.log(ratio) for ratio, _ in ratios) / len(ratios)),
+                "lowest_ratio": min(ratio for ratio, _ in ratios),
+                "highest_ratio": max(ratio for ratio, _ in ratios),
+            }
+            for key, ratios in found.items()
+        ]
+        rows.sort(key=lambda row: -float(row["mean_ratio"]))
+        columns = ["family"] * (by == "family") + ["device", "shapes"] + ["won"] * (by == "family")
+        columns += ["mean_ratio", "lowest_ratio", "highest_ratio"]
+        title = "Kernel families" if by == "family" else "Devices"
+        note = "Each shape counts with its best candidate; ratios are to torch.mm in the same interleave."
+        if not rows:
+            note = "Nothing was measured for this device and software."
+        return cls(title, "measured", note, pandas.DataFrame(rows, columns=columns))
+
     def top(self, count: int | None) -> Leaderboard:
         """The first `count` rows per device, and the baseline's row wherever it is; all rows for None."""
         if count is None or self.frame.empty or "rank" not in self.frame:
@@ -294,6 +344,10 @@ class Leaderboard:
         frame = self.top(top).frame.assign(source=self.source)
         return str(frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
+    def html(self, top: int | None = None) -> str:
+        """A page of its own with a sortable table."""
+        return html([self], top)
+
     def as_dict(self, top: int | None = None) -> dict[str, Any]:
         """Title, source, note and rows, with nothing but JSON's types; unknown figures are None."""
         board = self.top(top)
@@ -307,14 +361,14 @@ class Leaderboard:
         return json.dumps(self.as_dict(top), indent=2, ensure_ascii=False) + "\n"
 
     def render(self, format: str = "table", top: int | None = None) -> str:
-        """As text in one of the formats `table`, `csv`, `json`, `md`. TunegemmError for any other."""
+        """As text in one of the formats `table`, `csv`, `json`, `md`, `html`. TunegemmError for any other."""
         if format == "table":
             from rich.console import Console
 
             text = io.StringIO()
             Console(file=text, width=240).print(self.table(top, width=240))
             return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
-        renderers = {"csv": self.csv, "json": self.json, "md": self.markdown}
+        renderers = {"csv": self.csv, "json": self.json, "md": self.markdown, "html": self.html}
         if format not in renderers:
             raise TunegemmError(f"format {format!r} is not known; use one of {', '.join(get_args(Format))}")
         return renderers[format](top)
@@ -323,6 +377,44 @@ class Leaderboard:
         """Columns for people. On a board of one problem the title names it."""
         hidden = {"problem"} if "rank" in self.frame else set()
         return [name for name in self.frame.columns if name in COLUMNS and name not in hidden]
+
+
+def html(boards: Sequence[Leaderboard], top: int | None = None) -> str:
+    """One page with a sortable table per board, the rows that are dispatched in bold."""
+    from tunegemm.report.page import render
+
+    pages = []
+    for board in (board.top(top) for board in boards):
+        numeric = {name: COLUMNS[name].decimals is not None for name in board._shown()}
+        rows = [
+            {
+                "chosen": row.get("chosen", False),
+                "cells": [
+                    {"text": _cell(name, row), "value": _plain(row[name]) if numeric[name] else None}
+                    for name in numeric
+                ],
+            }
+            for row in board.frame.to_dict("records")
+        ]
+        columns = [{"heading": COLUMNS[name].heading, "numeric": numeric[name]} for name in numeric]
+        pages.append({"title": board.title, "note": board.note, "columns": columns, "rows": rows})
+    return render("boards.html", boards=pages)
+
+
+def parquet(boards: Sequence[Leaderboard], top: int | None, out: Path) -> None:
+    """The rows of all boards as one Parquet file, with a column ``source``.
+
+    Raises TunegemmError without pyarrow, and where the file cannot be written.
+    """
+    import pandas
+
+    frames = [board.top(top).frame.assign(source=board.source) for board in boards]
+    try:
+        pandas.concat(frames, ignore_index=True).to_parquet(out, index=False)
+    except ImportError:
+        raise TunegemmError("Parquet needs pyarrow, which is not installed; pip install pyarrow") from None
+    except OSError as error:
+        raise TunegemmError(f"{out}: {error.strerror}; choose another --out") from None
 
 
 _PROBLEM_FIELDS = [entry.name for entry in fields(Problem)]
@@ -418,11 +510,11 @@ def _groups(frame: pandas.DataFrame, device: Device | None) -> list[tuple[Device
         latest = group["measured_at"].max()
         name = fingerprint.device_name
         if name not in found or latest > found[name][0]:
-            found[name] = (latest, _known_device(fingerprint), group)
+            found[name] = (latest, known_device(fingerprint), group)
     return [(shown, group) for _, shown, group in (found[name] for name in sorted(found))]
 
 
-def _known_device(fingerprint: Fingerprint) -> Device:
+def known_device(fingerprint: Fingerprint) -> Device:
     """A device by its stored name, for the roofline; its peaks are 0, unknown, when no part has the name."""
     parts = {part.device_name: part for part in PARTS.values()}
     part = parts.get(fingerprint.device_name)
@@ -435,8 +527,8 @@ def _known_device(fingerprint: Fingerprint) -> Device:
 
 
 def _device_named(name: str) -> Device:
-    """As `_known_device`; a device's software has no part in its roofline."""
-    return _known_device(Fingerprint(name, 0, "", "", 0, "", "", "", "", ""))
+    """As `known_device`; a device's software has no part in its roofline."""
+    return known_device(Fingerprint(name, 0, "", "", 0, "", "", "", "", ""))
 
 
 def _title(problem: Problem, device_name: str) -> str:

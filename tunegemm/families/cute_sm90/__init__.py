@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunegemm.device import Device, kernel_source_hash, package_version
 from tunegemm.errors import ArtifactError
+from tunegemm.families.cute_object import compile_object, load_function
 from tunegemm.families.cute_sm90.config import KernelConfig
 from tunegemm.families.cute_sm90.rules import config_of, verdict
 from tunegemm.families.launching import Workspace, tma_reader
@@ -77,9 +78,12 @@ class CuteSm90:
         return f"{kernel} r{raster} w{candidate['swizzle_size']} {candidate['ctas']}{split}{hint}"
 
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
-        from tunegemm.families.cute_sm90.build import build
+        def make() -> Any:
+            from tunegemm.families.cute_sm90.kernel import Gemm
 
-        return build(KernelConfig.from_mapping(key), out)
+            return Gemm(KernelConfig.from_mapping(key))
+
+        return compile_object(make, 5, str(key["target"]), out)
 
     def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
         if artifact is None:
@@ -88,9 +92,6 @@ class CuteSm90:
 
 
 FAMILY = CuteSm90()
-
-FUNCTION_NAME = "tunegemm_gemm"
-"""Exported symbol of every compiled object."""
 
 
 def grid_clusters(problem: Problem, candidate: Candidate, device: Device) -> int:
@@ -109,14 +110,6 @@ def l2_hint(candidate: Candidate) -> int:
     """The kernel's number for the candidate's ``l2_hint``, which names the problem's operand: 1 A, 2 B."""
     operand = ("none", "a_first", "b_first").index(candidate.params.get("l2_hint", "none"))
     return 3 - operand if operand and candidate["swap_ab"] else operand
-
-
-def load_function(artifact: Path):  # type: ignore[no-untyped-def]
-    """The launch function in a compiled object."""
-    import cutlass.cute as cute
-
-    module = cute.runtime.load_module(str(artifact), enable_tvm_ffi=True)
-    return module[FUNCTION_NAME]
 
 
 def _launcher(problem: Problem, candidate: Candidate, device: Device, function) -> Launcher:  # type: ignore[no-untyped-def]

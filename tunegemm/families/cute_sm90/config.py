@@ -34,7 +34,7 @@ class KernelConfig:
     cluster_m: int
     cluster_n: int
     epi_n: int
-    """Columns of one epilogue subtile; its rows are one WGMMA's 64."""
+    """Columns of one epilogue subtile, whose rows are one WGMMA's 64; 0 stores straight from registers."""
     in_dtype: str
     out_dtype: str
     a_major: str
@@ -88,10 +88,12 @@ class KernelConfig:
 
     @property
     def epilogue_buffers(self) -> int:
-        """Staging buffers of each consumer warpgroup: 1 to 4, as many as the ring leaves room for.
+        """Staging buffers of each consumer warpgroup: 1 to 4, as many as the ring leaves room for; 0 without.
 
         With one or two, a subtile takes two barriers; with three or more one (see `kernel.Gemm.store`).
         """
+        if self.epi_n == 0:
+            return 0
         left = SMEM_LIMIT - SMEM_ALIGNMENT - self.stages * self.stage_bytes
         return min(4, max(1, left // (self.consumers * self._subtile_bytes)))
 

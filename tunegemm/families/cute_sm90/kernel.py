@@ -103,38 +103,34 @@ class Gemm:
             (config.tile_warpgroups, 1, 1),
             tiler_mn=(MMA_ATOM_M, config.tile_n),
         )
-        # The same atom, one epilogue subtile wide: which thread holds which element of a subtile.
-        epilogue_mma = sm90.make_trivial_tiled_mma(
-            self.in_dtype,
-            self.in_dtype,
-            a_layout.sm90_mma_major_mode(),
-            b_layout.sm90_mma_major_mode(),
-            self.acc_dtype,
-            (1, 1, 1),
-            tiler_mn=(MMA_ATOM_M, config.epi_n),
-        )
-
         sA_layout = self.ring_layout(a_layout, config.tile_m)
         sB_layout = self.ring_layout(b_layout, config.tile_n)
-        sD_layout = self.staging_layout(LayoutEnum.from_tensor(mD))
 
         tma_a, gA = self.tma_load(mA, sA_layout, (config.tile_m, config.tile_k), config.cluster_n)
         tma_b, gB = self.tma_load(mB, sB_layout, (config.tile_n, config.tile_k), config.cluster_m)
-        tma_d, gD = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(),
-            mD,
-            cute.slice_(sD_layout, (None, None, 0)),
-            (MMA_ATOM_M, config.epi_n),
-        )
-
-        @cute.struct
-        class Storage:
-            full: cute.struct.MemRange[Int64, config.stages]
-            empty: cute.struct.MemRange[Int64, config.stages]
-            arrived: cute.struct.MemRange[Int32, 4]
-            a: cute.struct.Align[cute.struct.MemRange[self.in_dtype, cute.cosize(sA_layout)], SMEM_ALIGNMENT]
-            b: cute.struct.Align[cute.struct.MemRange[self.in_dtype, cute.cosize(sB_layout)], SMEM_ALIGNMENT]
-            d: cute.struct.Align[cute.struct.MemRange[self.out_dtype, cute.cosize(sD_layout)], SMEM_ALIGNMENT]
+        epilogue_mma = None
+        sD_layout = None
+        tma_d = None
+        gD = mD
+        if const_expr(config.epi_n > 0):
+            # The same atom, one subtile wide: which thread holds which element of a subtile.
+            epilogue_mma = sm90.make_trivial_tiled_mma(
+                self.in_dtype,
+                self.in_dtype,
+                a_layout.sm90_mma_major_mode(),
+                b_layout.sm90_mma_major_mode(),
+                self.acc_dtype,
+                (1, 1, 1),
+                tiler_mn=(MMA_ATOM_M, config.epi_n),
+            )
+            sD_layout = self.staging_layout(LayoutEnum.from_tensor(mD))
+            tma_d, gD = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileS2GOp(),
+                mD,
+                cute.slice_(sD_layout, (None, None, 0)),
+                (MMA_ATOM_M, config.epi_n),
+            )
+        Storage = self.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
 
         self.storage = Storage
         self.smem_bytes = Storage.size_in_bytes()
@@ -172,6 +168,24 @@ class Gemm:
             stride = (1, leading, batch_stride)
         pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
         return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+
+    def shared_storage(self, a_elements, b_elements):
+        """Barriers, rings and staging buffers: what `KernelConfig.smem_bytes` counts."""
+        config = self.config
+
+        class Storage:
+            full: cute.struct.MemRange[Int64, config.stages]
+            empty: cute.struct.MemRange[Int64, config.stages]
+            arrived: cute.struct.MemRange[Int32, 4]
+            a: cute.struct.Align[cute.struct.MemRange[self.in_dtype, a_elements], SMEM_ALIGNMENT]
+            b: cute.struct.Align[cute.struct.MemRange[self.in_dtype, b_elements], SMEM_ALIGNMENT]
+
+        if config.epi_n > 0:
+            staged = config.epilogue_bytes * 8 // self.out_dtype.width
+            Storage.__annotations__["d"] = cute.struct.Align[
+                cute.struct.MemRange[self.out_dtype, staged], SMEM_ALIGNMENT
+            ]
+        return cute.struct(Storage)
 
     def ring_layout(self, layout, rows):
         """Swizzled (rows, tile_k, stages) layout of an operand's ring."""
@@ -218,13 +232,13 @@ class Gemm:
         mA: cute.Tensor,
         tma_b: cute.CopyAtom,
         mB: cute.Tensor,
-        tma_d: cute.CopyAtom,
+        tma_d: cute.CopyAtom | None,
         mD: cute.Tensor,
         tiled_mma: cute.TiledMma,
-        epilogue_mma: cute.TiledMma,
+        epilogue_mma: cute.TiledMma | None,
         sA_layout: cute.ComposedLayout,
         sB_layout: cute.ComposedLayout,
-        sD_layout: cute.ComposedLayout,
+        sD_layout: cute.ComposedLayout | None,
         k_tiles: Int32,
         walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
         l2_hint: Int32,
@@ -243,7 +257,8 @@ class Gemm:
         if warp_index == 0:
             cpasync.prefetch_descriptor(tma_a)
             cpasync.prefetch_descriptor(tma_b)
-            cpasync.prefetch_descriptor(tma_d)
+            if const_expr(config.epi_n > 0):
+                cpasync.prefetch_descriptor(tma_d)
 
         storage = SmemAllocator().allocate(self.storage)
         full = storage.full.data_ptr()
@@ -260,7 +275,9 @@ class Gemm:
 
         sA = storage.a.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
         sB = storage.b.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)
-        sD = storage.d.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
+        sD = None
+        if const_expr(config.epi_n > 0):
+            sD = storage.d.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
 
         load_registers, mma_registers = config.registers
         started = 32 + config.consumers * WARPGROUP_THREADS
@@ -510,9 +527,12 @@ class Gemm:
                     group_thread,
                 )
             if holds_sum:
-                self.store(
-                    tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry
-                )
+                if const_expr(config.epi_n > 0):
+                    self.store(
+                        tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry
+                    )
+                else:
+                    self.store_directly(mD, accumulators, group, group_thread, tile_m, tile_n, entry)
 
             if const_expr(pingpong):
                 # Skip the other warpgroup's tile.
@@ -524,8 +544,9 @@ class Gemm:
                 work += clusters
 
         # The staging buffers must stay until TMA has read them.
-        if group_thread < 32:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(config.epi_n > 0):
+            if group_thread < 32:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def multiply(self, tiled_mma, accumulators, tCrA, tCrB, block, stage):
@@ -630,6 +651,45 @@ class Gemm:
                     tma_d, bSG_sD[(None, buffer)], bSG_gD[(None, row, tile_n * subtiles + subtile, entry)]
                 )
                 cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_directly(self, mD, accumulators, group, group_thread, tile_m, tile_n, entry):
+        """Convert and store one warpgroup's rows from registers, pair by pair of columns.
+
+        A thread holds two neighbouring columns of rows 8 apart, for each 8 columns of the tile (PTX ISA,
+        wgmma, register fragment of D). Extents of the output's major mode are multiples of 16 bytes.
+        """
+        config = self.config
+        m, n, _ = mD.shape
+        row = tile_m * config.tile_m + group_thread // 32 * 16 + group_thread % 32 // 4
+        if const_expr(config.tile_warpgroups > 1):
+            row += group * MMA_ATOM_M
+        column = tile_n * config.tile_n + group_thread % 4 * 2
+        rows_apart = MMA_ATOM_M * config.tile_warpgroups
+        out_bytes = self.out_dtype.width // 8
+        for half in cutlass.range_constexpr(2 * config.atoms_per_warpgroup):
+            atom = half // 2
+            line = row + atom * rows_apart + half % 2 * 8
+            start = atom * (config.tile_n // 2) + half % 2 * 2
+            if line < m:
+                for block in cutlass.range_constexpr(config.tile_n // 8):
+                    place = column + block * 8
+                    pair = cute.make_rmem_tensor(2, self.out_dtype)
+                    for value in cutlass.range_constexpr(2):
+                        pair[value] = accumulators[start + block * 4 + value].to(self.out_dtype)
+                    if place < n:
+                        if const_expr(config.out_major == "n"):
+                            address = mD.iterator.toint() + out_bytes * cute.crd2idx(
+                                (line, Int64(place), entry), mD.layout
+                            )
+                            target = cute.make_ptr(
+                                self.out_dtype, address, cute.AddressSpace.gmem, assumed_align=2 * out_bytes
+                            )
+                            cute.autovec_copy(pair, cute.make_tensor(target, cute.make_layout(2)))
+                        else:
+                            mD[line, place, entry] = pair[0]
+                            if place + 1 < n:
+                                mD[line, place + 1, entry] = pair[1]
 
     @cute.jit
     def await_buffers(self, issues, pending: cutlass.Constexpr):

@@ -1,0 +1,134 @@
+"""Kernel family `cute_sm80`: cp.async multistage kernels for Ampere and later, written in the CuTe DSL.
+
+It serves operands of any alignment, which TMA does not: ragged k, odd leading dimensions, odd offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.device import Device, kernel_source_hash, package_version
+from tunegemm.errors import ArtifactError
+from tunegemm.families.cute_object import compile_object, load_function
+from tunegemm.families.cute_sm80.config import KernelConfig
+from tunegemm.families.cute_sm80.rules import RULES, config_of
+from tunegemm.families.launching import Workspace, operand_reader
+from tunegemm.families.tiles import balanced, tile_count
+from tunegemm.feasibility import Verdict, apply_rules
+from tunegemm.outcome import Resources
+from tunegemm.problem import DTYPE_BYTES, Problem
+from tunegemm.space import Candidate
+
+if TYPE_CHECKING:
+    import torch
+
+    from tunegemm.families import Launcher
+
+
+class CuteSm80:
+    """The generator behind `tunegemm.families.Family`."""
+
+    name = "cute_sm80"
+    compiled = True
+    tma = False
+    parameters: Mapping[str, tuple[str, ...]] = {
+        "compile": (
+            "tile_m", "tile_n", "tile_k", "stages", "warps_m", "warps_n", "atoms_n", "smem_swizzle",
+            "vector_bytes", "ctas_per_sm", "acc_dtype",
+        ),
+        "launch": ("raster_order", "swizzle_size", "ctas", "split_k"),
+    }  # fmt: skip
+
+    def unavailable(self) -> str | None:
+        if find_spec("cutlass") is None:
+            return "nvidia-cutlass-dsl is not installed; pip install nvidia-cutlass-dsl"
+        return None
+
+    def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
+        return apply_rules(RULES, problem, candidate, device)
+
+    def kernel_key(
+        self, problem: Problem, candidate: Candidate, device: Device
+    ) -> Mapping[str, str | int | bool]:
+        return asdict(config_of(problem, candidate)) | {
+            "family": self.name,
+            "target": device.architecture.compile_target,
+            "cutlass_dsl": package_version("nvidia-cutlass-dsl"),
+            "source": kernel_source_hash(self.name),
+        }
+
+    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
+        return config_of(problem, candidate).smem_bytes
+
+    def label(self, candidate: Candidate) -> str:
+        kernel = KernelConfig.from_mapping(
+            dict(candidate.compile_params)
+            | {"in_dtype": "", "out_dtype": "", "a_major": "", "b_major": "", "out_major": ""}
+        ).label
+        if not candidate.launch_params:
+            return kernel
+        raster = "m" if candidate["raster_order"] == "along_m" else "n"
+        split = f" k{candidate['split_k']}" if candidate["split_k"] > 1 else ""
+        return f"{kernel} r{raster} w{candidate['swizzle_size']} {candidate['ctas']}{split}"
+
+    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
+        def make() -> Any:
+            from tunegemm.families.cute_sm80.kernel import Gemm
+
+            return Gemm(KernelConfig.from_mapping(key))
+
+        return compile_object(make, 4, str(key["target"]), out)
+
+    def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
+        if artifact is None:
+            raise ArtifactError(f"{self.label(candidate)} has no compiled object; run tunegemm tune again")
+        return _launcher(problem, candidate, device, load_function(artifact))
+
+
+FAMILY = CuteSm80()
+
+
+def grid_ctas(problem: Problem, candidate: Candidate, device: Device) -> int:
+    """The grid for the candidate's `ctas` rule.
+
+    ``tiles`` is one block for each piece of work: the hardware hands them out. ``all`` fills the device with
+    `ctas_per_sm` persistent blocks each; ``balanced`` takes the fewest of these that need no further wave.
+    """
+    work = tile_count(problem, candidate) * int(candidate["split_k"])
+    resident = device.sm_count * int(candidate["ctas_per_sm"])
+    if candidate["ctas"] == "tiles":
+        return work
+    return balanced(work, resident) if candidate["ctas"] == "balanced" else min(resident, work)
+
+
+def _launcher(problem: Problem, candidate: Candidate, device: Device, function) -> Launcher:  # type: ignore[no-untyped-def]
+    from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
+
+    extents = (problem.m, problem.n, problem.k, problem.batch)
+    walk = (
+        int(candidate["raster_order"] == "along_m"),
+        int(candidate["swizzle_size"]),
+        grid_ctas(problem, candidate, device),
+        int(candidate["split_k"]),
+    )
+    index = device.index if device.is_real else 0
+    workspace = _workspace(problem, candidate, index) if candidate["split_k"] > 1 else None
+    read = operand_reader(problem, int(candidate["vector_bytes"]), DTYPE_BYTES[problem.out_dtype])
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        places = read(a, b, out)
+        stream = current_stream(index)
+        scratch = (0, 0) if workspace is None else workspace.addresses(stream)
+        function(*places[:3], *extents, *places[3:], *walk, *scratch, stream)
+
+    return launch
+
+
+def _workspace(problem: Problem, candidate: Candidate, index: int) -> Workspace:
+    """Partial sums of every part of every tile, and one counter per tile."""
+    config, tiles = config_of(problem, candidate), tile_count(problem, candidate)
+    return Workspace(tiles * candidate["split_k"] * config.tile_m * config.tile_n * 4, tiles * 4, index)

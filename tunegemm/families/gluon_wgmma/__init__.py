@@ -1,0 +1,162 @@
+"""Kernel family `gluon_wgmma`: TMA + WGMMA kernels for Hopper, written in Gluon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunegemm.device import Device, kernel_source_hash, package_version
+from tunegemm.errors import ArtifactError
+from tunegemm.families.gluon_wgmma.config import KernelConfig
+from tunegemm.families.gluon_wgmma.rules import RULES, config_of
+from tunegemm.families.launching import Places, tma_reader
+from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
+from tunegemm.families.triton_object import FORMAT
+from tunegemm.feasibility import Verdict, apply_rules
+from tunegemm.outcome import Resources
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+if TYPE_CHECKING:
+    import torch
+
+    from tunegemm.families import Launcher
+    from tunegemm.families.triton_launch import Kernel, View
+
+_OLDEST_TRITON = (3, 6)
+
+
+class GluonWgmma:
+    """The generator behind `tunegemm.families.Family`."""
+
+    name = "gluon_wgmma"
+    compiled = True
+    tma = True
+    parameters: Mapping[str, tuple[str, ...]] = {
+        "compile": (
+            "schedule", "tile_m", "tile_n", "tile_k", "stages", "warps", "instr_n", "lhs_in_registers",
+            "occupancy", "swap_ab",
+        ),
+        "launch": ("raster_order", "swizzle_size", "ctas"),
+    }  # fmt: skip
+    limited_launch = ("ctas",)
+
+    def unavailable(self) -> str | None:
+        for module, package in (("triton", "triton"), ("cuda.bindings", "cuda-bindings")):
+            try:
+                found = find_spec(module)
+            except ModuleNotFoundError:  # of the parent, `cuda`
+                found = None
+            if found is None:
+                return f"{package} is not installed; pip install {package}"
+        version = package_version("triton")
+        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TRITON:
+            return f"triton {version} has another Gluon; pip install 'triton>=3.6'"
+        return None
+
+    def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
+        return apply_rules(RULES, problem, candidate, device)
+
+    def kernel_key(
+        self, problem: Problem, candidate: Candidate, device: Device
+    ) -> Mapping[str, str | int | bool]:
+        return asdict(config_of(problem, candidate)) | {
+            "family": self.name,
+            "target": device.architecture.compile_target,
+            "triton": package_version("triton"),
+            "object_format": FORMAT,
+            "source": kernel_source_hash(self.name),
+        }
+
+    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
+        return config_of(problem, candidate).smem_bytes
+
+    def label(self, candidate: Candidate) -> str:
+        kernel = KernelConfig.from_mapping(
+            dict(candidate.compile_params)
+            | {"in_dtype": "", "out_dtype": "", "a_major": "", "b_major": "", "out_major": ""}
+        ).label
+        if candidate.params.get("swap_ab", False):
+            kernel = kernel.replace(" ", "S ", 1)
+        if not candidate.launch_params:
+            return kernel
+        raster = "m" if candidate["raster_order"] == "along_m" else "n"
+        return f"{kernel} r{raster} w{candidate['swizzle_size']} {candidate['ctas']}"
+
+    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
+        from tunegemm.families.gluon_wgmma.build import build
+
+        return build(KernelConfig.from_mapping(key), out)
+
+    def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
+        if artifact is None:
+            raise ArtifactError(f"{self.label(candidate)} has no compiled object; run tunegemm tune again")
+        from tunegemm.families.triton_launch import load
+
+        index = device.index if device.is_real else 0
+        return _launcher(problem, candidate, load(artifact, index), grid(problem, candidate, device), index)
+
+
+FAMILY = GluonWgmma()
+
+
+def grid(problem: Problem, candidate: Candidate, device: Device) -> int:
+    """The grid, in blocks: one per tile, but what the `ctas` rule says for persistent kernels.
+
+    ``all`` fills the device, ``balanced`` takes as few blocks as need no further wave.
+    """
+    config, work = config_of(problem, candidate), tile_count(problem, candidate)
+    if not config.specialized:
+        return work
+    resident = device.sm_count * config.occupancy
+    return balanced(work, resident) if candidate["ctas"] == "balanced" else min(work, resident)
+
+
+def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int, index: int) -> Launcher:
+    from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
+
+    from tunegemm.families.triton_launch import Arguments, Kept
+
+    config, seen = config_of(problem, candidate), seen_by_kernel(problem, candidate)
+    swap = bool(candidate.params.get("swap_ab", False))
+    m, n, k, batch = seen.m, seen.n, seen.k, seen.batch
+    scalars = {
+        "k_tiles": -(-k // config.tile_k),
+        "tiles_m": -(-m // config.tile_m),
+        "tiles_n": -(-n // config.tile_n),
+        "batch": batch,
+        "raster_along_m": int(candidate["raster_order"] == "along_m"),
+        "swizzle_size": int(candidate["swizzle_size"]),
+    }
+    read, kept = tma_reader(problem), Kept()
+
+    def arguments(places: Places) -> Arguments:
+        a, b, d, lda, ldb, ldd, a_step, b_step, d_step = places
+        if swap:
+            a, b, lda, ldb, a_step, b_step = b, a, ldb, lda, b_step, a_step
+        maps: dict[str, int | View] = {
+            "a_desc": _view(a, batch, m, k, lda, a_step, config.a_major == "k"),
+            "b_desc": _view(b, batch, k, n, ldb, b_step, config.b_major == "n"),
+            "d_desc": _view(d, batch, m, n, ldd, d_step, config.out_major == "n"),
+        }
+        return Arguments(kernel.header, scalars | maps)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        places = read(a, b, out)
+        found = kept.get(places)
+        if found is None:
+            found = kept.keep(places, arguments(places))
+        kernel.launch(ctas, current_stream(index), found)
+
+    return launch
+
+
+def _view(
+    address: int, batch: int, rows: int, columns: int, leading: int, step: int, contiguous: bool
+) -> View:
+    """A batch of matrices whose columns, if `contiguous`, else its rows are contiguous in memory."""
+    extents = (batch, rows, columns) if contiguous else (batch, columns, rows)
+    return address, extents, (step, leading, 1)

@@ -1,0 +1,101 @@
+"""What figures show, computed: the same for the HTML page and for image files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tunegemm.report.evidence import Trial, Winner
+from tunegemm.report.leaderboard import VENDOR_FAMILY
+from tunegemm.search.importance import Importance, importance
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The best candidate of each tile shape, for one family and schedule."""
+
+    title: str
+    tile_m: tuple[int, ...]
+    tile_n: tuple[int, ...]
+    best: Mapping[tuple[int, int], Trial]
+    """By (tile_m, tile_n); tiles that were not tried are missing."""
+
+
+def best_so_far(trials: Sequence[Trial]) -> list[tuple[int, float]]:
+    """Number of the trial and the ratio, wherever a trial was better than all before; races left out."""
+    steps: list[tuple[int, float]] = []
+    for number, trial in enumerate((t for t in trials if t.stage != "race"), 1):
+        if not steps or trial.ratio > steps[-1][1]:
+            steps.append((number, trial.ratio))
+    return steps
+
+
+def tile_grids(trials: Iterable[Trial]) -> list[Grid]:
+    """The best of each tile per family and schedule; the fastest grid first. Libraries have no tiles."""
+    found: dict[tuple[str, str], dict[tuple[int, int], Trial]] = {}
+    for trial in trials:
+        params = trial.candidate.params
+        tile_m, tile_n = params.get("tile_m"), params.get("tile_n")
+        if (
+            trial.candidate.family == VENDOR_FAMILY
+            or not isinstance(tile_m, int)
+            or not isinstance(tile_n, int)
+        ):
+            continue
+        grid = found.setdefault((trial.candidate.family, str(params.get("schedule", ""))), {})
+        old = grid.get((tile_m, tile_n))
+        if old is None or trial.ratio > old.ratio:
+            grid[tile_m, tile_n] = trial
+    # One set of tiles for all schedules of a family, so that they can be compared at a glance.
+    grids = []
+    for (family, schedule), best in found.items():
+        tiles = {tile for (other, _), grid in found.items() if other == family for tile in grid}
+        rows, columns = sorted({m for m, _ in tiles}), sorted({n for _, n in tiles})
+        grids.append(Grid(" ".join(filter(None, (family, schedule))), tuple(rows), tuple(columns), best))
+    return sorted(grids, key=lambda grid: -max(trial.ratio for trial in grid.best.values()))
+
+
+def importances(trials: Iterable[Trial]) -> dict[str, Importance]:
+    """By family; those of a library and those with too few trials are left out."""
+    results: dict[str, dict[object, tuple[Trial, float]]] = {}
+    for trial in trials:
+        if trial.candidate.family != VENDOR_FAMILY and trial.stage != "race":
+            results.setdefault(trial.candidate.family, {})[trial.candidate] = (trial, trial.ratio)
+    judged = {
+        family: importance([(trial.candidate, ratio) for trial, ratio in rows.values()])
+        for family, rows in results.items()
+    }
+    return {family: one for family, one in judged.items() if one.compile or one.launch}
+
+
+def ratio_limits(winners: Sequence[Winner]) -> tuple[float, float]:
+    """Ends of a common axis for speed-ups: every ratio and 1 are in it, and intervals up to twice as wide."""
+    low = min(min(winner.ratio for winner in winners), 0.98)
+    high = max(max(winner.ratio for winner in winners), 1.02)
+    reach = (high / low) ** 0.25
+    low = max(low / reach, min(min(winner.low for winner in winners), low))
+    high = min(high * reach, max(max(winner.high for winner in winners), high))
+    margin = (high / low) ** 0.04
+    return low / margin, high * margin
+
+
+def log_ticks(low: float, high: float, most: int = 8) -> list[float]:
+    """Round values between two ends of a logarithmic axis."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        ticks = [step * 10.0**decade for decade in decades for step in steps]
+        ticks = [tick for tick in ticks if low <= tick * 1.0000001 and tick <= high * 1.0000001]
+        if len(ticks) <= most:
+            return ticks
+    return ticks
+
+
+def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round values between two ends of a linear axis."""
+    raw = (high - low) / max(most - 1, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(unit * power for unit in (1, 2, 2.5, 5, 10) if unit * power >= raw * 0.999999)
+    return [
+        number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]

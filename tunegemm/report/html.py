@@ -1,0 +1,153 @@
+"""`tunegemm report`: the evidence for one device as a page to read, sort, filter and print.
+
+The words are in `assets/report.html`, the figures in `figures`; here is what the two need.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+from markupsafe import Markup
+
+import tunegemm
+from tunegemm.device import Fingerprint
+from tunegemm.problem import Problem
+from tunegemm.report import analysis, figures
+from tunegemm.report.analysis import Grid
+from tunegemm.report.evidence import Details, Evidence, Trial, Winner
+from tunegemm.report.page import render
+from tunegemm.search.importance import Importance
+
+#: Rows of the table and of the failures; the roofline and the figures at the top count all.
+MOST_ROWS, MOST_REASONS = 2_000, 100
+
+#: The fields of a fingerprint that are not the device itself.
+_SOFTWARE = [field.name for field in fields(Fingerprint) if field.name not in ("device_name", "sm_count")]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the page shows of one problem's search."""
+
+    problem: Problem
+    winner: Winner
+    anchor: str
+    tried: int
+    """Trials of the search and of the vendor's algorithms."""
+    found_at: int
+    """Number of the trial that was best."""
+    raced: bool
+    convergence: Markup
+    importances: Mapping[str, Importance]
+    grids: list[Grid]
+    top: Trial | None
+    """The best of all grids."""
+
+
+def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
+    """The whole page. command: how it was made, for the footer."""
+    winners, listed = evidence.winners, evidence.winners[:MOST_ROWS]
+    scale = figures.forest_scale(listed)
+    roofs = [w.percent_of_roofline for w in winners if w.percent_of_roofline is not None]
+    stages = Counter[str]()
+    for group in evidence.failures:
+        stages[group.stage] += group.count
+    return render(
+        "report.html",
+        evidence=evidence,
+        version=tunegemm.__version__,
+        command=command,
+        headline=_headline(evidence),
+        days=evidence.days,
+        settled=any(winner.settled for winner in winners),
+        symbols=figures.SYMBOLS,
+        words=figures.WORDS,
+        failed=sum(stages.values()),
+        stages=stages.most_common(),
+        most_reasons=MOST_REASONS,
+        roofs=(statistics.median(roofs), max(roofs)) if roofs else None,
+        listed=listed,
+        anchors={details.problem: _anchor(details.problem) for details in evidence.details},
+        families=_choices(winner.candidate.family for winner in listed),
+        dtypes=_choices(winner.dtypes for winner in listed),
+        layouts=_choices(winner.problem.layout for winner in listed),
+        axis=Markup(figures.forest_axis(scale)),
+        forest=lambda winner: Markup(figures.forest(winner, scale)),
+        significant=figures.significant,
+        heat=figures.heat_class,
+        told=figures.trial_told,
+        roofline=Markup(figures.roofline(evidence.device, winners)),
+        named=len(winners) <= figures.NAMED_MARKS,
+        replayed=any(details.sequence != details.trials for details in evidence.details),
+        shapes=[_shape(details) for details in evidence.details],
+        facts=_facts(evidence),
+        software=_SOFTWARE,
+    )
+
+
+def _headline(evidence: Evidence) -> str:
+    count, mean = len(evidence.winners), evidence.mean_ratio
+    what = f"{count:,} tuned product{'s run' if count != 1 else ' runs'}"
+    how = "as fast as torch.mm" if 0.995 < mean < 1.005 else f"at {mean:.3f} \u00d7 the speed of torch.mm"
+    return f"{what} {how} on {evidence.device.name}"
+
+
+def _choices(values: Iterable[str]) -> list[tuple[str, str]]:
+    return [(value, value) for value in sorted(set(values))]
+
+
+def _anchor(problem: Problem) -> str:
+    return "shape-" + "".join(letter if letter.isalnum() else "-" for letter in str(problem))
+
+
+def _shape(details: Details) -> _Shape:
+    tried = [trial for trial in details.sequence if trial.stage != "race"]
+    grids = analysis.tile_grids(details.trials)
+    tiles = [trial for grid in grids for trial in grid.best.values()]
+    return _Shape(
+        details.problem,
+        details.winner,
+        _anchor(details.problem),
+        len(tried),
+        analysis.best_so_far(tried)[-1][0] if tried else 0,
+        len(tried) < len(details.sequence),
+        Markup(figures.convergence(details) if tried else ""),
+        analysis.importances(details.trials),
+        grids,
+        max(tiles, key=lambda trial: trial.ratio, default=None),
+    )
+
+
+def _facts(evidence: Evidence) -> list[tuple[str, str]]:
+    device, winners = evidence.device, evidence.winners
+    facts = [("GPU", f"{device.name}, {winners[0].fingerprint.sm_count} multiprocessors")]
+    if device.peak_tflops:
+        figures_told = (
+            f"{device.peak_tflops:g} TFLOP/s dense bf16", f"{device.bandwidth_gbps / 1000:g} TB/s",
+            f"{device.memory_bytes / 1e9:.0f} GB", f"L2 {device.l2_bytes / 2**20:.0f} MiB",
+        )  # fmt: skip
+        facts.append(("Datasheet", ", ".join(figures_told)))
+    throttled = Counter(reason for winner in winners for reason in winner.throttle_reasons)
+    limits = ", ".join(f"{reason} ({count} records)" for reason, count in throttled.most_common())
+    facts += [
+        ("SM clock while measuring", _range((w.sm_clock_mhz for w in winners), "MHz")),
+        ("Board power while measuring", _range((w.power_w for w in winners), "W")),
+        ("GPU temperature", _range((w.temperature_c for w in winners), "\u00b0C")),
+        ("Clock limits", limits or "none seen"),
+        ("Noise of the interleaves", _range((100 * w.noise for w in winners), "%", 2)),
+        ("Source", evidence.location),
+    ]
+    if evidence.other_devices:
+        facts.append(("Other devices in it", ", ".join(evidence.other_devices)))
+    return facts
+
+
+def _range(values: Iterable[float | None], unit: str, digits: int = 0) -> str:
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return "unknown"
+    low, middle, high = (f"{v:.{digits}f}" for v in (known[0], statistics.median(known), known[-1]))
+    return f"{low} {unit}" if low == high else f"{low} \u2013 {middle} \u2013 {high} {unit}"
