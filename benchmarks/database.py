@@ -46,7 +46,7 @@ KILLS = 200
 #: start until the new file has its schema and more.
 _LIFE_S, _CREATION_S = 0.05, 0.5
 
-SHAPES, TOOLCHAINS, MEASURED = 12_500, 4, 10
+SHAPES, TOOLCHAINS, MEASURED = 5_000, 10, 10
 #: As many as a screen takes; every tenth row is of a final race.
 _SCREEN_SAMPLES, _FINAL_SAMPLES = 7, 21
 

@@ -7,6 +7,7 @@ final race comes first whatever a screening of few rounds says of others, becaus
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -220,7 +221,10 @@ class Leaderboard:
     def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
         """As `summary`, of rows of `tunegemm.database.leaders`: of any number of problems at once."""
         found = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
-        problems = [Problem(*values) for values in found[_PROBLEM_FIELDS].itertuples(index=False, name=None)]
+        problem_of = functools.cache(Problem)
+        problems = [
+            problem_of(*fields) for fields in found[_PROBLEM_FIELDS].itertuples(index=False, name=None)
+        ]
         flops = [problem.flops for problem in problems]
         devices = {name: _device_named(name) for name in found["device_name"].unique()}
         floors = [
