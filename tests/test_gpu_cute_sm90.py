@@ -30,12 +30,16 @@ KERNELS = [
     ("cooperative", 128, 16, 64, 6, 1, 1, 16, True),
     ("pingpong", 64, 32, 128, 6, 2, 1, 32, True),
     ("cooperative", 256, 48, 64, 4, 1, 1, 16, True),
+    ("cooperative", 128, 256, 64, 4, 2, 1, 0, False),
+    ("pingpong", 128, 64, 64, 9, 1, 4, 0, False),
+    ("pingpong", 64, 128, 64, 9, 4, 2, 32, False),
+    ("cooperative", 64, 16, 128, 9, 1, 1, 0, True),
 ]
 LAUNCHES = [
-    ("along_m", 1, "all", 1),
-    ("along_n", 2, "balanced", 1),
-    ("along_m", 4, "balanced", 3),
-    ("along_n", 16, "all", 2),
+    ("along_m", 1, "all", 1, "none"),
+    ("along_n", 2, "balanced", 1, "b_first"),
+    ("along_m", 4, "balanced", 3, "a_first"),
+    ("along_n", 16, "all", 2, "none"),
 ]
 # m, n, k, batch and the padding of each row, in elements
 SHAPES = [
@@ -74,7 +78,7 @@ def candidate(kernel: tuple[str | int, ...], launch: tuple[str | int, ...] = LAU
     return Candidate.make(
         "cute_sm90",
         dict(zip(NAMES, kernel, strict=True)),
-        dict(zip(("raster_order", "swizzle_size", "ctas", "split_k"), launch, strict=True)),
+        dict(zip(("raster_order", "swizzle_size", "ctas", "split_k", "l2_hint"), launch, strict=True)),
     )
 
 

@@ -145,7 +145,8 @@ class Tuner:
         self.seed = seed
         self.compiled_only = compiled_only
         self.pool = CompilePool(ArtifactStore(cache), workers=workers)
-        self._spaces: dict[str, tuple[SearchSpace, list[Candidate]]] = {}
+        self._spaces: dict[str, SearchSpace] = {}
+        self._possible: dict[tuple[str | int, ...], list[Candidate]] = {}
         self._replay: ReplayDevice | None = None
         self._measurer: Measurer | None = None
         self._resources = ExitStack()
@@ -246,12 +247,31 @@ class Tuner:
         """The families whose kernels are compiled from a search space, the one expected to win first."""
         return tuple(name for name in self.families if families.get(name).compiled)
 
-    def space(self, family: str) -> tuple[SearchSpace, list[Candidate]]:
-        """A generator's search space and its kernels, legal or not."""
+    def space(self, family: str) -> SearchSpace:
+        """A generator's search space."""
         if family not in self._spaces:
-            space = families.load_space(family)
-            self._spaces[family] = space, list(space.kernels())
+            self._spaces[family] = families.load_space(family)
         return self._spaces[family]
+
+    def feasible_kernels(self, problem: Problem, name: str) -> list[Candidate]:
+        """Those of a generator's space. Of its 100,000 kernels most are ruled out for all extents alike."""
+        family = families.get(name)
+        majors = (problem.a_major, problem.b_major, problem.out_major)
+        kind = (name, problem.in_dtype, problem.out_dtype, *majors, problem.alignment)
+        known = self._possible.get(kind)
+        possible, feasible, learned = [], [], False
+        for kernel in self.space(name).kernels() if known is None else known:
+            rule = family.check(problem, kernel, self.device).rule
+            if rule is None:
+                feasible.append(kernel)
+            if rule is None or rule in family.extent_rules:
+                possible.append(kernel)
+            else:
+                learned = True
+        # Where extents rule out the whole family first, nothing was learned of its kernels.
+        if known is None and learned:
+            self._possible[kind] = possible
+        return feasible
 
     def recorded(self, problem: Problem) -> frozenset[Candidate] | None:
         """The candidates that have a time on a recorded device; None when every feasible one may be tried."""
@@ -376,9 +396,9 @@ class _Run:
 
         Each kernel stands at its model-best launch.
         """
-        space, everything = self.tuner.space(family)
+        space = self.tuner.space(family)
         recorded = self.tuner.recorded(self.problem)
-        kernels = [kernel for kernel in everything if self.is_feasible(kernel)]
+        kernels = self.tuner.feasible_kernels(self.problem, family)
         if self.tuner.compiled_only:
             kernels = [kernel for kernel in kernels if self._is_compiled(kernel)]
         if recorded is None:

@@ -50,3 +50,14 @@ def test_counts_equal_those_of_checking_every_candidate() -> None:
     ]
     assert found.feasible == sum(map(bool, verdicts))
     assert found.feasible + sum(found.rejected.values()) == found.size == len(verdicts)
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_what_no_extent_rule_rejects_is_rejected_for_all_extents(name: str) -> None:
+    family, space, device = families.get(name), families.load_space(name), find_device("model:h200")
+    kernels = list(space.kernels())
+    first, *others = [Problem.parse(shape) for shape in ("4096x4096x4096", "16x4096x512", "1000x520x264x3")]
+    for kernel in random.Random(1).sample(kernels, min(len(kernels), 600)):
+        rule = family.check(first, kernel, device).rule
+        if rule is not None and rule not in family.extent_rules:
+            assert all(not family.check(problem, kernel, device) for problem in others), (kernel, rule)

@@ -36,6 +36,8 @@ class Family(Protocol):
     """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
     limited_launch: tuple[str, ...]
     """The launch parameters that `check` looks at: for the others every value is as feasible as the first."""
+    extent_rules: frozenset[str]
+    """The rules that look at m, n, k or batch: what another one rejects is rejected for all extents."""
     compiled: bool
     """Whether candidates need `compile`; a library's algorithms do not."""
     tma: bool

@@ -64,13 +64,17 @@ class Kernel:
         if result != self._success:
             self._launch_again(result, ctas, stream, arguments)
 
+    def ensure_context(self) -> None:
+        """Give a thread that has not used CUDA yet the device's context: tensor maps want one."""
+        if not int(_call("cuCtxGetCurrent")):
+            _call("cuCtxSetCurrent", self._context)
+
     def _launch_again(self, result: Any, ctas: int, stream: int, arguments: Arguments) -> None:
-        """A thread that has not used CUDA yet has no context: give it the device's."""
         from cuda.bindings import driver
 
         if result != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             raise RuntimeError(f"cuLaunchKernel: {result.name}")
-        _call("cuCtxSetCurrent", self._context)
+        self.ensure_context()
         _call(
             "cuLaunchKernel", self._function, ctas, 1, 1, self.header.threads, 1, 1, self.header.smem_bytes,
             stream, arguments.address, 0,

@@ -97,6 +97,7 @@ class CublasLt:
         "launch": ("requested", "workspace_mib"),
     }
     limited_launch = ()
+    extent_rules: frozenset[str] = frozenset()
     compiled = False
     tma = False
 

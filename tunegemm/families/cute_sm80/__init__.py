@@ -43,6 +43,9 @@ class CuteSm80:
         "launch": ("raster_order", "swizzle_size", "ctas", "split_k"),
     }  # fmt: skip
 
+    limited_launch = ("split_k",)
+    extent_rules = frozenset({"accumulation_fits", "split_fits"})
+
     def unavailable(self) -> str | None:
         if find_spec("cutlass") is None:
             return "nvidia-cutlass-dsl is not installed; pip install nvidia-cutlass-dsl"

@@ -12,10 +12,10 @@ from tunegemm.device import Device, kernel_source_hash, package_version
 from tunegemm.errors import ArtifactError
 from tunegemm.families.cute_object import compile_object, load_function
 from tunegemm.families.cute_sm90.config import KernelConfig
-from tunegemm.families.cute_sm90.rules import config_of, verdict
+from tunegemm.families.cute_sm90.rules import RULES, config_of
 from tunegemm.families.launching import Workspace, tma_reader
 from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
-from tunegemm.feasibility import Verdict
+from tunegemm.feasibility import Verdict, apply_rules
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -40,6 +40,7 @@ class CuteSm90:
     }  # fmt: skip
 
     limited_launch = ("split_k",)
+    extent_rules = frozenset({"tma_alignment", "cluster_fits", "swap_fits", "split_fits"})
 
     def unavailable(self) -> str | None:
         if find_spec("cutlass") is None:
@@ -47,7 +48,7 @@ class CuteSm90:
         return None
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        return verdict(problem, candidate, device)
+        return apply_rules(RULES, problem, candidate, device)
 
     def kernel_key(
         self, problem: Problem, candidate: Candidate, device: Device

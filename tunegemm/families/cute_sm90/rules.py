@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 from tunegemm.device import Device
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
 from tunegemm.families.tiles import majors, seen_by_kernel, split_fits, swap_fits
-from tunegemm.feasibility import Verdict, apply_rules, tma_alignment
+from tunegemm.feasibility import tma_alignment
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate, Value
 
@@ -99,10 +98,12 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
 
 
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Subtiles cover the tile exactly. 16 columns are for tiles that 32 do not divide: elsewhere they only
-    double the barriers.
+    """Staged subtiles cover the tile exactly. 16 columns are for tiles that 32 do not divide: elsewhere they
+    only double the barriers.
     """
     tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
+    if epi_n == 0:  # nothing is staged
+        return None
     if tile_n % epi_n:
         return f"epi_n {epi_n} does not divide tile_n {tile_n}"
     if epi_n < 32 and tile_n % 32 == 0:
@@ -132,31 +133,21 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
-#: What the kernel alone decides, cheapest first: the same for all problems of one kind.
-KERNEL_RULES = (
-    architecture, epilogue_tile, cluster, mma_tile, ring_depth, accumulators, wgmma_operands, shared_memory,
-)  # fmt: skip
-#: What looks at extents. Those named `..._fits` reject what runs, but repeats another candidate or
-#: computes nothing.
-PROBLEM_RULES = (tma_alignment, cluster_fits, swap_fits, split_fits)
-RULES = KERNEL_RULES + PROBLEM_RULES
-
-
-def verdict(problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-    """The first objection of all rules, or none."""
-    of_kernel = _kernel_verdict(_kind(problem), candidate.compile_params, device)
-    return apply_rules(PROBLEM_RULES, problem, candidate, device) if of_kernel else of_kernel
-
-
-@functools.lru_cache(maxsize=1 << 18)  # every problem asks for all kernels of the space, 124,000 of them
-def _kernel_verdict(kind: Problem, compile_params: tuple[tuple[str, Value], ...], device: Device) -> Verdict:
-    return apply_rules(KERNEL_RULES, kind, Candidate("cute_sm90", compile_params), device)
-
-
-@functools.lru_cache
-def _kind(problem: Problem) -> Problem:
-    """The problem's dtypes and majors, on extents that mean nothing."""
-    return replace(problem, m=1, n=1, k=1, batch=1)
-
+#: Cheapest first. Those named `..._fits` look at extents: what they reject runs, but repeats another
+#: candidate or computes nothing.
+RULES = (
+    architecture,
+    tma_alignment,
+    epilogue_tile,
+    cluster,
+    mma_tile,
+    accumulators,
+    wgmma_operands,
+    ring_depth,
+    shared_memory,
+    cluster_fits,
+    swap_fits,
+    split_fits,
+)
 
 assert WARPGROUP_THREADS == 128  # the formulas above count per 128-thread warpgroup

@@ -43,6 +43,7 @@ class GluonWgmma:
         "launch": ("raster_order", "swizzle_size", "ctas"),
     }  # fmt: skip
     limited_launch = ("ctas",)
+    extent_rules = frozenset({"tma_alignment", "swap_fits", "grid_fits"})
 
     def unavailable(self) -> str | None:
         for module, package in (("triton", "triton"), ("cuda.bindings", "cuda-bindings")):
@@ -148,6 +149,7 @@ def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int,
         places = read(a, b, out)
         found = kept.get(places)
         if found is None:
+            kernel.ensure_context()
             found = kept.keep(places, arguments(places))
         kernel.launch(ctas, current_stream(index), found)
 

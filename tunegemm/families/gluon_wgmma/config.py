@@ -37,8 +37,8 @@ class KernelConfig:
 
     schedule: str
     """``blocking``: load, wait, multiply, wait; ``pipelined``: the next load is issued while the tensor cores
-    work; ``multistage``: a ring of loads runs ahead of them; ``cooperative`` and ``pingpong``: that, persistent
-    and with a warp of its own for the loads, the consumer warpgroups sharing a tile or taking turns."""
+    work; ``multistage``: a ring of loads runs ahead of them; ``cooperative``, ``pingpong``: the same, but
+    persistent, with a warp for the loads, and the other warpgroups sharing a tile or taking turns."""
     tile_m: int
     tile_n: int
     tile_k: int
@@ -156,8 +156,8 @@ class KernelConfig:
 
     @property
     def epilogue_rows(self) -> int:
-        """Rows that the epilogue stages and stores at once: one WGMMA's, or all of the tile, where the staging
-        buffer takes the place of the ring.
+        """Rows that the epilogue stages and stores at once: one WGMMA's; or all of the tile, where the
+        staging buffer takes the place of the ring.
         """
         return MMA_ATOM_M if self.specialized else self.tile_m
 
@@ -181,8 +181,8 @@ class KernelConfig:
 
     @property
     def barrier_bytes(self) -> int:
-        """The ring's barriers, each kind 16-byte aligned; pingpong's turns; and what the compiler passes to the
-        partitions through shared memory, which Triton 3.6 to 3.9 lay out alike (tests/test_gluon_wgmma.py).
+        """The ring's barriers, each kind 16-byte aligned; pingpong's turns; and what the compiler passes to
+        the partitions through shared memory, the same in Triton 3.6 to 3.9 (docs/kernels/gluon_wgmma.md).
         """
         full = self.full_barriers * _BARRIER_BYTES
         if not self.specialized:
@@ -204,7 +204,13 @@ class KernelConfig:
     @property
     def label(self) -> str:
         """``co128x256x64 s4 w8 n256``, with ``R`` for A in registers and ``o2`` for two blocks."""
-        kind = {"blocking": "bl", "pipelined": "pi", "multistage": "ms", "cooperative": "co", "pingpong": "pp"}
+        kind = {
+            "blocking": "bl",
+            "pipelined": "pi",
+            "multistage": "ms",
+            "cooperative": "co",
+            "pingpong": "pp",
+        }
         return (
             f"{kind[self.schedule]}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
             f"w{self.warps} n{self.instr_n}{'R' if self.lhs_in_registers else ''}"

@@ -11,8 +11,8 @@ warpgroups, a partition each, multiply and store. Barriers, all mbarriers:
                its main loop
 
 Operands are (batch, rows, columns) tensor maps with the contiguous mode last. Where WGMMA wants the other
-order of modes, it gets a permuted view of the tile in shared memory. Extents are in the tensor maps (TMA loads
-zeros beyond them and does not store there); counts of tiles, raster order, swizzle size and grid are arguments.
+order of modes, it gets a permuted view of the tile in shared memory. Extents are in the tensor maps: beyond
+them TMA loads zeros and stores nothing. Counts of tiles, raster order, swizzle size, grid are arguments.
 """
 
 from triton.experimental import gluon
@@ -224,7 +224,7 @@ def allocate_staging(d_desc, CONFIG: gl.constexpr):
 
 @gluon.jit
 def one_tile(a_desc, b_desc, d_desc, a_ring, b_ring, full, walk, CONFIG: gl.constexpr):
-    """All warps load, multiply and store. The staging buffer takes the ring's place, which is done by then."""
+    """All warps load, multiply and store. The staging buffer takes the place of the ring, now idle."""
     BARRIERS: gl.constexpr = CONFIG.value.full_barriers
     tile = tile_of(gl.program_id(0), walk)
     accumulators = fresh_accumulators(a_desc.dtype, CONFIG)
@@ -270,7 +270,7 @@ def pipelined(a_desc, b_desc, a_ring, b_ring, full, accumulators, tile, k_tiles,
 
 @gluon.jit
 def multistage(a_desc, b_desc, a_ring, b_ring, full, accumulators, tile, k_tiles, CONFIG: gl.constexpr):
-    """Loads fill the ring ahead of the tensor cores, which have one WGMMA group while the next is prepared."""
+    """Loads fill the ring ahead of the tensor cores, which have a WGMMA group while the next is prepared."""
     STAGES: gl.constexpr = CONFIG.value.stages
     IN_FLIGHT: gl.constexpr = CONFIG.value.groups_in_flight
     for i in gl.static_range(STAGES):
@@ -293,7 +293,9 @@ def multistage(a_desc, b_desc, a_ring, b_ring, full, accumulators, tile, k_tiles
         # At most this stage's WGMMA group is under way: the stage before it is free.
         ahead = k_tile - 1 + STAGES
         if ahead < k_tiles:
-            load(a_desc, b_desc, a_ring.index(free), b_ring.index(free), full.index(free), tile, ahead, CONFIG)
+            load(
+                a_desc, b_desc, a_ring.index(free), b_ring.index(free), full.index(free), tile, ahead, CONFIG
+            )
     return warpgroup_mma_wait(0, deps=(accumulators,))
 
 
@@ -348,7 +350,14 @@ def produce(a_desc, b_desc, a_ring, b_ring, full, empty, walk, CONFIG: gl.conste
         for k_tile in range(k_tiles):
             mbarrier.wait(empty.index(stage), phase)
             load(
-                a_desc, b_desc, a_ring.index(stage), b_ring.index(stage), full.index(stage), tile, k_tile, CONFIG
+                a_desc,
+                b_desc,
+                a_ring.index(stage),
+                b_ring.index(stage),
+                full.index(stage),
+                tile,
+                k_tile,
+                CONFIG,
             )
             stage += 1
             if stage == CONFIG.value.stages:
@@ -394,7 +403,9 @@ def consume(
                 stage = 0
                 phase ^= 1
             mbarrier.wait(full.index(stage), phase)
-            accumulators = multiply(a_ring.index(stage), b_ring.index(stage), accumulators, False, GROUP, CONFIG)
+            accumulators = multiply(
+                a_ring.index(stage), b_ring.index(stage), accumulators, False, GROUP, CONFIG
+            )
             # One WGMMA group stays in flight, so that the tensor cores have work while a stage is released
             # and the next awaited.
             accumulators = warpgroup_mma_wait(IN_FLIGHT, deps=(accumulators,))

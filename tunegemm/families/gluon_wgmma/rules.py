@@ -1,8 +1,8 @@
 """What a Gluon kernel may be: one function per physical cause (see `tunegemm.feasibility`).
 
-The three tests of the tutorial's `find_configs` are `accumulators` (registers of one thread), `wgmma_operands`
-with `accumulators` (registers of all blocks of a multiprocessor) and `shared_memory`; what it assumed to be
-1 KiB of shared memory and 16 registers is exact here.
+The tests of the tutorial's `find_configs` are here `accumulators` (registers of one thread), that and
+`wgmma_operands` (registers of all blocks of a multiprocessor) and `shared_memory`. Where it assumes 16
+registers and 1 KiB beside the tiles, these are exact; `instruction_fits` is its taste for wide instructions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tunegemm.device import Device
 from tunegemm.families.gluon_wgmma.config import MMA_ATOM_M, SCHEDULES, WARPGROUP_WARPS, KernelConfig
 from tunegemm.families.tiles import majors, swap_fits
 from tunegemm.feasibility import tma_alignment
-from tunegemm.problem import Problem
+from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate, Value
 
 _OVERHEAD_REGISTERS = 26
@@ -60,6 +60,18 @@ def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | 
     return None
 
 
+def narrow_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Lines of 16 bytes have no smem swizzle; WGMMA reads outside a permuted view of such a tile.
+
+    Seen as an illegal memory access with a B of contiguous n and tile_n 8 (H200, Triton 3.6, 2026-11-21).
+    """
+    config = config_of(problem, candidate)
+    line_bytes = config.tile_n * DTYPE_BYTES[config.in_dtype]
+    if config.b_major == "n" and line_bytes < 32:
+        return f"tile_n {config.tile_n} makes lines of {line_bytes} B < 32 B of a B whose n is contiguous"
+    return None
+
+
 def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A WGMMA is issued by four warps. Pingpong is two such groups, cooperative gives each 64 rows or more;
     elsewhere up to four share a tile, first its rows, then its columns.
@@ -70,7 +82,9 @@ def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | 
     if schedule == "pingpong" and warps != 2 * WARPGROUP_WARPS:
         return f"pingpong with {warps} warps: two warpgroups, 8 warps, take turns"
     if schedule == "cooperative" and (rows := tile_m * WARPGROUP_WARPS // warps) < MMA_ATOM_M:
-        return f"tile_m {tile_m} leaves each of {warps // WARPGROUP_WARPS} warpgroups {rows} rows < {MMA_ATOM_M}"
+        return (
+            f"tile_m {tile_m} leaves each of {warps // WARPGROUP_WARPS} warpgroups {rows} rows < {MMA_ATOM_M}"
+        )
     config = config_of(problem, candidate)
     if (columns := config.tile_n // config.warps_per_tile[1]) < 8:
         return f"tile_n {config.tile_n} leaves some of {warps} warps {columns} columns < 8"
@@ -183,6 +197,7 @@ RULES = (
     ring,
     swap_fits,
     tile_shape,
+    narrow_lines,
     warpgroups,
     instruction,
     wgmma_operands,

@@ -39,6 +39,7 @@ class TritonTma:
         "launch": ("raster_order", "swizzle_size", "ctas", "split_k"),
     }
     limited_launch = ("ctas", "split_k")
+    extent_rules = frozenset({"tma_alignment", "warp_specialization", "two_fits", "swap_fits", "split_fits"})
 
     def unavailable(self) -> str | None:
         for module, package in (("triton", "triton"), ("cuda.bindings", "cuda-bindings")):
@@ -155,6 +156,7 @@ def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int,
         key = (places, memory)
         found = kept.get(key)
         if found is None:
+            kernel.ensure_context()
             found = kept.keep(key, arguments(places, memory))
         kernel.launch(ctas, stream, found)
 

@@ -1,0 +1,174 @@
+"""Numerics of the Gluon kernels on the GPU, against fp32, on ragged, strided, batched and tiny shapes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tunegemm.artifacts import ArtifactStore
+from tunegemm.compile import CompilePool
+from tunegemm.device import Device, find_device
+from tunegemm.families import Launcher
+from tunegemm.families.gluon_wgmma import FAMILY
+from tunegemm.feasibility import FEASIBLE
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+pytestmark = pytest.mark.gpu
+
+NAMES = (
+    "schedule", "tile_m", "tile_n", "tile_k", "stages", "warps", "instr_n", "lhs_in_registers", "occupancy",
+    "swap_ab",
+)  # fmt: skip
+KERNELS = [
+    ("blocking", 64, 256, 128, 1, 4, 256, False, 2, False),
+    ("blocking", 128, 64, 64, 1, 8, 32, True, 2, False),
+    ("blocking", 64, 128, 64, 1, 8, 256, False, 2, False),
+    ("pipelined", 128, 128, 64, 2, 4, 256, False, 2, False),
+    ("pipelined", 128, 256, 64, 2, 8, 256, True, 1, False),
+    ("multistage", 128, 256, 64, 3, 8, 256, False, 1, False),
+    ("multistage", 256, 64, 32, 4, 4, 256, True, 2, False),
+    ("multistage", 64, 8, 128, 4, 4, 256, False, 2, True),
+    ("cooperative", 128, 256, 64, 4, 8, 256, False, 1, False),
+    ("cooperative", 256, 128, 64, 4, 8, 256, False, 1, False),
+    ("cooperative", 128, 128, 64, 5, 8, 128, True, 1, False),
+    ("cooperative", 64, 256, 64, 2, 4, 128, False, 2, False),
+    ("cooperative", 128, 16, 128, 3, 8, 256, False, 1, True),
+    ("pingpong", 128, 128, 64, 6, 8, 256, False, 1, False),
+    ("pingpong", 64, 256, 64, 3, 8, 256, True, 1, False),
+    ("pingpong", 64, 32, 128, 4, 8, 256, False, 2, False),
+]
+LAUNCHES = [
+    ("along_m", 1, "all"),
+    ("along_n", 2, "balanced"),
+    ("along_m", 4, "balanced"),
+    ("along_n", 16, "all"),
+]
+# m, n, k, batch and the padding of each row, in elements
+SHAPES = [
+    (512, 512, 512, 1, 0),
+    (1000, 1032, 520, 1, 0),
+    (8, 8, 8, 1, 0),
+    (72, 264, 1096, 1, 8),
+    (304, 520, 136, 3, 0),
+    (2048, 2112, 1000, 1, 16),
+]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KINDS = [
+    ("tn", "bf16", "bf16"), ("tt", "bf16", "bf16"), ("nn", "fp16", "fp16"), ("nt", "bf16", "fp32"),
+    ("tn", "fp16", "fp32"), ("tt", "fp16", "bf16"),
+]  # fmt: skip
+# 3/4 of the unit in the last place for 16-bit outputs; fp32 outputs show the tensor cores' accumulation.
+TOLERANCE = {"bf16": 4e-3, "fp16": 5e-4, "fp32": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return find_device("cuda:0")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory, device: Device) -> Iterator[CompilePool]:
+    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
+        for layout, in_dtype, out_dtype in KINDS:  # all at once, on all cores
+            problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+            for kernel in KERNELS:
+                pool.submit("gluon_wgmma", FAMILY.kernel_key(problem, candidate(kernel), device))
+        yield pool
+
+
+def candidate(kernel: tuple[str | int, ...], launch: tuple[str | int, ...] = LAUNCHES[0]) -> Candidate:
+    return Candidate.make(
+        "gluon_wgmma",
+        dict(zip(NAMES, kernel, strict=True)),
+        dict(zip(("raster_order", "swizzle_size", "ctas"), launch, strict=True)),
+    )
+
+
+def load(device: Device, pool: CompilePool, problem: Problem, chosen: Candidate) -> Launcher:
+    result = pool.submit("gluon_wgmma", FAMILY.kernel_key(problem, chosen, device)).result()
+    assert result.artifact is not None, result.failure
+    return FAMILY.load(problem, chosen, device, result.artifact.path)
+
+
+def operand(row_major: bool, rows: int, columns: int, batch: int, pad: int, dtype: str) -> torch.Tensor:
+    """Random (batch, rows, columns); lines of memory are padded by `pad` elements."""
+    outer, inner = (rows, columns) if row_major else (columns, rows)
+    values = torch.randn(batch, outer, inner + pad, device="cuda").to(DTYPES[dtype])[:, :, :inner]
+    return values if row_major else values.mT
+
+
+def relative_error(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    expected = torch.matmul(a.float(), b.float())
+    return ((out.float() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_right_on_every_shape(
+    device: Device, pool: CompilePool, kernel: tuple[str | int, ...], kind: tuple[str, str, str]
+) -> None:
+    layout, in_dtype, out_dtype = kind
+    launched = 0
+    for i, (m, n, k, batch, pad) in enumerate(SHAPES):
+        problem = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+        chosen = candidate(kernel, LAUNCHES[i % len(LAUNCHES)])
+        verdict = FAMILY.check(problem, chosen, device)
+        if verdict.rule == "narrow_lines":
+            pytest.skip(verdict.reason)
+        if (verdict.rule or "").endswith("_fits"):  # these look at speed: it must be right all the same
+            verdict = FEASIBLE
+        assert verdict, (problem, verdict)
+        launch = load(device, pool, problem, chosen)
+        a = operand(problem.a_major == "k", m, k, batch, pad, in_dtype)
+        b = operand(problem.b_major == "n", k, n, batch, pad, in_dtype)
+        whole = torch.full((batch, m + 3, n + pad), torch.nan, dtype=DTYPES[out_dtype], device="cuda")
+        out = whole[:, :m, :n]
+        if batch == 1:
+            a, b, out = a[0], b[0], out[0]
+        launch(a, b, out)
+        torch.cuda.synchronize()
+        error = relative_error(out, a, b)
+        assert error < TOLERANCE[out_dtype], (problem, FAMILY.label(chosen), error)
+        untouched = int(whole.isnan().sum()) - int(out.isnan().sum())
+        assert untouched == whole.numel() - out.numel(), (problem, "wrote outside its output")
+        launched += 1
+    assert launched == len(SHAPES)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
+def test_back_to_back_runs_agree_bitwise(
+    device: Device, pool: CompilePool, kernel: tuple[str | int, ...]
+) -> None:
+    """A race would move the result; the order of additions is fixed, so equal inputs give equal bits."""
+    problem = Problem.parse("2048x2112x1000")
+    a = torch.randn(2048, 1000, device="cuda").bfloat16()
+    b = torch.randn(2112, 1000, device="cuda").bfloat16().t()
+    launch = load(device, pool, problem, candidate(kernel))
+    outs = [torch.full((2048, 2112), torch.nan, device="cuda").bfloat16() for _ in range(20)]
+    for out in outs:
+        launch(a, b, out)
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
+    assert relative_error(outs[0], a, b) < TOLERANCE["bf16"]
+
+
+def test_refuses_what_tma_cannot_read(device: Device, pool: CompilePool) -> None:
+    launch = load(device, pool, Problem.parse("512x512x512"), candidate(KERNELS[8]))
+    a, out = (torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    shifted = torch.zeros(512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(512, 512)
+    with pytest.raises(ValueError, match="multiple of the 16 B"):
+        launch(a, shifted.t(), out)
+
+
+def test_a_captured_launch_replays(device: Device, pool: CompilePool) -> None:
+    problem = Problem.parse("512x512x512")
+    launch = load(device, pool, problem, candidate(KERNELS[13]))
+    a, b = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(2))
+    out = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(a, b.t(), out)
+    a.copy_(torch.randn(512, 512, device="cuda"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert relative_error(out, a, b.t()) < TOLERANCE["bf16"]
