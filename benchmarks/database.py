@@ -52,7 +52,7 @@ _SCREEN_SAMPLES, _FINAL_SAMPLES = 7, 21
 
 #: Children are forked from a process that has loaded everything and nothing is open in: they start at once.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["benchmarks.database"])
+_PROCESSES.set_forkserver_preload(["tunegemm.database.store", "tunegemm.database.migrations"])
 
 
 def device(part: str = "h200", driver: str = "580.0") -> Device:

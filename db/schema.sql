@@ -111,7 +111,9 @@ CREATE TABLE measurements (
     CONSTRAINT pk_measurements PRIMARY KEY (id)
 );
 
-CREATE INDEX ix_measurements_compared ON measurements (problem_id, fingerprint_id, candidate_id, policy, ratio);
+CREATE INDEX ix_measurements_compared ON measurements (candidate_id, fingerprint_id, problem_id, policy, ratio);
+
+CREATE INDEX ix_measurements_problem_id_fingerprint_id_candidate_id ON measurements (problem_id, fingerprint_id, candidate_id);
 
 CREATE TABLE "problems" (
     id INTEGER NOT NULL,

@@ -72,7 +72,7 @@ def leaders(database: Database, family: str, *, device_name: str | None = None) 
         vendors = select(CandidateRow.id, CandidateRow.label)
         labels: dict[int, str] = dict(read(vendors.where(CandidateRow.family == family)))
         raced = func.max(case((row.policy != "screen", row.ratio)))
-        # All its columns are in one index, in that order: a million rows are one pass over it.
+        # All its columns are in one index, which starts with these: of a million rows only those are read.
         compared = (
             select(row.problem_id, row.fingerprint_id, row.candidate_id)
             .add_columns(func.coalesce(raced, func.max(row.ratio)))

@@ -182,8 +182,9 @@ class MeasurementRow(Base):
     __table_args__ = (
         CheckConstraint("median_us > 0", name="median_us"),
         CheckConstraint("baseline_median_us > 0", name="baseline_median_us"),
-        # With all that a leaderboard compares, so that it need not read the rows.
-        Index("ix_measurements_compared", "problem_id", "fingerprint_id", "candidate_id", "policy", "ratio"),
+        Index(None, "problem_id", "fingerprint_id", "candidate_id"),
+        # What a leaderboard compares of the vendor's few candidates, so that it reads no other rows.
+        Index("ix_measurements_compared", "candidate_id", "fingerprint_id", "problem_id", "policy", "ratio"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True, doc="Key; grows with time.")

@@ -53,11 +53,10 @@ def upgrade() -> None:
         for name in ("candidate_id", "ratio", "kernel_source"):
             table.alter_column(name, server_default=None)
         table.create_foreign_key("fk_records_candidate_id", "candidates", ["candidate_id"], ["id"])
-    op.drop_index("ix_measurements_problem_id_fingerprint_id_candidate_id", "measurements")
     op.create_index(
         "ix_measurements_compared",
         "measurements",
-        ["problem_id", "fingerprint_id", "candidate_id", "policy", "ratio"],
+        ["candidate_id", "fingerprint_id", "problem_id", "policy", "ratio"],
     )
 
 
