@@ -12,6 +12,7 @@ from tunegemm.device import cuda_device_count
 
 if TYPE_CHECKING:
     from tests.browser import Browser
+    from tests.postgres import Cluster
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,3 +53,26 @@ def browser() -> Iterator[Browser]:
         pytest.skip(missing)
     with start(program) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Cluster]:
+    """A PostgreSQL server of the tests' own. `.ci/run` demands one; elsewhere its tests are skipped."""
+    from tests.postgres import binary, cluster
+
+    if binary("initdb") is None:
+        missing = "needs PostgreSQL's server, Debian's package `postgresql`; there is none here"
+        assert not os.environ.get("TUNEGEMM_CI"), missing
+        pytest.skip(missing)
+    with cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def empty_on_server(postgres: Cluster) -> str:
+    """The name of a database with the schema and nothing in it, to copy."""
+    from tunegemm.database import Database
+
+    url = postgres.create()
+    Database.open(url).close()
+    return url.rpartition("/")[2]

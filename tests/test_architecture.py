@@ -18,7 +18,8 @@ PACKAGE = Path(tunegemm.__file__).parent
 #: A module imports only from modules to its left.
 ORDER = (
     "errors", "resources", "problem", "device", "space", "feasibility", "outcome", "model", "families",
-    "artifacts", "compile", "measure", "search", "database", "tuning", "verify", "dispatch", "report", "cli",
+    "artifacts", "compile", "measure", "search", "database", "tuning", "verify", "fleet", "dispatch",
+    "report", "cli",
 )  # fmt: skip
 
 PUBLIC = ["Candidate", "Database", "Device", "Problem", "TunegemmError", "linear", "matmul", "tune"]

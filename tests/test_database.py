@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, insert
 
+from tests.stores import Location, Store, damage
 from tunegemm.database import Database, Record
 from tunegemm.database.models import SCHEMA_VERSION, VERSION_TABLE
 from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
@@ -56,14 +56,7 @@ def database(path: Path) -> Iterator[Database]:
         yield database
 
 
-def damage(path: Path, statement: str) -> None:
-    connection = sqlite3.connect(path)
-    with connection:
-        assert connection.execute(statement).rowcount > 0
-    connection.close()
-
-
-class TestPublishing:
+class TestPublishing(Store):
     def test_a_measurement_reads_back_as_it_was(self, database: Database) -> None:
         published = measurement()
         database.publish(PROBLEM, DEVICE, published, resources=RESOURCES, label="pp128x256")
@@ -75,10 +68,10 @@ class TestPublishing:
         assert row["warnings"] == ["C7510"]
         assert row["compile_seconds"] == 0.75
 
-    def test_it_survives_closing(self, path: Path) -> None:
-        with Database.open(path) as first:
+    def test_it_survives_closing(self, location: Location) -> None:
+        with Database.open(location) as first:
             first.publish(PROBLEM, DEVICE, measurement())
-        with Database.open(path) as second:
+        with Database.open(location) as second:
             assert second.measurements(PROBLEM, FINGERPRINT) == [measurement()]
 
     def test_a_failure_reads_back_and_makes_no_record(self, database: Database) -> None:
@@ -141,7 +134,7 @@ class TestPublishing:
         assert database.frame().empty
 
 
-class TestRecords:
+class TestRecords(Store):
     def test_the_best_ratio_so_far_is_the_record(self, database: Database) -> None:
         slow, fast = KERNEL.with_launch(swizzle=1), KERNEL.with_launch(swizzle=8)
         database.publish(PROBLEM, DEVICE, measurement(0.90, slow))
@@ -188,27 +181,19 @@ class TestRecords:
             "UPDATE candidates SET json = '{' WHERE family = 'bad'",
             "UPDATE candidates SET json = replace(json, '\"x\":1', '\"x\":2') WHERE family = 'bad'",
             "UPDATE problems SET in_dtype = 'int3' WHERE m = 64",
-            "UPDATE problems SET m = 'many' WHERE m = 64",
             "UPDATE measurements SET created_at = 'yesterday' WHERE id = 1",
-            "UPDATE measurements SET median_us = 'quick' WHERE id = 1",
         ],
     )
     def test_a_damaged_row_is_skipped_and_logged(
-        self, path: Path, statement: str, caplog: pytest.LogCaptureFixture
+        self, location: Location, database: Database, statement: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        small = Problem.parse("64x64x64")
-        with Database.open(path) as database:
-            database.publish(small, DEVICE, measurement(candidate=Candidate.make("bad", {"x": 1})))
-            database.publish(PROBLEM, DEVICE, measurement())
-            damage(path, statement)
-            assert [record.problem for record in database.records()] == [PROBLEM]
-            assert database.best(small, FINGERPRINT) is None
+        check_damaged_row(location, database, statement)
         assert "skipped 1 unreadable record" in caplog.text
 
-    def test_damaged_samples_are_skipped(self, database: Database, path: Path) -> None:
+    def test_damaged_samples_are_skipped(self, database: Database, location: Location) -> None:
         for ratio in (1.0, 1.1):
             database.publish(PROBLEM, DEVICE, measurement(ratio))
-        damage(path, "UPDATE measurements SET samples_us = '[1.0,' WHERE id = 1")
+        damage(location, "UPDATE measurements SET samples_us = '[1.0,' WHERE id = 1")
         assert [round(m.ratio, 2) for m in database.measurements(PROBLEM, FINGERPRINT)] == [1.1]
 
     def test_many_records_are_read_quickly(self, database: Database) -> None:
@@ -225,6 +210,7 @@ class TestRecords:
                 insert(MeasurementRow), [{**first, "id": key, "problem_id": key} for key in keys]
             )
             link = {"fingerprint_id": 1, "settled": True, "chosen_at": first["created_at"]}
+            link |= {name: first[name] for name in ("candidate_id", "ratio", "kernel_source")}
             connection.execute(
                 insert(RecordRow),
                 [{**link, "id": key, "problem_id": key, "measurement_id": key} for key in keys],
@@ -235,7 +221,32 @@ class TestRecords:
         assert len({record.problem for record in records}) == 20_000
 
 
-class TestFrame:
+def check_damaged_row(location: Location, database: Database, statement: str) -> None:
+    """That statement damages the first of two records, and only that one is lost."""
+    small = Problem.parse("64x64x64")
+    database.publish(small, DEVICE, measurement(candidate=Candidate.make("bad", {"x": 1})))
+    database.publish(PROBLEM, DEVICE, measurement())
+    damage(location, statement)
+    assert [record.problem for record in database.records()] == [PROBLEM]
+    assert database.best(small, FINGERPRINT) is None
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE problems SET m = 'many' WHERE m = 64",
+        "UPDATE measurements SET median_us = 'quick' WHERE id = 1",
+    ],
+)
+def test_a_word_in_a_column_of_numbers_is_skipped(
+    path: Path, database: Database, statement: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which SQLite lets in, and a server does not."""
+    check_damaged_row(path, database, statement)
+    assert "skipped 1 unreadable record" in caplog.text
+
+
+class TestFrame(Store):
     def test_one_row_per_candidate_with_its_best_evidence(self, database: Database) -> None:
         a, b = KERNEL.with_launch(swizzle=1), KERNEL.with_launch(swizzle=2)
         database.publish(PROBLEM, DEVICE, measurement(1.50, a))
@@ -274,15 +285,6 @@ class TestFrame:
         assert list(database.frame(Problem.parse("8x8x8")).columns) == list(database.frame().columns)
 
 
-def publish_many(path: str, writer: int, count: int) -> None:
-    with Database.open(path) as database:
-        for index in range(count):
-            candidate = KERNEL.with_launch(writer=writer, index=index)
-            ratio = 1 + writer / 100 + index / 10_000
-            database.publish(PROBLEM, DEVICE, measurement(ratio, candidate))
-            print(index, flush=True)  # acknowledged
-
-
 def hold_lock(path: str, seconds: float) -> None:
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("BEGIN IMMEDIATE")
@@ -301,36 +303,6 @@ def child(call: str) -> subprocess.Popen[str]:
 
 
 class TestProcesses:
-    def test_four_processes_lose_nothing(self, path: Path) -> None:
-        # The file does not exist yet: they race to create and migrate it, too.
-        processes = [child(f"publish_many({str(path)!r}, {writer}, 100)") for writer in range(4)]
-        for process in processes:
-            process.communicate(timeout=60)
-        assert [process.returncode for process in processes] == [0, 0, 0, 0]
-        with Database.open(path, read_only=True) as database:
-            read = database.measurements(PROBLEM, FINGERPRINT)
-            published = [(m.candidate["writer"], m.candidate["index"]) for m in read]
-            assert sorted(published) == [(writer, index) for writer in range(4) for index in range(100)]
-            record = database.best(PROBLEM, FINGERPRINT)
-            assert record is not None
-            assert (record.candidate["writer"], record.candidate["index"]) == (3, 99)
-
-    def test_a_killed_process_leaves_every_acknowledged_row(self, path: Path) -> None:
-        process = child(f"publish_many({str(path)!r}, 0, 100_000)")
-        assert process.stdout is not None
-        for _ in range(50):
-            process.stdout.readline()
-        process.kill()
-        rest, _ = process.communicate(timeout=30)
-        acknowledged = 50 + rest.count("\n")
-        assert process.returncode == -signal.SIGKILL
-        with Database.open(path) as database:
-            indices = [m.candidate["index"] for m in database.measurements(PROBLEM, FINGERPRINT)]
-            assert indices[:acknowledged] == list(range(acknowledged))
-            record = database.best(PROBLEM, FINGERPRINT)
-            assert record is not None and record.candidate["index"] == indices[-1]
-            database.publish(PROBLEM, DEVICE, measurement())
-
     def test_a_writer_waits_for_another_and_a_reader_does_not(self, database: Database, path: Path) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.01))
         process = child(f"hold_lock({str(path)!r}, 1.0)")
@@ -389,8 +361,8 @@ class TestOpening:
         with pytest.raises(DatabaseError, match="lost at exit; give a path"):
             Database.open(location)
 
-    def test_a_server_without_driver_is_named_without_its_password(self) -> None:
-        with pytest.raises(DatabaseError, match="no driver") as caught:
+    def test_a_server_of_another_kind_is_named_without_its_password(self) -> None:
+        with pytest.raises(DatabaseError, match=r"nosuchserver://\.\.\.: not a kind that is known") as caught:
             Database.open("nosuchserver://user:secret@host/tunegemm")
         assert "secret" not in str(caught.value)
         with pytest.raises(DatabaseError, match="not a URL") as caught:

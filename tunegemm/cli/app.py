@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import tunegemm
-from tunegemm.cli import db, doctor, explain, history, leaderboard, report, space, tune, verify
+from tunegemm.cli import db, doctor, explain, fleet, history, leaderboard, report, space, tune, verify
 from tunegemm.errors import TunegemmError
 
 #: Exit codes: 0 done, 1 done but nothing usable came of it, 2 bad input, 130 interrupted by Ctrl-C.
@@ -77,6 +77,7 @@ app.command("verify")(verify.command)
 app.command("history")(history.history)
 app.command("regress")(history.regress)
 app.add_typer(db.app, name="db")
+app.add_typer(fleet.app, name="fleet")
 app.command("report")(report.report)
 app.command("plot")(report.plot)
 app.command("space")(space.command)

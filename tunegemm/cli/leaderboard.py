@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import options
+from tunegemm.problem import Problem, normalize_dtype
 
 if TYPE_CHECKING:
-    from tunegemm.problem import Problem
+    import pandas
+
     from tunegemm.report.leaderboard import Leaderboard
 
 
@@ -71,7 +73,8 @@ def command(
     if format is Format.parquet and out is None:
         raise options.UsageError("--format parquet is not for a terminal: name a file with --out")
     from tunegemm.database import Database
-    from tunegemm.problem import normalize_dtype
+    from tunegemm.database.connection import display
+    from tunegemm.database.leaders import leaders
 
     def wanted(problem: Problem) -> bool:
         return (
@@ -88,7 +91,7 @@ def command(
         if missing:
             words = " ".join([missing[0], *filter(None, (dtype, out_dtype, layout))])
             raise options.UsageError(
-                f"{database.location}: no measurement of {words}; "
+                f"{display(database.location)}: no measurement of {words}; "
                 f"run `tunegemm tune --shape {missing[0]}` first"
             )
         device_name = None
@@ -97,23 +100,24 @@ def command(
             from tunegemm.report.evidence import named_device
 
             device_name = named_device(device, device_names(database))
-        # One shape is read by itself: a large database has many.
-        one = problems[0] if len(problems) == 1 else None
-        frame = database.frame(one, device_name=device_name, family=family)
+        from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, parquet
 
-    from tunegemm.report.leaderboard import Leaderboard, parquet
-
-    if shapes and by is By.shape:
-        boards = [Leaderboard.from_frame(problem, frame) for problem in problems]
-    else:
-        names = [field.name for field in fields(problems[0])]
-        kept = {astuple(problem) for problem in problems}
-        rows = [values in kept for values in frame[names].itertuples(index=False, name=None)]
-        frame = frame[rows]
-        if by is By.shape:
-            boards = [Leaderboard.summary(frame)]
+        if not shapes and by is By.shape and family is None:
+            # Of a large database every shape's best is read, and nothing else.
+            frame = leaders(database, VENDOR_FAMILY, device_name=device_name)
+            boards = [Leaderboard.best_of_all(_of(problems, frame))]
         else:
-            boards = [Leaderboard.standings(frame, "family" if by is By.family else "device")]
+            one = problems[0] if len(problems) == 1 else None
+            frame = database.frame(one, device_name=device_name, family=family)
+            if shapes and by is By.shape:
+                boards = [Leaderboard.from_frame(problem, frame) for problem in problems]
+            elif by is By.shape:
+                boards = [Leaderboard.summary(_of(problems, frame))]
+            else:
+                standing = Leaderboard.standings(
+                    _of(problems, frame), "family" if by is By.family else "device"
+                )
+                boards = [standing]
     if format is Format.parquet:
         assert out is not None
         parquet(boards, top, out)
@@ -128,6 +132,13 @@ def command(
         typer.echo(text, nl=False)
     else:
         options.write_text(out, text)
+
+
+def _of(problems: list[Problem], frame: pandas.DataFrame) -> pandas.DataFrame:
+    """The rows of some problems."""
+    names = [field.name for field in fields(Problem)]
+    kept = {astuple(problem) for problem in problems}
+    return frame[[values in kept for values in frame[names].itertuples(index=False, name=None)]]
 
 
 def _render(boards: list[Leaderboard], format: Format, top: int | None) -> str:

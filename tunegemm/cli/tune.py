@@ -69,6 +69,7 @@ def command(
 
     from tunegemm.cli.progress import ProgressView
     from tunegemm.database import Database
+    from tunegemm.database.connection import display
     from tunegemm.tuning import Tuner, open_device
 
     out, log = options.stdout_console(), Console(stderr=True)
@@ -105,7 +106,7 @@ def command(
                 if as_json:
                     typer.echo(json.dumps(result_document(result)))
                 else:
-                    show_result(out, result, top, where=str(database.location) if database else "")
+                    show_result(out, result, top, where=display(database.location) if database else "")
                 if result.interrupted:
                     again = resume_command(context, problems[position:])
                     log.print(interruption(result, again), soft_wrap=True, highlight=False)

@@ -1,10 +1,11 @@
 """From a location to an engine, and from a driver's error to one line that names the remedy.
 
-What is special about SQLite is here, and nowhere else: a server's URL gives a plain engine.
+What is special about SQLite or PostgreSQL is here, but for the two forms of INSERT in `store`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -14,14 +15,24 @@ from typing import Any
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from tunegemm.database.layers import project_location, user_location
 from tunegemm.errors import DatabaseError
 
-#: How long a statement waits for another process's transaction. One publication takes some
-#: milliseconds, so half a minute is the queue of thousands.
-BUSY_TIMEOUT_S = 30.0
+#: How long a statement waits for others' transactions. One publication takes a millisecond; of eight writers
+#: on two busy cores the unluckiest waited 5 s (benchmarks/database.py).
+BUSY_TIMEOUT_S = 60.0
+
+#: How long a server may take to answer a new connection: dispatch waits for it, once.
+CONNECT_TIMEOUT_S = 10
+
+#: Beginnings of the file-system types that other hosts may write to at the same time. The shared memory
+#: of a write-ahead log is one host's, so two hosts that use it there destroy the file, without an error.
+_NETWORK_TYPES = (
+    "9p", "afs", "beegfs", "ceph", "cifs", "fuse.", "gfs", "glusterfs", "gpfs", "lustre", "ncp", "nfs",
+    "ocfs", "orangefs", "pvfs", "smb", "virtiofs", "wekafs",
+)  # fmt: skip
 
 #: Execution option of engines whose transactions write; read by the SQLite hook below.
 _WRITES = "tunegemm_writes"
@@ -38,8 +49,13 @@ def resolve(location: str | Path | None) -> Path | URL:
             raise DatabaseError(
                 f"database {location.partition('://')[0]}://...: not a URL; give a path"
             ) from None
-        if url.get_backend_name() != "sqlite":
-            return url
+        kind = url.drivername.partition("+")[0]
+        if kind in ("postgresql", "postgres"):
+            return url.set(drivername="postgresql+psycopg")
+        if kind != "sqlite":
+            raise DatabaseError(
+                f"database {kind}://...: not a kind that is known; give postgresql://HOST/NAME or a path"
+            )
         if not url.database or url.database == ":memory:":
             raise DatabaseError(f"database {location}: a database in memory is lost at exit; give a path")
         location = url.database
@@ -52,12 +68,7 @@ def connect(location: Path | URL, *, read_only: bool) -> Engine:
     Raises DatabaseError when there is no such file, or when it can be neither created nor opened.
     """
     if isinstance(location, URL):
-        try:
-            return create_engine(location, pool_pre_ping=True)
-        except (NoSuchModuleError, ModuleNotFoundError) as error:
-            raise DatabaseError(
-                f"{display(location)}: no driver for it ({error}); install psycopg, or give a path"
-            ) from None
+        return _server_engine(location)
     with translated(location):
         if read_only:
             _check_readable(location)
@@ -67,6 +78,17 @@ def connect(location: Path | URL, *, read_only: bool) -> Engine:
             _choose_journal(location)
             options = "mode=rwc"
     return _sqlite_engine(location, options)
+
+
+def _server_engine(url: URL) -> Engine:
+    timeout = {} if "connect_timeout" in url.query else {"connect_timeout": CONNECT_TIMEOUT_S}
+    try:
+        # A connection may have been cut since its last use: tuning publishes minutes apart.
+        return create_engine(url, pool_pre_ping=True, connect_args=timeout)
+    except ModuleNotFoundError as error:
+        raise DatabaseError(
+            f"{display(url)}: no driver for it ({error}); pip install 'tunegemm[postgres]', or give a path"
+        ) from None
 
 
 def _check_readable(path: Path) -> None:
@@ -136,16 +158,23 @@ def display(location: Path | URL) -> str:
     return location.render_as_string(hide_password=True) if isinstance(location, URL) else str(location)
 
 
+#: Text of a damaged row may be no UTF-8. Read with a mark in its place it fails for itself, as any damage
+#: does; as an error it would fail the query, and with it every other row.
+_TEXT = functools.partial(str, encoding="utf-8", errors="replace")
+
+
 def _open(path: Path, options: str) -> sqlite3.Connection:
     # isolation_level=None: BEGIN is ours to send (see `_begin`), and DDL joins the transaction.
     # A pooled connection may serve another thread than the one that opened it, one at a time.
-    return sqlite3.connect(
+    connection = sqlite3.connect(
         f"file:{quote(str(path))}?{options}",
         uri=True,
         timeout=BUSY_TIMEOUT_S,
         isolation_level=None,
         check_same_thread=False,
     )
+    connection.text_factory = _TEXT
+    return connection
 
 
 def _sqlite_engine(path: Path, options: str) -> Engine:
@@ -186,7 +215,7 @@ def _read_only_options(path: Path) -> str:
             )
             if blocked and not path.with_name(path.name + "-wal").exists():
                 return "mode=ro&immutable=1"
-        except sqlite3.DatabaseError:
+        except (sqlite3.DatabaseError, UnicodeDecodeError):
             pass  # damaged: the caller's first query says so
     return "mode=ro"
 
@@ -194,12 +223,15 @@ def _read_only_options(path: Path) -> str:
 def _choose_journal(path: Path) -> None:
     """WAL for a new file, so that readers and a writer do not wait for each other.
 
-    WAL needs memory shared between processes, which some network and FUSE file systems lack; there,
-    or where a file made elsewhere was brought to, the file gets a rollback journal.
+    WAL needs memory shared between processes, which network and FUSE file systems lack; there, or where
+    a file made elsewhere was brought to, the file gets a rollback journal.
     """
+    network = on_network(path)
     with closing(_open(path, "mode=rwc")) as connection:
         try:
-            if connection.execute("PRAGMA page_count").fetchone() == (0,):
+            if network:
+                connection.execute("PRAGMA journal_mode = DELETE")
+            elif connection.execute("PRAGMA page_count").fetchone() == (0,):
                 connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("BEGIN IMMEDIATE")  # a mere read may succeed where writing cannot
             connection.execute("ROLLBACK")
@@ -215,6 +247,17 @@ def _choose_journal(path: Path) -> None:
         connection.execute("PRAGMA journal_mode = DELETE")
 
 
+def on_network(path: Path) -> bool:
+    """Whether the file is, or would be, on a file system that other hosts may write to."""
+    import psutil
+
+    folder = path.resolve().parent
+    mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
+    # Of two mounts on one folder the later one is what is seen.
+    nearest = max(enumerate(mounts), key=lambda entry: (len(entry[1].mountpoint), entry[0]), default=None)
+    return nearest is not None and nearest[1].fstype.startswith(_NETWORK_TYPES)
+
+
 @contextmanager
 def translated(location: Path | URL) -> Iterator[None]:
     """Turns the driver's errors into DatabaseError: the place, what is wrong, the remedy."""
@@ -224,6 +267,10 @@ def translated(location: Path | URL) -> Iterator[None]:
         raise DatabaseError(f"{display(location)}: {_explain(location, error.orig)}") from error
     except sqlite3.Error as error:
         raise DatabaseError(f"{display(location)}: {_explain(location, error)}") from error
+    except UnicodeDecodeError as error:  # SQLite's own message quotes a damaged schema
+        damaged = sqlite3.DatabaseError(str(error))
+        damaged.sqlite_errorname = "SQLITE_CORRUPT"
+        raise DatabaseError(f"{display(location)}: {_explain(location, damaged)}") from error
 
 
 #: By the start of SQLite's error name: what is wrong, and the remedy.
@@ -245,10 +292,35 @@ _EXPLANATIONS = (
 )
 
 
+#: By the start of PostgreSQL's SQLSTATE.
+_SERVER_EXPLANATIONS = (
+    ("28", "the server refuses this user or password; check the URL"),
+    ("3D", "the server has no such database; create it with `createdb`"),
+    ("42501", "the server lets this user not do that; grant it the rights"),
+    ("25006", "the server is read-only; give the URL of the primary"),
+    ("53100", "the server's disk is full; free some space and go on, everything published is kept"),
+    ("53300", "the server has too many connections; raise its max_connections"),
+    ("57P", "the server is shutting down; try again"),
+)
+
+#: What a refused connection says, which has no SQLSTATE, and the SQLSTATE that it stands for.
+_REFUSALS = (("authentication failed", "28"), ("no pg_hba.conf entry", "28"), ("role ", "28"),
+             ("database ", "3D"), ("too many clients", "53300"), ("shutting down", "57P"))  # fmt: skip
+
+
 def _explain(location: Path | URL, error: BaseException | None) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    if isinstance(location, URL):
+        code = getattr(error, "sqlstate", "") or ""
+        _, fatal, reason = str(error).partition("FATAL:")
+        if not code and fatal:
+            code = next((state for words, state in _REFUSALS if words in reason), "")
+        for start, explanation in _SERVER_EXPLANATIONS:
+            if code.startswith(start):
+                return f"{explanation} ({(reason or first_line).strip().partition(chr(10))[0]})"
+        return f"{first_line}; check the address, and that the server runs"
     name = getattr(error, "sqlite_errorname", "") or ""
     for start, explanation in _EXPLANATIONS:
         if name.startswith(start):
-            return explanation.replace("FILE", str(location)) + f" ({error})"
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{first_line}; check the database's address and permissions"
+            return explanation.replace("FILE", str(location)) + f" ({first_line})"
+    return f"{first_line}; check the file and its folder"

@@ -20,7 +20,7 @@ from typing import Any, get_args
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
-from tunegemm.database import store
+from tunegemm.database import publishing, store
 from tunegemm.database.checks import (
     BAD,
     candidate_of,
@@ -130,7 +130,7 @@ def load(database: Database, rows: Iterable[Row], *, origin: str) -> Report:
     choices: list[tuple[int, Row]] = []
     numbered = enumerate(rows, 1)
     while batch := list(islice(numbered, _BATCH)):
-        with database._writing() as session:
+        with database._writing() as connection, Session(connection) as session, session.begin():
             for number, row in batch:
                 if isinstance(row, dict) and row.get("kind") == "choice":
                     choices.append((number, row))
@@ -163,14 +163,14 @@ def _load_choices(
     pending = iter(choices)
     last: dict[tuple[int, int, str], _Choice] = {}
     while batch := list(islice(pending, _BATCH)):
-        with database._writing() as session:
+        with database._writing() as connection, Session(connection) as session, session.begin():
             for choice in batch:
                 measured = session.get_one(MeasurementRow, choice.measurement_id)
                 if _remember(session, choice, measured):
                     last[measured.problem_id, measured.fingerprint_id, choice.policy] = choice
     pending = iter(last.values())
     while batch := list(islice(pending, _BATCH)):
-        with database._writing() as session:
+        with database._writing() as connection, Session(connection) as session, session.begin():
             conflicts = [_choose(session, choice) for choice in batch]
         report.conflicts += [conflict for conflict in conflicts if conflict is not None]
 
@@ -281,19 +281,25 @@ def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> _Choice:
 
 def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
     """The key of the row and whether it is new."""
-    row = store._outcome_row(parsed.outcome, parsed.resources, parsed.policy)
-    keys = store._keys(session, parsed.problem, parsed.fingerprint, parsed.outcome.candidate, "")
-    table = type(row)
+    connection, outcome = session.connection(), parsed.outcome
+    values = store._outcome_values(outcome, parsed.resources, parsed.policy)
+    values |= {"kernel_source": parsed.kernel_source, "origin": parsed.origin or origin}
+    keys = publishing.row_keys(
+        connection, *store.key_values(parsed.problem, parsed.fingerprint, outcome.candidate, "")
+    )
+    table, alike, add = (
+        (FailureRow, "stage", publishing.add_failure)
+        if isinstance(outcome, Failure)
+        else (MeasurementRow, "samples_us", publishing.add_measurement)
+    )
     identity = {**keys, "kernel_source": parsed.kernel_source, "created_at": parsed.measured_at}
-    identity |= {"samples_us": row.samples_us} if isinstance(row, MeasurementRow) else {"stage": row.stage}
+    identity[alike] = values[alike]
     found = session.scalar(select(table.id).filter_by(**identity).limit(1))
     if found is not None:
         return found, False
     if parsed.label:
-        store._candidate_id(session, parsed.outcome.candidate, parsed.label, only_if_missing=True)
-    row.kernel_source, row.origin = parsed.kernel_source, parsed.origin or origin
-    store._add(session, row, keys, at=parsed.measured_at)
-    return row.id, True
+        publishing.label_if_none(connection, keys["candidate_id"], parsed.label)
+    return add(connection, keys, values, at=parsed.measured_at), True
 
 
 def _remember(session: Session, choice: _Choice, row: MeasurementRow) -> bool:
@@ -322,16 +328,18 @@ def _choose(session: Session, choice: _Choice) -> Conflict | None:
     new, settled = session.get_one(MeasurementRow, choice.measurement_id), choice.settled
     values = _values(choice, new)
     key = {name: values[name] for name in ("problem_id", "fingerprint_id", "policy")}
+    copied = {"candidate_id": new.candidate_id, "ratio": new.ratio, "kernel_source": new.kernel_source}
     record = session.scalar(select(RecordRow).filter_by(**key).with_for_update())
     if record is None:
-        session.add(RecordRow(**values))
+        session.add(RecordRow(**values, **copied))
         session.flush()
         return None
     old = session.get_one(MeasurementRow, record.measurement_id)
     new_wins, reason = _compare(session, old, record.settled, new, settled)
     loser = old if new_wins else new
     if new_wins:
-        record.measurement_id, record.settled, record.chosen_at = new.id, settled, choice.chosen_at
+        for name, value in (values | copied).items():
+            setattr(record, name, value)
     if old.candidate_id == new.candidate_id:
         return None
     candidates = {row.id: session.get_one(CandidateRow, row.candidate_id) for row in (old, new)}

@@ -10,13 +10,18 @@ What is tuned is written to the narrowest: `Database.open()` without a location.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tunegemm.errors import DatabaseError
 
 if TYPE_CHECKING:
+    from tunegemm.database.lookup import Lookup
     from tunegemm.database.record import Record
+    from tunegemm.database.store import Database
+
+T = TypeVar("T")
 
 #: Names of the layers, by how narrow they are: a larger number wins.
 NARROWNESS = {"system": 1, "user": 2, "project": 3}
@@ -43,18 +48,35 @@ def user_location() -> Path:
 def read_records() -> tuple[list[Record], list[str]]:
     """The records of every layer, and one line for each layer that could not be read."""
     from tunegemm.database.shipped import read_shipped
-    from tunegemm.database.store import Database  # SQLAlchemy loads here, on the first call, and never later
 
     records, warnings = read_shipped()
+    for found in _of_databases(lambda database: database.records(), warnings):
+        records += found
+    return records, warnings
+
+
+def read_lookups() -> tuple[list[Record], list[Lookup], list[str]]:
+    """As `read_records`: the system layer's records, and the others' to look up."""
+    from tunegemm.database.shipped import read_shipped
+
+    records, warnings = read_shipped()
+    return records, _of_databases(lambda database: database.lookup(), warnings), warnings
+
+
+def _of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
+    """What is read of the user's and of the project's layer; adds a line for one that cannot be."""
+    from tunegemm.database.store import Database  # SQLAlchemy loads here, on the first call, and never later
+
+    found = []
     for layer, location in (("user", user_location()), ("project", project_location())):
         if location is None or (layer == "user" and not _exists(location)):
             continue
         try:
             with Database.open(location, read_only=True, layer=layer) as database:
-                records += database.records()
+                found.append(read(database))
         except DatabaseError as error:
             warnings.append(str(error))
-    return records, warnings
+    return found
 
 
 def _exists(location: Path | str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection, column, inspect, select, table
+from sqlalchemy import Connection, column, func, inspect, select, table
 
 from tunegemm.database.models import SCHEMA_VERSION, VERSION_TABLE
 from tunegemm.errors import DatabaseError
@@ -12,6 +12,9 @@ from tunegemm.resources import data_path
 
 if TYPE_CHECKING:
     from alembic.config import Config
+
+#: Names the lock among those of other programs on the server; any number that is not changed will do.
+_MIGRATION_LOCK = 7_463_311
 
 
 def stored_version(connection: Connection) -> str | None:
@@ -30,7 +33,15 @@ def stored_version(connection: Connection) -> str | None:
 
 
 def upgrade(connection: Connection) -> None:
-    """Create or migrate the schema; all of it or nothing, since the connection is in a transaction."""
+    """Create or migrate the schema; all of it or nothing, since the connection is in a transaction.
+
+    One process at a time: SQLite's writers are, and on PostgreSQL the others wait for a lock.
+    """
+    version = stored_version(connection)
+    if version == SCHEMA_VERSION:
+        return
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
     version = stored_version(connection)
     if version == SCHEMA_VERSION:
         return

@@ -28,7 +28,7 @@ from sqlalchemy.types import TypeDecorator
 
 #: The newest revision under db/migrations/versions. Held here so that opening an up-to-date database
 #: does not load Alembic; a test compares it with Alembic's head.
-SCHEMA_VERSION = "0002"
+SCHEMA_VERSION = "0003"
 
 #: The policy of records that are chosen by speed alone.
 FASTEST = "fastest"
@@ -183,6 +183,8 @@ class MeasurementRow(Base):
         CheckConstraint("median_us > 0", name="median_us"),
         CheckConstraint("baseline_median_us > 0", name="baseline_median_us"),
         Index(None, "problem_id", "fingerprint_id", "candidate_id"),
+        # What a leaderboard compares of the vendor's few candidates, so that it reads no other rows.
+        Index("ix_measurements_compared", "candidate_id", "fingerprint_id", "problem_id", "policy", "ratio"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True, doc="Key; grows with time.")
@@ -279,6 +281,12 @@ class RecordRow(Base):
         String(32), server_default=FASTEST, doc="What best means: fastest, relative to torch.mm."
     )
     measurement_id: Mapped[int] = mapped_column(ForeignKey("measurements.id"), doc="The best one.")
+    candidate_id: Mapped[int] = mapped_column(
+        ForeignKey("candidates.id"),
+        doc="The measurement's, as are the next two: dispatch reads these rows without the wide ones.",
+    )
+    ratio: Mapped[float] = mapped_column(doc="The measurement's.")
+    kernel_source: Mapped[str] = mapped_column(String(16), doc="The measurement's.")
     settled: Mapped[bool] = mapped_column(
         doc="True when it won a final race; false when it is the best so far of an unfinished search."
     )
@@ -298,3 +306,37 @@ class ChoiceRow(Base):
     measurement_id: Mapped[int] = mapped_column(ForeignKey("measurements.id"), doc="What became the record.")
     settled: Mapped[bool] = mapped_column(doc="As in records.")
     chosen_at: Mapped[datetime] = mapped_column(UtcTime, doc="When, ISO 8601, UTC.")
+
+
+class TaskRow(Base):
+    """Problems that a fleet is asked to tune, once under each fingerprint."""
+
+    __tablename__ = "tasks"
+
+    id: Mapped[int] = mapped_column(primary_key=True, doc="Key; the smallest is tuned first.")
+    problem_id: Mapped[int] = mapped_column(ForeignKey("problems.id"), unique=True, doc="What to tune.")
+    effort: Mapped[str] = mapped_column(String(16), doc="How much to try: quick, full or exhaustive.")
+    trials: Mapped[int | None] = mapped_column(doc="Most candidates to measure; null for the effort's.")
+    budget_seconds: Mapped[float | None] = mapped_column(doc="Most time, s; null for no limit.")
+    added_at: Mapped[datetime] = mapped_column(UtcTime, doc="When it was asked for, ISO 8601, UTC.")
+
+
+class ClaimRow(Base):
+    """Who tunes a task under a fingerprint, or did. No evidence: rows change, and go when tuned again."""
+
+    __tablename__ = "claims"
+    __table_args__ = (UniqueConstraint("problem_id", "fingerprint_id"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True, doc="Key.")
+    problem_id: Mapped[int] = mapped_column(ForeignKey("problems.id"), doc="The problem.")
+    fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), index=True, doc="The device.")
+    worker: Mapped[str] = mapped_column(
+        String(128), doc="Host, process and a random part of the last worker; empty before the first."
+    )
+    attempts: Mapped[int] = mapped_column(doc="Workers that tried.")
+    claimed_at: Mapped[datetime | None] = mapped_column(UtcTime, doc="When the last worker took it, UTC.")
+    expires_at: Mapped[datetime | None] = mapped_column(
+        UtcTime, doc="Until when it is the worker's, unless renewed, UTC; null before and after."
+    )
+    finished_at: Mapped[datetime | None] = mapped_column(UtcTime, doc="When it was done or failed, UTC.")
+    failure: Mapped[str] = mapped_column(Text, doc="Why it failed; empty otherwise.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import func, select
 
+from tunegemm.database.lookup import checked_candidate
 from tunegemm.database.models import (
     FASTEST,
     CandidateRow,
@@ -18,7 +19,7 @@ from tunegemm.database.models import (
     ProblemRow,
     RecordRow,
 )
-from tunegemm.database.store import Database, _candidate, _readable
+from tunegemm.database.store import Database, _readable
 from tunegemm.device import Fingerprint
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -127,7 +128,7 @@ def records(database: Database, device_name: str) -> list[RecordEvidence]:
             at = datetime.fromisoformat(str(more.get("recorded_at")))
         return RecordEvidence(
             (values[0], values[1]), Problem(*values[2:first]), Fingerprint(*values[first:second]),
-            _candidate(text, digest), label, tuple(map(float, samples)), tuple(map(float, baseline)),
+            checked_candidate(text, digest), label, tuple(map(float, samples)), tuple(map(float, baseline)),
             float(ratio), float(noise), bool(settled), at, clock, power, heat, tuple(throttle or ()),
             replayed,
         )  # fmt: skip
@@ -153,7 +154,7 @@ def trials(database: Database, key: tuple[int, int], limit: int) -> list[TrialEv
 
     def build(values: Sequence[Any]) -> TrialEvidence:
         text, digest, label, policy, median_us, ratio = values
-        return TrialEvidence(_candidate(text, digest), label, policy, float(median_us), float(ratio))
+        return TrialEvidence(checked_candidate(text, digest), label, policy, float(median_us), float(ratio))
 
     return _readable(reversed(rows), build, "measurement")
 

@@ -12,17 +12,17 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from sqlalchemy import URL, Engine, Select, or_, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import URL, Connection, Engine, Select, exists, or_, select, text
 from sqlalchemy.orm import Session
 
 from tunegemm import families
-from tunegemm.database import migrations
+from tunegemm.database import migrations, publishing
 from tunegemm.database.connection import connect, display, migrating, resolve, translated, writer
+from tunegemm.database.lookup import Lookup, checked_candidate
 from tunegemm.database.models import (
     FASTEST,
     CandidateRow,
@@ -36,7 +36,7 @@ from tunegemm.database.models import (
 )
 from tunegemm.database.record import Choice, Entry, Record
 from tunegemm.device import Device, Fingerprint, kernel_source_hash
-from tunegemm.errors import DatabaseError, SpaceError, TunegemmError
+from tunegemm.errors import DatabaseError, TunegemmError
 from tunegemm.outcome import Failure, Measurement, Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     import pandas
 
 Value = TypeVar("Value")
-ResultRow = TypeVar("ResultRow", MeasurementRow, FailureRow, MeasurementRow | FailureRow)
 
 _log = logging.getLogger(__name__)
 
@@ -143,15 +142,13 @@ class Database:
         Raises DatabaseError when it cannot be written, for a device that is not real, and for samples that
         are no times.
         """
-        row = _outcome_row(outcome, resources, policy)
-        with self._publication(device) as session:
-            row.kernel_source, row.origin = kernel_source_hash(outcome.candidate.family), ""
-            _add(session, row, _keys(session, problem, device.fingerprint, outcome.candidate, label))
-            if isinstance(row, MeasurementRow):
-                record = _record_row(session, row, settled=False)
-                best = session.get_one(MeasurementRow, record.measurement_id)
-                if not record.settled and (row.ratio > best.ratio or _is_outdated(session, best, row)):
-                    _choose(session, record, row, settled=False)
+        values = _outcome_values(outcome, resources, policy)
+        with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
+            if isinstance(outcome, Failure):
+                publishing.add_failure(connection, keys, values)
+            else:
+                added = publishing.add_measurement(connection, keys, values)
+                publishing.choose_if_better(connection, keys, added, values)
 
     def settle(
         self,
@@ -166,20 +163,12 @@ class Database:
 
         It is published with policy ``final``, unless the very same samples are in the history already.
         """
-        new = MeasurementRow(
-            policy="final",
-            kernel_source=kernel_source_hash(measurement.candidate.family),
-            origin="",
-            **_measurement_values(measurement),
-            **_resource_values(resources),
-        )
-        with self._publication(device) as session:
-            keys = _keys(session, problem, device.fingerprint, measurement.candidate, label)
-            same = select(MeasurementRow).filter_by(
-                **keys, samples_us=new.samples_us, baseline_us=new.baseline_us
-            )
-            row = session.scalar(same.order_by(MeasurementRow.id.desc()).limit(1)) or _add(session, new, keys)
-            _choose(session, _record_row(session, row, settled=True), row, settled=True)
+        values = _outcome_values(measurement, resources, "final")
+        with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
+            row_id = publishing.find_measurement(connection, keys, values)
+            if row_id is None:
+                row_id = publishing.add_measurement(connection, keys, values)
+            publishing.settle(connection, keys, row_id, values)
 
     def best(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
         """The record of one problem under one fingerprint."""
@@ -192,6 +181,24 @@ class Database:
         if fingerprint is not None:
             query = _where_fingerprint(query, fingerprint)
         return self._read_records(query)
+
+    def lookup(self) -> Lookup:
+        """All records for dispatch, which wants them soon, and few of them."""
+        records = select(
+            *(RecordRow.problem_id, RecordRow.fingerprint_id, RecordRow.candidate_id),
+            *(RecordRow.ratio, RecordRow.kernel_source),
+        ).where(RecordRow.policy == FASTEST)
+        chosen = select(CandidateRow.id, CandidateRow.json, CandidateRow.digest).where(
+            CandidateRow.id.in_(select(RecordRow.candidate_id))
+        )
+        with self._raw_reading() as read:
+            return Lookup(
+                read(select(ProblemRow.id, *_PROBLEM_COLUMNS)),
+                read(records),
+                {key: facts for key, *facts in read(select(FingerprintRow.id, *_FINGERPRINT_COLUMNS))},
+                {key: (text, digest) for key, text, digest in read(chosen)},
+                self.layer,
+            )
 
     def measurements(
         self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False
@@ -268,7 +275,8 @@ class Database:
 
     def problems(self) -> list[Problem]:
         """Every problem that has a measurement, smallest first."""
-        query = select(*_PROBLEM_COLUMNS).where(ProblemRow.id.in_(select(MeasurementRow.problem_id)))
+        measured = exists().where(MeasurementRow.problem_id == ProblemRow.id)
+        query = select(*_PROBLEM_COLUMNS).where(measured)
         with self._reading() as session:
             rows = session.execute(query).all()
         return sorted(_readable(rows, lambda row: Problem(*row), "problem"))
@@ -356,25 +364,39 @@ class Database:
         return frame.reset_index(drop=True)
 
     @contextmanager
-    def _publication(self, device: Device) -> Iterator[Session]:
+    def _publication(
+        self, problem: Problem, device: Device, candidate: Candidate, label: str
+    ) -> Iterator[tuple[Connection, publishing.Values]]:
+        """A transaction that writes, and the keys of the problem, fingerprint and candidate."""
         if not device.is_real:
             raise DatabaseError(
                 f"device {device.spec!r}: its times are not measured here, so never stored; tune on cuda:N"
             )
-        with self._writing() as session:
-            yield session
+        values = key_values(problem, device.fingerprint, candidate, label)
+        with self._writing() as connection:
+            yield connection, publishing.row_keys(connection, *values)
 
     @contextmanager
-    def _writing(self) -> Iterator[Session]:
+    def _writing(self) -> Iterator[Connection]:
         if self.read_only:
             raise DatabaseError(f"{display(self.location)}: opened read-only; open it for writing to publish")
-        with translated(self.location), Session(writer(self._engine)) as session, session.begin():
-            yield session
+        with translated(self.location), writer(self._engine).begin() as connection:
+            yield connection
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
         with translated(self.location), Session(self._engine) as session:
             yield session
+
+    @contextmanager
+    def _raw_reading(self) -> Iterator[Callable[[Select[*tuple[Any, ...]]], list[tuple[Any, ...]]]]:
+        """What runs a query and gives its rows as the driver does, for reading many: SQLAlchemy's own take
+        three times as long, and pandas twice as long to convert. All queries see one state of the database.
+        """
+        with translated(self.location), self._engine.begin() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
+            yield lambda query: cast(Any, connection.execute(query)).cursor.fetchall()
 
     def _read_records(self, query: Select[Any]) -> list[Record]:
         with self._reading() as session:
@@ -384,7 +406,7 @@ class Database:
     def _record_builder(self) -> Callable[[Sequence[Any]], Record]:
         # 100,000 records share few candidates and fewer fingerprints.
         fingerprint_of = functools.cache(Fingerprint)
-        candidate_of = functools.cache(_candidate)
+        candidate_of = functools.cache(checked_candidate)
         first, second = len(_PROBLEM_FIELDS), len(_PROBLEM_FIELDS) + len(_FINGERPRINT_FIELDS)
 
         def build(row: Sequence[Any]) -> Record:
@@ -416,6 +438,20 @@ def _known(moment: datetime | None) -> datetime:
     if moment is None:
         raise ValueError("its time is no ISO 8601 time")
     return moment
+
+
+def key_values(
+    problem: Problem, fingerprint: Fingerprint, candidate: Candidate, label: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The columns of the three rows that a result refers to."""
+    text = candidate.to_json()
+    row = {"digest": candidate.digest, "family": candidate.family, "json": text, "label": label}
+    return dataclasses.asdict(problem), fingerprint_values(fingerprint), row
+
+
+def fingerprint_values(fingerprint: Fingerprint) -> dict[str, Any]:
+    """The columns of a fingerprint's row."""
+    return {"digest": fingerprint.digest, **fingerprint.asdict()}
 
 
 def _records_query(chosen: type[RecordRow | ChoiceRow] = RecordRow) -> Select[Any]:
@@ -480,13 +516,6 @@ def _readable(rows: Iterable[Any], build: Callable[[Any], Value], kind: str) -> 
     return values
 
 
-def _candidate(text: str, digest: str) -> Candidate:
-    candidate = Candidate.from_json(text)
-    if candidate.digest != digest:
-        raise SpaceError(f"candidate {digest} holds the parameters of {candidate.digest}")
-    return candidate
-
-
 def _measurement(row: Sequence[Any]) -> Measurement:
     text, digest, samples, baseline, relative_error, noise, evidence, throttle, *numbers = row
     if not samples or not baseline or len(samples) != len(baseline):
@@ -495,7 +524,7 @@ def _measurement(row: Sequence[Any]) -> Measurement:
         _THROTTLE: None if throttle is None else tuple(throttle)
     }
     return Measurement(
-        _candidate(text, digest),
+        checked_candidate(text, digest),
         tuple(map(float, samples)),
         tuple(map(float, baseline)),
         float(relative_error),
@@ -506,16 +535,19 @@ def _measurement(row: Sequence[Any]) -> Measurement:
 
 def _failure(row: Sequence[Any]) -> Failure:
     text, digest, stage, reason = row
-    return Failure(_candidate(text, digest), stage, reason)
+    return Failure(checked_candidate(text, digest), stage, reason)
 
 
-def _outcome_row(
+def _outcome_values(
     outcome: Measurement | Failure, resources: Resources | None, policy: str
-) -> MeasurementRow | FailureRow:
-    """The row, still without its keys and time."""
+) -> dict[str, Any]:
+    """The columns of the row, without its keys and time."""
+    made = {"kernel_source": kernel_source_hash(outcome.candidate.family), "origin": ""}
     if isinstance(outcome, Failure):
-        return FailureRow(stage=outcome.stage, reason=outcome.reason)
-    return MeasurementRow(policy=policy, **_measurement_values(outcome), **_resource_values(resources))
+        # What a crashed process last printed may hold NUL, which PostgreSQL's text may not.
+        return {**made, "stage": outcome.stage, "reason": outcome.reason.replace("\0", "")}
+    found = {} if resources is None else dataclasses.asdict(resources)
+    return {**made, "policy": policy, **_measurement_values(outcome), **found}
 
 
 def _measurement_values(measurement: Measurement) -> dict[str, Any]:
@@ -552,94 +584,3 @@ def _measurement_values(measurement: Measurement) -> dict[str, Any]:
         "relative_error": float(measurement.relative_error),
         "evidence": evidence,
     }
-
-
-def _resource_values(resources: Resources | None) -> dict[str, Any]:
-    return {} if resources is None else dataclasses.asdict(resources)
-
-
-def _keys(
-    session: Session, problem: Problem, fingerprint: Fingerprint, candidate: Candidate, label: str
-) -> dict[str, int]:
-    """The keys of a result's problem, fingerprint and candidate, whose rows are added when missing."""
-    digest = fingerprint.digest
-    return {
-        "problem_id": _row_id(session, ProblemRow, dataclasses.asdict(problem)),
-        "fingerprint_id": _row_id(session, FingerprintRow, {"digest": digest}, fingerprint.asdict()),
-        "candidate_id": _candidate_id(session, candidate, label),
-    }
-
-
-def _add(session: Session, row: ResultRow, keys: dict[str, int], *, at: datetime | None = None) -> ResultRow:
-    for name, key in keys.items():
-        setattr(row, name, key)
-    row.created_at = at or datetime.now(UTC)
-    session.add(row)
-    session.flush()
-    return row
-
-
-def _row_id(
-    session: Session, table: type[Any], identity: dict[str, Any], further: dict[str, Any] | None = None
-) -> int:
-    """The key of the row with that identity, which is added when missing."""
-    query = select(table.id).filter_by(**identity)
-    found = session.scalar(query)
-    if found is not None:
-        return cast(int, found)
-    row = table(**identity, **(further or {}))
-    try:
-        with session.begin_nested():
-            session.add(row)
-            session.flush()
-    except IntegrityError:
-        # On a server another writer may have added it since; SQLite's writers come one at a time.
-        return cast(int, session.scalars(query).one())
-    return cast(int, row.id)
-
-
-def _candidate_id(
-    session: Session, candidate: Candidate, label: str, *, only_if_missing: bool = False
-) -> int:
-    key = _row_id(
-        session,
-        CandidateRow,
-        {"digest": candidate.digest},
-        {"family": candidate.family, "json": candidate.to_json(), "label": label},
-    )
-    if label:
-        stale = CandidateRow.label == "" if only_if_missing else CandidateRow.label != label
-        session.execute(update(CandidateRow).where(CandidateRow.id == key, stale).values(label=label))
-    return key
-
-
-def _record_row(session: Session, row: MeasurementRow, *, settled: bool) -> RecordRow:
-    """The record of a measurement's problem and fingerprint, locked; it is made when missing."""
-    key = {"problem_id": row.problem_id, "fingerprint_id": row.fingerprint_id, "policy": FASTEST}
-    first = {"measurement_id": row.id, "settled": settled, "chosen_at": row.created_at}
-    known = session.scalar(select(RecordRow.id).filter_by(**key))
-    record_id = _row_id(session, RecordRow, key, first) if known is None else known
-    record = session.get_one(RecordRow, record_id, with_for_update=True)
-    if known is None and record.measurement_id == row.id:
-        _remember(session, record)
-    return record
-
-
-def _choose(session: Session, record: RecordRow, row: MeasurementRow, *, settled: bool) -> None:
-    if (record.measurement_id, record.settled) != (row.id, settled):
-        record.measurement_id, record.settled, record.chosen_at = row.id, settled, datetime.now(UTC)
-        _remember(session, record)
-
-
-def _remember(session: Session, record: RecordRow) -> None:
-    columns = ("problem_id", "fingerprint_id", "policy", "measurement_id", "settled", "chosen_at")
-    session.add(ChoiceRow(**{name: getattr(record, name) for name in columns}))
-
-
-def _is_outdated(session: Session, best: MeasurementRow, new: MeasurementRow) -> bool:
-    """Whether a new measurement shows that the best one's kernel sources are no longer its family's."""
-    family = session.get_one(CandidateRow, best.candidate_id).family
-    return (
-        best.kernel_source != new.kernel_source
-        and family == session.get_one(CandidateRow, new.candidate_id).family
-    )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from tunegemm.database.layers import NARROWNESS
+from tunegemm.database.lookup import Lookup
 from tunegemm.database.validity import Judgement, judge_stored
 from tunegemm.device import Fingerprint
 from tunegemm.problem import Problem
@@ -38,23 +39,33 @@ class Record(Protocol):
 class Snapshot:
     """Records by problem. Never changes once built, so that any thread may read it without a lock."""
 
-    def __init__(self, records: Iterable[Record] = (), *, warnings: Sequence[str] = ()) -> None:
-        """warnings: one line for each layer that could not be read."""
+    def __init__(
+        self,
+        records: Iterable[Record] = (),
+        *,
+        lookups: Sequence[Lookup] = (),
+        warnings: Sequence[str] = (),
+    ) -> None:
+        """lookups: further records, by problem. warnings: one line for each layer that could not be read."""
         by_problem: dict[Problem, list[Record]] = defaultdict(list)
         for record in records:
             by_problem[record.problem].append(record)
         self._records = dict(by_problem)
+        self._lookups = tuple(lookups)
         self.warnings = tuple(warnings)
 
     def __len__(self) -> int:
-        return sum(len(records) for records in self._records.values())
+        return sum(map(len, self._records.values())) + sum(map(len, self._lookups))
 
     def judged(self, problem: Problem, fingerprint: Fingerprint) -> list[tuple[Judgement, Record]]:
         """The problem's records and what each is worth on a device of that fingerprint, best first.
 
         The better grade comes first, then the narrower layer, then the faster.
         """
-        judged = [(judge_stored(record, fingerprint), record) for record in self._records.get(problem, ())]
+        records = [*self._records.get(problem, ())]
+        for lookup in self._lookups:
+            records += lookup.find(problem)
+        judged = [(judge_stored(record, fingerprint), record) for record in records]
         return sorted(
             judged, key=lambda pair: (-pair[0].grade, -NARROWNESS.get(pair[1].layer, 0), -pair[1].ratio)
         )
@@ -72,7 +83,7 @@ class Snapshot:
 
 def read_snapshot() -> Snapshot:
     """The records of all layers; what cannot be read is a warning, and the rest is served."""
-    from tunegemm.database.layers import read_records
+    from tunegemm.database.layers import read_lookups
 
-    records, warnings = read_records()
-    return Snapshot(records, warnings=warnings)
+    records, lookups, warnings = read_lookups()
+    return Snapshot(records, lookups=lookups, warnings=warnings)

@@ -7,6 +7,7 @@ final race comes first whatever a screening of few rounds says of others, becaus
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -214,6 +215,41 @@ class Leaderboard:
                 )
         table = pandas.DataFrame(rows, columns=list(_SUMMARY_COLUMNS))
         title = f"Best per problem on {_names(table)}" if rows else "Best per problem"
+        return cls(title, "measured", _mean_note(table), table)
+
+    @classmethod
+    def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
+        """As `summary`, of rows of `tunegemm.database.leaders`: of any number of problems at once."""
+        found = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
+        problem_of = functools.cache(Problem)
+        problems = [
+            problem_of(*fields) for fields in found[_PROBLEM_FIELDS].itertuples(index=False, name=None)
+        ]
+        flops = [problem.flops for problem in problems]
+        devices = {name: _device_named(name) for name in found["device_name"].unique()}
+        floors = [
+            devices[name].roofline_us(problem.flops, problem.bytes) or math.nan
+            for problem, name in zip(problems, found["device_name"], strict=True)
+        ]
+        # Where nothing beat torch.mm, that is the best, and the vendor's best is at least that.
+        lost = ~found["settled"] & (found["ratio"] < 1)
+        vendor_lost = ~(found["vendor_ratio"] >= 1)
+        median_us = found["median_us"].where(~lost, found["baseline_median_us"])
+        label = found["label"].where(found["label"] != "", found["family"] + " " + found["candidate"])
+        table = found.assign(
+            problem=list(map(str, problems)),
+            candidate=label.where(~lost, BASELINE),
+            median_us=median_us,
+            tflops=flops / median_us / 1e6,
+            ratio_to_torch_mm=found["ratio"].where(~lost, 1.0),
+            percent_of_roofline=[100 * floor for floor in floors] / median_us,
+            spread_percent=100 * found["spread"].where(~lost, found["baseline_spread"]),
+            family=found["family"].where(~lost, VENDOR_FAMILY),
+            device=found["device_name"],
+            best_vendor=found["vendor_label"].where(~vendor_lost, BASELINE),
+            best_vendor_ratio=found["vendor_ratio"].where(~vendor_lost, 1.0),
+        )[list(_SUMMARY_COLUMNS)].reset_index(drop=True)
+        title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
         return cls(title, "measured", _mean_note(table), table)
 
     @classmethod
@@ -492,6 +528,11 @@ def known_device(fingerprint: Fingerprint) -> Device:
         next(iter(PARTS.values())), device_name=fingerprint.device_name, peak_tflops=0.0, bandwidth_gbps=0.0
     )
     return device_from_part("stored", unknown, fingerprint)
+
+
+def _device_named(name: str) -> Device:
+    """As `known_device`; a device's software has no part in its roofline."""
+    return known_device(Fingerprint(name, 0, "", "", 0, "", "", "", "", ""))
 
 
 def _title(problem: Problem, device_name: str) -> str:

@@ -1,0 +1,384 @@
+"""Durability and scale of the tuning database, on this machine's CPU and disk; no GPU is needed.
+
+    python -m benchmarks.database [--folder FOLDER] [--out FILE.json]
+
+- concurrent: 8 processes publish 1,000 measurements each into one SQLite file; how long, and is any lost?
+- killed: a process that publishes is killed with SIGKILL at 200 random moments; is anything that it was told
+  is stored missing afterwards?
+- scale: a database of a million synthetic measurements and 100,000 records, written into the store's tables:
+  its size, and how long the leaderboard of all shapes and dispatch's snapshot take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import platform
+import random
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tunegemm.database import Database
+from tunegemm.database.models import FASTEST
+from tunegemm.database.store import fingerprint_values
+from tunegemm.device import PARTS, Device, Fingerprint, device_from_part, package_version
+from tunegemm.outcome import Measurement
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+OUT = Path(__file__).parent / "results" / "cpu" / "database.json"
+
+WRITERS, PUBLICATIONS = 8, 1_000
+KILLS = 200
+#: Longest life of a process that will be killed, s: from its first publication up to some 50, or from its
+#: start until the new file has its schema and more.
+_LIFE_S, _CREATION_S = 0.05, 0.5
+
+SHAPES, TOOLCHAINS, MEASURED = 5_000, 10, 10
+#: As many as a screen takes; every tenth row is of a final race.
+_SCREEN_SAMPLES, _FINAL_SAMPLES = 7, 21
+
+#: Children are forked from a process that has loaded everything and nothing is open in: they start at once.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["tunegemm.database.store", "tunegemm.database.migrations"])
+
+
+def device(part: str = "h200", driver: str = "580.0") -> Device:
+    """A device to publish under. Nothing is measured on it: the rows are synthetic, in files of their own."""
+    known = PARTS[part]
+    capability = ".".join(map(str, known.capability))
+    fingerprint = Fingerprint(
+        known.device_name, known.sm_count, capability, "", known.sm_count, driver,
+        "13.0", "2.11.0", "4.8.1", "3.6.0",
+    )  # fmt: skip
+    return device_from_part("cuda:0", known, fingerprint)
+
+
+def measurement(candidate: Candidate, ratio: float) -> Measurement:
+    baseline = (210.5, 211.25, 209.0, 210.0)
+    return Measurement(
+        candidate, tuple(time / ratio for time in baseline), baseline, 1.7e-3, 0.002, {"rounds": 4}
+    )
+
+
+def _kernel(**launch: int) -> Candidate:
+    return Candidate.make("cute_sm90", {"tile_m": 128, "tile_n": 256}, launch)
+
+
+# Concurrent publications
+
+
+def concurrent(path: Path, writers: int = WRITERS, each: int = PUBLICATIONS) -> dict[str, Any]:
+    """Seconds, the slowest publication, and how many rows are there afterwards."""
+    results = []
+    begin = time.perf_counter()
+    for writer in range(writers):
+        receiver, sender = _PROCESSES.Pipe(duplex=False)
+        process = _PROCESSES.Process(target=_publish_many, args=(path, writer, each, sender))
+        process.start()
+        sender.close()
+        results.append((process, receiver))
+    slowest = [receiver.recv() for _, receiver in results]  # EOFError when one died of an error
+    for process, _ in results:
+        process.join()
+    seconds = time.perf_counter() - begin
+    with Database.open(path, read_only=True) as database:
+        kept = database.measurements(Problem(64, 64, 64), device().fingerprint)
+    return {
+        "name": "concurrent",
+        "writers": writers,
+        "publications_each": each,
+        "seconds": round(seconds, 2),
+        "slowest_ms": round(1e3 * max(slowest), 1),
+        "kept": len({(m.candidate["writer"], m.candidate["index"]) for m in kept}),
+    }
+
+
+def _publish_many(path: Path, writer: int, count: int, result: Connection) -> None:
+    slowest, here = 0.0, device()
+    with Database.open(path) as database:
+        for index in range(count):
+            found = measurement(_kernel(writer=writer, index=index), 1 + writer / 100 + index / 10_000)
+            begin = time.perf_counter()
+            database.publish(Problem(64, 64, 64), here, found)
+            slowest = max(slowest, time.perf_counter() - begin)
+    result.send(slowest)
+
+
+# Killed processes
+
+
+def killed(path: Path, kills: int = KILLS, seed: int = 0) -> dict[str, Any]:
+    """How many publications were acknowledged before a kill, and how many of those are missing after it."""
+    chance = random.Random(seed)
+    fingerprint = device().fingerprint
+    acknowledged = missing = 0
+    for number in range(1, kills + 1):
+        # Every tenth while it makes a new file, the others while they publish into one.
+        creates = number % 10 == 0
+        file = path.with_name(f"{number}-{path.name}") if creates else path
+        receiver, sender = _PROCESSES.Pipe(duplex=False)
+        process = _PROCESSES.Process(target=_publish_until_killed, args=(file, number, sender))
+        process.start()
+        sender.close()
+        if not creates:
+            receiver.recv_bytes()
+        time.sleep(chance.uniform(0, _CREATION_S if creates else _LIFE_S))
+        process.kill()
+        process.join()
+        told = _count(receiver) + (not creates)
+        acknowledged += told
+        # As the next process would: it recovers what the killed one left.
+        with Database.open(file) as database:
+            kept = database.measurements(Problem(number, 64, 64), fingerprint)
+            missing += len(set(range(told)) - {m.candidate["index"] for m in kept})
+    with closing(sqlite3.connect(path)) as connection:
+        (sound,) = connection.execute("PRAGMA integrity_check").fetchone()
+        dangling = connection.execute("PRAGMA foreign_key_check").fetchall()
+    return {
+        "name": "killed",
+        "kills": kills,
+        "acknowledged": acknowledged,
+        "missing": missing,
+        "integrity": sound if not dangling else f"{len(dangling)} dangling references",
+    }
+
+
+def _publish_until_killed(path: Path, number: int, acknowledge: Connection) -> None:
+    here, index = device(), 0
+    with Database.open(path) as database:
+        while True:
+            database.publish(
+                Problem(number, 64, 64), here, measurement(_kernel(index=index), 1 + index / 1e5)
+            )
+            acknowledge.send_bytes(b"kept")
+            index += 1
+
+
+def _count(receiver: Connection) -> int:
+    told = 0
+    try:
+        while True:
+            receiver.recv_bytes()
+            told += 1
+    except (EOFError, OSError):  # the other end is closed; within a message when it was killed there
+        return told
+
+
+# Scale
+
+
+def build(path: Path, shapes: int = SHAPES, toolchains: int = TOOLCHAINS, measured: int = MEASURED) -> int:
+    """Fills a new database; how many measurements it has. Two GPUs, each with `toolchains` fingerprints."""
+    Database.open(path).close()
+    chance = random.Random(0)
+    fingerprints = [
+        device(part, f"580.{number}").fingerprint
+        for number in range(toolchains)
+        for part in ("h200", "h100-sxm")
+    ]
+    with closing(sqlite3.connect(path)) as connection, connection:
+        _insert(
+            connection,
+            "fingerprints",
+            (fingerprint_values(each) | {"id": i} for i, each in enumerate(fingerprints, 1)),
+        )
+        _insert(connection, "candidates", _candidates())
+        _insert(
+            connection,
+            "problems",
+            (dataclasses.asdict(each) | {"id": i} for i, each in enumerate(_problems(shapes), 1)),
+        )
+        records: list[dict[str, Any]] = []
+        _insert(
+            connection, "measurements", _measurements(chance, shapes, len(fingerprints), measured, records)
+        )
+        _insert(connection, "records", records)
+        _insert(connection, "choices", ({name: r[name] for name in _CHOICE} for r in records))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return shapes * len(fingerprints) * measured
+
+
+_CHOICE = ("id", "problem_id", "fingerprint_id", "policy", "measurement_id", "settled", "chosen_at")
+_KERNELS, _VENDORS = 2_000, 10
+
+
+def _problems(shapes: int) -> Iterator[Problem]:
+    for number in range(shapes):
+        yield Problem(16 * (1 + number % 512), 64 * (1 + number // 512), 4096)
+
+
+def _candidates() -> Iterator[dict[str, Any]]:
+    for key in range(1, _KERNELS + _VENDORS + 1):
+        if key <= _VENDORS:
+            candidate = Candidate.make(
+                "cublaslt", {"algorithm": "torch.mm" if key == 1 else f"heuristic-{key}"}
+            )
+        else:
+            candidate = Candidate.make(
+                "cute_sm90",
+                {"tile_m": 128, "tile_n": 8 * (key % 32 + 1), "tile_k": 64, "stages": 4, "cluster_m": 2,
+                 "cluster_n": 1, "pingpong": bool(key % 2), "epilogue_n": 32, "swap_ab": False},
+                {"raster_order": "along_m", "swizzle_size": 1 << key % 4, "max_active_clusters": key,
+                 "split_k": 1},
+            )  # fmt: skip
+        yield {
+            "id": key, "digest": candidate.digest, "family": candidate.family, "json": candidate.to_json(),
+            "label": candidate.params.get("algorithm", f"pp128x{8 * (key % 32 + 1)}x64 s4 c2x1 e32 rm {key}"),
+        }  # fmt: skip
+
+
+def _measurements(
+    chance: random.Random, shapes: int, fingerprints: int, measured: int, records: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Rows of the sizes that real ones have; fills the records on the way."""
+    evidence = json.dumps(
+        {"aa_ratio": 1.0021334, "interleaved": 32, "l2_bytes": 62914560, "operand_bytes": 402653184,
+         "operand_sets": 4, "power_w_before": 512.331, "products_per_replay": 13, "rounds": 7, "seed": 0,
+         "sm_clock_mhz_before": 1755.0, "temperature_c_before": 51.0},
+        sort_keys=True, separators=(",", ":"),
+    )  # fmt: skip
+    start, key = datetime(2026, 1, 1, tzinfo=UTC), 0
+    for fingerprint in range(1, fingerprints + 1):
+        for problem in range(1, shapes + 1):
+            best: dict[str, Any] = {}
+            for position in range(measured):
+                key += 1
+                final = position == measured - 1
+                vendor = position < 2
+                candidate = position + 1 if vendor else _VENDORS + 1 + (key * 7) % _KERNELS
+                samples, baseline, ratio = _samples(chance, _FINAL_SAMPLES if final else _SCREEN_SAMPLES)
+                row = {
+                    "id": key, "problem_id": problem, "candidate_id": candidate,
+                    "fingerprint_id": fingerprint, "kernel_source": "" if vendor else "0123456789abcdef",
+                    "origin": "", "policy": "final" if final else "screen",
+                    "samples_us": samples, "baseline_us": baseline,
+                    "median_us": 100.0 / ratio, "baseline_median_us": 100.0, "ratio": ratio, "spread": 0.004,
+                    "baseline_spread": 0.003, "noise": 0.005, "relative_error": 0.0017,
+                    "sm_clock_mhz": 1755.0, "power_w": 612.5, "temperature_c": 55.0,
+                    "throttle_reasons": '["sw_power_cap"]',
+                    "evidence": evidence, "registers": 168, "spill_bytes": 0, "smem_bytes": 213016,
+                    "warnings": "[]", "compile_seconds": 1.25,
+                    "created_at": (start + timedelta(seconds=key)).isoformat(timespec="microseconds"),
+                }  # fmt: skip
+                if final or not best or ratio > best["ratio"]:
+                    best = row
+                yield row
+            records.append(
+                {"id": len(records) + 1, "problem_id": problem, "fingerprint_id": fingerprint,
+                 "policy": FASTEST, "measurement_id": best["id"], "settled": True,
+                 "chosen_at": best["created_at"]}
+                | {name: best[name] for name in ("candidate_id", "ratio", "kernel_source")}
+            )  # fmt: skip
+
+
+_POOL: dict[int, list[tuple[str, str, float]]] = {}
+
+
+def _samples(chance: random.Random, count: int) -> tuple[str, str, float]:
+    """One of a thousand pairs of sample lists as JSON, and its ratio: to draw each anew takes minutes."""
+    if count not in _POOL:
+        draws = []
+        for _ in range(1000):
+            ratio = chance.uniform(0.8, 1.15)
+            baseline = [100 * chance.gauss(1, 0.003) for _ in range(count)]
+            own = [value / ratio * chance.gauss(1, 0.003) for value in baseline]
+            median = statistics.median(b / s for b, s in zip(baseline, own, strict=True))
+            draws.append(
+                (json.dumps(own, separators=(",", ":")), json.dumps(baseline, separators=(",", ":")), median)
+            )
+        _POOL[count] = draws
+    return chance.choice(_POOL[count])
+
+
+def _insert(connection: sqlite3.Connection, table: str, rows: Any) -> None:
+    iterator = iter(rows)
+    first = next(iterator)
+    names = list(first)
+    statement = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+    connection.execute(statement, list(first.values()))
+    connection.executemany(statement, ([row[name] for name in names] for row in iterator))
+
+
+def scale(path: Path) -> list[dict[str, Any]]:
+    """Rows on the size and the speed of a large database, each time the median of five, after a first."""
+    from tunegemm.database.leaders import leaders
+    from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
+
+    begin = time.perf_counter()
+    count = build(path)
+    built_s = time.perf_counter() - begin
+    size = path.stat().st_size
+    with Database.open(path, read_only=True) as database:
+        board = Leaderboard.best_of_all(leaders(database, VENDOR_FAMILY))
+        leaderboard_s = _median_s(lambda: Leaderboard.best_of_all(leaders(database, VENDOR_FAMILY)))
+        records = len(database.lookup())
+        snapshot_s = _median_s(database.lookup)
+    rows = {"measurements": count, "records": records, "problems": SHAPES}
+    return [
+        {"name": "size", **rows, "bytes": size, "bytes_per_measurement": round(size / count),
+         "built_s": round(built_s, 1)},
+        {"name": "leaderboard", **rows, "rows": len(board.frame), **leaderboard_s},
+        {"name": "snapshot", **rows, **snapshot_s},
+    ]  # fmt: skip
+
+
+def _median_s(call: Callable[[], Any]) -> dict[str, float]:
+    """Wall and CPU time of a call, seconds: where they differ the machine was busy with other things."""
+    walls, cpus = [], []
+    for _ in range(5):
+        wall, cpu = time.perf_counter(), time.process_time()
+        call()
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    return {"seconds": round(statistics.median(walls), 3), "cpu_seconds": round(statistics.median(cpus), 3)}
+
+
+def meta() -> dict[str, Any]:
+    """How the figures come about."""
+    cpus = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")]  # fmt: skip
+    return {
+        "command": " ".join(["python", "-m", "benchmarks.database", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": f"{os.cpu_count()} x {cpus[0] if cpus else platform.machine()}",
+        "load_before": round(os.getloadavg()[0], 2),
+        "packages": {name: package_version(name) for name in ("sqlalchemy", "pandas")}
+        | {"sqlite": sqlite3.sqlite_version, "python": platform.python_version()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, help="where databases are made; 2 GB (default: temporary)")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"JSON file to write (default: {OUT})")
+    arguments = parser.parse_args()
+    about = meta()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        rows = [concurrent(folder / "concurrent.sqlite"), killed(folder / "killed.sqlite")]
+        rows += scale(folder / "scale.sqlite")
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    arguments.out.write_text(f'{{"meta": {json.dumps(about, indent=1)},\n"rows": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The records of one database as dispatch wants them: read in narrow rows, made values when asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from tunegemm.device import Fingerprint
+from tunegemm.errors import SpaceError
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A record without its evidence."""
+
+    problem: Problem
+    candidate: Candidate
+    fingerprint: Fingerprint
+    ratio: float
+    kernel_source: str
+    layer: str
+
+
+class Lookup:
+    """Records by problem. Never changes once built.
+
+    100,000 rows of five columns are a tenth of a second; as many `Record`s would be over a second, and a
+    program asks for a few.
+    """
+
+    def __init__(
+        self,
+        problems: Iterable[Sequence[Any]],
+        records: Iterable[Sequence[Any]],
+        fingerprints: Mapping[int, Sequence[Any]],
+        candidates: Mapping[int, tuple[str, str]],
+        layer: str,
+    ) -> None:
+        """
+        problems: key and fields of each. records: keys of problem, fingerprint and candidate, ratio, hash of
+        the kernel sources. fingerprints: fields by key. candidates: JSON and digest by key.
+        """
+        self._keys = {tuple(fields): key for key, *fields in problems}
+        self._records: dict[int, list[Sequence[Any]]] = {}
+        for row in records:
+            self._records.setdefault(row[0], []).append(row)
+        self._fingerprints, self._candidates, self._layer = fingerprints, candidates, layer
+
+    def __len__(self) -> int:
+        return sum(map(len, self._records.values()))
+
+    def find(self, problem: Problem) -> list[Found]:
+        """The problem's records under all fingerprints. One that cannot be read is left out and logged."""
+        found = []
+        for _, fingerprint, candidate, ratio, source in self._records.get(
+            self._keys.get(astuple(problem), 0), ()
+        ):
+            try:
+                found.append(
+                    Found(
+                        problem,
+                        checked_candidate(*self._candidates[candidate]),
+                        Fingerprint(*self._fingerprints[fingerprint]),
+                        float(ratio),
+                        source,
+                        self._layer,
+                    )
+                )
+            except (SpaceError, KeyError, TypeError, ValueError) as error:
+                _log.warning("skipped an unreadable record of %s: %s", problem, error)
+        return found
+
+
+def checked_candidate(text: str, digest: str) -> Candidate:
+    """A stored candidate. Raises SpaceError for one that is damaged."""
+    candidate = Candidate.from_json(text)
+    if candidate.digest != digest:
+        raise SpaceError(f"candidate {digest} holds the parameters of {candidate.digest}")
+    return candidate
