@@ -17,12 +17,12 @@ PACKAGE = Path(tunegemm.__file__).parent
 
 #: A module imports only from modules to its left.
 ORDER = (
-    "errors", "resources", "problem", "device", "space", "feasibility", "outcome", "model", "families",
-    "artifacts", "compile", "measure", "search", "database", "tuning", "verify", "fleet", "dispatch",
-    "report", "cli",
+    "errors", "resources", "problem", "workload", "device", "space", "feasibility", "outcome", "model",
+    "families", "artifacts", "compile", "measure", "search", "database", "tuning", "spending", "verify",
+    "fleet", "dispatch", "report", "cli",
 )  # fmt: skip
 
-PUBLIC = ["Candidate", "Database", "Device", "Problem", "TunegemmError", "linear", "matmul", "tune"]
+PUBLIC = ["Candidate", "Database", "Device", "Problem", "TunegemmError", "linear", "matmul", "record", "tune"]
 
 
 def room(path: Path, package: Path = PACKAGE) -> str:

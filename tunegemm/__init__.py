@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tunegemm.database import Database
     from tunegemm.device import Device
     from tunegemm.dispatch import linear, matmul
+    from tunegemm.dispatch.recording import record
     from tunegemm.errors import TunegemmError
     from tunegemm.problem import Problem
     from tunegemm.space import Candidate
@@ -19,7 +20,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Candidate", "Database", "Device", "Problem", "TunegemmError", "linear", "matmul", "tune"]
+__all__ = [
+    "Candidate",
+    "Database",
+    "Device",
+    "Problem",
+    "TunegemmError",
+    "linear",
+    "matmul",
+    "record",
+    "tune",
+]
 
 _HOMES = {
     "Candidate": "space",
@@ -29,6 +40,7 @@ _HOMES = {
     "TunegemmError": "errors",
     "linear": "dispatch",
     "matmul": "dispatch",
+    "record": "dispatch.recording",
     "tune": "tuning",
 }
 

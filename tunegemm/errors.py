@@ -5,6 +5,7 @@
     TunegemmError
     ├── ProblemError      a shape, dtype, layout or tensor that is no matrix product
     ├── DeviceError       a device that is not there, or not known
+    ├── WorkloadError     a list of shapes that cannot be read or written, or a recording that cannot begin
     ├── SpaceError        a search-space file that cannot be read as one
     ├── ArtifactError     a compiled object that is missing, foreign or damaged
     ├── CompileError      the compile pool itself cannot work (one failed candidate is a Failure)
@@ -26,6 +27,10 @@ class ProblemError(TunegemmError, ValueError):
 
 class DeviceError(TunegemmError):
     """A device that is absent, unknown, or cannot do what was asked."""
+
+
+class WorkloadError(TunegemmError):
+    """A list of shapes that cannot be read or written, or a recording that cannot begin."""
 
 
 class SpaceError(TunegemmError, ValueError):

@@ -154,10 +154,8 @@ class Problem:
         if a.dtype != b.dtype:
             raise ProblemError(f"operands of dtypes {a.dtype} and {b.dtype}; convert one")
         in_dtype = normalize_dtype(str(a.dtype))
-        a_major = _major(a, row_mode="m", column_mode="k", prefer="k")
-        b_major = _major(b, row_mode="k", column_mode="n", prefer="k")
-        steps = _steps(a, -2 if a_major == "k" else -1) + _steps(b, -1 if b_major == "k" else -2)
-        steps += [a.data_ptr(), b.data_ptr()]
+        a_major = contiguous_mode(a, row_mode="m", column_mode="k", prefer="k")
+        b_major = contiguous_mode(b, row_mode="k", column_mode="n", prefer="k")
         return cls(
             a.shape[-2],
             b.shape[-1],
@@ -167,7 +165,7 @@ class Problem:
             normalize_dtype(str(out_dtype)) if out_dtype is not None else in_dtype,
             a_major,
             b_major,
-            alignment=math.gcd(MAX_ALIGNMENT, *steps),
+            alignment=alignment_of(a, b, a_major, b_major),
         )
 
     @property
@@ -225,7 +223,13 @@ def _steps(tensor: torch.Tensor, leading: int) -> list[int]:
     return [tensor.stride(dim) * tensor.element_size() for dim in dims if tensor.shape[dim] > 1]
 
 
-def _major(tensor: torch.Tensor, *, row_mode: str, column_mode: str, prefer: str) -> str:
+def alignment_of(a: torch.Tensor, b: torch.Tensor, a_major: str, b_major: str) -> int:
+    """Bytes, at most 16, that divide the operands' addresses and the steps between lines and batches."""
+    steps = _steps(a, -2 if a_major == "k" else -1) + _steps(b, -1 if b_major == "k" else -2)
+    return math.gcd(MAX_ALIGNMENT, a.data_ptr(), b.data_ptr(), *steps)
+
+
+def contiguous_mode(tensor: torch.Tensor, *, row_mode: str, column_mode: str, prefer: str) -> str:
     """The contiguous one of the last two modes; `prefer` where an extent of 1 lets both pass."""
     rows, columns = tensor.shape[-2:]
     row_stride, column_stride = tensor.stride()[-2:]

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import tunegemm
-from tunegemm.cli import db, doctor, explain, fleet, history, leaderboard, report, space, tune, verify
+from tunegemm.cli import db, doctor, explain, fleet, history, leaderboard, record, report, space, tune, verify
 from tunegemm.errors import TunegemmError
 
 #: Exit codes: 0 done, 1 done but nothing usable came of it, 2 bad input, 130 interrupted by Ctrl-C.
@@ -72,6 +72,8 @@ def root(
 
 
 app.command("tune")(tune.command)
+# What follows the program's name is the program's.
+app.command("record", context_settings={"allow_interspersed_args": False})(record.command)
 app.command("leaderboard")(leaderboard.command)
 app.command("verify")(verify.command)
 app.command("history")(history.history)

@@ -18,6 +18,10 @@ Shapes = Annotated[
     list[str],
     typer.Option("--shape", metavar="MxNxK[xL]", help="Extents, and the batch if any; may be repeated."),
 ]
+ShapesOrFile = Annotated[
+    list[str] | None,
+    typer.Option("--shape", metavar="MxNxK[xL]", help="Extents, and the batch if any; may be repeated."),
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="Element type of A and B: bf16 or fp16.")]
 OutDtype = Annotated[
     str | None,

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunegemm.cli import options
+from tunegemm.workload import read
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +23,8 @@ if TYPE_CHECKING:
     from tunegemm.device import Device
     from tunegemm.problem import Problem
     from tunegemm.report.leaderboard import Leaderboard
-    from tunegemm.tuning import TuneResult
+    from tunegemm.tuning import Tuner, TuneResult
+    from tunegemm.workload import Demand
 
 
 class Effort(StrEnum):
@@ -30,17 +35,37 @@ class Effort(StrEnum):
 
 def command(
     context: typer.Context,
-    shape: options.Shapes,
+    shape: options.ShapesOrFile = None,
+    from_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON.",
+        ),
+    ] = None,
     dtype: options.Dtype = "bf16",
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
-    effort: Annotated[Effort, typer.Option("--effort", help="How much of the space to try.")] = Effort.quick,
+    effort: Annotated[
+        Effort | None,
+        typer.Option(
+            "--effort",
+            help="How much of the space to try. Default: quick; with --from and --budget full for those that "
+            "may gain most, in the time that is left.",
+        ),
+    ] = None,
     trials: Annotated[
         int | None, options.count_option("--trials", "Most candidates to measure per shape.")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="TIME", help="Most time per shape: 90, 90s, 10m, 1h30m.")
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="TIME",
+            help="Most time per shape, or with --from in all: 90, 90s, 10m, 1h30m.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0,
     families: Annotated[
@@ -60,8 +85,18 @@ def command(
         typer.Option("--json", help="Print one JSON document per shape, one per line, and nothing else."),
     ] = False,
 ) -> None:
-    """Find and remember the fastest kernel for each shape."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment)
+    """Find and remember the fastest kernel for each shape, or for the products of a program."""
+    if bool(shape) == (from_file is not None):
+        raise options.UsageError(
+            "give either --shape or --from: --shape 4096x4096x4096, or --from shapes.json"
+        )
+    if from_file is not None:
+        given = [flag for flag, value in (("--out-dtype", out_dtype), ("--alignment", alignment)) if value]
+        given += ["--dtype"] * (dtype != "bf16") + ["--layout"] * (layout != "tn")
+        if given:
+            raise options.UsageError(f"{', '.join(given)} with --from: the file says that of each product")
+    demands, refused = read(from_file) if from_file is not None else ([], [])
+    problems = options.parse_problems(shape or [], dtype, out_dtype, layout, alignment)
     budget_seconds = options.parse_seconds(budget) if budget is not None else None
     names = options.parse_families(families)
 
@@ -93,11 +128,24 @@ def command(
             seed=seed,
             compiled_only=compiled_only,
         ) as tuner:
+            if demands:
+                ended = tune_program(
+                    out,
+                    log,
+                    tuner,
+                    demands,
+                    refused,
+                    budget_seconds=budget_seconds,
+                    effort=effort.value if effort is not None else None,
+                    trials=trials,
+                    as_json=as_json,
+                )
+                raise typer.Exit(ended)
             for position, problem in enumerate(problems):
                 with ProgressView(log) as view:
                     result = tuner.tune(
                         problem,
-                        effort=effort.value,
+                        effort=(effort or Effort.quick).value,
                         trials=trials,
                         budget_seconds=budget_seconds,
                         on_progress=None if as_json else view.update,
@@ -116,6 +164,50 @@ def command(
             database.close()
     if found < len(problems):
         raise typer.Exit(1)
+
+
+def tune_program(
+    out: Console,
+    log: Console,
+    tuner: Tuner,
+    demands: Sequence[Demand],
+    refused: Sequence[str],
+    **how: Any,
+) -> int:
+    """Tunes a program's products within one budget and tells what it saves; the exit code."""
+    from tunegemm.cli.progress import ProgressView
+    from tunegemm.cli.savings import closing_lines, progress_line, savings_table
+    from tunegemm.spending import spend, standings
+
+    as_json = how.pop("as_json")
+    plan = standings(demands, tuner.device)
+    current = {standing.demand.problem: standing for standing in plan}
+    interrupted = False
+    with ExitStack() as stack:
+        # In a log each product gets the one line below; on a terminal the bar shows what happens meanwhile.
+        view = stack.enter_context(ProgressView(log)) if log.is_terminal and not as_json else None
+        for standing in spend(tuner, plan, on_progress=view.update if view else None, **how):
+            current[standing.demand.problem] = standing
+            assert standing.result is not None
+            interrupted = interrupted or standing.result.interrupted
+            if as_json:
+                document = result_document(standing.result)
+                typer.echo(
+                    json.dumps(document | {"calls": standing.demand.calls, "saving_s": standing.saving_s})
+                )
+            else:
+                told = sum(each.result is not None for each in current.values())
+                log.print(
+                    progress_line(standing, told, len(plan)), soft_wrap=True, highlight=False, markup=False
+                )
+    if not as_json:
+        out.print(savings_table(list(current.values())))
+        for line in closing_lines(list(current.values()), refused):
+            out.print(line, soft_wrap=True, highlight=False, markup=False)
+    if interrupted:
+        log.print("Interrupted: what was measured is kept; the same command goes on.", highlight=False)
+        return 130
+    return 0 if any(s.result and (s.result.best or s.result.predictions) for s in current.values()) else 1
 
 
 def show_result(console: Console, result: TuneResult, top: int, *, where: str) -> None:

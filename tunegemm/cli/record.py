@@ -1,0 +1,92 @@
+"""`tunegemm record`: run a program, and write down the products it computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tunegemm.cli import options
+from tunegemm.errors import WorkloadError
+
+if TYPE_CHECKING:
+    from tunegemm.workload import Workload
+
+#: Holds the `sitecustomize` that begins the recording in each Python process.
+_START = Path(__file__).parent.parent / "dispatch" / "start"
+
+
+def command(
+    program: Annotated[
+        list[str], typer.Argument(metavar="COMMAND...", help="The program and its arguments, after `--`.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="Where the products go, as JSON.")
+    ] = Path("shapes.json"),
+) -> None:
+    """Run a program and record the matrix products of its Python processes: `-- python train.py`."""
+    from tunegemm.workload import Workload, merge
+
+    out = out.absolute()
+    if not out.parent.is_dir():
+        raise WorkloadError(f"{out}: its folder does not exist; make it first")
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as parts:
+        code = _run(program, parts)
+        found = []
+        for part in sorted(Path(parts).glob("[!.]*.json")):
+            found.append(Workload.from_document(json.loads(part.read_text()), str(part)))
+    if not found:
+        typer.echo(
+            "tunegemm: nothing recorded: no Python process of the command imported torch with tunegemm "
+            "installed beside it (python -I, -E and -S turn recording off, too)",
+            err=True,
+        )
+    else:
+        workload = merge(found, program)
+        workload.write(out)
+        typer.echo(f"tunegemm: {_summary(workload, out)}", err=True)
+    raise typer.Exit(code)
+
+
+def _run(program: list[str], parts: str) -> int:
+    """The command's exit code; 128 and more for one that a signal ended, as in a shell."""
+    path = os.pathsep.join(filter(None, [str(_START), os.environ.get("PYTHONPATH", "")]))
+    environment = os.environ | {"PYTHONPATH": path, "TUNEGEMM_RECORD_PARTS": parts}
+    try:
+        process = subprocess.Popen(program, env=environment)
+    except OSError as error:
+        raise options.UsageError(
+            f"{program[0]}: {error.strerror}; a script runs as: tunegemm record -- python {program[0]}"
+        ) from None
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt:  # the terminal told the program, too: it decides how it ends
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return code if code >= 0 else 128 - code
+
+
+def _summary(workload: Workload, out: Path) -> str:
+    calls = sum(product.calls for product in workload.products)
+    text = (
+        f"{len(workload.products)} products, {calls} calls in {workload.processes} processes, in {out.name}"
+    )
+    only_captured = sum(1 for product in workload.products if not product.calls)
+    if only_captured:
+        text += f"; {only_captured} were only captured, and are weighted by that"
+    if workload.unknown_replays:
+        text += f"; {workload.unknown_replays} replays of CUDA graphs captured before are not counted"
+    if workload.products:
+        text += f". Tune them: tunegemm tune --from {out.name} --budget 10m"
+    return text

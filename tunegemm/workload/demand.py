@@ -1,0 +1,56 @@
+"""Products as problems to tune, each with its weight in the program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tunegemm.errors import ProblemError
+from tunegemm.problem import Problem
+from tunegemm.workload.products import Product
+
+_SHARED = (
+    "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A problem, and how often a program wants it solved."""
+
+    problem: Problem
+    calls: int
+    call_us: float | None = None
+    """What torch took per call on the GPU that recorded it; None when that is not known."""
+    extra_calls: int = 0
+    """Those of `calls` that add a bias or C or apply an activation, which the problem leaves out."""
+
+
+def demands(products: Iterable[Product]) -> tuple[list[Demand], list[str]]:
+    """The problems among the products, and a line for each product that is none.
+
+    Products that differ only in what they add are one problem. A time on a CPU says nothing of a GPU.
+    """
+    found: dict[Problem, Demand] = {}
+    refused = []
+    for product in products:
+        try:
+            problem = Problem(**{name: getattr(product.kind, name) for name in _SHARED})
+        except ProblemError as error:
+            refused.append(f"{product.kind.op} {product.kind.shape}: {error}")
+            continue
+        before = found.get(problem, Demand(problem, 0))
+        call_us = product.median_us if product.kind.device == "cuda" else None
+        timed = [
+            (calls, us)
+            for calls, us in ((before.calls, before.call_us), (product.weight, call_us))
+            if us is not None and calls
+        ]
+        has_extra = (product.kind.bias, product.kind.activation) != ("none", "none")
+        found[problem] = replace(
+            before,
+            calls=before.calls + product.weight,
+            call_us=sum(c * us for c, us in timed) / sum(c for c, _ in timed) if timed else None,
+            extra_calls=before.extra_calls + has_extra * product.weight,
+        )
+    return [demand for demand in found.values() if demand.calls], refused

@@ -1,0 +1,186 @@
+"""A program's products as recorded, and the file that keeps them; docs/recording.md describes it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tunegemm.errors import WorkloadError
+
+FORMAT = "tunegemm-shapes"
+VERSION = 1
+
+
+@dataclass(frozen=True, order=True)
+class Kind:
+    """What one product is, apart from how often it ran. Of any dtype and strides."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    in_dtype: str
+    """Element type of A and B: bf16, fp16, fp32, or torch's name for others."""
+    out_dtype: str
+    """Element type of D."""
+    a_major: str
+    """Contiguous mode of A: ``k`` or ``m``; empty when neither is."""
+    b_major: str
+    """Contiguous mode of B: ``k`` or ``n``; empty when neither is."""
+    out_major: str
+    """Contiguous mode of D: ``n`` or ``m``; empty when neither is."""
+    alignment: int
+    """Bytes, at most 16, that divide the addresses of A and B and the steps between their lines."""
+    op: str = "mm"
+    """ATen's name of the operator, such as ``addmm``."""
+    bias: str = "none"
+    """What is added: ``none``, ``vector`` (one value per column) or ``matrix``."""
+    activation: str = "none"
+    """``none``, ``relu`` or ``gelu``, where the same operator applies it."""
+    device: str = "cuda"
+    """Where it ran: ``cuda`` or ``cpu``."""
+
+    @property
+    def shape(self) -> str:
+        """``MxNxK``, with ``xL`` when there is a batch."""
+        return f"{self.m}x{self.n}x{self.k}" + (f"x{self.batch}" if self.batch != 1 else "")
+
+
+@dataclass(frozen=True)
+class Product:
+    """One kind of product and how often a program computed it."""
+
+    kind: Kind
+    calls: int
+    """How often it ran, replays of CUDA graphs included."""
+    replayed: int = 0
+    """Those of `calls` that were replays of a CUDA graph."""
+    captured: int = 0
+    """How often it was captured into a CUDA graph, which is no call."""
+    timed: int = 0
+    """Calls that were timed: the first ones outside capture."""
+    median_us: float | None = None
+    """Of the timed calls: between CUDA events on a GPU, by the wall clock on a CPU."""
+
+    @property
+    def weight(self) -> int:
+        """Calls; where only a capture was seen, and not who replays it, the captures."""
+        return self.calls or self.captured
+
+    @property
+    def seconds(self) -> float | None:
+        """What all calls take if each takes the median."""
+        return None if self.median_us is None else self.weight * self.median_us * 1e-6
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The products of one run of a program."""
+
+    products: tuple[Product, ...]
+    program: tuple[str, ...] = ()
+    """Its command line."""
+    torch: str = ""
+    """Version."""
+    device: str = ""
+    """Name of the GPU; empty without one."""
+    processes: int = 1
+    """How many processes computed products."""
+    unknown_replays: int = 0
+    """Replays of CUDA graphs that were captured before the recording began: their products are not known."""
+
+    def to_json(self) -> str:
+        """The file's text. The same products give the same text."""
+        rows = [
+            asdict(product.kind)
+            | {field.name: getattr(product, field.name) for field in fields(Product)[1:]}
+            | {
+                "clock": {"cuda": "cuda_events", "cpu": "wall"}.get(product.kind.device, ""),
+                "seconds": product.seconds,
+            }
+            for product in self.products
+        ]
+        head: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        head |= {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        lines = ",\n".join("    " + json.dumps(row) for row in rows)
+        return f'{json.dumps(head, indent=2)[:-2]},\n  "products": [\n{lines}\n  ]\n}}\n'
+
+    def write(self, path: Path) -> None:
+        """Replaces the file as a whole: a reader sees the old text or the new one. Raises WorkloadError."""
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            try:
+                part.write_text(self.to_json())
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+        except OSError as error:
+            raise WorkloadError(f"{path}: {error.strerror}; choose another file for the shapes") from None
+
+    @classmethod
+    def from_document(cls, document: Any, where: str) -> Workload:
+        """From the parsed file. Raises WorkloadError, which names the row, for what is no such file."""
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise WorkloadError(f'{where}: no "format": "{FORMAT}"; write one with `tunegemm record`')
+        if document.get("version") != VERSION:
+            raise WorkloadError(
+                f"{where}: version {document.get('version')!r} of the format, this tunegemm reads {VERSION}; "
+                "record again, or update tunegemm"
+            )
+        rows = document.get("products")
+        if not isinstance(rows, list):
+            raise WorkloadError(f"{where}: `products` is no list; record it again")
+        products = tuple(_product(row, f"{where}, product {number}") for number, row in enumerate(rows, 1))
+        head = {field.name: document[field.name] for field in fields(cls)[1:] if field.name in document}
+        head["program"] = tuple(head.get("program", ()))
+        return cls(products, **head)
+
+
+def _product(row: Any, where: str) -> Product:
+    try:
+        kind = Kind(**{field.name: row[field.name] for field in fields(Kind)})
+        counts = {field.name: row[field.name] for field in fields(Product)[1:]}
+    except (KeyError, TypeError) as error:
+        raise WorkloadError(f"{where}: no field {error}; record it again") from None
+    if not all(isinstance(extent, int) and extent > 0 for extent in astuple(kind)[:4]):
+        raise WorkloadError(f"{where}: extents {astuple(kind)[:4]} must be whole numbers from 1")
+    whole = [counts[name] for name in ("calls", "replayed", "captured", "timed")]
+    median = counts["median_us"]
+    if not all(isinstance(count, int) and count >= 0 for count in whole) or not (
+        median is None or (isinstance(median, int | float) and median >= 0)
+    ):
+        raise WorkloadError(f"{where}: counts and times must be numbers from 0")
+    return Product(kind, **counts)
+
+
+def merge(workloads: Sequence[Workload], program: Iterable[str] = ()) -> Workload:
+    """Several processes' products as one: counts added, times averaged by the calls that were timed."""
+    found: dict[Kind, Product] = {}
+    for workload in workloads:
+        for product in workload.products:
+            found[product.kind] = _sum(found[product.kind], product) if product.kind in found else product
+    return Workload(
+        tuple(found[kind] for kind in sorted(found)),
+        tuple(program) or next((w.program for w in workloads), ()),
+        next((w.torch for w in workloads if w.torch), ""),
+        next((w.device for w in workloads if w.device), ""),
+        sum(w.processes for w in workloads),
+        sum(w.unknown_replays for w in workloads),
+    )
+
+
+def _sum(one: Product, other: Product) -> Product:
+    timed = one.timed + other.timed
+    total = one.timed * (one.median_us or 0.0) + other.timed * (other.median_us or 0.0)
+    return replace(
+        one,
+        calls=one.calls + other.calls,
+        replayed=one.replayed + other.replayed,
+        captured=one.captured + other.captured,
+        timed=timed,
+        median_us=total / timed if timed else None,
+    )
