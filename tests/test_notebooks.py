@@ -23,7 +23,7 @@ SHOWN = {
     "02_query_the_database": ["rows, 6 records", "cublaslt", "pingpong"],
     "03_why_the_winner_wins": ["ridge at 206 FLOP per byte", "rank correlation", "image/png"],
     "04_compare_search_strategies": ["2500 candidates", "after 32", "image/png"],
-    "05_tune_a_models_shapes": ["64x1536x512 bf16 tn", "modelled - ", "--shape 64x512x512"],
+    "05_tune_a_models_shapes": ["64x1536x512 bf16 tn", "modelled - ", "tunegemm tune --from shapes.json"],
 }
 
 

@@ -95,7 +95,7 @@ class TestOperators:
         with tunegemm.record() as recording:
             torch.mm(bf16(8, 17)[:, 1:], bf16(16, 24))
             torch.mm(torch.randn(8, 16), torch.randn(16, 24))
-            torch.mm(bf16(8, 1).expand(8, 16).t(), bf16(8, 48)[:, ::2])
+            torch.mm(bf16(16, 16)[:, ::2], bf16(8, 48)[:, ::2])
         low, full, strided = sorted(recording.products, key=lambda p: (p.kind.m, p.kind.in_dtype))
         assert (low.kind.alignment, full.kind.alignment, full.kind.in_dtype) == (2, 16, "fp32")
         assert (strided.kind.a_major, strided.kind.b_major) == ("", "")
@@ -120,10 +120,10 @@ class TestCompiled:
     def test_forward_and_backward(self, backend: str) -> None:
         """Compiled before or inside the recording, code runs compiled, and what it calls is counted."""
         torch.compiler.reset()
-        runs = []
 
         def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            runs.append(None)  # traced once, not run
+            if not torch.compiler.is_compiling():  # what a fall-back to eager code would compute
+                return (weight.t() @ x.t()).sum()
             return torch.relu(x @ weight).square().sum()
 
         compiled = torch.compile(loss, backend=backend)
@@ -132,7 +132,6 @@ class TestCompiled:
             for _ in range(3):
                 compiled(x, weight).backward()
         assert counted(recording) == {"40x48x64 kn": 3, "40x64x48 kk": 3, "64x48x40 mn": 3}
-        assert len(runs) <= 1, "the recording made torch.compile run the function eagerly"
         compiled(x, weight)
         with tunegemm.record() as again:
             compiled(x, weight)
@@ -211,7 +210,10 @@ class TestFile:
         assert list(tmp_path.iterdir()) == [path]
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(WorkloadError, match="folder does not exist"), tunegemm.record(tmp_path / "no" / "x.json"):
+        with (
+            pytest.raises(WorkloadError, match="folder does not exist"),
+            tunegemm.record(tmp_path / "no" / "x.json"),
+        ):
             pass
         with tunegemm.record() as recording:  # nothing was left installed
             torch.mm(bf16(8, 16), bf16(16, 24))
