@@ -1,8 +1,10 @@
-"""What a recording counts, by small real programs on the CPU. Captured graphs are in test_gpu_recording.py."""
+"""What a recording counts, by small real programs on the CPU. CUDA graphs are in test_gpu_recording.py."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -199,6 +201,20 @@ class TestScope:
 
 
 class TestFile:
+    def test_a_forked_child_leaves_the_file_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "shapes.json"
+        code = (
+            "import os, sys, torch, tunegemm\n"
+            "with tunegemm.record(sys.argv[1]):\n"
+            "    torch.mm(torch.ones(8, 16), torch.ones(16, 24))\n"
+            "    if not os.fork():\n"
+            "        torch.mm(torch.ones(2, 2), torch.ones(2, 2)); sys.exit()\n"
+            "    os.wait()\n"
+            "    assert not os.path.exists(sys.argv[1])\n"
+        )
+        subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=100)
+        assert [p["m"] for p in json.loads(path.read_text())["products"]] == [8]
+
     def test_after_an_exception(self, tmp_path: Path) -> None:
         path = tmp_path / "shapes.json"
         with pytest.raises(ZeroDivisionError), tunegemm.record(path):

@@ -16,7 +16,8 @@ import pytest
 TUNEGEMM = [sys.executable, "-m", "tunegemm"]
 
 PROGRAM = """
-import sys
+import importlib.util, sys
+assert importlib.util.find_spec("torch") is not None  # as libraries do to see what is installed
 import torch
 a, b = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(16, 24, dtype=torch.bfloat16)
 for _ in range(int(sys.argv[1])):

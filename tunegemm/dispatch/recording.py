@@ -94,18 +94,20 @@ class Recording:
     def __init__(self, path: Path | None = None, program: Sequence[str] = ()) -> None:
         self._path = path
         self._program = tuple(program or sys.argv)
+        self._pid = os.getpid()
         self._tallies: dict[_Key, _Tally] = {}
         self._unknown_replays = 0
 
     def __enter__(self) -> Self:
         if self._path is not None and not self._path.parent.is_dir():
             raise WorkloadError(f"{self._path}: its folder does not exist; make it first")
+        self._pid = os.getpid()
         _interception.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         _interception.remove(self)
-        if self._path is not None:
+        if self._path is not None and os.getpid() == self._pid:  # not a forked child, which ends here, too
             self.workload().write(self._path)
 
     def clear(self) -> None:
@@ -198,8 +200,7 @@ class _Writer:
         register_after_fork(self, _Writer._write_at_exit)
 
     def forked(self) -> None:
-        """In a forked child: locks and clocks are as the fork found them, and threads are gone."""
-        _interception.forget()
+        """In a forked child, which has none of its parent's threads."""
         self._recording.clear()
         self._is_child = True
         self.start()
@@ -410,6 +411,7 @@ class _Interception:
 
 
 _interception = _Interception()
+os.register_at_fork(after_in_child=_interception.forget)
 
 
 def _added(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[str, str]:

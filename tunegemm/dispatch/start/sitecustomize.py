@@ -18,20 +18,28 @@ _HERE = Path(__file__).resolve().parent
 class _AfterTorch:
     """Finds torch as Python would, and begins the recording when its import is done."""
 
+    def __init__(self) -> None:
+        self._asked = False
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self._asked:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        self._asked = True  # the other finders are asked now
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self._asked = False
         if spec is None or spec.loader is None:
             return spec
         loader: Any = spec.loader
         load = loader.exec_module
 
+        # A program may ask for the spec and not import it, as libraries do to see what is installed.
         def load_and_record(module: ModuleType) -> None:
             load(module)
+            sys.meta_path.remove(self)
             _begin()
 
         loader.exec_module = load_and_record
