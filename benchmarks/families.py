@@ -149,7 +149,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
         ticks=[math.log(tick) for tick in ticks],
     )  # fmt: skip
     colorbar.ax.set_xticklabels([f"{tick:g}" for tick in ticks], fontsize=8)
-    colorbar.outline.set_visible(False)  # type: ignore[operator]
+    colorbar.outline.set_visible(False)
     colorbar.set_label("slower  ←  times the speed of torch.mm  →  faster", fontsize=8, color=MUTED)
     return figure
 

@@ -174,7 +174,10 @@ def losses(rows: list[dict[str, Any]], all_ratios: list[dict[str, float]]) -> st
     """Where tunegemm is slower than torch.mm, than a peer, or than one of its own families, by how much."""
     if not any("tunegemm" in found for found in all_ratios):
         return ""
-    slower, beaten, tied, missed = [], [], [], []
+    slower: list[str] = []
+    beaten: list[str] = []
+    tied: list[str] = []
+    missed: list[str] = []
     for row, found in zip(rows, all_ratios, strict=True):
         own = found.get("tunegemm")
         if own is None:
