@@ -75,7 +75,7 @@ def grid(problem: Problem, candidate: Candidate, device: Device) -> int:
 def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int, index: int) -> Launcher:
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
-    from tunegemm.families.triton_launch import Arguments, Kept
+    from tunegemm.families.triton_launch import Arguments, Kept, batch_view
 
     config, seen = config_of(problem, candidate), seen_by_kernel(problem, candidate)
     split_k, swap = int(candidate["split_k"]), bool(candidate["swap_ab"])
@@ -107,9 +107,9 @@ def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int,
             pointers = {"a": a, "b": b, "d": d, "lda": lda, "ldb": ldb, "ldd": ldd}
             return Arguments(kernel.header, scalars | pointers, scratch=memory[0])
         maps: dict[str, int | View] = {
-            "a_desc": _view(a, batch, m, k, lda, a_step, config.a_major == "k"),
-            "b_desc": _view(b, batch, k, n, ldb, b_step, config.b_major == "n"),
-            "d_desc": _view(d, batch, m, n, ldd, d_step, config.out_major == "n"),
+            "a_desc": batch_view(a, batch, m, k, lda, a_step, config.a_major == "k"),
+            "b_desc": batch_view(b, batch, k, n, ldb, b_step, config.b_major == "n"),
+            "d_desc": batch_view(d, batch, m, n, ldd, d_step, config.out_major == "n"),
         }
         return Arguments(kernel.header, scalars | maps | {"partials": memory[0], "counters": memory[1]})
 
@@ -124,11 +124,3 @@ def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int,
         kernel.launch(ctas, stream, found)
 
     return launch
-
-
-def _view(
-    address: int, batch: int, rows: int, columns: int, leading: int, step: int, contiguous: bool
-) -> View:
-    """A batch of matrices whose columns, if `contiguous`, else its rows are contiguous in memory."""
-    extents = (batch, rows, columns) if contiguous else (batch, columns, rows)
-    return address, extents, (step, leading, 1)
