@@ -75,8 +75,9 @@ def operand_reader(
 class Workspace:
     """Device memory of a split-K launcher: fp32 partial sums, then counters, which start as zeros.
 
-    Kernels on one stream follow each other and share it; each stream has its own. A captured graph keeps
-    what it was captured with, so that its replays do not disturb anyone else.
+    Kernels on one stream follow each other and share it; each stream has its own. During a capture it is a
+    temporary of the graph as torch's own are: from the graph's pool, which lives as long as the graph, and
+    free for the captured launches that follow. Were it kept, a model's graph would hold one for each product.
     """
 
     def __init__(self, partial_bytes: int, counter_bytes: int, index: int) -> None:
@@ -84,15 +85,13 @@ class Workspace:
         self.counter_bytes = counter_bytes
         self._place = f"cuda:{index}"
         self._by_stream: dict[int, torch.Tensor] = {}
-        self._of_graphs: list[torch.Tensor] = []
 
     def addresses(self, stream: int) -> tuple[int, int]:
-        """Where partial sums and zeroed counters are, for the current stream."""
+        """Where partial sums and zeroed counters are, for a launch that comes next on the current stream."""
         import torch
 
         if torch.cuda.is_current_stream_capturing():
-            memory = self._allocate()
-            self._of_graphs.append(memory)
+            memory = self._allocate()  # replays zero its counters, too
         elif (found := self._by_stream.get(stream)) is not None:
             memory = found
         else:
