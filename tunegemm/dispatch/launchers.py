@@ -12,6 +12,7 @@ from tunegemm.dispatch.operands import ALIGNMENT
 from tunegemm.errors import ArtifactError
 from tunegemm.families import Launcher
 from tunegemm.families.cublaslt import is_torch
+from tunegemm.families.launching import tma_takes
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -68,4 +69,5 @@ def prepare(record: Record, device: Device) -> Prepared:
     key = (problem, candidate, device.spec, path)
     if (launch := _served.get(key)) is None:
         launch = _served[key] = family.load(problem, candidate, device, path)
-    return Prepared(launch, tma=family.tma, packed=not family.compiled)
+    # Where TMA does not take a problem's operands, its family copies them.
+    return Prepared(launch, tma=family.tma and tma_takes(problem), packed=not family.compiled)

@@ -11,7 +11,7 @@ from tunegemm.families.cute_object import compile_object, load_function
 from tunegemm.families.cute_sm90.config import KernelConfig
 from tunegemm.families.cute_sm90.rules import RULES, config_of
 from tunegemm.families.generator import Generator
-from tunegemm.families.launching import Workspace, tma_reader
+from tunegemm.families.launching import Workspace, through_aligned_copies, tma_reader, tma_takes
 from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
@@ -36,7 +36,7 @@ class CuteSm90(Generator):
     }  # fmt: skip
 
     limited_launch = ("split_k",)
-    extent_rules = frozenset({"tma_alignment", "cluster_fits", "swap_fits", "split_fits"})
+    extent_rules = frozenset({"cluster_fits", "swap_fits", "split_fits"})
     packages = (("cutlass", "nvidia-cutlass-dsl"),)
     config = KernelConfig
     rules = RULES
@@ -56,7 +56,8 @@ class CuteSm90(Generator):
         return compile_object(make, 5, str(key["target"]), out)
 
     def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
-        return _launcher(problem, candidate, device, load_function(artifact))
+        launch = _launcher(problem, candidate, device, load_function(artifact))
+        return launch if tma_takes(problem) else through_aligned_copies(problem, launch)
 
 
 FAMILY = CuteSm90()

@@ -6,7 +6,6 @@ from tunegemm.device import Device
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
 from tunegemm.families.generator import config_maker
 from tunegemm.families.tiles import seen_by_kernel, split_fits, swap_fits
-from tunegemm.feasibility import tma_alignment
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -115,7 +114,6 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
 #: candidate or computes nothing.
 RULES = (
     architecture,
-    tma_alignment,
     epilogue_tile,
     cluster,
     mma_tile,
