@@ -25,7 +25,7 @@ check: $(READY)
 	$(RUN) -m mypy
 
 format: $(READY)
-	$(RUN) -m ruff format .
+	$(RUN) -m ruff format tunegemm tests benchmarks db docs  # not the code in README: its comments are aligned
 	$(RUN) -m ruff check --fix .
 
 docs: $(READY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -294,3 +295,17 @@ class TestExplain:
             "explain", "--shape", SHAPE, "--candidate", candidate, "--device", "model:h200", code=2
         )
         assert named in run.stderr and run.stderr.count("\n") == 1
+
+
+class TestDatabaseUpgrade:
+    def test_an_older_database_is_refused_with_the_command_that_mends_it(self, tmp_path: Path) -> None:
+        old = tmp_path / "old.sqlite"
+        shutil.copy(Path(__file__).parents[1] / "data" / "schema-0001.sqlite", old)
+        assert "tunegemm db upgrade" in tunegemm("leaderboard", "--db", str(old), code=2).stderr
+        assert "up to date" in tunegemm("db", "upgrade", str(old)).stdout
+        tunegemm("leaderboard", "--db", str(old))
+
+    def test_a_missing_database_is_not_made(self, tmp_path: Path) -> None:
+        missing = tmp_path / "none.sqlite"
+        assert str(missing) in tunegemm("db", "upgrade", str(missing), code=2).stderr
+        assert not missing.exists()

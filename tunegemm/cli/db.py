@@ -1,4 +1,4 @@
-"""`tunegemm db`: export, import, merge, and what the layers hold."""
+"""`tunegemm db`: export, import, merge, upgrade, and what the layers hold."""
 
 from __future__ import annotations
 
@@ -134,6 +134,22 @@ def merge_command(
         )
     if racing is not None and report.conflicts:
         _rerace(into, report.conflicts, racing)
+
+
+@app.command("upgrade")
+def upgrade_command(
+    databases: Annotated[list[str], typer.Argument(metavar="PATH|URL...", help="Tuning databases.")],
+) -> None:
+    """Bring databases of older releases to this one's schema. Nothing in them is lost."""
+    from tunegemm.database import Database
+    from tunegemm.database.connection import display
+    from tunegemm.errors import DatabaseError
+
+    for location in databases:
+        if "://" not in location and not Path(location).is_file():
+            raise DatabaseError(f"{location}: no such file; name a database that is there")
+        with Database.open(location) as database:
+            typer.echo(f"{display(database.location)}: up to date")
 
 
 @app.command("layers")

@@ -67,7 +67,7 @@ def require_current(connection: Connection) -> None:
         return
     _refuse_newer(version)
     raise DatabaseError(
-        f"its schema {version or '(none)'} is older than {SCHEMA_VERSION}; `tunegemm tune` migrates it"
+        f"its schema {version or '(none)'} is older than {SCHEMA_VERSION}; run `tunegemm db upgrade` on it"
     )
 
 
