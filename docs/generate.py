@@ -1,7 +1,8 @@
-"""Fills the generated blocks of README.md and docs/*.md from result files and from the command line itself.
+"""Fills the generated blocks of README.md and docs/ from result files and from the command line itself.
 
 A block starts with `<!-- generated: NAME -->` and ends with `<!-- end -->`. Figures come only from files
-under benchmarks/results/; where a file is not there yet, the block says that nothing is measured yet.
+under benchmarks/results/; where a file is not there yet, the block says that nothing is measured yet. The
+figures in docs/figures that are drawn of the same files are drawn anew as well.
 
     python docs/generate.py            # rewrite the blocks
     python docs/generate.py --check    # exit 1 when one is out of date
@@ -14,13 +15,21 @@ import json
 import math
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
+SHAPES = ROOT / "benchmarks" / "shapes.toml"
 BASELINE = "torch"
+#: Columns of the tables of providers, beside torch.mm; what else was timed with them is in docs/families.md.
+MAIN = ("cublaslt", "quack", "inductor", "tunegemm_cute", "tunegemm")
+ODD = ("cublaslt", "inductor", "cute_sm80", "tunegemm")
+#: What a user could pick instead.
+PEERS = (BASELINE, "cublaslt", "quack", "inductor")
 NOT_MEASURED = "*Nothing measured yet: `{path}` is not there.*"
 
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
@@ -32,7 +41,7 @@ class DocsError(Exception):
 
 def documents(root: Path = ROOT) -> list[Path]:
     """The files that may hold generated blocks."""
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def refresh(text: str, results: Path = RESULTS) -> str:
@@ -99,20 +108,48 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
     return {name: row["providers"][name].get("ratio", times[BASELINE] / time) for name, time in times.items()}
 
 
+def odd_shapes() -> set[str]:
+    """The shapes of the group `odd`."""
+    return set(tomllib.loads(SHAPES.read_text())["odd"]["shapes"])
+
+
 def peers(results: Path) -> str:
-    """The table of all providers, its geometric means, and where tunegemm loses."""
+    """The providers over all shapes but the odd ones, their geometric means, and where tunegemm loses."""
     data = load(results, "peers.json")
     if data is None:
         return not_measured(results, "peers.json")
-    rows = data["rows"]
+    odd = odd_shapes()
+    rows = [row for row in data["rows"] if shape_of(row) not in odd]
+    return "\n\n".join(part for part in (machine_line(data.get("meta", {})), *providers(rows, MAIN)) if part)
+
+
+def peers_odd(results: Path) -> str:
+    """The same over the odd shapes."""
+    data = load(results, "peers.json")
+    if data is None:
+        return not_measured(results, "peers.json")
+    odd = odd_shapes()
+    rows = [row for row in data["rows"] if shape_of(row) in odd]
+    if not rows:
+        return not_measured(results, "peers.json")
+    found = [ratios(row) for row in rows]
+    best = max(one.get("inductor", 0) for one in found)
+    ours = geometric_mean([one["tunegemm"] for one in found if "tunegemm" in one])
+    told = (
+        f"Inductor is up to {best:.1f} times as fast as `torch.mm`, `tunegemm` {ours:.2f} times on average."
+    )
+    return "\n\n".join([*(part for part in providers(rows, ODD) if part), told])
+
+
+def providers(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
+    """The paragraphs on some rows of peers.json."""
     all_ratios = [ratios(row) for row in rows]
-    names = [name for name in dict.fromkeys(n for row in rows for n in row["providers"]) if name != BASELINE]
-    names = [name for name in names if any(name in found for found in all_ratios)]
+    names = [name for name in columns if any(name in found for found in all_ratios)]
     lines = []
     for row, found in zip(rows, all_ratios, strict=True):
         us = row["providers"][BASELINE]["median_us"]
         flops = 2 * row["m"] * row["n"] * row["k"] * row.get("batch", 1)
-        best = max(found.values())
+        best = max(found[name] for name in (BASELINE, *names) if name in found)
         cells = [f"{us:.1f} us, {flops / us * 1e-6:.0f}"]
         for name in names:
             ratio = f"{found[name]:.3f}" if name in found else ""
@@ -125,30 +162,259 @@ def peers(results: Path) -> str:
             f"{geometric_mean(values):.3f}" + ("" if len(values) == len(rows) else f" ({len(values)})")
         )
     lines.append(["*geometric mean*", "", *means])
-    parts = [
-        machine_line(data.get("meta", {})),
+    return [
         "Speed relative to `torch.mm` in the same interleave: above 1 is faster, the best in bold; "
         "a mean over fewer shapes says over how many.",
         markdown_table(["M x N x K", "torch.mm, TFLOP/s", *names], lines),
         losses(rows, all_ratios),
     ]
-    return "\n\n".join(part for part in parts if part)
 
 
 def losses(rows: list[dict[str, Any]], all_ratios: list[dict[str, float]]) -> str:
-    """Every shape where some peer is faster than tunegemm, by how much."""
-    lost = []
-    for row, found in zip(rows, all_ratios, strict=True):
-        own = found.get("tunegemm")
-        rivals = {name: value for name, value in found.items() if not name.startswith("tunegemm")}
-        if own is None or not rivals:
-            continue
-        rival = max(rivals, key=lambda name: rivals[name])
-        if rivals[rival] > own:
-            lost.append(f"{shape_of(row)} ({rival}: {100 * (rivals[rival] / own - 1):.1f} % faster)")
+    """Where tunegemm is slower than torch.mm, than a peer, or than one of its own families, by how much."""
     if not any("tunegemm" in found for found in all_ratios):
         return ""
-    return f"Where tunegemm loses: {', '.join(lost)}." if lost else "tunegemm loses on none of these shapes."
+    slower: list[str] = []
+    beaten: list[str] = []
+    tied: list[str] = []
+    missed: list[str] = []
+    for row, found in zip(rows, all_ratios, strict=True):
+        own = found.get("tunegemm")
+        if own is None:
+            continue
+        shape, noise = shape_of(row), row.get("noise", 0.0)
+        if own < 1:
+            slower.append(f"{shape} ({own:.4f})")
+        rival = max((name for name in PEERS if name in found), key=lambda name: found[name])
+        if found[rival] > own:
+            (beaten if found[rival] > own * (1 + noise) else tied).append(
+                f"{shape} ({rival}: {100 * (found[rival] / own - 1):.1f} % faster)"
+            )
+        family = max(
+            (name for name in found if name not in (*PEERS, "tunegemm")), key=lambda n: found[n], default=""
+        )
+        if family and found[family] > own * (1 + noise):
+            missed.append(f"{shape} ({family}: {100 * (found[family] / own - 1):.1f} %)")
+    if not beaten:
+        parts = ["tunegemm loses on none of these shapes."]
+    else:
+        parts = [f"Slower than `torch.mm`: {', '.join(slower)}."] if slower else []
+        parts.append(f"Where tunegemm loses: {', '.join(beaten)}.")
+    if tied:
+        parts.append(f"Behind a peer by less than the noise: {', '.join(tied)}.")
+    if missed:
+        parts.append(
+            "One of its own families was faster in this interleave than the record, by more than the noise: "
+            f"{', '.join(missed)}."
+        )
+    return "\n\n".join(parts)
+
+
+def families(results: Path) -> str:
+    """Per shape the fastest family; how often each is it."""
+    data = load(results, "peers.json")
+    if data is None:
+        return not_measured(results, "peers.json")
+    from benchmarks.families import PROVIDER, standings
+
+    found = standings(data["rows"])
+    lines = [
+        [s.shape, s.kind, " = ".join(s.winners), f"{max(s.ratios.values()):.3f}", f"{100 * s.noise:.1f} %"]
+        for s in found
+    ]
+    counts = []
+    for family in PROVIDER:
+        alone = sum(s.winners == (family,) for s in found)
+        shared = sum(family in s.winners for s in found) - alone
+        counts.append([f"`{family}`", str(alone), str(shared)])
+    return "\n\n".join(
+        [
+            machine_line(data.get("meta", {})),
+            f"Over {len(found)} shapes:",
+            markdown_table(["family", "fastest alone", "fastest within the noise"], counts),
+            markdown_table(["M x N x K", "kind", "fastest", "times torch.mm", "noise"], lines),
+        ]
+    )
+
+
+def family_figures(family: str, results: Path) -> str:
+    """What one family reaches: its mean, and its worst shapes with what was faster there."""
+    data = load(results, "peers.json")
+    if data is None:
+        return not_measured(results, "peers.json")
+    from benchmarks.families import PROVIDER
+
+    name = PROVIDER[family]
+    rows = [row for row in data["rows"] if "ratio" in row["providers"].get(name, {})]
+    odd = odd_shapes()
+    parts = [machine_line(data.get("meta", {}))]
+    for group, told in (
+        ([row for row in rows if shape_of(row) not in odd], "shapes of even K"),
+        ([row for row in rows if shape_of(row) in odd], "shapes of odd K"),
+    ):
+        if not group:
+            continue
+        values = [ratios(row)[name] for row in group]
+        ahead = sum(value > 1 for value in values)
+        parts.append(
+            f"Over {len(values)} {told}: geometric mean {geometric_mean(values):.3f} of `torch.mm`, "
+            f"{min(values):.3f} to {max(values):.3f}, faster on {ahead}."
+        )
+    lines = []
+    for row in sorted(rows, key=lambda row: ratios(row)[name])[:5]:
+        found = ratios(row)
+        best = max((p for p in found if p != "tunegemm"), key=lambda provider: found[provider])
+        entry = row["providers"]
+        label = entry[best].get("label") or {BASELINE: "torch.mm"}.get(best, best)
+        lines.append(
+            [
+                shape_of(row),
+                entry[name]["label"],
+                f"{found[name]:.3f}",
+                label if label.startswith((best, "torch")) else f"{best}, {label}",
+                f"{found[best]:.3f}",
+            ]
+        )
+    parts.append("Its five worst shapes:")
+    parts.append(
+        markdown_table(["M x N x K", "its best", "times torch.mm", "the fastest", "times torch.mm"], lines)
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+def seed_000(results: Path) -> str:
+    """Eight launches of the article's tile beside its figures."""
+    data = load(results, "seed-000.json")
+    if data is None:
+        return not_measured(results, "seed-000.json")
+    (row,) = data["rows"]
+    article, lines = row["article_tflops"], []
+    for name, got in row["providers"].items():
+        published = article.get(name.split(",")[0])
+        us, tflops, ratio = f"{got['median_us']:.1f}", f"{got['tflops']:.0f}", f"{got['ratio']:.3f}"
+        lines.append([name, us, tflops, ratio, str(published or "")])
+    return "\n\n".join(
+        [
+            machine_line(data["meta"]),
+            markdown_table(["launch", "us", "TFLOP/s", "times torch.mm", "article, TFLOP/s"], lines),
+        ]
+    )
+
+
+def seed_001(results: Path) -> str:
+    """The Ampere kernel under its roofline."""
+    data = load(results, "seed-001.json")
+    if data is None:
+        return not_measured(results, "seed-001.json")
+    (row,) = data["rows"]
+    roof, lines = row["roofline"], []
+    for name, got in row["providers"].items():
+        lines.append(
+            [
+                name, f"{got['median_us']:.1f}", f"{got['tflops']:.0f}", f"{got['percent_of_peak']:.1f}",
+                f"{got['percent_of_roofline']:.1f}", f"{got['ratio']:.3f}", f"{got['relative_error']:.1e}",
+            ]
+        )  # fmt: skip
+    header = ["kernel", "us", "TFLOP/s", "% of peak", "% of roofline", "times torch.mm", "relative error"]
+    told = (
+        f"The product has {roof['flops_per_byte']:.0f} FLOP per byte of memory, more than the "
+        f"{roof['ridge_flops_per_byte']:.0f} where the roofline bends ({roof['peak_tflops']:.0f} TFLOP/s, "
+        f"{roof['bandwidth_gbps']} GB/s), so that the peak is its roof. The tile has "
+        f"{roof['flops_per_smem_byte']:.0f} FLOP per byte that it loads, which memory alone could feed at "
+        f"{roof['tile_tflops']:.0f} TFLOP/s: what goes beyond comes from L2."
+    )
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), told])
+
+
+def seed_003(results: Path) -> str:
+    """The tables of Gluon's tutorial, and our answers to its exercise."""
+    data = load(results, "seed-003.json")
+    if data is None:
+        return not_measured(results, "seed-003.json")
+    parts = [machine_line(data["meta"])]
+    titles = {
+        "lhs_and_n": "A in shared memory or (`R`) in registers, by N of the instruction",
+        "blocking": "Blocking loop, tile by tile",
+        "pipelined": "Pipelined loop, tile by tile",
+        "exercise": "The exercise: loads and WGMMA both pipelined",
+    }
+    for table, title in titles.items():
+        (row,) = [r for r in data["rows"] if any(p.get("table") == table for p in r["providers"].values())]
+        unit = "us" if table == "lhs_and_n" else "TFLOP/s"
+        column = "median_us" if table == "lhs_and_n" else "tflops"
+        found = {name: p for name, p in row["providers"].items() if p.get("table") == table}
+        baseline = row["providers"][BASELINE][column]
+        shape = f"{row['m']}x{row['n']}x{row['k']} {row['dtype']}"
+        lines = []
+        for name, got in found.items():
+            published = got.get("tutorial_us", got.get("tutorial_tflops"))
+            cells = [f"`{name}`", f"{got[column]:.2f}", f"{got['ratio']:.3f}"]
+            lines.append(cells if table == "exercise" else [*cells, f"{published:.2f}"])
+        header = ["kernel", unit, "times torch.mm"] + ([] if table == "exercise" else [f"tutorial, {unit}"])
+        parts += [f"**{title}**, {shape}; `torch.mm`: {baseline:.2f} {unit}.", markdown_table(header, lines)]
+        if table == "exercise":
+            best = max(found.values(), key=lambda got: got["ratio"])
+            others = [p["tutorial_tflops"] for p in row["providers"].values() if "tutorial_tflops" in p]
+            parts.append(
+                f"The three fastest of {row['tried']} launches. The best: {best['ratio']:.3f} of `torch.mm`, "
+                f"{best['tflops']:.0f} TFLOP/s; the tutorial's best: {max(others):.0f}. The noise of this "
+                f"interleave was {100 * row['noise']:.1f} %: "
+                + (
+                    "the lead over `torch.mm` is within it."
+                    if best["ratio"] - 1 < row["noise"]
+                    else "the lead is beyond it."
+                )
+            )
+    return "\n\n".join(parts)
+
+
+def seed_004(results: Path) -> str:
+    """simplegemm's sweep over K."""
+    data = load(results, "seed-004.json")
+    if data is None:
+        return not_measured(results, "seed-004.json")
+    rows = data["rows"]
+    names = ("torch", "pp128x128x64", "cublaslt", "tunegemm_cute")
+    lines = []
+    for row in rows:
+        got = [row["providers"][name] for name in names]
+        ours = got[-1]
+        lines.append(
+            [
+                str(row["k"]),
+                *(f"{p['tflops']:.0f}" for p in got),
+                f"{ours['ratio']:.3f}",
+                f"`{ours['label']}`",
+            ]
+        )
+    header = [
+        "K",
+        "cuBLAS",
+        "the article's kernel",
+        "best of cuBLASLt",
+        "our best",
+        "our best to cuBLAS",
+        "its kernel",
+    ]
+
+    def to_ours(row: dict[str, Any], name: str) -> float:
+        ours, other = row["providers"]["tunegemm_cute"], row["providers"][name]
+        return float(ours["ratio"] / other["ratio"])
+
+    told = []
+    for name, what in (
+        ("torch", "cuBLAS"),
+        ("cublaslt", "the best of cuBLASLt"),
+        ("pp128x128x64", "the article's kernel"),
+    ):
+        values = {row["k"]: to_ours(row, name) for row in rows}
+        behind = [str(k) for k, value in values.items() if value <= 1]
+        ahead = f"behind at K = {', '.join(behind)}" if behind else "ahead at every K"
+        told.append(f"{geometric_mean(list(values.values())):.3f} times {what} ({ahead})")
+    sentence = (
+        f"Geometric mean of our best over the {len(rows)} values of K: {told[0]}, {told[1]} and {told[2]}."
+    )
+    return "\n\n".join([machine_line(data["meta"]), sentence, "TFLOP/s:", markdown_table(header, lines)])
 
 
 def machine_line(meta: dict[str, Any]) -> str:
@@ -164,15 +430,29 @@ def machine_line(meta: dict[str, Any]) -> str:
 
 
 def tuning_time(results: Path) -> str:
-    """How long tuning took, cold and warm."""
+    """How long tuning took: cold, after other shapes, and warm."""
     data = load(results, "tuning_time.json")
     if data is None:
         return not_measured(results, "tuning_time.json")
     lines = []
     for row in data["rows"]:
-        cold, warm = (f"{row[key]:.1f}" if row.get(key) is not None else "" for key in ("cold_s", "warm_s"))
-        lines.append([shape_of(row), str(row["effort"]), str(row["measured"]), cold, warm])
-    table = markdown_table(["M x N x K", "effort", "measured candidates", "cold s", "warm s"], lines)
+        seconds = [
+            f"{row[key]:.1f}" if row.get(key) is not None else "" for key in ("cold_s", "first_s", "warm_s")
+        ]
+        compiled = row.get("first_compiled", row.get("compiled", ""))
+        best = f"{row['best_ratio']:.3f}" if "best_ratio" in row else ""
+        lines.append([shape_of(row), str(row["effort"]), str(row["measured"]), str(compiled), *seconds, best])
+    header = [
+        "M x N x K",
+        "effort",
+        "measured candidates",
+        "compiled",
+        "cold s",
+        "next s",
+        "warm s",
+        "times torch.mm",
+    ]
+    table = markdown_table(header, lines)
     return "\n\n".join(part for part in (machine_line(data.get("meta", {})), table) if part)
 
 
@@ -202,7 +482,34 @@ def cli(_: Path) -> str:
 
 
 #: What fills each block, given the folder of the result files.
-BLOCKS: dict[str, Callable[[Path], str]] = {"peers": peers, "tuning-time": tuning_time, "cli": cli}
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "peers": peers,
+    "peers-odd": peers_odd,
+    "tuning-time": tuning_time,
+    "cli": cli,
+    "families": families,
+    **{
+        f"family-{name}": partial(family_figures, name)
+        for name in ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80")
+    },
+    "seed-000": seed_000,
+    "seed-001": seed_001,
+    "seed-003": seed_003,
+    "seed-004": seed_004,
+}
+
+
+def figures(results: Path = RESULTS) -> dict[Path, bytes]:
+    """Content of each figure that is drawn of a result file, by its path."""
+    found = {}
+    for out, name in (("families.svg", "peers.json"), ("seed-004.svg", "seed-004.json")):
+        if (data := load(results, name)) is not None:
+            from benchmarks import figures
+            from benchmarks.families import draw
+
+            drawn = draw if out == "families.svg" else figures.sweep_over_k
+            found[ROOT / "docs" / "figures" / out] = figures.render(drawn, data["rows"], "svg")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -223,6 +530,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stale.append(path)
             if not check:
                 path.write_text(fresh)
+    for path, content in figures().items():
+        if not path.exists() or path.read_bytes() != content:
+            stale.append(path)
+            if not check:
+                path.write_bytes(content)
     for path in stale:
         print(f"{path}: {'out of date; run `make docs`' if check else 'rewritten'}")
     return 1 if check and stale else 0

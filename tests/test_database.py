@@ -35,6 +35,9 @@ PROBLEM = Problem.parse("4096x4096x4096")
 KERNEL = Candidate.make(
     "cute_sm90", {"tile_m": 128, "tile_n": 256, "pingpong": True}, {"raster_order": "along_m"}
 )
+SCHEMAS = sorted(
+    path.stem.removeprefix("schema-") for path in (Path(__file__).parent / "data").glob("schema-*.sqlite")
+)
 RESOURCES = Resources(168, 0, 213_016, ("C7510",), 0.75)
 
 
@@ -547,7 +550,10 @@ class TestPermissions:
 
 
 class TestOlderSchemas:
-    @pytest.mark.parametrize("version", ["0001", "0002"])
+    def test_there_is_one_of_every_schema(self) -> None:
+        assert len(SCHEMAS) == int(SCHEMA_VERSION) and SCHEMAS[-1] == SCHEMA_VERSION
+
+    @pytest.mark.parametrize("version", SCHEMAS)
     def test_a_database_of_that_schema_is_upgraded_and_read(self, path: Path, version: str) -> None:
         shutil.copy(Path(__file__).parent / "data" / f"schema-{version}.sqlite", path)
         with Database.open(path) as database:

@@ -36,13 +36,20 @@ def test_the_blocks_are_current() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_readme_has_every_block(generate: ModuleType) -> None:
-    found = re.findall(r"<!-- generated: ([\w-]+) -->", (ROOT / "README.md").read_text())
-    assert sorted(found) == sorted(generate.BLOCKS)
+def test_every_block_is_in_one_document(generate: ModuleType) -> None:
+    text = "".join(path.read_text() for path in generate.documents())
+    assert sorted(re.findall(r"<!-- generated: ([\w-]+) -->", text)) == sorted(generate.BLOCKS)
+
+
+def test_the_figures_are_current(generate: ModuleType) -> None:
+    figures = generate.figures()
+    assert {path.name for path in figures} == {"families.svg", "seed-004.svg"}
+    for path, content in figures.items():
+        assert path.read_bytes() == content, f"{path.name} is out of date; run `make docs`"
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
@@ -91,6 +98,26 @@ class TestBlocks:
         write_peers(tmp_path, row(8, 8, 8, timed(torch=2.0, quack=1.0)))
         assert "loses" not in generate.peers(tmp_path)
 
+    def test_what_is_within_the_noise_is_no_loss_but_said(self, generate: ModuleType, tmp_path: Path) -> None:
+        close, far = (timed(torch=us, tunegemm=100.0, triton_tma=us) for us in (99.5, 90.0))
+        write_peers(tmp_path, row(8, 8, 8, close, noise=0.01), row(16, 8, 8, far, noise=0.01))
+        text = generate.peers(tmp_path)
+        assert "Where tunegemm loses: 16x8x8 (torch: 11.1 % faster)." in text
+        assert "Behind a peer by less than the noise: 8x8x8 (torch: 0.5 % faster)." in text
+        assert "than the record, by more than the noise: 16x8x8 (triton_tma: 11.1 %)." in text
+        assert "triton_tma" not in text.split("Slower than")[0], "a column of its own is in docs/families.md"
+
+    def test_odd_shapes_have_their_own_table(self, generate: ModuleType, tmp_path: Path) -> None:
+        write_peers(
+            tmp_path,
+            row(4096, 4096, 1001, timed(torch=40.0, inductor=10.0, cute_sm80=50.0, tunegemm=40.0)),
+            row(64, 64, 64, timed(torch=4.0, tunegemm=2.0)),
+        )
+        assert "4096x4096x1001" not in generate.peers(tmp_path)
+        text = generate.peers_odd(tmp_path)
+        assert "| **4.000** | 0.800 | 1.000 |" in text and "64x64x64" not in text
+        assert "Inductor is up to 4.0 times as fast" in text
+
     def test_a_row_without_the_baseline_is_refused(self, generate: ModuleType, tmp_path: Path) -> None:
         write_peers(tmp_path, row(8, 8, 8, timed(tunegemm=1.0)))
         with pytest.raises(generate.DocsError, match="8x8x8: no time of 'torch'"):
@@ -99,12 +126,22 @@ class TestBlocks:
     def test_tuning_time(self, generate: ModuleType, tmp_path: Path) -> None:
         rows = [
             {"m": 64, "n": 64, "k": 64, "effort": "quick", "measured": 96, "cold_s": 81.26},
-            {"m": 64, "n": 64, "k": 128, "effort": "quick", "measured": 51, "warm_s": 3.04},
+            {
+                "m": 64,
+                "n": 64,
+                "k": 128,
+                "effort": "quick",
+                "measured": 51,
+                "warm_s": 3.04,
+                "first_s": 9.49,
+                "first_compiled": 7,
+                "best_ratio": 1.0123,
+            },
         ]
         (tmp_path / "tuning_time.json").write_text(json.dumps({"rows": rows}))
         table = generate.tuning_time(tmp_path)
-        assert "| 64x64x64 | quick | 96 | 81.3 |  |" in table
-        assert "| 64x64x128 | quick | 51 |  | 3.0 |" in table
+        assert "| 64x64x64 | quick | 96 |  | 81.3 |  |  |  |" in table
+        assert "| 64x64x128 | quick | 51 | 7 |  | 9.5 | 3.0 | 1.012 |" in table
 
     def test_every_command_is_listed(self, generate: ModuleType, tmp_path: Path) -> None:
         text = generate.cli(tmp_path)

@@ -120,6 +120,33 @@ def test_right_on_every_shape(
     assert launched >= 3
 
 
+@pytest.mark.parametrize("layout", ["tn", "tt", "nn", "nt"])
+@pytest.mark.parametrize("shape", ["1023x1025x1027", "520x264x1001", "264x521x512x3", "7x9x11"])
+def test_right_on_operands_that_tma_refuses(
+    device: Device, pool: CompilePool, shape: str, layout: str
+) -> None:
+    problem = Problem.parse(shape, layout=layout)
+    chosen = candidate(KERNELS[5])
+    result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
+    assert result.artifact is not None, result.failure
+    launch = FAMILY.load(problem, chosen, device, result.artifact.path)
+    a = operand(problem.a_major == "k", problem.m, problem.k, problem.batch, 0, "bf16")
+    b = operand(problem.b_major == "n", problem.k, problem.n, problem.batch, 0, "bf16")
+    out = torch.full((problem.batch, problem.m, problem.n), torch.nan, device="cuda").bfloat16()
+    if problem.batch == 1:
+        a, b, out = a[0], b[0], out[0]
+    launch(a, b, out)
+    expected = torch.matmul(a.float(), b.float())
+    error = ((out.float() - expected).norm() / expected.norm()).item()
+    assert error < TOLERANCE["bf16"], (problem, error)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(a, b, out)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert ((out.float() - expected).norm() / expected.norm()).item() < TOLERANCE["bf16"]
+
+
 def operand(row_major: bool, rows: int, columns: int, batch: int, pad: int, dtype: str) -> torch.Tensor:
     """Random (batch, rows, columns); lines of memory are padded by `pad` elements."""
     outer, inner = (rows, columns) if row_major else (columns, rows)

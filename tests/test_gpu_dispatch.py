@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 import warnings
@@ -185,6 +186,20 @@ def test_graph_capture_replays_the_tuned_kernel(tuned, only_ours):
         a.copy_(other)
         graph.replay()
         close(result, a, b)
+
+
+def test_a_captured_kernel_outlives_the_reading_of_new_records(tuned, only_ours):
+    """A kernel whose last reference went would be unloaded under the graph."""
+    a, b = operands()
+    matmul(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = matmul(a, b)
+    refresh()
+    gc.collect()
+    result.zero_()
+    graph.replay()
+    close(result, a, b)
 
 
 def test_first_call_inside_a_capture_is_torchs_and_breaks_nothing(tuned):

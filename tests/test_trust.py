@@ -140,6 +140,26 @@ class TestObjects:
         assert store.find(KEY) is None
 
 
+class TestServing:
+    def test_a_launcher_is_loaded_once_and_stays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also when all records are read anew: captured graphs may hold its code."""
+        monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path))
+        family = families.get("cute_sm90")
+        space = families.load_space("cute_sm90")
+        candidate = next(space.launches(next(k for k in space.kernels() if family.check(PROBLEM, k, DEVICE))))
+        store = ArtifactStore()
+        scratch = store.scratch()
+        scratch.write_bytes(b"native code")
+        store.add(family.kernel_key(PROBLEM, candidate, DEVICE), scratch, Resources(128, 0, 1024))
+        monkeypatch.setattr(type(family), "load", lambda *_: lambda a, b, out: None)
+        with Database.open(tmp_path / "t.sqlite") as database:
+            database.settle(PROBLEM, DEVICE, measurement(9.0, candidate))
+            first, second = [prepare(database.records()[0], DEVICE) for _ in range(2)]
+        assert first.launch is not None and first.launch is second.launch
+
+
 class TestImports:
     def test_an_imported_record_loads_no_code_before_it_is_compiled_here(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

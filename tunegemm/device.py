@@ -308,30 +308,35 @@ def _active_clusters(index: int, cluster_size: int) -> int | None:
         return None
     import torch
 
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    with torch.cuda.device(index):
-        torch.cuda.current_stream().synchronize()  # the device's primary context is the current one now
-        error, module = driver.cuModuleLoadData(_EMPTY_PTX)
-        if error != driver.CUresult.CUDA_SUCCESS:
-            return None
-        try:
-            _, function = driver.cuModuleGetFunction(module, b"nothing")
-            smem = ARCHITECTURES[torch.cuda.get_device_capability(index)].smem_bytes_per_block
-            attribute = driver.CUfunction_attribute
-            driver.cuFuncSetAttribute(
-                function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem
-            )
-            dimension = driver.CUlaunchAttribute()
-            dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimension.value.clusterDim.x, dimension.value.clusterDim.y = cluster_size, 1
-            dimension.value.clusterDim.z = 1
-            config = driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = 1024 * cluster_size, 1, 1
-            config.blockDimX, config.blockDimY, config.blockDimZ = 128, 1, 1
-            config.sharedMemBytes, config.attrs, config.numAttrs = smem, [dimension], 1
-            error, count = driver.cuOccupancyMaxActiveClusters(function, config)
-        finally:
-            driver.cuModuleUnload(module)
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(index):
+            torch.cuda.current_stream().synchronize()  # the device's primary context is the current one now
+            return _ask_for_active_clusters(driver, cluster_size, torch.cuda.get_device_capability(index))
+    except RuntimeError:  # no context: the GPU's memory is full, or another process has the GPU to itself
+        return None
+
+
+def _ask_for_active_clusters(driver: Any, cluster_size: int, capability: tuple[int, int]) -> int | None:
+    error, module = driver.cuModuleLoadData(_EMPTY_PTX)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        return None
+    try:
+        _, function = driver.cuModuleGetFunction(module, b"nothing")
+        smem = ARCHITECTURES[capability].smem_bytes_per_block
+        attribute = driver.CUfunction_attribute
+        driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem)
+        dimension = driver.CUlaunchAttribute()
+        dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension.value.clusterDim.x, dimension.value.clusterDim.y = cluster_size, 1
+        dimension.value.clusterDim.z = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = 1024 * cluster_size, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = 128, 1, 1
+        config.sharedMemBytes, config.attrs, config.numAttrs = smem, [dimension], 1
+        error, count = driver.cuOccupancyMaxActiveClusters(function, config)
+    finally:
+        driver.cuModuleUnload(module)
     return int(count) if error == driver.CUresult.CUDA_SUCCESS and count > 0 else None
 
 

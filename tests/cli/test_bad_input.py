@@ -103,7 +103,7 @@ class TestDatabase:
     """The same for a command that writes and for one that reads."""
 
     @pytest.fixture(
-        params=[("tune", *SHAPE, "--device", "model:h200"), ("leaderboard",)], ids=["tune", "read"]
+        params=[("tune", *SHAPE, "--device", "model:h200"), ("history", *SHAPE)], ids=["tune", "read"]
     )
     def command(self, request: pytest.FixtureRequest) -> tuple[str, ...]:
         chosen: tuple[str, ...] = request.param

@@ -304,3 +304,32 @@ def test_sampler_is_drawn_to_good_points() -> None:
 def test_optuna_loads_on_first_use_only() -> None:
     code = "import sys, tunegemm.search; assert 'optuna' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_stored_launches_of_before_a_parameter_existed_are_completed() -> None:
+    """A database of an older release seeds a search whose space has a launch parameter more."""
+    older = {name: values for name, values in LAUNCHES.items() if name != "ctas"}
+    ranked = kernels()
+    before = [
+        Candidate(c.family, c.compile_params, tuple((n, v) for n, v in c.launch_params if n in older))
+        for c in ranked[:30]
+    ]
+    search = Search(
+        ranked,
+        LAUNCHES,
+        seeds=before[:3],
+        known=[(candidate, truth(ranked[i])) for i, candidate in enumerate(before) if i >= 3],
+        trials=60,
+    )
+    asked = run_to_end(search)
+    assert asked[:3] == ranked[:3], "the seeds, at the parameter's first value"
+    assert not set(ranked[3:30]) & set(asked), "known, so not asked again"
+
+
+def run_to_end(search: Search) -> list[Candidate]:
+    asked = []
+    while batch := search.ask():
+        asked += batch
+        for candidate in batch:
+            search.tell(candidate, truth(candidate))
+    return asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from tunegemm.cli.options import UsageError
 if TYPE_CHECKING:
     from tunegemm.database.exchange import Conflict, Report
     from tunegemm.database.formats import Format
+    from tunegemm.device import Device
 
 app = typer.Typer(help="Exchange and merge tuning databases.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -33,9 +35,7 @@ def export_command(
         Path | None, typer.Option("--out", metavar="FILE", help="The file; for vllm, a folder.")
     ] = None,
     format: FormatName = None,
-    shape: Annotated[
-        list[str] | None, typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated. Default: all.")
-    ] = None,
+    shape: options.SomeShapes = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of A and B. Default: any.")] = None,
     layout: Annotated[str | None, typer.Option("--layout", help="tn, tt, nn or nt. Default: any.")] = None,
     fingerprint: Annotated[
@@ -54,12 +54,15 @@ def export_command(
     """Write measurements, failures and the history of records to a file."""
     if (out is None) == (records is None):
         raise UsageError("export needs --out FILE, or --records FOLDER")
+    if records is not None and (shape or dtype or layout or fingerprint or format):
+        raise UsageError("--records takes every settled record; to choose some, use --out FILE")
+    shapes = options.parse_shapes(shape)
+    options.parse_problems(["1x1x1"], dtype or "bf16", None, layout or "tn")  # raises for words not known
     from tunegemm.database import Database
     from tunegemm.database.exchange import dump, select_rows
     from tunegemm.database.formats import write
     from tunegemm.problem import normalize_dtype
 
-    problems = {options.parse_problems([text], "bf16", None, "tn")[0].shape for text in shape or ()}
     wanted_dtype = normalize_dtype(dtype) if dtype else None
     with Database.open(db, read_only=True) as database:
         if records is not None:
@@ -69,9 +72,14 @@ def export_command(
         else:
             assert out is not None
             rows = select_rows(
-                dump(database), shapes=problems, dtype=wanted_dtype, layout=layout, fingerprint=fingerprint
+                dump(database), shapes=shapes, dtype=wanted_dtype, layout=layout, fingerprint=fingerprint
             )
-            paths = write(rows, out, _format(format, out))
+            first = next(rows, None)
+            if first is None:
+                raise UsageError(
+                    f"{database.name}: nothing of that kind to export; see `tunegemm leaderboard`"
+                )
+            paths = write(chain([first], rows), out, _format(format, out))
     for path in paths:
         typer.echo(f"wrote {path}")
 
@@ -82,15 +90,25 @@ def import_command(
     format: FormatName = None,
     db: options.DatabaseLocation = None,
 ) -> None:
-    """Add the rows of files to a database. Bad rows are named and left out; nothing stored is lost."""
+    """Add the rows of files to a database. Bad rows are named and left out; nothing stored is lost.
+
+    Exit code 1 when no row could be used.
+    """
+    for file in files:
+        if not file.exists():  # or an empty database would be made for nothing
+            raise UsageError(f"{file}: no such file; give one that `tunegemm db export` made")
     from tunegemm.database import Database
     from tunegemm.database.exchange import load
     from tunegemm.database.formats import read
 
+    used = 0
     with Database.open(db) as database:
         for file in files:
             report = load(database, read(file, _format(format, file)), origin=file.name)
             _print(f"{file}", report)
+            used += report.added + report.known
+    if not used:
+        raise typer.Exit(1)
 
 
 @app.command("merge")
@@ -105,6 +123,7 @@ def merge_command(
     """Merge databases. Records that disagree are listed, and settled by the evidence."""
     from tunegemm.database.exchange import merge
 
+    racing = _racing_device(device) if rerace else None
     report = merge(sources, into)
     _print(into, report)
     for conflict in report.conflicts:
@@ -113,8 +132,8 @@ def merge_command(
             f"conflict {conflict.problem} on {conflict.fingerprint.device_name}: "
             f"{kept} over {other}, {conflict.reason}"
         )
-    if rerace and report.conflicts:
-        _rerace(into, report.conflicts, device)
+    if racing is not None and report.conflicts:
+        _rerace(into, report.conflicts, racing)
 
 
 @app.command("upgrade")
@@ -154,11 +173,22 @@ def layers_command() -> None:
         typer.echo(f"tunegemm: {warning}", err=True)
 
 
-def _rerace(into: str, conflicts: list[Conflict], spec: str | None) -> None:
-    from tunegemm.database import Database
-    from tunegemm.tuning import Tuner, open_device
+def _racing_device(spec: str | None) -> Device:
+    from tunegemm.errors import DeviceError
+    from tunegemm.tuning import open_device
 
     device = open_device(spec)
+    if not device.is_real:
+        raise DeviceError(
+            f"device {device.spec!r} measures nothing; give --rerace on cuda:N, or leave it out"
+        )
+    return device
+
+
+def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
+    from tunegemm.database import Database
+    from tunegemm.tuning import Tuner
+
     with Database.open(into) as database, Tuner(device, database) as tuner:
         for conflict in conflicts:
             if conflict.fingerprint != device.fingerprint:

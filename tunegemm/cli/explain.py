@@ -35,7 +35,7 @@ def command(
         str | None,
         typer.Option("--device", metavar="SPEC", help="Default: cuda:0, or model:h200 without a GPU."),
     ] = None,
-    db: options.DatabaseLocation = None,
+    db: options.OneDatabase = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
     """Show the roofline of a shape, of a tile, and which kernel tunegemm.matmul would use."""
@@ -92,5 +92,6 @@ def _lines(found: Explanation) -> Iterator[tuple[str, str]]:
         yield (
             "dispatch",
             f"{record.label}: {record.median_us:.1f} us, {record.ratio:.3f} x torch.mm, "
-            f"{found.percent_of_roofline:.1f} % of the roofline, {found.percent_of_peak:.1f} % of peak",
+            f"{found.percent_of_roofline:.1f} % of the roofline, {found.percent_of_peak:.1f} % of peak"
+            + (f"  [{record.layer} layer]" if record.layer else ""),
         )

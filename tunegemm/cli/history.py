@@ -75,15 +75,13 @@ def regress(
             "--since", metavar="DATE|FINGERPRINT", help="ISO 8601, or the start of a fingerprint's digest."
         ),
     ],
-    shape: Annotated[
-        list[str] | None, typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated. Default: all.")
-    ] = None,
+    shape: options.SomeShapes = None,
     as_json: AsJson = False,
     db: options.DatabaseLocation = None,
 ) -> None:
     """Compare each shape's record with the one before. Exit code 1 when one is slower, beyond the noise."""
     moment = parse_since(since)
-    shapes = {options.parse_problems([text], "bf16", None, "tn")[0].shape for text in shape or ()}
+    shapes = options.parse_shapes(shape)
     from tunegemm.database import Database
     from tunegemm.database.history import regressions
 

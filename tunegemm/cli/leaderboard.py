@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import astuple, fields
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import options
+from tunegemm.errors import TunegemmError
 from tunegemm.problem import Problem, normalize_dtype
 
 if TYPE_CHECKING:
@@ -59,22 +61,21 @@ def command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write there, not to the terminal.")
     ] = None,
-    db: options.DatabaseLocation = None,
+    db: options.OneDatabase = None,
     top: Annotated[int | None, options.count_option("--top", "Rows per shape. Default: all.")] = None,
 ) -> None:
     """Print a shape's measured candidates, or the best of every shape."""
     # The words are checked before anything heavy loads; where none is given, any will do.
     options.parse_problems(["1x1x1"], dtype or "bf16", out_dtype, layout or "tn")
-    shapes = [
-        options.parse_problems([text], dtype or "bf16", None, layout or "tn")[0].shape for text in shape or ()
-    ]
+    shapes = options.parse_shapes(shape)
     if family is not None:
         options.parse_families(family)
     if format is Format.parquet and out is None:
         raise options.UsageError("--format parquet is not for a terminal: name a file with --out")
     from tunegemm.database import Database
-    from tunegemm.database.connection import display
     from tunegemm.database.leaders import leaders
+    from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, parquet
+    from tunegemm.report.stored import of_all_layers
 
     def wanted(problem: Problem) -> bool:
         return (
@@ -84,40 +85,44 @@ def command(
             and (layout is None or problem.layout == layout.lower())
         )
 
-    with Database.open(db, read_only=True) as database:
-        problems = [problem for problem in database.problems() if wanted(problem)]
-        found = {problem.shape for problem in problems}
-        missing = [text for text in shapes if text not in found] or ([] if found else ["MxNxK"])
-        if missing:
-            words = " ".join([missing[0], *filter(None, (dtype, out_dtype, layout))])
-            raise options.UsageError(
-                f"{display(database.location)}: no measurement of {words}; "
-                f"run `tunegemm tune --shape {missing[0]}` first"
-            )
-        device_name = None
-        if device is not None:
-            from tunegemm.database.queries import device_names
-            from tunegemm.report.evidence import named_device
+    # Of a large database every shape's best is read, and nothing else.
+    narrow = not shapes and by is By.shape and family is None
 
-            device_name = named_device(device, device_names(database))
-        from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, parquet
+    def read(database: Database) -> pandas.DataFrame:
+        if narrow:
+            return leaders(database, VENDOR_FAMILY)
+        chosen = [problem for problem in database.problems() if wanted(problem)]
+        return database.frame(chosen[0] if len(chosen) == 1 else None, family=family)
 
-        if not shapes and by is By.shape and family is None:
-            # Of a large database every shape's best is read, and nothing else.
-            frame = leaders(database, VENDOR_FAMILY, device_name=device_name)
-            boards = [Leaderboard.best_of_all(_of(problems, frame))]
-        else:
-            one = problems[0] if len(problems) == 1 else None
-            frame = database.frame(one, device_name=device_name, family=family)
-            if shapes and by is By.shape:
-                boards = [Leaderboard.from_frame(problem, frame) for problem in problems]
-            elif by is By.shape:
-                boards = [Leaderboard.summary(_of(problems, frame))]
-            else:
-                standing = Leaderboard.standings(
-                    _of(problems, frame), "family" if by is By.family else "device"
-                )
-                boards = [standing]
+    if db is None:
+        frame, warnings = of_all_layers(read, family=family)
+        place = "; ".join(warnings) or "no layer"
+    else:
+        with Database.open(db, read_only=True) as database:
+            frame, warnings, place = read(database), [], database.name
+    problems = [problem for problem in _problems(frame) if wanted(problem)]
+    found = {problem.shape for problem in problems}
+    missing = [text for text in shapes if text not in found] or ([] if found else ["MxNxK"])
+    if missing:
+        words = " ".join([missing[0], *filter(None, (dtype, out_dtype, layout, family))])
+        raise options.UsageError(
+            f"{place}: no measurement of {words}; run `tunegemm tune --shape {missing[0]}` first"
+        )
+    for warning in warnings:
+        typer.echo(f"tunegemm: {warning}", err=True)
+    if device is not None:
+        from tunegemm.report.evidence import named_device
+
+        frame = frame[frame["device_name"] == named_device(device, sorted(set(frame["device_name"])))]
+    frame = _of(problems, frame)
+    if narrow:
+        boards = [Leaderboard.best_of_all(frame)]
+    elif shapes and by is By.shape:
+        boards = [Leaderboard.from_frame(problem, frame) for problem in problems]
+    elif by is By.shape:
+        boards = [Leaderboard.summary(frame)]
+    else:
+        boards = [Leaderboard.standings(frame, "family" if by is By.family else "device")]
     if format is Format.parquet:
         assert out is not None
         parquet(boards, top, out)
@@ -132,6 +137,15 @@ def command(
         typer.echo(text, nl=False)
     else:
         options.write_text(out, text)
+
+
+def _problems(frame: pandas.DataFrame) -> list[Problem]:
+    """The problems of all rows, smallest first; a damaged one is left out."""
+    found = []
+    for row in frame[[field.name for field in fields(Problem)]].drop_duplicates().itertuples(index=False):
+        with suppress(TunegemmError, TypeError, ValueError):
+            found.append(Problem(*row))
+    return sorted(found)
 
 
 def _of(problems: list[Problem], frame: pandas.DataFrame) -> pandas.DataFrame:

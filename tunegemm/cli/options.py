@@ -22,6 +22,9 @@ ShapesOrFile = Annotated[
     list[str] | None,
     typer.Option("--shape", metavar="MxNxK[xL]", help="Extents, and the batch if any; may be repeated."),
 ]
+SomeShapes = Annotated[
+    list[str] | None, typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated. Default: all.")
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="Element type of A and B: bf16 or fp16.")]
 OutDtype = Annotated[
     str | None,
@@ -57,6 +60,11 @@ DatabaseLocation = Annotated[
     ),
 ]
 
+#: For commands that read what dispatch reads.
+OneDatabase = Annotated[
+    str | None, typer.Option("--db", metavar="PATH|URL", help="Only this database. Default: all layers.")
+]
+
 
 class UsageError(TunegemmError):
     """An argument that cannot be read; the message names it and the remedy."""
@@ -83,6 +91,11 @@ def parse_problems(
         for shape in shapes
     ]
     return list(dict.fromkeys(problems))
+
+
+def parse_shapes(shapes: list[str] | None) -> list[str]:
+    """The extents that are asked for, as `Problem.shape` writes them. Raises ProblemError."""
+    return list(dict.fromkeys(Problem.parse(text).shape for text in shapes or ()))
 
 
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?")

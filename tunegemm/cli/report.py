@@ -78,7 +78,7 @@ def plot(
 
 def gather(db: str | None, device: str | None, shapes: list[str] | None, detailed: int) -> Evidence:
     """From the recording that `device` names, or else from the database."""
-    wanted = [problem.shape for problem in options.parse_problems(shapes or [], "bf16", None, "tn")]
+    wanted = options.parse_shapes(shapes)
     from tunegemm.report.evidence import from_database, from_recording
 
     if device is not None and device.startswith("replay:"):

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    shape: Annotated[
-        list[str] | None, typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated. Default: all.")
-    ] = None,
+    shape: options.SomeShapes = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also records of this very software, not only those marked.")
     ] = False,
@@ -27,7 +25,7 @@ def command(
     ] = None,
 ) -> None:
     """Race the records that another driver or library patch left in doubt, and their stored rivals, again."""
-    shapes = {options.parse_problems([text], "bf16", None, "tn")[0].shape for text in shape or ()}
+    shapes = options.parse_shapes(shape)
     from tunegemm.database import Database
     from tunegemm.database.layers import read_records
     from tunegemm.errors import DeviceError

@@ -17,6 +17,8 @@ from tunegemm.resources import data_path
 
 _COMMAND = "python -m tunegemm.database.documents"
 
+_NEXT = f"{int(SCHEMA_VERSION) + 1:04}"
+
 _INTRODUCTION = f"""\
 # The tuning database
 
@@ -46,9 +48,9 @@ A kernel's sources are no part of the fingerprint but of each outcome, since the
 - `records/`: written by `tunegemm db export --records db/records` from a database that was tuned.
 - A new revision: change the models and `SCHEMA_VERSION`, then, with `TUNEGEMM_DB` naming a scratch file,
   `alembic -c db/alembic.ini upgrade head`,
-  `alembic -c db/alembic.ini revision --autogenerate --rev-id 0003 -m "what changes"`, and
-  `{_COMMAND}`; commit a small database of the old schema
-  beside `tests/data/schema-0001.sqlite`.
+  `alembic -c db/alembic.ini revision --autogenerate --rev-id {_NEXT} -m "what changes"`, and
+  `{_COMMAND}`; commit a small database of it as
+  `tests/data/schema-{_NEXT}.sqlite` (`write_sample` in `tests/test_database.py`).
 """
 
 

@@ -50,7 +50,7 @@ def read_records() -> tuple[list[Record], list[str]]:
     from tunegemm.database.shipped import read_shipped
 
     records, warnings = read_shipped()
-    for found in _of_databases(lambda database: database.records(), warnings):
+    for found in of_databases(lambda database: database.records(), warnings):
         records += found
     return records, warnings
 
@@ -60,10 +60,10 @@ def read_lookups() -> tuple[list[Record], list[Lookup], list[str]]:
     from tunegemm.database.shipped import read_shipped
 
     records, warnings = read_shipped()
-    return records, _of_databases(lambda database: database.lookup(), warnings), warnings
+    return records, of_databases(lambda database: database.lookup(), warnings), warnings
 
 
-def _of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
+def of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
     """What is read of the user's and of the project's layer; adds a line for one that cannot be."""
     from tunegemm.database.store import Database  # SQLAlchemy loads here, on the first call, and never later
 

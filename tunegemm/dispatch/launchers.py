@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunegemm import families
@@ -11,6 +12,9 @@ from tunegemm.dispatch.operands import ALIGNMENT
 from tunegemm.errors import ArtifactError
 from tunegemm.families import Launcher
 from tunegemm.families.cublaslt import is_torch
+from tunegemm.families.launching import tma_takes
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
     from tunegemm.dispatch.snapshot import Record
@@ -35,6 +39,10 @@ class Prepared:
 
 TORCH = Prepared(None)
 
+#: Every launcher ever served. They stay, also when records are read anew: captured graphs run their code (the
+#: compiler's runtime unloads a kernel with its last reference), and streams their workspaces.
+_served: dict[tuple[Problem, Candidate, str, Path | None], Launcher] = {}
+
 
 def prepare(record: Record, device: Device) -> Prepared:
     """The launcher of a record.
@@ -58,5 +66,8 @@ def prepare(record: Record, device: Device) -> Prepared:
         if artifact is None:
             raise ArtifactError("its compiled kernel is not in the object store")
         path = artifact.path
-    launch = family.load(problem, candidate, device, path)
-    return Prepared(launch, tma=family.tma, packed=not family.compiled)
+    key = (problem, candidate, device.spec, path)
+    if (launch := _served.get(key)) is None:
+        launch = _served[key] = family.load(problem, candidate, device, path)
+    # Where TMA does not take a problem's operands, its family copies them.
+    return Prepared(launch, tma=family.tma and tma_takes(problem), packed=not family.compiled)

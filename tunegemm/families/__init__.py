@@ -21,8 +21,13 @@ from tunegemm.space import Candidate, SearchSpace
 if TYPE_CHECKING:
     import torch
 
-#: All families, in the order in which they are tried.
-NAMES = ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "cublaslt")
+#: The families that ship, in the order in which they are tried.
+_SHIPPED = ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "cublaslt")
+#: All families: every folder here is one, and those that are not listed above come last.
+NAMES = (
+    *_SHIPPED,
+    *sorted({path.parent.name for path in Path(__file__).parent.glob("*/__init__.py")} - {*_SHIPPED}),
+)
 
 #: Launches one product on the current stream: (a, b, out). Operands as in torch.matmul.
 Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], None]

@@ -10,6 +10,8 @@ from tunegemm.problem import DTYPE_BYTES, Problem
 if TYPE_CHECKING:
     import torch
 
+    from tunegemm.families import Launcher
+
 #: Addresses of A, B, D; their leading dimensions; the strides between their batch entries, in elements.
 Places = tuple[int, int, int, int, int, int, int, int, int]
 
@@ -45,7 +47,7 @@ def operand_reader(
 
     def batch_stride(tensor: torch.Tensor, packed: int, unit: int) -> int:
         if tensor.ndim == 2 or batch == 1:
-            return packed
+            return -(-packed // unit) * unit
         if tensor.stride(0) % unit:
             raise ValueError(f"batch stride {tensor.stride(0)} is no multiple of {unit} elements")
         return tensor.stride(0)
@@ -72,11 +74,58 @@ def operand_reader(
     return read
 
 
+def tma_takes(problem: Problem) -> bool:
+    """Whether TMA reads and writes the problem's operands as they lie: 16-byte addresses and strides."""
+    line = problem.n if problem.out_major == "n" else problem.m
+    out_bytes = DTYPE_BYTES[problem.out_dtype]
+    batch_bytes = problem.m * problem.n * out_bytes if problem.batch > 1 else 0
+    return problem.alignment == 16 and line * out_bytes % 16 == batch_bytes % 16 == 0
+
+
+def through_aligned_copies(problem: Problem, launch: Launcher) -> Launcher:
+    """A launcher for operands that TMA refuses: they are copied to where it takes them, the result back.
+
+    A copy costs its bytes once more through device memory, a product without TMA far more: a peer that pads
+    is up to 4.8 times as fast as torch.mm at odd k (H200, benchmarks/results/h200/peers.json). The copies are
+    temporaries of the stream, or of the graph that is captured.
+    """
+    a_rows, b_rows, out_rows = problem.a_major == "k", problem.b_major == "n", problem.out_major == "n"
+
+    def launch_on_copies(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        target = out if _is_aligned(out, out_rows) else _aligned_like(out, out_rows)
+        launch(_aligned(a, a_rows), _aligned(b, b_rows), target)
+        if target is not out:
+            out.copy_(target)
+
+    return launch_on_copies
+
+
+def _aligned(tensor: torch.Tensor, row_major: bool) -> torch.Tensor:
+    return tensor if _is_aligned(tensor, row_major) else _aligned_like(tensor, row_major).copy_(tensor)
+
+
+def _is_aligned(tensor: torch.Tensor, row_major: bool) -> bool:
+    unit = 16 // tensor.element_size()
+    line = -2 if row_major else -1
+    lines = 0 if tensor.shape[line] == 1 else tensor.stride(line)
+    entries = 0 if tensor.ndim == 2 or tensor.shape[0] == 1 else tensor.stride(0)
+    return tensor.data_ptr() % 16 == lines % unit == entries % unit == 0
+
+
+def _aligned_like(tensor: torch.Tensor, row_major: bool) -> torch.Tensor:
+    """A tensor of the same shape whose lines, rows or columns, start at multiples of 16 bytes."""
+    *batch, lines, extent = tensor.shape if row_major else tensor.mT.shape
+    unit = 16 // tensor.element_size()
+    room = tensor.new_empty((*batch, lines, -(-extent // unit) * unit))[..., :extent]
+    return room if row_major else room.mT
+
+
 class Workspace:
     """Device memory of a split-K launcher: fp32 partial sums, then counters, which start as zeros.
 
-    Kernels on one stream follow each other and share it; each stream has its own. A captured graph keeps
-    what it was captured with, so that its replays do not disturb anyone else.
+    Kernels on one stream follow each other and share it; each stream has its own. During a capture it is a
+    temporary of the graph as torch's own are: from the graph's pool, which lives as long as the graph, and
+    free for the captured launches that follow. Were it kept, a model's graph would hold one for each product.
     """
 
     def __init__(self, partial_bytes: int, counter_bytes: int, index: int) -> None:
@@ -84,15 +133,13 @@ class Workspace:
         self.counter_bytes = counter_bytes
         self._place = f"cuda:{index}"
         self._by_stream: dict[int, torch.Tensor] = {}
-        self._of_graphs: list[torch.Tensor] = []
 
     def addresses(self, stream: int) -> tuple[int, int]:
-        """Where partial sums and zeroed counters are, for the current stream."""
+        """Where partial sums and zeroed counters are, for a launch that comes next on the current stream."""
         import torch
 
         if torch.cuda.is_current_stream_capturing():
-            memory = self._allocate()
-            self._of_graphs.append(memory)
+            memory = self._allocate()  # replays zero its counters, too
         elif (found := self._by_stream.get(stream)) is not None:
             memory = found
         else:

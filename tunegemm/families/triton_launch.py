@@ -126,6 +126,14 @@ class Kept(dict[Any, Arguments]):
         return arguments
 
 
+def batch_view(
+    address: int, batch: int, rows: int, columns: int, leading: int, step: int, contiguous: bool
+) -> View:
+    """A batch of matrices whose columns, if `contiguous`, else its rows are contiguous in memory."""
+    extents = (batch, rows, columns) if contiguous else (batch, columns, rows)
+    return address, extents, (step, leading, 1)
+
+
 def encode(tensor_map: TensorMap, view: View) -> bytes:
     """The 128 bytes of a CUtensorMap. Raises RuntimeError for what TMA cannot address."""
     from cuda.bindings import driver

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from tunegemm import families
 from tunegemm.database import Database
 from tunegemm.database import Record as StoredRecord
+from tunegemm.database.layers import read_records
 from tunegemm.device import Device
 from tunegemm.dispatch.snapshot import Snapshot
 from tunegemm.errors import DatabaseError, DeviceError
@@ -98,6 +99,7 @@ class Explanation:
                 "family": self.record.candidate.family,
                 "candidate": dict(self.record.candidate.params),
                 "label": self.record.label,
+                "layer": self.record.layer,
                 "median_us": self.record.median_us,
                 "ratio": self.record.ratio,
                 "percent_of_roofline": self.percent_of_roofline,
@@ -111,6 +113,7 @@ def explain(
 ) -> Explanation:
     """The roofline of a problem on a device, of a candidate or else of the record, and the record itself.
 
+    database: where to look for the record; in all layers, as dispatch does, when None.
     Raises DeviceError for a device whose peaks are not known.
     """
     if not device.peak_tflops:
@@ -184,13 +187,18 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
 
 
 def _record(problem: Problem, device: Device, location: str | None) -> tuple[StoredRecord | None, str]:
-    """As dispatch looks it up; a database that is not there has no record."""
-    try:
-        with Database.open(location, read_only=True) as database:
-            snapshot = Snapshot(database.records())
-    except DatabaseError as error:
-        return None, str(error)
+    """As dispatch looks it up, in all layers or in one database; one that is not there has no record."""
+    warnings: list[str] = []
+    if location is None:
+        records, warnings = read_records()
+    else:
+        try:
+            with Database.open(location, read_only=True) as database:
+                records = database.records()
+        except DatabaseError as error:
+            return None, str(error)
+    snapshot = Snapshot(records)
     found = snapshot.find(problem, device.fingerprint)
     if isinstance(found, StoredRecord):
         return found, ""
-    return None, snapshot.why_not(problem, device.fingerprint)
+    return None, "; ".join([snapshot.why_not(problem, device.fingerprint), *warnings])

@@ -77,7 +77,7 @@ class Search:
         self._launch_values = {name: tuple(values) for name, values in launch_values.items()}
         self._allowed = allowed or (lambda candidate: True)
         self._by_kernel = {candidate.kernel: candidate for candidate in self._ranked}
-        self._library, self._seeds = list(library), list(seeds)
+        self._library, self._seeds = list(library), [self._completed(seed) for seed in seeds]
         launches = math.prod(len(values) for values in self._launch_values.values())
         self._budget = budget_for(effort, kernels=len(self._ranked), launches=launches, trials=trials)
         self._values = _value_lists(self._ranked, self._launch_values)
@@ -90,7 +90,7 @@ class Search:
         self._stage: StageName = "library"
         self._stream = self._stages()
         for candidate, value in known:
-            self.tell(candidate, value)
+            self.tell(self._completed(candidate), value)
 
     @property
     def budget(self) -> Budget:
@@ -187,6 +187,13 @@ class Search:
             self._told.setdefault(candidate, None)
             self._asked.append(candidate)
             yield candidate
+
+    def _completed(self, candidate: Candidate) -> Candidate:
+        """A stored launch with the parameters that came later, at their first values: what it did then."""
+        if candidate.kernel not in self._by_kernel:
+            return candidate
+        later = {n: v[0] for n, v in self._launch_values.items() if n not in candidate.params}
+        return candidate.with_launch(**later) if later else candidate
 
     def _is_new(self, candidate: Candidate) -> bool:
         return candidate not in self._told

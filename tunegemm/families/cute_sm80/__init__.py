@@ -6,19 +6,16 @@ It serves operands of any alignment, which TMA does not: ragged k, odd leading d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.device import Device, kernel_source_hash, package_version
-from tunegemm.errors import ArtifactError
+from tunegemm.device import Device, package_version
 from tunegemm.families.cute_object import compile_object, load_function
 from tunegemm.families.cute_sm80.config import KernelConfig
 from tunegemm.families.cute_sm80.rules import RULES, config_of
+from tunegemm.families.generator import Generator
 from tunegemm.families.launching import Workspace, operand_reader
 from tunegemm.families.tiles import balanced, tile_count
-from tunegemm.feasibility import Verdict, apply_rules
 from tunegemm.outcome import Resources
 from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
@@ -29,11 +26,10 @@ if TYPE_CHECKING:
     from tunegemm.families import Launcher
 
 
-class CuteSm80:
+class CuteSm80(Generator):
     """The generator behind `tunegemm.families.Family`."""
 
     name = "cute_sm80"
-    compiled = True
     tma = False
     parameters: Mapping[str, tuple[str, ...]] = {
         "compile": (
@@ -45,38 +41,15 @@ class CuteSm80:
 
     limited_launch = ("split_k",)
     extent_rules = frozenset({"accumulation_fits", "split_fits"})
+    packages = (("cutlass", "nvidia-cutlass-dsl"),)
+    config = KernelConfig
+    rules = RULES
 
-    def unavailable(self) -> str | None:
-        if find_spec("cutlass") is None:
-            return "nvidia-cutlass-dsl is not installed; pip install nvidia-cutlass-dsl"
-        return None
+    def toolchain(self) -> Mapping[str, str | int]:
+        return {"cutlass_dsl": package_version("nvidia-cutlass-dsl")}
 
-    def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        return apply_rules(RULES, problem, candidate, device)
-
-    def kernel_key(
-        self, problem: Problem, candidate: Candidate, device: Device
-    ) -> Mapping[str, str | int | bool]:
-        return asdict(config_of(problem, candidate)) | {
-            "family": self.name,
-            "target": device.architecture.compile_target,
-            "cutlass_dsl": package_version("nvidia-cutlass-dsl"),
-            "source": kernel_source_hash(self.name),
-        }
-
-    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
-        return config_of(problem, candidate).smem_bytes
-
-    def label(self, candidate: Candidate) -> str:
-        kernel = KernelConfig.from_mapping(
-            dict(candidate.compile_params)
-            | {"in_dtype": "", "out_dtype": "", "a_major": "", "b_major": "", "out_major": ""}
-        ).label
-        if not candidate.launch_params:
-            return kernel
-        raster = "m" if candidate["raster_order"] == "along_m" else "n"
-        split = f" k{candidate['split_k']}" if candidate["split_k"] > 1 else ""
-        return f"{kernel} r{raster} w{candidate['swizzle_size']} {candidate['ctas']}{split}"
+    def config_of(self, problem: Problem, candidate: Candidate) -> KernelConfig:
+        return config_of(problem, candidate)
 
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
         def make() -> Any:
@@ -86,9 +59,7 @@ class CuteSm80:
 
         return compile_object(make, 4, str(key["target"]), out)
 
-    def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
-        if artifact is None:
-            raise ArtifactError(f"{self.label(candidate)} has no compiled object; run tunegemm tune again")
+    def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
         return _launcher(problem, candidate, device, load_function(artifact))
 
 

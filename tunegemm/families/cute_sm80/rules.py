@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 from tunegemm.device import Device
 from tunegemm.families.cute_sm80.config import MMA_K, MMA_M, MMA_N, KernelConfig
+from tunegemm.families.generator import config_maker
 from tunegemm.families.tiles import split_fits
 from tunegemm.problem import Problem
-from tunegemm.space import Candidate, Value
+from tunegemm.space import Candidate
 
 #: Registers a thread needs beside accumulators and two steps of fragments: addresses of copies and of
 #: ldmatrix, extents, the ring's state. With 47 left nothing spilled, with 16 left most kernels did (ptxas for
@@ -24,30 +23,7 @@ _RESERVED_BYTES = 1024
 _HALF_MAX_K = 512
 
 
-def config_of(problem: Problem, candidate: Candidate) -> KernelConfig:
-    """The compile-time choices that the candidate and the problem's dtypes and majors make together."""
-    return _config(
-        candidate.compile_params,
-        problem.in_dtype,
-        problem.out_dtype,
-        problem.a_major,
-        problem.b_major,
-        problem.out_major,
-    )
-
-
-@functools.lru_cache(maxsize=1 << 16)  # rules ask for it several times per candidate
-def _config(
-    compile_params: tuple[tuple[str, Value], ...],
-    in_dtype: str,
-    out_dtype: str,
-    a_major: str,
-    b_major: str,
-    out_major: str,
-) -> KernelConfig:
-    dtypes = {"in_dtype": in_dtype, "out_dtype": out_dtype}
-    majors = {"a_major": a_major, "b_major": b_major, "out_major": out_major}
-    return KernelConfig.from_mapping(dict(compile_params) | dtypes | majors)
+config_of = config_maker(KernelConfig)
 
 
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:

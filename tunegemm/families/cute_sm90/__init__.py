@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.device import Device, kernel_source_hash, package_version
-from tunegemm.errors import ArtifactError
+from tunegemm.device import Device, package_version
 from tunegemm.families.cute_object import compile_object, load_function
 from tunegemm.families.cute_sm90.config import KernelConfig
 from tunegemm.families.cute_sm90.rules import RULES, config_of
-from tunegemm.families.launching import Workspace, tma_reader
+from tunegemm.families.generator import Generator
+from tunegemm.families.launching import Workspace, through_aligned_copies, tma_reader, tma_takes
 from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
-from tunegemm.feasibility import Verdict, apply_rules
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -26,11 +23,10 @@ if TYPE_CHECKING:
     from tunegemm.families import Launcher
 
 
-class CuteSm90:
+class CuteSm90(Generator):
     """The generator behind `tunegemm.families.Family`."""
 
     name = "cute_sm90"
-    compiled = True
     tma = True
     parameters: Mapping[str, tuple[str, ...]] = {
         "compile": (
@@ -40,43 +36,16 @@ class CuteSm90:
     }  # fmt: skip
 
     limited_launch = ("split_k",)
-    extent_rules = frozenset({"tma_alignment", "cluster_fits", "swap_fits", "split_fits"})
+    extent_rules = frozenset({"cluster_fits", "swap_fits", "split_fits"})
+    packages = (("cutlass", "nvidia-cutlass-dsl"),)
+    config = KernelConfig
+    rules = RULES
 
-    def unavailable(self) -> str | None:
-        if find_spec("cutlass") is None:
-            return "nvidia-cutlass-dsl is not installed; pip install nvidia-cutlass-dsl"
-        return None
+    def toolchain(self) -> Mapping[str, str | int]:
+        return {"cutlass_dsl": package_version("nvidia-cutlass-dsl")}
 
-    def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        return apply_rules(RULES, problem, candidate, device)
-
-    def kernel_key(
-        self, problem: Problem, candidate: Candidate, device: Device
-    ) -> Mapping[str, str | int | bool]:
-        return asdict(config_of(problem, candidate)) | {
-            "family": self.name,
-            "target": device.architecture.compile_target,
-            "cutlass_dsl": package_version("nvidia-cutlass-dsl"),
-            "source": kernel_source_hash(self.name),
-        }
-
-    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
-        return config_of(problem, candidate).smem_bytes
-
-    def label(self, candidate: Candidate) -> str:
-        kernel = KernelConfig.from_mapping(
-            dict(candidate.compile_params)
-            | {"in_dtype": "", "out_dtype": "", "a_major": "", "b_major": "", "out_major": ""}
-        ).label
-        if candidate.params.get("swap_ab", False):
-            kernel = kernel.replace(" ", "S ", 1)
-        if not candidate.launch_params:
-            return kernel
-        raster = "m" if candidate["raster_order"] == "along_m" else "n"
-        split = f" k{candidate['split_k']}" if candidate["split_k"] > 1 else ""
-        hint = str(candidate.params.get("l2_hint", "none")).removesuffix("_first")
-        hint = "" if hint == "none" else f" h{hint}"
-        return f"{kernel} r{raster} w{candidate['swizzle_size']} {candidate['ctas']}{split}{hint}"
+    def config_of(self, problem: Problem, candidate: Candidate) -> KernelConfig:
+        return config_of(problem, candidate)
 
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
         def make() -> Any:
@@ -86,10 +55,9 @@ class CuteSm90:
 
         return compile_object(make, 5, str(key["target"]), out)
 
-    def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
-        if artifact is None:
-            raise ArtifactError(f"{self.label(candidate)} has no compiled object; run tunegemm tune again")
-        return _launcher(problem, candidate, device, load_function(artifact))
+    def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
+        launch = _launcher(problem, candidate, device, load_function(artifact))
+        return launch if tma_takes(problem) else through_aligned_copies(problem, launch)
 
 
 FAMILY = CuteSm90()

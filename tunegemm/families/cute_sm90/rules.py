@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 from tunegemm.device import Device
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
-from tunegemm.families.tiles import majors, seen_by_kernel, split_fits, swap_fits
-from tunegemm.feasibility import tma_alignment
+from tunegemm.families.generator import config_maker
+from tunegemm.families.tiles import seen_by_kernel, split_fits, swap_fits
 from tunegemm.problem import Problem
-from tunegemm.space import Candidate, Value
+from tunegemm.space import Candidate
 
 #: Registers a consumer thread needs beside its accumulators: descriptors, barriers, addresses, the
 #: epilogue's fragment. Of a budget of 240, 208 accumulators leave 32 and compile without spills; 216 leave
@@ -17,28 +15,7 @@ from tunegemm.space import Candidate, Value
 _OVERHEAD_REGISTERS = 32
 
 
-def config_of(problem: Problem, candidate: Candidate) -> KernelConfig:
-    """The compile-time choices that the candidate and the problem's dtypes and majors make together."""
-    return _config(
-        candidate.compile_params,
-        problem.in_dtype,
-        problem.out_dtype,
-        *majors(problem, bool(candidate.params.get("swap_ab", False))),
-    )
-
-
-@functools.lru_cache(maxsize=1 << 16)  # rules ask for it several times per candidate, ranking once more
-def _config(
-    compile_params: tuple[tuple[str, Value], ...],
-    in_dtype: str,
-    out_dtype: str,
-    a_major: str,
-    b_major: str,
-    out_major: str,
-) -> KernelConfig:
-    dtypes = {"in_dtype": in_dtype, "out_dtype": out_dtype}
-    majors = {"a_major": a_major, "b_major": b_major, "out_major": out_major}
-    return KernelConfig.from_mapping(dict(compile_params) | dtypes | majors)
+config_of = config_maker(KernelConfig)
 
 
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -137,7 +114,6 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
 #: candidate or computes nothing.
 RULES = (
     architecture,
-    tma_alignment,
     epilogue_tile,
     cluster,
     mma_tile,

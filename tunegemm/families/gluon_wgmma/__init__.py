@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunegemm.device import Device, kernel_source_hash, package_version
-from tunegemm.errors import ArtifactError
+from tunegemm.device import Device, package_version
+from tunegemm.families.generator import Generator
 from tunegemm.families.gluon_wgmma.config import KernelConfig
 from tunegemm.families.gluon_wgmma.rules import RULES, config_of
 from tunegemm.families.launching import Places, tma_reader
 from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
 from tunegemm.families.triton_object import FORMAT
-from tunegemm.feasibility import Verdict, apply_rules
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -29,11 +26,10 @@ if TYPE_CHECKING:
 _OLDEST_TRITON = (3, 6)
 
 
-class GluonWgmma:
+class GluonWgmma(Generator):
     """The generator behind `tunegemm.families.Family`."""
 
     name = "gluon_wgmma"
-    compiled = True
     tma = True
     parameters: Mapping[str, tuple[str, ...]] = {
         "compile": (
@@ -44,57 +40,30 @@ class GluonWgmma:
     }  # fmt: skip
     limited_launch = ("ctas",)
     extent_rules = frozenset({"tma_alignment", "swap_fits", "grid_fits"})
+    packages = (("triton", "triton"), ("cuda.bindings", "cuda-bindings"))
+    config = KernelConfig
+    rules = RULES
 
     def unavailable(self) -> str | None:
-        for module, package in (("triton", "triton"), ("cuda.bindings", "cuda-bindings")):
-            try:
-                found = find_spec(module)
-            except ModuleNotFoundError:  # of the parent, `cuda`
-                found = None
-            if found is None:
-                return f"{package} is not installed; pip install {package}"
+        if (missing := super().unavailable()) is not None:
+            return missing
         version = package_version("triton")
         if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TRITON:
             return f"triton {version} has another Gluon; pip install 'triton>=3.6'"
         return None
 
-    def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        return apply_rules(RULES, problem, candidate, device)
+    def toolchain(self) -> Mapping[str, str | int]:
+        return {"triton": package_version("triton"), "object_format": FORMAT}
 
-    def kernel_key(
-        self, problem: Problem, candidate: Candidate, device: Device
-    ) -> Mapping[str, str | int | bool]:
-        return asdict(config_of(problem, candidate)) | {
-            "family": self.name,
-            "target": device.architecture.compile_target,
-            "triton": package_version("triton"),
-            "object_format": FORMAT,
-            "source": kernel_source_hash(self.name),
-        }
-
-    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
-        return config_of(problem, candidate).smem_bytes
-
-    def label(self, candidate: Candidate) -> str:
-        kernel = KernelConfig.from_mapping(
-            dict(candidate.compile_params)
-            | {"in_dtype": "", "out_dtype": "", "a_major": "", "b_major": "", "out_major": ""}
-        ).label
-        if candidate.params.get("swap_ab", False):
-            kernel = kernel.replace(" ", "S ", 1)
-        if not candidate.launch_params:
-            return kernel
-        raster = "m" if candidate["raster_order"] == "along_m" else "n"
-        return f"{kernel} r{raster} w{candidate['swizzle_size']} {candidate['ctas']}"
+    def config_of(self, problem: Problem, candidate: Candidate) -> KernelConfig:
+        return config_of(problem, candidate)
 
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
         from tunegemm.families.gluon_wgmma.build import build
 
         return build(KernelConfig.from_mapping(key), out)
 
-    def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
-        if artifact is None:
-            raise ArtifactError(f"{self.label(candidate)} has no compiled object; run tunegemm tune again")
+    def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
         from tunegemm.families.triton_launch import load
 
         index = device.index if device.is_real else 0
@@ -119,7 +88,7 @@ def grid(problem: Problem, candidate: Candidate, device: Device) -> int:
 def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int, index: int) -> Launcher:
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
-    from tunegemm.families.triton_launch import Arguments, Kept
+    from tunegemm.families.triton_launch import Arguments, Kept, batch_view
 
     config, seen = config_of(problem, candidate), seen_by_kernel(problem, candidate)
     swap = bool(candidate.params.get("swap_ab", False))
@@ -139,9 +108,9 @@ def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int,
         if swap:
             a, b, lda, ldb, a_step, b_step = b, a, ldb, lda, b_step, a_step
         maps: dict[str, int | View] = {
-            "a_desc": _view(a, batch, m, k, lda, a_step, config.a_major == "k"),
-            "b_desc": _view(b, batch, k, n, ldb, b_step, config.b_major == "n"),
-            "d_desc": _view(d, batch, m, n, ldd, d_step, config.out_major == "n"),
+            "a_desc": batch_view(a, batch, m, k, lda, a_step, config.a_major == "k"),
+            "b_desc": batch_view(b, batch, k, n, ldb, b_step, config.b_major == "n"),
+            "d_desc": batch_view(d, batch, m, n, ldd, d_step, config.out_major == "n"),
         }
         return Arguments(kernel.header, scalars | maps)
 
@@ -154,11 +123,3 @@ def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int,
         kernel.launch(ctas, current_stream(index), found)
 
     return launch
-
-
-def _view(
-    address: int, batch: int, rows: int, columns: int, leading: int, step: int, contiguous: bool
-) -> View:
-    """A batch of matrices whose columns, if `contiguous`, else its rows are contiguous in memory."""
-    extents = (batch, rows, columns) if contiguous else (batch, columns, rows)
-    return address, extents, (step, leading, 1)

@@ -7,41 +7,19 @@ registers and 1 KiB beside the tiles, these are exact; `instruction_fits` is its
 
 from __future__ import annotations
 
-import functools
-
 from tunegemm.device import Device
+from tunegemm.families.generator import config_maker
 from tunegemm.families.gluon_wgmma.config import MMA_ATOM_M, SCHEDULES, WARPGROUP_WARPS, KernelConfig
-from tunegemm.families.tiles import majors, swap_fits
+from tunegemm.families.tiles import swap_fits
 from tunegemm.feasibility import tma_alignment
 from tunegemm.problem import DTYPE_BYTES, Problem
-from tunegemm.space import Candidate, Value
+from tunegemm.space import Candidate
 
 _OVERHEAD_REGISTERS = 26
 _RESERVED_BYTES = 1024  # of shared memory, for each resident block (CUDA programming guide)
 
 
-def config_of(problem: Problem, candidate: Candidate) -> KernelConfig:
-    """The compile-time choices that the candidate and the problem's dtypes and majors make together."""
-    return _config(
-        candidate.compile_params,
-        problem.in_dtype,
-        problem.out_dtype,
-        *majors(problem, bool(candidate.params.get("swap_ab", False))),
-    )
-
-
-@functools.lru_cache(maxsize=1 << 16)  # rules ask for it several times per candidate, ranking once more
-def _config(
-    compile_params: tuple[tuple[str, Value], ...],
-    in_dtype: str,
-    out_dtype: str,
-    a_major: str,
-    b_major: str,
-    out_major: str,
-) -> KernelConfig:
-    dtypes = {"in_dtype": in_dtype, "out_dtype": out_dtype}
-    layout = {"a_major": a_major, "b_major": b_major, "out_major": out_major}
-    return KernelConfig.from_mapping(dict(compile_params) | dtypes | layout)
+config_of = config_maker(KernelConfig)
 
 
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:

@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-
 from tunegemm.device import Device
-from tunegemm.families.tiles import majors, split_fits, swap_fits, tile_count
+from tunegemm.families.generator import config_maker
+from tunegemm.families.tiles import split_fits, swap_fits, tile_count
 from tunegemm.families.triton_tma.config import SPECIALIZED_BYTES, KernelConfig
 from tunegemm.feasibility import tma_alignment
 from tunegemm.problem import Problem
-from tunegemm.space import Candidate, Value
+from tunegemm.space import Candidate
 
 #: Registers of a thread beside its accumulators: 27 to 62 in compiled kernels (Triton 3.6 and 3.7), split-K's
 #: reduction included.
 _OTHER_REGISTERS = 64
 
 
-def config_of(problem: Problem, candidate: Candidate) -> KernelConfig:
-    """The compile-time choices that the candidate and the problem's dtypes and majors make together."""
-    return _config(
-        candidate.compile_params,
-        problem.in_dtype,
-        problem.out_dtype,
-        *majors(problem, bool(candidate.params.get("swap_ab", False))),
-    )
-
-
-@functools.lru_cache(maxsize=1 << 16)  # rules ask for it several times per candidate, ranking once more
-def _config(
-    compile_params: tuple[tuple[str, Value], ...],
-    in_dtype: str,
-    out_dtype: str,
-    a_major: str,
-    b_major: str,
-    out_major: str,
-) -> KernelConfig:
-    dtypes = {"in_dtype": in_dtype, "out_dtype": out_dtype}
-    layout = {"a_major": a_major, "b_major": b_major, "out_major": out_major}
-    return KernelConfig.from_mapping(dict(compile_params) | dtypes | layout)
+config_of = config_maker(KernelConfig)
 
 
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:

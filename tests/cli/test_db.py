@@ -1,0 +1,178 @@
+"""`tunegemm db` as a user meets it, and `tunegemm explain` over the layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.test_database import DEVICE, PROBLEM, measurement
+from tunegemm.cli import app
+from tunegemm.database import Database
+from tunegemm.database.layers import user_location
+from tunegemm.database.shipped import write_records
+from tunegemm.device import find_device
+from tunegemm.families.cublaslt import TORCH_MM
+from tunegemm.measure import MeasureWorker
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+from tunegemm.tuning import Tuner
+
+SMALL = Problem.parse("64x48x32")
+#: torch.mm again, under another name: what races it on a CPU is as correct and as fast.
+TWIN = Candidate.make("cublaslt", {"algorithm": "torch.mm"}, {"workspace_mib": 1})
+
+
+def run(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code == code, (result.stdout, result.stderr)
+    return result.stdout, result.stderr
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    path = tmp_path / "tuning.sqlite"
+    with Database.open(path) as database:
+        database.settle(PROBLEM, DEVICE, measurement(1.1), label="pp128x256")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--shape", "1x1x1"), "nothing of that kind to export"),
+        (("--fingerprint", "0000"), "nothing of that kind to export"),
+        (("--layout", "zz"), "layout 'zz' is not known; use one of tn"),
+        (("--dtype", "int8"), "dtype 'int8' is not known; use one of bf16"),
+        (("--records", "."), "export needs --out FILE, or --records FOLDER"),
+    ],
+)
+def test_an_export_that_cannot_be(
+    database: Path, tmp_path: Path, arguments: tuple[str, ...], named: str
+) -> None:
+    file = tmp_path / "rows.json"
+    assert named in run("db", "export", "--db", database, "--out", file, *arguments, code=2)[1]
+    assert not file.exists()
+
+
+def test_records_are_not_filtered(database: Path, tmp_path: Path) -> None:
+    arguments = ("db", "export", "--db", database, "--records", tmp_path / "records")
+    assert "to choose some, use --out" in run(*arguments, "--shape", PROBLEM.shape, code=2)[1]
+    assert not (tmp_path / "records").exists()
+
+
+def test_an_import_of_no_file_makes_no_database(tmp_path: Path) -> None:
+    into = tmp_path / "new.sqlite"
+    assert "no such file" in run("db", "import", tmp_path / "none.json", "--db", into, code=2)[1]
+    assert not into.exists()
+
+
+def test_an_import_of_nothing_usable_is_told_by_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "theirs.json").write_text('{"16": {"BLOCK_SIZE_M": 16}}')
+    arguments = ("db", "import", tmp_path / "theirs.json", "--format", "vllm", "--db", tmp_path / "t.sqlite")
+    stdout, stderr = run(*arguments, code=1)
+    assert "0 rows added, 0 known already, 1 left out" in stdout and "left out: row 1" in stderr
+
+
+class TestRerace:
+    @pytest.fixture
+    def sources(self, tmp_path: Path) -> list[Path]:
+        """Two databases of this device that name different records, by many samples and by few."""
+        device = replace(find_device("model:h200"), spec="cuda:0")
+        paths = [tmp_path / "many.sqlite", tmp_path / "few.sqlite"]
+        for path, candidate, times in zip(paths, (TWIN, TORCH_MM), (3, 1), strict=True):
+            full = measurement(1.0, candidate)
+            longer = replace(full, samples_us=full.samples_us * times, baseline_us=full.baseline_us * times)
+            with Database.open(path) as database:
+                database.settle(SMALL, device, longer, label=path.stem)
+        return paths
+
+    def test_both_are_raced_and_the_race_decides(
+        self, sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        device = replace(find_device("model:h200"), spec="cuda:0")
+        into = tmp_path / "all.sqlite"
+        monkeypatch.setattr("tunegemm.tuning.open_device", lambda spec: device)
+        with MeasureWorker(device, backend="tests.planted.cpu_backend:CpuBackend") as worker:
+            monkeypatch.setattr(Tuner, "_measurer_for", lambda *_: worker)
+            stdout, _ = run("db", "merge", *sources, "--into", into, "--rerace")
+        assert f"conflict {SMALL} on NVIDIA H200: many over few, 12 samples, the other has 4" in stdout
+        assert f"{SMALL}: raced, the record is" in stdout
+        with Database.open(into, read_only=True) as database:
+            raced = [entry for entry in database.entries(SMALL) if entry.origin == ""]
+            assert {entry.candidate for entry in raced} == {TWIN, TORCH_MM}
+            record = database.best(SMALL, device.fingerprint)
+            assert record is not None and record.settled
+            assert record.measured_at in {entry.measured_at for entry in raced}, "of the race, not merged"
+
+    def test_a_conflict_of_another_device_is_named_and_left(
+        self, sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        here = replace(find_device("model:h100-sxm"), spec="cuda:0")
+        monkeypatch.setattr("tunegemm.tuning.open_device", lambda spec: here)
+        stdout, _ = run("db", "merge", *sources, "--into", tmp_path / "all.sqlite", "--rerace")
+        assert f"{SMALL}: not raced, its fingerprint" in stdout
+
+    def test_without_a_gpu_nothing_is_merged(self, sources: list[Path], tmp_path: Path) -> None:
+        into = tmp_path / "all.sqlite"
+        arguments = ("db", "merge", *sources, "--into", into, "--rerace", "--device", "replay:h200")
+        assert "measures nothing; give --rerace on cuda:N" in run(*arguments, code=2)[1]
+        assert not into.exists()
+
+
+class TestLayers:
+    @pytest.fixture(autouse=True)
+    def layers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A record in the user's layer, and a project's layer without one."""
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+        monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "project.sqlite"))
+        self.device = find_device("model:h200")
+        with Database.open(user_location()) as database:
+            database.settle(SMALL, replace(self.device, spec="cuda:0"), measurement(1.2, TWIN), label="mine")
+        Database.open(tmp_path / "project.sqlite").close()
+
+    def test_explain_names_the_layer(self) -> None:
+        arguments = ("explain", "--shape", SMALL.shape, "--device", "model:h200")
+        assert "mine: " in (text := run(*arguments)[0]) and "[user layer]" in text
+        (document,) = json.loads(run(*arguments, "--json")[0])
+        assert document["record"]["layer"] == "user"
+        (document,) = json.loads(run(*arguments, "--json", "--db", user_location())[0])
+        assert document["record"]["layer"] == ""
+
+    def board(self, *arguments: str | Path) -> list[tuple[str, float]]:
+        (board,) = json.loads(run("leaderboard", "--format", "json", *arguments)[0])
+        return [(row["candidate"], row["ratio_to_torch_mm"]) for row in board["rows"]]
+
+    def test_the_leaderboard_is_of_all_and_of_a_problem_the_narrowest_counts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        device = replace(self.device, spec="cuda:0")
+        with Database.open(tmp_path / "shipped.sqlite") as database:
+            database.settle(SMALL, device, measurement(1.4, TWIN), label="shipped")
+            database.settle(PROBLEM, device, measurement(1.3), label="shipped")
+            write_records(database.records(), tmp_path / "records")
+        monkeypatch.setattr("tunegemm.database.shipped.data_path", lambda *_: tmp_path / "records")
+        assert self.board() == [("mine", 1.2), ("shipped", 1.3)]
+        assert self.board("--shape", SMALL.shape)[0] == ("mine", 1.2)
+        assert self.board("--shape", PROBLEM.shape) == [("shipped", 1.3), ("torch.mm", 1.0)]
+        assert self.board("--family", "cute_sm90")[0] == ("shipped", 1.3)
+        assert self.board("--db", user_location()) == [("mine", 1.2)]
+        families = run("leaderboard", "--by", "family", "--format", "csv")[0].splitlines()[1:]
+        assert sorted(line.partition(",")[0] for line in families) == ["cublaslt", "cute_sm90"]
+        with Database.open(tmp_path / "project.sqlite") as database:
+            database.settle(SMALL, device, measurement(1.1, TWIN), label="project's")
+        assert self.board() == [("project's", 1.1), ("shipped", 1.3)]
+
+    def test_a_layer_that_cannot_be_read_is_a_line_and_the_others_are_shown(self, tmp_path: Path) -> None:
+        (tmp_path / "project.sqlite").write_bytes(b"no database" * 100)
+        stdout, stderr = run("leaderboard", "--format", "csv")
+        assert "mine" in stdout and "project.sqlite: not a SQLite database" in stderr
+
+    def test_they_are_listed(self, tmp_path: Path) -> None:
+        lines = run("db", "layers")[0].splitlines()
+        assert [line.split()[0] for line in lines] == ["system", "user", "project"]
+        assert lines[1].split()[1] == "1" and lines[2].split()[1] == "0"
+        assert lines[2].endswith(str(tmp_path / "project.sqlite"))

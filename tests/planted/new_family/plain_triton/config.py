@@ -1,0 +1,32 @@
+"""The numbers of one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """All compile-time choices."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    warps: int
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+
+    @property
+    def smem_bytes(self) -> int:
+        """The ring of 16-bit tiles of A and B."""
+        return self.stages * (self.tile_m + self.tile_n) * self.tile_k * 2
+
+    @property
+    def accumulators(self) -> int:
+        """fp32 registers of one thread for its part of the tile."""
+        return self.tile_m * self.tile_n // (self.warps * 32)

@@ -1,0 +1,134 @@
+"""What the families that generate kernels share: all that follows from a `KernelConfig` and its rules."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+
+from tunegemm.device import Device, kernel_source_hash
+from tunegemm.errors import ArtifactError
+from tunegemm.families.tiles import majors
+from tunegemm.feasibility import Rule, Verdict, apply_rules
+from tunegemm.outcome import Resources
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate, Value
+
+if TYPE_CHECKING:
+    from tunegemm.families import Launcher
+
+#: Fields of a config that come from the problem.
+_OF_PROBLEM = ("in_dtype", "out_dtype", "a_major", "b_major", "out_major")
+
+
+class Config(Protocol):
+    """A family's frozen dataclass of compile-time choices."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self: ...
+
+    @property
+    def smem_bytes(self) -> int: ...
+
+    @property
+    def label(self) -> str: ...
+
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyConfig]:
+    """A function that gives the compile-time choices that a candidate and the problem's dtypes and majors
+    make together.
+    """
+
+    @functools.lru_cache(maxsize=1 << 16)  # rules ask for it several times per candidate, ranking once more
+    def make(compile_params: tuple[tuple[str, Value], ...], *of_problem: str) -> AnyConfig:
+        return config.from_mapping(dict(compile_params) | dict(zip(_OF_PROBLEM, of_problem, strict=True)))
+
+    def config_of(problem: Problem, candidate: Candidate) -> AnyConfig:
+        swapped = bool(candidate.params.get("swap_ab", False))
+        return make(candidate.compile_params, problem.in_dtype, problem.out_dtype, *majors(problem, swapped))
+
+    return config_of
+
+
+class Generator(ABC):
+    """The part of `tunegemm.families.Family` that is the same for every generator."""
+
+    compiled = True
+    name: str
+    packages: tuple[tuple[str, str], ...]
+    """A module of each package that is needed, and the package's name."""
+    config: type[Config]
+    rules: Sequence[Rule]
+
+    @abstractmethod
+    def config_of(self, problem: Problem, candidate: Candidate) -> Config:
+        """The compile-time choices of a candidate for a problem."""
+
+    @abstractmethod
+    def toolchain(self) -> Mapping[str, str | int]:
+        """What of the compiler an object depends on."""
+
+    @abstractmethod
+    def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
+        """See `load`, which calls it with an object."""
+
+    @abstractmethod
+    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources: ...
+
+    def unavailable(self) -> str | None:
+        for module, package in self.packages:
+            try:
+                found = find_spec(module)
+            except ModuleNotFoundError:  # of the parent, such as `cuda`
+                found = None
+            if found is None:
+                return f"{package} is not installed; pip install {package}"
+        return None
+
+    def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
+        return apply_rules(self.rules, problem, candidate, device)
+
+    def kernel_key(
+        self, problem: Problem, candidate: Candidate, device: Device
+    ) -> Mapping[str, str | int | bool]:
+        return {
+            **asdict(self.config_of(problem, candidate)),
+            "family": self.name,
+            "target": device.architecture.compile_target,
+            **self.toolchain(),
+            "source": kernel_source_hash(self.name),
+        }
+
+    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
+        return self.config_of(problem, candidate).smem_bytes
+
+    def label(self, candidate: Candidate) -> str:
+        params = candidate.params
+        kernel = self.config.from_mapping(
+            dict(candidate.compile_params) | dict.fromkeys(_OF_PROBLEM, "")
+        ).label
+        if params.get("swap_ab", False):
+            kernel = kernel.replace(" ", "S ", 1)
+        if not candidate.launch_params:
+            return kernel
+        raster = "m" if params["raster_order"] == "along_m" else "n"
+        words = [kernel, f"r{raster}", f"w{params['swizzle_size']}", str(params["ctas"])]
+        if int(params.get("split_k", 1)) > 1:
+            words.append(f"k{params['split_k']}")
+        if (hint := params.get("l2_hint", "none")) != "none":
+            words.append(f"h{str(hint).removesuffix('_first')}")
+        return " ".join(words)
+
+    def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
+        if artifact is None:
+            raise ArtifactError(f"{self.label(candidate)} has no compiled object; run tunegemm tune again")
+        return self.launcher(problem, candidate, device, artifact)

@@ -1,0 +1,70 @@
+"""The rows that leaderboards of stored evidence are made of: of one database, or of all layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING
+
+from tunegemm.database.layers import of_databases
+from tunegemm.database.shipped import read_shipped
+from tunegemm.problem import Problem
+from tunegemm.report.leaderboard import VENDOR_FAMILY
+
+if TYPE_CHECKING:
+    import pandas
+
+    from tunegemm.database import Database, Record
+
+_PLACE = [*(field.name for field in fields(Problem)), "device_name"]
+
+
+def of_all_layers(
+    read: Callable[[Database], pandas.DataFrame], *, family: str | None = None
+) -> tuple[pandas.DataFrame, list[str]]:
+    """What `read` gives of each layer's database, and the shipped records; one line for each unread layer.
+
+    Of a problem on a device only the narrowest layer that has it counts, with all its rows: fingerprints of
+    several layers would otherwise compete by date. read: `Database.frame` or `tunegemm.database.leaders`, of
+    which the shipped records have the columns that are known of them. family: only this one's.
+    """
+    import pandas
+
+    records, warnings = read_shipped()
+    frames = [_frame(record for record in records if family in (None, record.candidate.family))]
+    frames += of_databases(read, warnings)
+    numbered = [frame.assign(_layer=number) for number, frame in enumerate(frames) if len(frame)]
+    if not numbered:
+        return frames[0], warnings
+    together = pandas.concat(numbered, ignore_index=True)
+    narrowest = together.groupby(_PLACE)["_layer"].transform("max")
+    return together[together["_layer"] == narrowest].drop(columns="_layer"), warnings
+
+
+def _frame(records: Iterable[Record]) -> pandas.DataFrame:
+    """One row per problem and device, from the toolchain that was measured last; without what files lack."""
+    import pandas
+
+    rows = []
+    for record in sorted(records, key=lambda record: record.measured_at):
+        vendor = record.candidate.family == VENDOR_FAMILY
+        facts = asdict(record.problem) | record.fingerprint.asdict()
+        names = ("label", "kernel_source", "median_us", "baseline_median_us", "ratio", "noise", "settled")
+        facts |= {name: getattr(record, name) for name in (*names, "relative_error", "measured_at")}
+        rows.append(
+            facts
+            | {
+                "fingerprint": record.fingerprint.digest,
+                "candidate": record.candidate.digest,
+                "family": record.candidate.family,
+                "policy": "final",
+                "spread": math.nan,
+                "baseline_spread": math.nan,
+                "vendor_label": record.label if vendor else None,
+                "vendor_ratio": record.ratio if vendor else math.nan,
+            }
+        )
+    columns = [*_PLACE, "family", "fingerprint"]
+    frame = pandas.DataFrame(rows, columns=list(rows[0]) if rows else columns)
+    return frame.drop_duplicates(_PLACE, keep="last")
