@@ -71,7 +71,7 @@ def test_in_a_process(arguments: tuple[str, ...], named: str) -> None:
         ((*SHAPE, "--device", "tpu:0"), "device 'tpu:0' is not known; use cuda:N, replay:NAME or model:NAME"),
         ((*SHAPE, "--device", "cuda:77"), "device 'cuda:77': "),
         ((*SHAPE, "--device", "model:gtx970"), "device 'model:gtx970': no such part"),
-        ((), "Missing option '--shape'"),
+        ((), "give either --shape or --from"),
         ((*SHAPE, "--shap", "1x1x1"), "No such option: --shap"),
     ],
 )

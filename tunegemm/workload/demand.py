@@ -35,6 +35,8 @@ def demands(products: Iterable[Product]) -> tuple[list[Demand], list[str]]:
     refused = []
     for product in products:
         try:
+            if not (product.kind.a_major and product.kind.b_major and product.kind.out_major):
+                raise ProblemError("an operand has no contiguous mode, so that torch copies it first")
             problem = Problem(**{name: getattr(product.kind, name) for name in _SHARED})
         except ProblemError as error:
             refused.append(f"{product.kind.op} {product.kind.shape}: {error}")
