@@ -71,12 +71,16 @@ def test_in_a_process(arguments: tuple[str, ...], named: str) -> None:
         ((*SHAPE, "--device", "tpu:0"), "device 'tpu:0' is not known; use cuda:N, replay:NAME or model:NAME"),
         ((*SHAPE, "--device", "cuda:77"), "device 'cuda:77': "),
         ((*SHAPE, "--device", "model:gtx970"), "device 'model:gtx970': no such part"),
-        ((), "give either --shape or --from"),
         ((*SHAPE, "--shap", "1x1x1"), "No such option: --shap"),
     ],
 )
 def test_arguments(command: str, arguments: tuple[str, ...], named: str) -> None:
     assert named in refused_here(command, *arguments)
+
+
+def test_no_shape() -> None:
+    assert "give either --shape or --from" in refused_here("tune")
+    assert "Missing option '--shape'" in refused_here("space")
 
 
 @pytest.mark.parametrize(
