@@ -17,8 +17,11 @@ READY := $(VENV)/.ready
 tune: $(READY)
 	$(RUN) -m tunegemm tune --shape $(SHAPE) --dtype $(DTYPE) --layout $(LAYOUT)
 
+# On a GPU the tests take turns: they want it to themselves. Elsewhere a file of them per process.
+PYTEST ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist loadfile)
+
 test: $(READY)
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(PYTEST)
 
 check: $(READY)
 	$(RUN) -m ruff check .

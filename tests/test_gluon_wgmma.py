@@ -83,9 +83,10 @@ def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200
         {"instr_n": 64} | TWICE,
         {"tile_k": 128, "occupancy": 2, "lhs_in_registers": True} | BLOCKING,
         {"tile_m": 256, "tile_n": 64, "warps": 4, "occupancy": 2, "lhs_in_registers": True} | MULTISTAGE,
-        {"tile_m": 64, "tile_n": 8, "warps": 4, "tile_k": 16, "occupancy": 2} | MULTISTAGE,
     ]
     pairs += [(PROBLEMS[i % 4], candidate(**corner)) for i, corner in enumerate(corners)]
+    narrow = {"tile_m": 64, "tile_n": 8, "warps": 4, "tile_k": 16, "occupancy": 2} | MULTISTAGE
+    pairs.append((PROBLEMS[0], candidate(**narrow)))  # whose B has its k contiguous
     for (problem, kernel), result in zip(pairs, compile_all(pool, h200, pairs), strict=True):
         verdict = FAMILY.check(problem, kernel, h200)
         assert verdict, (problem, kernel, verdict)
