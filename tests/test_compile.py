@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.compile import CompilePool, default_workers
 from tunegemm.errors import ArtifactError
@@ -67,7 +68,7 @@ def test_closing_ends_workers_that_hang(store: ArtifactStore) -> None:
     started = time.monotonic()
     with CompilePool(store, workers=1, timeout_s=600, families_module=PLANTED) as pool:
         future = pool.submit("planted", key("slow", "hang"))
-        time.sleep(0.5)  # into the hang
+        until(lambda: any(path.stat().st_size for path in store.root.glob("new-*.o")))  # it hangs
     assert time.monotonic() - started < 20
     assert future.result().artifact is None
     assert store.failure(key("slow", "hang")) is None, "Ctrl-C says nothing of the kernel"

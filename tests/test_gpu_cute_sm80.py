@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.numerics import DTYPES, TOLERANCE
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.compile import CompilePool
 from tunegemm.device import Device, find_device
@@ -60,13 +61,10 @@ SHAPES = [
     (65, 66, 67, 1, 69, 3),  # aligned pitch of 136 or so, odd offset
     (2048, 2112, 1000, 1, 24, 8),
 ]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KINDS = [
     ("tn", "bf16", "bf16"), ("tt", "bf16", "bf16"), ("nn", "fp16", "fp16"), ("nt", "bf16", "fp32"),
     ("tn", "fp16", "fp32"), ("tt", "fp16", "bf16"),
 ]  # fmt: skip
-# 3/4 of the unit in the last place for 16-bit outputs; fp32 outputs show the tensor cores' accumulation.
-TOLERANCE = {"bf16": 4e-3, "fp16": 5e-4, "fp32": 1e-4}
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.numerics import DTYPES, TOLERANCE, operand, relative_error
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.compile import CompilePool
 from tunegemm.device import Device, find_device
@@ -48,13 +49,10 @@ SHAPES = [
     (304, 520, 136, 3, 0),
     (2048, 2112, 1000, 1, 16),
 ]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KINDS = [
     ("tn", "bf16", "bf16"), ("tt", "bf16", "bf16"), ("nn", "fp16", "fp16"), ("nt", "bf16", "fp32"),
     ("tn", "fp16", "fp32"), ("tt", "fp16", "bf16"),
 ]  # fmt: skip
-# 3/4 of the unit in the last place for 16-bit outputs; fp32 outputs show the tensor cores' accumulation.
-TOLERANCE = {"bf16": 4e-3, "fp16": 5e-4, "fp32": 1e-4}
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +82,6 @@ def load(device: Device, pool: CompilePool, problem: Problem, chosen: Candidate)
     result = pool.submit("triton_tma", FAMILY.kernel_key(problem, chosen, device)).result()
     assert result.artifact is not None, result.failure
     return FAMILY.load(problem, chosen, device, result.artifact.path)
-
-
-def operand(row_major: bool, rows: int, columns: int, batch: int, pad: int, dtype: str) -> torch.Tensor:
-    """Random (batch, rows, columns); lines of memory are padded by `pad` elements."""
-    outer, inner = (rows, columns) if row_major else (columns, rows)
-    values = torch.randn(batch, outer, inner + pad, device="cuda").to(DTYPES[dtype])[:, :, :inner]
-    return values if row_major else values.mT
-
-
-def relative_error(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
-    expected = torch.matmul(a.float(), b.float())
-    return ((out.float() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))

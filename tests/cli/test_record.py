@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.waiting import until
 
 TUNEGEMM = [sys.executable, "-m", "tunegemm"]
 
@@ -82,7 +83,7 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline().startswith("done")
-    time.sleep(5)  # longer than it waits between two writes
+    until(lambda: any(calls(part) for part in tmp_path.glob(".shapes.json.*/[!.]*.json")))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM

@@ -14,6 +14,7 @@ class _Planted:
         if what == "abort":
             os.abort()
         if what == "hang":
+            out.write_bytes(b"begun")  # so that a test may wait for it
             time.sleep(3600)
         if what == "raise":
             raise ValueError("a tile that the compiler\nrefuses: fatal register shortage")
