@@ -326,9 +326,9 @@ def l2_hint(problem: Problem, kernel: Candidate) -> str:
     """Which operand to let go from L2 first: the one that no second cluster reads, if any.
 
     With one row of clusters every part of B is read by one cluster only, and lines kept for nobody push out
-    those of A. On an H200 (2026-11-21, one interleave per shape) the hint took 128x6144x4096 from 0.97 to
-    1.03 of torch.mm, 128x7168x16384 from 1.13 to 1.17 and 256x4096x4096 from 0.98 to 1.01; on operands
-    that are read again it changed nothing or cost up to 1 %.
+    those of A. On an H200 (one interleave per shape, kernel-log-2026-11-21.json) the hint took 128x6144x4096
+    from 0.97 to 1.03 of torch.mm, 128x7168x16384 from 1.13 to 1.17 and 256x4096x4096 from 0.98 to 1.01; on
+    operands that are read again it changed nothing or cost up to 1 %.
     """
     rows = kernel["tile_m"] * kernel.params.get("cluster_m", 1)
     columns = kernel["tile_n"] * kernel.params.get("cluster_n", 1)
