@@ -15,14 +15,14 @@ from tunegemm.errors import ArtifactError
 from tunegemm.families.tiles import majors
 from tunegemm.feasibility import Rule, Verdict, apply_rules
 from tunegemm.outcome import Resources
-from tunegemm.problem import Problem
+from tunegemm.problem import Problem, swapped_dtype
 from tunegemm.space import Candidate, Value
 
 if TYPE_CHECKING:
     from tunegemm.families import Launcher
 
 #: Fields of a config that come from the problem.
-_OF_PROBLEM = ("in_dtype", "out_dtype", "a_major", "b_major", "out_major")
+_OF_PROBLEM = ("in_dtype", "out_dtype", "accumulation", "a_major", "b_major", "out_major")
 
 
 class Config(Protocol):
@@ -54,7 +54,14 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
 
     def config_of(problem: Problem, candidate: Candidate) -> AnyConfig:
         swapped = bool(candidate.params.get("swap_ab", False))
-        return make(candidate.compile_params, problem.in_dtype, problem.out_dtype, *majors(problem, swapped))
+        in_dtype = swapped_dtype(problem.in_dtype) if swapped else problem.in_dtype
+        return make(
+            candidate.compile_params,
+            in_dtype,
+            problem.out_dtype,
+            problem.accumulation,
+            *majors(problem, swapped),
+        )
 
     return config_of
 
