@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Bytes of one element, by the short name used in shapes files, on the command line and in records. ``tf32``
-#: is fp32 in memory, of which the tensor cores read 19 bits. Two names in one, such as ``fp8_e4m3_e5m2``, are
-#: those of A and B.
+#: is fp32 in memory, of which the tensor cores read 19 bits; ``fp8_e4m3_e5m2`` is A's type and B's.
 DTYPE_BYTES: dict[str, int] = {
     "bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_e4m3_e5m2": 1,
     "fp8_e5m2_e4m3": 1, "int8": 1, "int32": 4,
@@ -22,7 +21,7 @@ DTYPE_BYTES: dict[str, int] = {
 
 _FP8_OUTPUTS = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
 
-#: Input dtypes that have kernels, and the output dtypes each may have, first the one that goes without saying.
+#: Input dtypes that have kernels, and the output dtypes each may have, the default first.
 OUTPUT_DTYPES: dict[str, tuple[str, ...]] = {
     "bf16": ("bf16", "fp16", "fp32"),
     "fp16": ("fp16", "bf16", "fp32"),
@@ -34,14 +33,14 @@ OUTPUT_DTYPES: dict[str, tuple[str, ...]] = {
     "int8": ("int32",),
 }
 
-#: How sums over k are kept, the one that goes without saying first. Hopper's tensor cores add fp8 products with
-#: 14 significant bits or so; ``two_level`` adds what they made of every 128 of k in fp32 registers.
+#: How sums over k are kept, the default first. Hopper's tensor cores add fp8 products with 14 significant
+#: bits or so; ``two_level`` adds what they made of every 128 of k in fp32 registers.
 ACCUMULATIONS = ("fast", "two_level")
 
 _ALIASES = {
     "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
-    "tfloat32": "tf32", "float8_e4m3fn": "fp8_e4m3", "e4m3": "fp8_e4m3", "fp8": "fp8_e4m3",
-    "float8_e5m2": "fp8_e5m2", "e5m2": "fp8_e5m2", "s8": "int8", "i8": "int8", "int": "int32", "s32": "int32",
+    "tfloat32": "tf32", "float8_e4m3fn": "fp8_e4m3", "e4m3": "fp8_e4m3", "float8_e5m2": "fp8_e5m2",
+    "e5m2": "fp8_e5m2",
 }  # fmt: skip
 
 #: Layout letters as in the CUTLASS profiler, A first: for A (m x k) `t` is row-major (k contiguous)
@@ -215,8 +214,8 @@ class Problem:
         fp32 operands are a tf32 problem where torch may multiply them so
         (``torch.backends.cuda.matmul.fp32_precision``), else none.
 
-        Raises ProblemError for other ranks, for extents that do not match, for mixed dtypes but fp8's, and for
-        an operand that has no contiguous mode.
+        Raises ProblemError for other ranks, for extents that do not match, for mixed dtypes other than fp8's,
+        and for an operand that has no contiguous mode.
         """
         if a.ndim not in (2, 3) or a.ndim != b.ndim:
             raise ProblemError(f"operands of {a.ndim} and {b.ndim} dimensions; both need 2 or both 3")
@@ -243,6 +242,12 @@ class Problem:
     def shape(self) -> str:
         """``MxNxK``, with ``xL`` when there is a batch."""
         return f"{self.m}x{self.n}x{self.k}" + (f"x{self.batch}" if self.batch != 1 else "")
+
+    @property
+    def dtypes(self) -> str:
+        """Of inputs, and where they are not the default of output and sums: ``fp8_e4m3>fp16 two_level``."""
+        out = "" if self.out_dtype == default_out_dtype(self.in_dtype) else f">{self.out_dtype}"
+        return self.in_dtype + out + ("" if self.accumulation == "fast" else f" {self.accumulation}")
 
     @property
     def layout(self) -> str:
@@ -286,10 +291,8 @@ class Problem:
         return self.flops / self.bytes
 
     def __str__(self) -> str:
-        out = "" if self.out_dtype == default_out_dtype(self.in_dtype) else f">{self.out_dtype}"
-        words = [self.shape, self.in_dtype + out, self.layout]
+        words = [self.shape, self.dtypes, self.layout]
         words += ["out-m"] if self.out_major != "n" else []
-        words += [self.accumulation] if self.accumulation != "fast" else []
         words += [f"align{self.alignment}"] if self.alignment < MAX_ALIGNMENT else []
         return " ".join(words)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tunegemm.cli import options
+from tunegemm.problem import default_out_dtype
 from tunegemm.workload import read
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def command(
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
+    accumulation: options.Accumulation = "fast",
     effort: Annotated[
         Effort | None,
         typer.Option(
@@ -92,11 +94,12 @@ def command(
         )
     if from_file is not None:
         given = [flag for flag, value in (("--out-dtype", out_dtype), ("--alignment", alignment)) if value]
+        given += ["--accumulation"] * (accumulation != "fast")
         given += ["--dtype"] * (dtype != "bf16") + ["--layout"] * (layout != "tn")
         if given:
             raise options.UsageError(f"{', '.join(given)} with --from: the file says that of each product")
     demands, refused = read(from_file) if from_file is not None else ([], [])
-    problems = options.parse_problems(shape or [], dtype, out_dtype, layout, alignment)
+    problems = options.parse_problems(shape or [], dtype, out_dtype, layout, alignment, accumulation)
     budget_seconds = options.parse_seconds(budget) if budget is not None else None
     names = options.parse_families(families)
 
@@ -282,8 +285,10 @@ def tune_command(problem: Problem) -> str:
     words = ["tunegemm", "tune", "--shape", problem.shape]
     if problem.in_dtype != "bf16":
         words += ["--dtype", problem.in_dtype]
-    if problem.out_dtype != problem.in_dtype:
+    if problem.out_dtype != default_out_dtype(problem.in_dtype):
         words += ["--out-dtype", problem.out_dtype]
+    if problem.accumulation != "fast":
+        words += ["--accumulation", problem.accumulation]
     if problem.layout != "tn":
         words += ["--layout", problem.layout]
     return shlex.join(words)
@@ -341,7 +346,7 @@ def measurement_figures(measurement: Any, problem: Problem, device: Device) -> d
     """The figures of one measurement; what a replay or a model cannot tell is null, never NaN."""
     median = measurement.median_us
     has_baseline = bool(measurement.baseline_us)
-    floor = device.roofline_us(problem.flops, problem.bytes)
+    floor = device.roofline_us(problem)
     return {
         "median_us": median,
         "tflops": problem.flops / median * 1e-6,

@@ -491,8 +491,8 @@ class Gemm:
                     peer,
                 )  # fmt: skip
             else:
-                # The first k tile overwrites the accumulators, the others add to them. One WGMMA group stays in
-                # flight, so that the tensor cores have work while a stage is released and the next awaited.
+                # The first k tile overwrites the accumulators, the others add to them. One WGMMA group stays
+                # in flight, so that the tensor cores have work while a stage is released and one awaited.
                 cute.arch.mbarrier_wait(full + stage, phase)
                 warpgroup.fence()
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, False)

@@ -13,8 +13,8 @@ from tunegemm.space import Candidate
 #: epilogue's fragment. Of a budget of 240, 208 accumulators leave 32 and compile without spills; 216 leave
 #: 24 and spill (both in tests/test_cute_sm90.py, nvidia-cutlass-dsl 4.8.1).
 _OVERHEAD_REGISTERS = 32
-#: The same beside both sums of two-level accumulation, of which the epilogue needs but one: of 240, 224 leave 16
-#: and compile without spills, of 160, 144; 240 and 160 spill (same tests).
+#: The same beside both sums of two-level accumulation, of which the epilogue needs but one: 224 of 240 and
+#: 144 of 160 leave 16 and compile without spills; 240 and 160 spill (same tests).
 _MAIN_LOOP_REGISTERS = 16
 #: k that the tensor cores add up before two-level accumulation takes it over.
 _PROMOTED_K = 128
@@ -44,7 +44,9 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
 def operand_majors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """WGMMA transposes 16-bit operands only (PTX ISA, wgmma.mma_async: imm-trans-a and -b are for them)."""
     if DTYPE_BYTES[problem.in_dtype] != 2 and (problem.a_major, problem.b_major) != ("k", "k"):
-        return f"layout {problem.layout} of {problem.in_dtype}: WGMMA reads all but 16-bit operands as tn only"
+        return (
+            f"layout {problem.layout} of {problem.in_dtype}: WGMMA reads all but 16-bit operands as tn only"
+        )
     return None
 
 
