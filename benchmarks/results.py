@@ -21,7 +21,7 @@ from tunegemm.problem import Problem
 
 #: Facts under `meta` that rows of one file must share.
 SHARED = ("gpu", "driver", "packages", "method")
-_KEY = ("m", "n", "k", "batch", "dtype", "layout", "epilogue", "effort")
+_KEY = ("m", "n", "k", "batch", "dtype", "accumulation", "layout", "epilogue", "effort")
 _PACKAGES = (
     "tunegemm", "torch", "triton", "nvidia-cutlass-dsl", "nvmath-python", "quack-kernels",
     "nvidia-cublas", "apache-tvm-ffi",
