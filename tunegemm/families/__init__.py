@@ -29,8 +29,9 @@ NAMES = (
     *sorted({path.parent.name for path in Path(__file__).parent.glob("*/__init__.py")} - {*_SHIPPED}),
 )
 
-#: Launches one product on the current stream: (a, b, out). Operands as in torch.matmul.
-Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
+#: Launches one product on the current stream: (a, b, out), operands as in torch.matmul, and what the problem's
+#: epilogue takes: tensors and numbers, in the order of `Epilogue.operands`.
+Launcher = Callable[..., None]
 
 
 class Family(Protocol):

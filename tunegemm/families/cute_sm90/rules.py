@@ -25,6 +25,20 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """An epilogue works on staged subtiles; pairs of columns gate each other only where one thread has both."""
+    if not problem.epilogue:
+        return None
+    if candidate["epi_n"] == 0:
+        return f"epilogue {problem.epilogue} with epi_n 0: it works on staged subtiles"
+    if problem.fused.gated:
+        if candidate["swap_ab"]:
+            return f"epilogue {problem.epilogue} with swap_ab: pairs of columns become rows of two threads"
+        if candidate["epi_n"] < 32:
+            return f"epilogue {problem.epilogue} with epi_n {candidate['epi_n']} < 32: half of it is staged"
+    return None
+
+
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A tile is whole WGMMA atoms: 64 rows each, and columns as one instruction can have them, up to 256."""
     tile_m, tile_n = candidate["tile_m"], candidate["tile_n"]
@@ -114,6 +128,7 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
 #: candidate or computes nothing.
 RULES = (
     architecture,
+    fused_store,
     epilogue_tile,
     cluster,
     mma_tile,
