@@ -109,6 +109,11 @@ class Epilogue:
         return "+".join(self.steps) if self.function is None else str(self.function)
 
     @property
+    def is_defined(self) -> bool:
+        """Whether its operands are known here: always, but for a user's function of another process."""
+        return self.function is None or str(self.function) in _definitions
+
+    @property
     def gated(self) -> bool:
         """Whether D has half the columns of the product."""
         return any(step in GATED for step in self.steps)
@@ -214,7 +219,7 @@ def _define(source: str) -> Custom:
     source = "\n".join(lines).rstrip() + "\n"
     scope: dict[str, Any] = {name: globals()[name] for name in FUNCTIONS}
     try:
-        exec(compile(source, "<epilogue>", "exec"), scope)
+        exec(compile(source, "<epilogue>", "exec", dont_inherit=True), scope)
     except SyntaxError as error:
         raise ProblemError(f"epilogue {source.splitlines()[:1]}: {error.msg}; give a plain def") from None
     function = next(value for name, value in scope.items() if name not in (*FUNCTIONS, "__builtins__"))

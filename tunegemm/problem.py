@@ -222,7 +222,7 @@ class Problem:
         out = self.m * self.out_n * DTYPE_BYTES[self.out_dtype]
         fused = sum(
             math.prod(self.operand_shape(operand)) * DTYPE_BYTES[operand_dtype(operand, self.out_dtype)]
-            for operand in self.fused.operands
+            for operand in (self.fused.operands if self.fused.is_defined else ())
             if operand.kind == "matrix"
         )
         return (inputs + out) * self.batch + fused
