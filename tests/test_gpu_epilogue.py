@@ -1,4 +1,4 @@
-"""Numerics of fused epilogues on the GPU, against fp32: ragged, batched, swapped, split, both output majors."""
+"""Numerics of fused epilogues on the GPU: ragged, batched, swapped, split, both output majors."""
 
 from collections.abc import Iterator
 
@@ -89,7 +89,11 @@ def test_right_on_every_shape(
             launch(*operands.arguments)
             torch.cuda.synchronize()
             checked = data.check(operands, wanted)
-            assert checked.objection(data.tolerance(problem)) is None, (problem, FAMILY.label(chosen), checked)
+            assert checked.objection(data.tolerance(problem)) is None, (
+                problem,
+                FAMILY.label(chosen),
+                checked,
+            )
         launched += 1
     gated_and_swapped = kernel["swap_ab"] and any(step in GATED for step in problem.fused.steps)
     assert launched >= (0 if gated_and_swapped else 4)

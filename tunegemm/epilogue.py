@@ -8,13 +8,13 @@ An epilogue is written as the steps it takes, in this order, joined by ``+``, su
     bias_n, bias_m              plus a vector: a value for each column, or for each row
     relu, gelu, gelu_tanh, silu an activation; gelu is by erf, as torch's default
     reglu, geglu, geglu_tanh, swiglu
-                                gated: columns 2j and 2j + 1 of the product give column j of D, act(even) * odd
+                                gated: columns 2j, 2j + 1 of the product give column j of D, act(even) * odd
     residual                    plus a matrix, after the activation
     amax                        the largest |D| before conversion, into an fp32 scalar
 
-or as one function of the user's own: ``custom:NAME@HASH``. The text is part of a `Problem`; arithmetic is fp32.
-The functions below the class are what such a function may use. They take torch tensors, for the reference,
-and the values of a CuTe kernel, so that both run the same formula.
+or as one function of the user's own: ``custom:NAME@HASH``. The text is part of a `Problem`; arithmetic is
+fp32. The functions below the class are what such a function may use. They take torch tensors, for the
+reference, and the values of a CuTe kernel, so that both run the same formula.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from tunegemm.errors import ProblemError
 
@@ -46,9 +46,14 @@ _ORDER = (
     ("amax",),
 )
 
-#: What an operand can be: a number given with the call; an fp32 on the device; a vector with a value for each
-#: column (n) or each row (m) of D; a matrix of D's shape and major.
-KINDS = ("number", "scalar", "n", "m", "matrix")
+#: Annotations of a user's function and the kinds of operand that they stand for: a number given with the
+#: call; an fp32 on the device; a vector with a value for each column or row; a matrix of D's shape and major.
+KINDS = {"Number": "number", "Scalar": "scalar", "PerColumn": "n", "PerRow": "m", "Matrix": "matrix"}
+Number: TypeAlias = Any
+Scalar: TypeAlias = Any
+PerColumn: TypeAlias = Any
+PerRow: TypeAlias = Any
+Matrix: TypeAlias = Any
 
 #: 64-bit words that a launch passes for the operands: an address, and of a matrix its two strides as well.
 MAX_WORDS = 12
@@ -62,7 +67,7 @@ class Operand:
 
     name: str
     kind: str
-    """One of `KINDS`."""
+    """One of the values of `KINDS`."""
     fp32: bool = False
     """Whether it is fp32 whatever the output is; else it has the output's dtype (bf16 for an fp8 output)."""
 
@@ -92,13 +97,15 @@ class Epilogue:
     def custom(function: Callable[..., Any]) -> Epilogue:
         """The user's own: ``function(acc, operand, ...)``, each operand annotated by its kind.
 
-        >>> @Epilogue.custom
-        ... def capped(acc, cap: "number"):
-        ...     return cap * tanh(acc / cap)
+        The kinds are `Number`, `Scalar`, `PerColumn`, `PerRow` and `Matrix` of this module, as in
+
+            @Epilogue.custom
+            def capped(acc, bias: PerColumn, cap: Number):
+                return cap * tanh((acc + bias) / cap)
 
         It is traced into the kernel from its source, element by element, and may use its arguments, numbers
-        and the functions of this module: exp, log, sqrt, tanh, erf, sigmoid, absolute, maximum, minimum, where.
-        Raises ProblemError for one that uses anything else.
+        and exp, log, sqrt, tanh, erf, sigmoid, absolute, maximum, minimum and where of this module. Raises
+        ProblemError for one that uses anything else.
         """
         return Epilogue(function=_define(textwrap.dedent(inspect.getsource(function))))
 
@@ -217,12 +224,13 @@ def _define(source: str) -> Custom:
     while lines and not lines[0].startswith("def "):
         lines.pop(0)  # decorators
     source = "\n".join(lines).rstrip() + "\n"
-    scope: dict[str, Any] = {name: globals()[name] for name in FUNCTIONS}
+    known: dict[str, Any] = {name: globals()[name] for name in FUNCTIONS} | KINDS
+    scope = dict(known)
     try:
         exec(compile(source, "<epilogue>", "exec", dont_inherit=True), scope)
-    except SyntaxError as error:
-        raise ProblemError(f"epilogue {source.splitlines()[:1]}: {error.msg}; give a plain def") from None
-    function = next(value for name, value in scope.items() if name not in (*FUNCTIONS, "__builtins__"))
+    except (SyntaxError, NameError) as error:
+        raise ProblemError(f"epilogue {source.splitlines()[0]!r}: {error}; give a plain def") from None
+    function = next(value for name, value in scope.items() if name not in (*known, "__builtins__"))
     name = function.__name__
     allowed = {*FUNCTIONS, *function.__code__.co_varnames}
     if foreign := [used for used in function.__code__.co_names if used not in allowed]:
@@ -231,14 +239,16 @@ def _define(source: str) -> Custom:
         )
     _, *operands = inspect.signature(function).parameters.values()
     for operand in operands:
-        if operand.annotation not in KINDS:
+        if operand.annotation not in KINDS.values():
             raise ProblemError(
-                f"operand {operand.name!r} of epilogue {name!r} is annotated {operand.annotation!r}; "
-                f"use one of {', '.join(map(repr, KINDS))}"
+                f"operand {operand.name!r} of epilogue {name!r} is not annotated by its kind; "
+                f"use one of {', '.join(KINDS)}"
             )
     described = tuple(Operand(o.name, o.annotation, fp32=o.annotation == "scalar") for o in operands)
     if (words := sum(operand.words for operand in described)) > MAX_WORDS:
-        raise ProblemError(f"epilogue {name!r} takes {words} words of operands > {MAX_WORDS}; use fewer matrices")
+        raise ProblemError(
+            f"epilogue {name!r} takes {words} words of operands > {MAX_WORDS}; use fewer matrices"
+        )
     custom = Custom(name, hashlib.sha256(source.encode()).hexdigest()[:16])
     _definitions[str(custom)] = _Definition(source, function, described)
     return custom
@@ -330,7 +340,8 @@ def sigmoid(x: Any) -> Any:
         return 1.0 / (exp(x * -1.0) + 1.0)
     from cutlass.cute import math as cute_math
 
-    return cute_math.rcp(exp(x * -1.0) + 1.0, fastmath=True)  # a division costs several times as much
+    reciprocal = getattr(cute_math, "rcp")  # noqa: B009 - the module defines its functions in a loop
+    return reciprocal(exp(x * -1.0) + 1.0, fastmath=True)  # a division costs several times as much
 
 
 def absolute(x: Any) -> Any:
@@ -371,5 +382,6 @@ def check_operands(epilogue: Epilogue, given: Sequence[Any]) -> None:
     names = [operand.name for operand in epilogue.operands]
     if len(given) != len(names):
         raise ProblemError(
-            f"epilogue {epilogue} takes {len(names)} operands ({', '.join(names) or 'none'}), not {len(given)}"
+            f"epilogue {epilogue} takes {len(names)} operands "
+            f"({', '.join(names) or 'none'}), not {len(given)}"
         )

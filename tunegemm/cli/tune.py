@@ -92,7 +92,15 @@ def command(
             "give either --shape or --from: --shape 4096x4096x4096, or --from shapes.json"
         )
     if from_file is not None:
-        given = [flag for flag, value in (("--out-dtype", out_dtype), ("--alignment", alignment), ("--epilogue", epilogue)) if value]
+        given = [
+            flag
+            for flag, value in (
+                ("--out-dtype", out_dtype),
+                ("--alignment", alignment),
+                ("--epilogue", epilogue),
+            )
+            if value
+        ]
         given += ["--dtype"] * (dtype != "bf16") + ["--layout"] * (layout != "tn")
         if given:
             raise options.UsageError(f"{', '.join(given)} with --from: the file says that of each product")

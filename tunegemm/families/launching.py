@@ -176,7 +176,7 @@ def _word_reader(problem: Problem, operand: Operand) -> Callable[[Any, list[int]
         leading = tensor.stride(-2 if mode == -1 else -1) if lines > 1 else -(-extent // unit) * unit
         step = tensor.stride(0) if tensor.ndim == 3 else 0
         if address % 16 or leading % unit or step % unit or (extent > 1 and tensor.stride(mode) != 1):
-            raise ValueError(f"{operand.name} of strides {tensor.stride()} lies in no 16-byte lines as D does")
+            raise ValueError(f"{operand.name} of strides {tensor.stride()} has no lines of 16 bytes as D has")
         words += [address, leading, step]
 
     return read

@@ -134,10 +134,11 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
         if operand.name == "amax":
             return torch.zeros(shape, dtype=torch.float32, device=device)
         low, high = (0.5, 1.5) if operand.fp32 else (-2.0, 2.0)
-        shape = shape if problem.out_major == "n" or operand.kind != "matrix" else (*shape[:-2], *shape[:-3:-1])
-        value = torch.empty(shape, dtype=torch_dtype(operand_dtype(operand, problem.out_dtype)), device=device)
-        value.uniform_(low, high, generator=generator)
-        return value.mT if problem.out_major == "m" and operand.kind == "matrix" else value
+        dtype_here = torch_dtype(operand_dtype(operand, problem.out_dtype))
+        turned = problem.out_major == "m" and operand.kind == "matrix"
+        lines = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+        value = torch.empty(lines, dtype=dtype_here, device=device).uniform_(low, high, generator=generator)
+        return value.mT if turned else value
 
     out, guards = _guarded_output(problem, device)
     a = random(problem.m, problem.k, problem.a_major == "k", spread_of_a)

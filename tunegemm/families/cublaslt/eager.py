@@ -17,7 +17,20 @@ _Step = Callable[[Any, dict[str, Any], Any], Any]
 
 
 def torch_fused(problem: Problem) -> Launcher:
-    """Eager torch, kernel by kernel, the last one into the given output.
+    """Eager torch, kernel by kernel, the last one into the given output."""
+    compute = composed(problem)
+    writes_amax = "amax" in problem.fused.steps
+
+    def launch(a: Any, b: Any, out: Any, *operands: Any) -> None:
+        compute(a, b, *operands, out=out)
+        if writes_amax:
+            operands[-1].copy_(out.abs().amax())
+
+    return launch
+
+
+def composed(problem: Problem) -> Callable[..., Any]:
+    """A function of (a, b, operands ..., out=None) that returns D, without its amax.
 
     alpha, C and a column bias go into ``torch.addmm`` (`baddbmm` with a batch) where dtypes allow; all else
     follows. Of a user's function every operation is a kernel of its own.
@@ -28,17 +41,20 @@ def torch_fused(problem: Problem) -> Launcher:
     multiply, added = _product(problem, steps)
     rest = [_step(step) for step in steps if step not in added]
     if fused.function is not None:
-        rest = [lambda x, given, out: out.copy_(fused.reference(x, given))]
+        rest = [lambda x, given, out: _into(out, fused.reference(x, given).to(x.dtype))]
 
-    def launch(a: Any, b: Any, out: Any, *operands: Any) -> None:
+    def compute(a: Any, b: Any, *operands: Any, out: Any = None) -> Any:
         given = dict(zip(names, operands, strict=True))
         value = multiply(a, b, given, None if rest else out)
         for index, step in enumerate(rest):
             value = step(value, given, out if index == len(rest) - 1 else None)
-        if "amax" in given:
-            given["amax"].copy_(out.abs().amax())
+        return value
 
-    return launch
+    return compute
+
+
+def _into(out: Any, value: Any) -> Any:
+    return value if out is None else out.copy_(value)
 
 
 def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tuple[str, ...]]:
@@ -80,7 +96,9 @@ def _step(name: str) -> _Step:
             approximate = "tanh" if which == "gelu_tanh" else "none"
             if out is None:
                 return aten.gelu(x, approximate=approximate)
-            if not out.is_contiguous():  # gelu.out leaves a transposed output unwritten on the CPU (torch 2.13)
+            if (
+                not out.is_contiguous()
+            ):  # gelu.out leaves a transposed output unwritten on the CPU (torch 2.13)
                 return out.copy_(aten.gelu(x, approximate=approximate))
             return aten.gelu.out(x, approximate=approximate, out=out)
         operation = getattr(aten, which)

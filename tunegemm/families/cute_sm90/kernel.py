@@ -271,8 +271,9 @@ class Gemm:
         n: Int32,
         words: tuple,
     ):
-        """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band; `n`: columns
-        of the product, of which D has half where they gate each other.
+        """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band.
+
+        `n`: columns of the product, of which D has half where they gate each other.
         """
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -327,7 +328,8 @@ class Gemm:
                 cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
             self.consume(
                 tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, storage.arrived.data_ptr(),
-                thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, total_work, partials, counters, n, words,
+                thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, total_work, partials, counters, n,
+                words,
             )  # fmt: skip
 
     @cute.jit

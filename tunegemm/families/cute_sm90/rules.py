@@ -26,7 +26,7 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 
 def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """An epilogue works on staged subtiles; pairs of columns gate each other only where one thread has both."""
+    """An epilogue works on staged subtiles; columns gate each other only where one thread has both."""
     if not problem.epilogue:
         return None
     if candidate["epi_n"] == 0:
