@@ -208,11 +208,25 @@ def test_kernels_compile_without_spills(pool: CompilePool, h200: Device) -> None
             if FAMILY.check(problem, chosen, h200):
                 submitted = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, h200))
                 futures[text, FAMILY.label(chosen)] = config_of(problem, chosen), submitted
-    assert len(futures) == 13  # swiglu has no swapped kernel
+    wide = candidate({"schedule": "pingpong", "tile_m": 128, "tile_n": 160, "stages": 3, "swap_ab": False})
+    problem = Problem(512, 4096, 512, epilogue="geglu_tanh")
+    assert FAMILY.check(problem, wide, h200)
+    submitted = pool.submit("cute_sm90", FAMILY.kernel_key(problem, wide, h200))
+    futures["geglu_tanh", FAMILY.label(wide)] = config_of(problem, wide), submitted
+    assert len(futures) == 14  # swiglu has no swapped kernel
     for name, (config, future) in futures.items():
         artifact = future.result().artifact
         assert artifact is not None, (name, future.result().failure)
         assert (artifact.resources.spill_bytes, artifact.resources.smem_bytes) == (0, config.smem_bytes), name
+
+
+def test_what_the_gate_rule_rejects_spills(pool: CompilePool, h200: Device) -> None:
+    problem = Problem(512, 4096, 512, epilogue="swiglu")
+    tall = candidate({"schedule": "pingpong", "tile_m": 192, "tile_n": 128, "stages": 3, "swap_ab": False})
+    verdict = FAMILY.check(problem, tall, h200)
+    assert (verdict.rule, verdict.reason) == ("accumulators", "192 accumulators + 56 > setmaxnreg 232")
+    artifact = pool.submit("cute_sm90", FAMILY.kernel_key(problem, tall, h200)).result().artifact
+    assert artifact is not None and artifact.resources.spill_bytes > 0
 
 
 @pytest.mark.parametrize(
