@@ -56,6 +56,14 @@ Alignment = Annotated[
         help="Of the operands' addresses and strides: 2, 4, 8 or 16. Default: that of packed operands.",
     ),
 ]
+EpilogueText = Annotated[
+    str,
+    typer.Option(
+        "--epilogue",
+        metavar="STEPS",
+        help="What becomes of the product in the same kernel, such as bias_n+gelu_tanh, swiglu or residual.",
+    ),
+]
 DeviceSpec = Annotated[
     str | None,
     typer.Option(
@@ -99,6 +107,7 @@ def parse_problems(
     out_dtype: str | None,
     layout: str,
     alignment: int | None = None,
+    epilogue: str = "",
     accumulation: str = "fast",
 ) -> list[Problem]:
     """The problems of a command line, in order, without repetitions. Raises ProblemError."""
@@ -109,6 +118,7 @@ def parse_problems(
             out_dtype=out_dtype,
             layout=layout,
             alignment=alignment,
+            epilogue=epilogue,
             accumulation=accumulation,
         )
         for shape in shapes

@@ -49,6 +49,7 @@ def command(
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
+    epilogue: options.EpilogueText = "",
     accumulation: options.Accumulation = "fast",
     effort: Annotated[
         Effort | None,
@@ -93,13 +94,23 @@ def command(
             "give either --shape or --from: --shape 4096x4096x4096, or --from shapes.json"
         )
     if from_file is not None:
-        given = [flag for flag, value in (("--out-dtype", out_dtype), ("--alignment", alignment)) if value]
-        given += ["--accumulation"] * (accumulation != "fast")
+        given = [
+            flag
+            for flag, value in (
+                ("--out-dtype", out_dtype),
+                ("--alignment", alignment),
+                ("--epilogue", epilogue),
+                ("--accumulation", accumulation != "fast"),
+            )
+            if value
+        ]
         given += ["--dtype"] * (dtype != "bf16") + ["--layout"] * (layout != "tn")
         if given:
             raise options.UsageError(f"{', '.join(given)} with --from: the file says that of each product")
     demands, refused = read(from_file) if from_file is not None else ([], [])
-    problems = options.parse_problems(shape or [], dtype, out_dtype, layout, alignment, accumulation)
+    problems = options.parse_problems(
+        shape or [], dtype, out_dtype, layout, alignment, epilogue, accumulation
+    )
     budget_seconds = options.parse_seconds(budget) if budget is not None else None
     names = options.parse_families(families)
 

@@ -15,7 +15,10 @@ _MAX_WORK_PER_SM = 2
 
 
 def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
-    """The product that the kernel computes: with swap_ab it is D^T = B^T A^T, n x m, from the same memory."""
+    """The product that the kernel computes: with swap_ab it is D^T = B^T A^T, n x m, from the same memory.
+
+    What becomes of it before it is stored is left out: it is written for D.
+    """
     if not candidate.params.get("swap_ab", False):
         return problem
     a_major, b_major, out_major = majors(problem, True)
@@ -27,6 +30,7 @@ def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
         a_major=a_major,
         b_major=b_major,
         out_major=out_major,
+        epilogue="",
     )
 
 

@@ -26,8 +26,13 @@ def torch_mm(problem: Problem) -> Launcher:
     call, so a product and a conversion. tf32: the same with tf32 allowed.
 
     fp8: ``torch._scaled_mm`` with scales of 1; int8: ``torch._int_mm``; on padded copies where they refuse
-    the extents. Two e5m2 operands, or any that are not k-major, cuBLAS does not multiply: as bf16.
+    the extents. Two e5m2 operands, or any that are not k-major, cuBLAS does not multiply: as bf16. With an
+    epilogue: see `eager`.
     """
+    if problem.epilogue:
+        from tunegemm.families.cublaslt.eager import torch_fused
+
+        return torch_fused(problem)
     if problem.in_dtype == "tf32":
         return _with_tf32(_plain(problem))
     if problem.in_dtype.startswith("fp8"):

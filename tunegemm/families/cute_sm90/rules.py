@@ -20,6 +20,9 @@ _MAIN_LOOP_REGISTERS = 16
 _PROMOTED_K = 128
 _SWIZZLE_ROW_BYTES = 128
 
+#: More of them where pairs of columns gate each other: both halves of a fragment beside the accumulators. 160
+#: accumulators compile without spills, 192 spill 384 B (tests/test_epilogue.py).
+_GATE_REGISTERS = 24
 
 config_of = config_maker(KernelConfig)
 
@@ -28,6 +31,20 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
     """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, target sm_90a)."""
     if device.architecture.capability != (9, 0):
         return f"{device.architecture.compile_target} has no WGMMA; cute_sm90 needs sm_90a"
+    return None
+
+
+def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """An epilogue works on staged subtiles; columns gate each other only where one thread has both."""
+    if not problem.epilogue:
+        return None
+    if candidate["epi_n"] == 0:
+        return f"epilogue {problem.epilogue} with epi_n 0: it works on staged subtiles"
+    if problem.fused.gated:
+        if candidate["swap_ab"]:
+            return f"epilogue {problem.epilogue} with swap_ab: pairs of columns become rows of two threads"
+        if candidate["epi_n"] < 32:
+            return f"epilogue {problem.epilogue} with epi_n {candidate['epi_n']} < 32: half of it is staged"
     return None
 
 
@@ -70,9 +87,10 @@ def promotion(problem: Problem, candidate: Candidate, device: Device) -> str | N
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills."""
     config = config_of(problem, candidate)
+    overhead = _OVERHEAD_REGISTERS + (_GATE_REGISTERS if config.fused.gated else 0)
     budget = config.registers[1]
     for sums, others in (
-        (config.accumulator_registers, _OVERHEAD_REGISTERS),
+        (config.accumulator_registers, overhead),
         (config.sum_registers, _MAIN_LOOP_REGISTERS),
     ):
         if sums + others > budget:
@@ -152,6 +170,7 @@ RULES = (
     operand_majors,
     ring_rows,
     promotion,
+    fused_store,
     epilogue_tile,
     cluster,
     mma_tile,

@@ -1,4 +1,4 @@
-"""How sums over k are kept, of every problem: until now in one way only."""
+"""Epilogue: what becomes of a product before it is stored is part of the problem."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -12,10 +12,10 @@ _KEY = ("m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "
 
 
 def upgrade() -> None:
-    op.add_column("problems", sa.Column("accumulation", sa.String(16), nullable=False, server_default="fast"))
+    op.add_column("problems", sa.Column("epilogue", sa.String(128), nullable=False, server_default=""))
     with op.batch_alter_table("problems") as table:
         table.drop_constraint("uq_problems_all", type_="unique")
-        table.create_unique_constraint("uq_problems_all", [*_KEY, "accumulation"])
+        table.create_unique_constraint("uq_problems_all", [*_KEY, "epilogue"])
 
 
 def downgrade() -> None:
