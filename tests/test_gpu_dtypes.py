@@ -144,6 +144,36 @@ def test_the_baseline_is_right(
     assert torch.backends.cuda.matmul.fp32_precision == "ieee", "the program's choice is left as it was"
 
 
+@pytest.mark.parametrize("accumulation", ["fast", "two_level"])
+@pytest.mark.parametrize("epilogue", ["scale_tensor", "scale_rowwise", "scale_rowwise+bias_n+gelu+amax"])
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp16", "fp8_e4m3"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_scales_are_applied(
+    device: Device, pool: CompilePool, out_dtype: str, epilogue: str, accumulation: str, swapped: bool
+) -> None:
+    """By our kernel and by torch alike, on extents that the library takes and on ragged ones."""
+    for shape in ("256x512x1024", "100x264x400"):
+        problem = Problem.parse(
+            shape, dtype="fp8_e4m3_e5m2", out_dtype=out_dtype, epilogue=epilogue, accumulation=accumulation
+        )
+        kernel = ("cooperative", 128, 96, 4, 1, 1, 32, swapped, 1)
+        chosen = candidate(kernel, problem)
+        verdict = FAMILY.check(problem, chosen, device)
+        assert verdict or verdict.rule in FAMILY.extent_rules, (problem, verdict)
+        result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
+        assert result.artifact is not None, result.failure
+        operands = data.make_operands(problem, torch.device("cuda"), seed=1)
+        wanted = data.expected(problem, operands)
+        for name, launch in {
+            "ours": FAMILY.load(problem, chosen, device, result.artifact.path),
+            "torch": LIBRARY.load(problem, TORCH_MM, device, None),
+        }.items():
+            data.restore(operands)
+            launch(operands.a, operands.b, operands.out, *operands.fused)
+            objection = data.check(operands, wanted).objection(data.tolerance(problem))
+            assert objection is None, (problem, name, objection)
+
+
 def test_two_level_sums_are_closer_than_fast_ones(device: Device, pool: CompilePool) -> None:
     """What the accumulation is for: over a long k, and with an fp32 output that shows it."""
     errors = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunegemm.problem import Problem
 
@@ -34,9 +34,9 @@ def torch_mm(problem: Problem) -> Launcher:
 
         return torch_fused(problem)
     if problem.in_dtype == "tf32":
-        return _with_tf32(_plain(problem))
+        return with_tf32(_plain(problem))
     if problem.in_dtype.startswith("fp8"):
-        return _scaled_mm(problem)
+        return fp8_product(problem)
     if problem.in_dtype == "int8":
         return _each_entry(problem, _padded(problem, _INT8_UNIT, _int_mm))
     return _plain(problem)
@@ -65,36 +65,43 @@ def _plain(problem: Problem) -> Launcher:
     return launch
 
 
-def _with_tf32(launch: Launcher) -> Launcher:
+def with_tf32(launch: Callable[..., None]) -> Launcher:
+    """A launcher whose fp32 products torch may compute in tf32, whatever the program allows."""
     from torch.backends.cuda import matmul
 
-    def allowed(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    def allowed(*operands: Any) -> None:
         before = matmul.fp32_precision
         matmul.fp32_precision = "tf32"
         try:
-            launch(a, b, out)
+            launch(*operands)
         finally:
             matmul.fp32_precision = before
 
     return allowed
 
 
-def _scaled_mm(problem: Problem) -> Launcher:
+def library_multiplies_fp8(problem: Problem) -> bool:
+    """Whether cuBLAS has a product of the problem's fp8 types and majors."""
+    return problem.in_dtype != "fp8_e5m2" and (problem.a_major, problem.b_major) == ("k", "k")
+
+
+def fp8_product(problem: Problem) -> Launcher:
+    """The product of fp8 operands, not scaled."""
     import torch
 
     ones: dict[torch.device, torch.Tensor] = {}
+    fast = problem.accumulation == "fast"
 
     def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         if a.device not in ones:
             ones[a.device] = torch.ones((), dtype=torch.float32, device=a.device)
         one = ones[a.device]
-        fast = problem.accumulation == "fast"
         torch._scaled_mm(a, b, one, one, out_dtype=out.dtype, use_fast_accum=fast, out=out)
 
     def as_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(torch.mm(a.bfloat16(), b.bfloat16()))
 
-    library = problem.in_dtype != "fp8_e5m2" and (problem.a_major, problem.b_major) == ("k", "k")
+    library = library_multiplies_fp8(problem)
     return _each_entry(problem, _padded(problem, _FP8_UNIT, multiply) if library else as_bf16)
 
 
@@ -116,17 +123,28 @@ def _each_entry(problem: Problem, launch: Launcher) -> Launcher:
     return entries
 
 
-def _padded(problem: Problem, unit: int, launch: Callable[..., None]) -> Launcher:
-    """On copies with zeros around them, where torch refuses the extents as they are or the output's major."""
-    rows = max(problem.m, _INT8_LEAST_ROWS) if unit == _INT8_UNIT else problem.m
-    m = -(-rows // unit) * unit if rows != problem.m else rows
-    n, k = (-(-extent // unit) * unit for extent in (problem.n, problem.k))
-    if (
-        (m, n, k) == (problem.m, problem.n, problem.k)
+def fits_library(problem: Problem, unit: int = _FP8_UNIT) -> bool:
+    """Whether torch's 8-bit products take the operands and the output as they lie."""
+    return (
+        _padded_extents(problem, unit) == (problem.m, problem.n, problem.k)
         and problem.out_major == "n"
         and problem.alignment == 16
-    ):
+    )
+
+
+def _padded_extents(problem: Problem, unit: int) -> tuple[int, int, int]:
+    n, k = (-(-extent // unit) * unit for extent in (problem.n, problem.k))
+    m = problem.m
+    if unit == _INT8_UNIT and m < _INT8_LEAST_ROWS:
+        m = -(-_INT8_LEAST_ROWS // unit) * unit
+    return m, n, k
+
+
+def _padded(problem: Problem, unit: int, launch: Callable[..., None]) -> Launcher:
+    """On copies with zeros around them, where torch refuses the extents as they are or the output's major."""
+    if fits_library(problem, unit):
         return launch
+    m, n, k = _padded_extents(problem, unit)
 
     def launch_padded(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         wide_a = a.new_zeros((m, k))

@@ -125,11 +125,15 @@ class Gemm:
         a_layout, b_layout = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
 
         tiled_mma = self.tiled_mma(a_layout, b_layout, config.tile_warpgroups, config.tile_n)
-        sA_layout = self.ring_layout(a_layout, self.a_dtype, config.tile_m)
-        sB_layout = self.ring_layout(b_layout, self.b_dtype, config.tile_n)
+        sA_layout = self.ring_layout(a_layout, self.a_dtype, config.tile_m, config.stages)
+        sB_layout = self.ring_layout(b_layout, self.b_dtype, config.tile_n, config.stages)
 
-        tma_a, gA = self.tma_load(mA, sA_layout, (config.tile_m, config.tile_k), config.cluster_n)
-        tma_b, gB = self.tma_load(mB, sB_layout, (config.tile_n, config.tile_k), config.cluster_m)
+        # Layouts of one stage are made anew: a slice of tf32's ring aborts the compiler where a stage is no
+        # multiple of 1024 elements (nvidia-cutlass-dsl 4.8.1).
+        stage_a = self.ring_layout(a_layout, self.a_dtype, config.tile_m)
+        stage_b = self.ring_layout(b_layout, self.b_dtype, config.tile_n)
+        tma_a, gA = self.tma_load(mA, stage_a, (config.tile_m, config.tile_k), config.cluster_n)
+        tma_b, gB = self.tma_load(mB, stage_b, (config.tile_n, config.tile_k), config.cluster_m)
         epilogue_mma = None
         sD_layout = None
         tma_d = None
@@ -217,17 +221,16 @@ class Gemm:
             ]
         return cute.struct(Storage)
 
-    def ring_layout(self, layout, dtype, rows):
-        """Swizzled (rows, tile_k, stages) layout of an operand's ring."""
-        config = self.config
+    def ring_layout(self, layout, dtype, rows, *stages):
+        """Swizzled (rows, tile_k, stages) layout of an operand's ring, or of one stage."""
+        shape = (rows, self.config.tile_k, *stages)
         k_major = layout.sm90_mma_major_mode() == warpgroup.OperandMajorMode.K
         atom = warpgroup.make_smem_layout_atom(
-            sm90.get_smem_layout_atom(layout, dtype, config.tile_k if k_major else rows),
+            sm90.get_smem_layout_atom(layout, dtype, self.config.tile_k if k_major else rows),
             dtype,
         )
-        return cute.tile_to_shape(
-            atom, (rows, config.tile_k, config.stages), order=(0, 1, 2) if k_major else (1, 0, 2)
-        )
+        order = (0, 1, 2) if k_major else (1, 0, 2)
+        return cute.tile_to_shape(atom, shape, order=order[: len(shape)])
 
     def staging_layout(self, layout):
         """Swizzled (64, epi_n, buffers) layout of the output's staging buffers, all warpgroups' in a row."""
@@ -243,14 +246,13 @@ class Gemm:
             order=(0, 1, 2) if n_major else (1, 0, 2),
         )
 
-    def tma_load(self, tensor, staged_layout, box, multicast):
+    def tma_load(self, tensor, stage_layout, box, multicast):
         """TMA load atom of one stage; with a cluster each CTA loads its share and multicasts it."""
         op = (
             cpasync.CopyBulkTensorTileG2SOp()
             if multicast == 1
             else cpasync.CopyBulkTensorTileG2SMulticastOp()
         )
-        stage_layout = cute.slice_(staged_layout, (None, None, 0))
         return cpasync.make_tiled_tma_atom(op, tensor, stage_layout, box, num_multicast=multicast)
 
     # ---- device side --------------------------------------------------------------------------------
