@@ -26,7 +26,7 @@ def torch_mm(problem: Problem) -> Launcher:
     call, so a product and a conversion. tf32: the same with tf32 allowed.
 
     fp8: ``torch._scaled_mm`` with scales of 1; int8: ``torch._int_mm``; on padded copies where they refuse
-    the extents. Two e5m2 operands, or any that are not k-major, cuBLAS does not multiply: as bf16. With an
+    the extents. Two e5m2 operands, or any that are not k-major, cuBLAS does not multiply: in the output's dtype. With an
     epilogue: see `eager`.
     """
     if problem.epilogue:
@@ -98,11 +98,12 @@ def fp8_product(problem: Problem) -> Launcher:
         one = ones[a.device]
         torch._scaled_mm(a, b, one, one, out_dtype=out.dtype, use_fast_accum=fast, out=out)
 
-    def as_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(torch.mm(a.bfloat16(), b.bfloat16()))
+    def upcast(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        wide = out.dtype if out.dtype.itemsize > 1 else torch.bfloat16  # both hold every fp8 number
+        out.copy_(torch.mm(a.to(wide), b.to(wide)))
 
     library = library_multiplies_fp8(problem)
-    return _each_entry(problem, _padded(problem, _FP8_UNIT, multiply) if library else as_bf16)
+    return _each_entry(problem, _padded(problem, _FP8_UNIT, multiply) if library else upcast)
 
 
 def _int_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 #: (value so far, operands by name, where to put the result or None).
 _Step = Callable[[Any, dict[str, Any], Any], Any]
 
+_FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
 
 def torch_fused(problem: Problem) -> Launcher:
     """Eager torch, kernel by kernel, the last one into the given output."""
@@ -30,7 +32,7 @@ def torch_fused(problem: Problem) -> Launcher:
     def launch(a: Any, b: Any, out: Any, *operands: Any) -> None:
         compute(a, b, *operands, out=out)
         if writes_amax:
-            shown = out.float() if problem.out_dtype.startswith("fp8") else out  # torch has no abs of fp8
+            shown = out.float() if problem.out_dtype in _FP8 else out  # torch has no abs of fp8
             operands[-1].copy_(shown.abs().amax())
 
     return with_tf32(launch) if problem.in_dtype == "tf32" else launch
@@ -43,15 +45,17 @@ def composed(problem: Problem) -> Callable[..., Any]:
     fp8 operands into ``torch._scaled_mm``; all else follows. Of a user's function every operation is a kernel
     of its own.
     """
+    import torch
+
     fused = problem.fused
     names = [operand.name for operand in fused.operands]
     steps = [step for step in fused.steps if step != "amax"]
     multiply, added = _product(problem, steps)
-    rest = [_step(step) for step in steps if step not in added]
+    rest = [_step(step, _working_dtype(problem)) for step in steps if step not in added]
     if fused.function is not None:
         rest = [lambda x, given, out: _into(out, fused.reference(x, given).to(x.dtype))]
-    if rest and problem.out_dtype.startswith("fp8"):  # which torch converts to, but does not compute in
-        rest.append(lambda x, given, out: _into(out, x.to(_fp8(problem.out_dtype))))
+    if rest and problem.out_dtype in _FP8:
+        rest.append(lambda x, given, out: _into(out, x.to(getattr(torch, _FP8[problem.out_dtype]))))
 
     def compute(a: Any, b: Any, *operands: Any, out: Any = None) -> Any:
         given = dict(zip(names, operands, strict=True))
@@ -94,17 +98,18 @@ def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tu
     return lambda a, b, given, out: mm(a, b) if out is None else mm(a, b, out=out), ()
 
 
-def _fp8(name: str) -> Any:
+def _working_dtype(problem: Problem) -> Any:
+    """The output's, or bf16 for an fp8 output, which torch converts to but does not compute in."""
     import torch
 
-    return {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[name]
+    return {"fp16": torch.float16, "fp32": torch.float32}.get(problem.out_dtype, torch.bfloat16)
 
 
 def _fp8_product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """``torch._scaled_mm`` with the scales, where it takes them: those of rows and columns for bf16 only."""
     import torch
 
-    own = {"fp16": torch.float16, "fp32": torch.float32}.get(problem.out_dtype, torch.bfloat16)
+    own = _working_dtype(problem)
     first = steps[0] if steps else ""
     scaled = first == "scale_tensor" or (first == "scale_rowwise" and own == torch.bfloat16)
     if scaled and problem.batch == 1 and library_multiplies_fp8(problem) and fits_library(problem):
@@ -128,14 +133,18 @@ def _fp8_product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any]
     return product, ()
 
 
-def _step(name: str) -> _Step:
-    """One step as torch's own operation."""
+def _step(name: str, dtype: Any) -> _Step:
+    """One step as torch's own operation; dtype: what products are computed in."""
     import torch
 
     aten = torch.ops.aten
 
     def column(vector: Any) -> Any:
         return vector[:, None]
+
+    def scale(x: Any, factor: Any, out: Any) -> Any:
+        # An fp32 factor makes the product fp32; what follows wants the output's dtype.
+        return (x * factor).to(dtype) if out is None else torch.mul(x, factor, out=out)
 
     def activate(which: str, x: Any, out: Any) -> Any:
         if which.startswith("gelu"):
@@ -155,10 +164,8 @@ def _step(name: str) -> _Step:
 
     steps: dict[str, _Step] = {
         "alpha": lambda x, given, out: torch.mul(x, given["alpha"], out=out),
-        "scale_tensor": lambda x, given, out: torch.mul(x, given["scale_a"] * given["scale_b"], out=out),
-        "scale_rowwise": lambda x, given, out: torch.mul(
-            x * column(given["scale_a"]), given["scale_b"], out=out
-        ),
+        "scale_tensor": lambda x, given, out: scale(x, given["scale_a"] * given["scale_b"], out),
+        "scale_rowwise": lambda x, given, out: scale(x * column(given["scale_a"]), given["scale_b"], out),
         "beta_c": lambda x, given, out: torch.add(x, given["c"], alpha=given["beta"], out=out),
         "bias_n": lambda x, given, out: torch.add(x, given["bias"], out=out),
         "bias_m": lambda x, given, out: torch.add(x, column(given["bias"]), out=out),
