@@ -30,8 +30,8 @@ _TOLERANCES = {"bf16": 4 * 2.0**-9, "fp16": 4 * 2.0**-12, "fp32": 5e-4}
 #: tolerance; a single element that was not written, or written from elsewhere, is off by about 1 rms.
 ELEMENT_FACTOR = 16.0
 
-#: Where the largest element is more than this many rms, as with gates, whose values are products of two random
-#: ones, its rounding error is larger in proportion: the unit is then the largest over this.
+#: Where the largest element is more than this many rms, as with gates, whose values are products of two
+#: random ones, its rounding error is larger in proportion: the unit is then the largest over this.
 _PEAK = 6.0
 
 _GUARD_BYTE = 0xA5
