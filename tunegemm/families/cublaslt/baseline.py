@@ -26,8 +26,8 @@ def torch_mm(problem: Problem) -> Launcher:
     call, so a product and a conversion. tf32: the same with tf32 allowed.
 
     fp8: ``torch._scaled_mm`` with scales of 1; int8: ``torch._int_mm``; on padded copies where they refuse
-    the extents. Two e5m2 operands, or any that are not k-major, cuBLAS does not multiply: in the output's dtype. With an
-    epilogue: see `eager`.
+    the extents. What cuBLAS does not multiply, two e5m2 operands or any that are not k-major, is converted to
+    the output's dtype first. With an epilogue: see `eager`.
     """
     if problem.epilogue:
         from tunegemm.families.cublaslt.eager import torch_fused
