@@ -5,9 +5,9 @@ addresses are multiples of; None says that torch computes products of that key. 
 call of a key, under a lock, and are then read without one. Nothing is compiled or tuned here, and nothing is
 read or loaded while the current stream records a CUDA graph: a product without a plan is then torch's.
 
-Building such a key takes as long as the launch's arguments do. So most calls go by what was done last with the
-same object as `b`, a weight as a rule: if one check in C says that the operands are as they were then, its plan
-is right, whoever `b` is now.
+Building such a key costs more than all else that is left of a call. So a call first looks at what was done
+last with the same object as `b`, mostly a weight: if one check in C says that the operands are as they were
+then, that plan is right, whatever `b` is now.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._is_tracing
 _any_autocast = torch._C._is_any_autocast_enabled
-_current_device: Callable[[], int] = getattr(
-    torch._C, "_cuda_getDevice", int
-)  # absent where there is no CUDA
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # absent from CPU builds
 
 # What torch.compile's own code calls at run time: its guard of tensors, and its allocation. torch has no
 # public ones that do as much in one call; without them every call takes the general way.
@@ -61,7 +59,7 @@ MAX_PLANS = 65536
 #: Seconds between looks at whether another process has published records.
 LOOK_SECONDS = 5.0
 
-_MISSING: Any = object()
+_TORCHS: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +86,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """A plan with a check of whether operands are what it was made for: their types, dispatch keys (functorch,
-    tracing, autocast, inference mode), dtypes, devices, shapes, strides and `requires_grad`."""
+    """A plan with a check of whether operands are what it was made for.
+
+    The check compares types, dispatch keys (functorch, tracing, autocast, inference mode), dtypes, devices,
+    shapes, strides and `requires_grad`.
+    """
 
     check: Callable[..., bool]
     plan: Plan
@@ -110,7 +111,7 @@ class _State:
         self.checked: dict[tuple[Any, ...], Recent] = {}
         """By the key of the plan."""
         self.recent: dict[int, Recent] = {}
-        """By the identity of `b`, with which call it was in the lowest bits. A hint: `Recent.check` decides."""
+        """By the identity of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
         self.snapshot: Snapshot | None = None
         self.modified: Hashable = None
         self.devices: dict[int, Device | None] = {}
@@ -201,7 +202,7 @@ class Dispatcher:
         cast = None
         if out is None and _any_autocast():  # torch.matmul(out=) is not cast
             cast = _cast_by_autocast(a, b)
-            if cast is _MISSING:
+            if cast is _TORCHS:
                 return _torch_product(linear, a, b, out)
         key: tuple[Any, ...]
         try:
@@ -247,15 +248,11 @@ class Dispatcher:
         """Let the next call with this `b` find the plan without a key."""
         if _TensorGuards is None or self._empty is None or plan.at is None:
             return
-        if (
-            a is b or _any_autocast()
-        ):  # the check wants distinct tensors, and knows not to what autocast casts
-            return
+        if a is b or _any_autocast():
+            return  # the check wants distinct tensors, and does not know to what autocast casts
         place = id(b) | (2 if out is not None else linear)
         recent = state.checked.get(key)
-        if (
-            recent is None or state.recent.get(place) is recent
-        ):  # made in another mode, such as inference mode
+        if recent is None or state.recent.get(place) is recent:  # of another mode, such as inference mode
             tensors = (a, b) if out is None else (a, b, out)
             recent = state.checked[key] = Recent(
                 _check_of(tensors),
@@ -301,9 +298,7 @@ class Dispatcher:
                 if cast is not None:
                     left, right = a.to(cast), b.to(cast)
                 name = "linear" if linear else "matmul"
-                if linear and b.ndim != 2:
-                    plan = None
-                elif cast is not None and not _aligned(left, right):
+                if (linear and b.ndim != 2) or (cast is not None and not _aligned(left, right)):
                     plan = None
                 else:
                     plan = self._make_plan(state, left, right.t() if linear else right, out, name)
@@ -364,11 +359,9 @@ class Dispatcher:
         at = None
         example = a.new_empty(operands.out_shape) if out is None else out
         if isinstance(prepared.launch, AddressLauncher) and not example.data_ptr() % ALIGNMENT:
-            views = (
-                tensor.view(shape) for tensor, shape in zip((a, b, example), operands.views, strict=True)
-            )
+            a_shape, b_shape, out_shape = operands.views
             try:
-                at = prepared.launch.of(*views)
+                at = prepared.launch.of(a.view(a_shape), b.view(b_shape), example.view(out_shape))
             except ValueError as error:
                 self._warn(state, f"{problem}: {_one_line(error)}; tunegemm.{name} leaves it to torch")
                 return None
@@ -499,7 +492,7 @@ def _check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
 
 
 def _cast_by_autocast(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """The dtype that autocast gives the operands, None where they have it, _MISSING where it does not cast."""
+    """The dtype that autocast gives the operands, None where they have it, _TORCHS where it is not to say."""
     kind = a.device.type
     if not torch.is_autocast_enabled(kind):
         return None
@@ -510,7 +503,7 @@ def _cast_by_autocast(a: torch.Tensor, b: torch.Tensor) -> Any:
         tensor.device.type == kind and tensor.is_floating_point() and tensor.dtype is not torch.float64
         for tensor in (a, b)
     )
-    return cast if castable else _MISSING
+    return cast if castable else _TORCHS
 
 
 def _autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -24,8 +24,8 @@ _MAX_MADE = 1024
 class AddressLauncher:
     """A `Launcher` whose launches take addresses, once the strides of its operands are known.
 
-    Reading strides off three tensors and putting the kernel's arguments together costs the host as much as the
-    driver's launch. Dispatch knows the strides from its key: it takes the launch for them from `of` once.
+    Reading strides off three tensors and putting the kernel's arguments together is much of what a call costs
+    the host. Dispatch knows the strides from its key: it takes the launch for them from `of` once.
     """
 
     def __init__(

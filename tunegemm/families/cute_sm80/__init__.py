@@ -21,8 +21,6 @@ from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
-    import torch
-
     from tunegemm.families import Launcher
 
 

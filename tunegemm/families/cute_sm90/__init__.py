@@ -25,8 +25,6 @@ from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
-    import torch
-
     from tunegemm.families import Launcher
 
 

@@ -18,8 +18,6 @@ from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
-    import torch
-
     from tunegemm.families import Launcher
     from tunegemm.families.triton_launch import Kernel, View
 
