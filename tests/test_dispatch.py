@@ -439,7 +439,7 @@ def test_autocast_to_another_dtype_after_a_call_without(serve, kernel):
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
 def test_what_autocast_leaves_alone(serve, kernel):
-    """fp64 is not cast; the cast of a weight that requires grad is in torch's cache, out of reach on the CPU."""
+    """fp64 is not cast; for a weight that requires grad torch has a cache, on the CPU out of reach."""
     dispatcher = serve(Problem(32, 48, 64))
     a, b = operands()
     weight = torch.nn.Parameter(b.t().float())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.device import Device, package_version
+from tunegemm.epilogue import MAX_WORDS, define
 from tunegemm.families.cute_object import compile_object, load_function
 from tunegemm.families.cute_sm90.config import KernelConfig
 from tunegemm.families.cute_sm90.rules import RULES, config_of
@@ -18,6 +19,7 @@ from tunegemm.families.launching import (
     through_aligned_copies,
     tma_reader,
     tma_takes,
+    words_reader,
 )
 from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
 from tunegemm.outcome import Resources
@@ -45,6 +47,7 @@ class CuteSm90(Generator):
     packages = (("cutlass", "nvidia-cutlass-dsl"),)
     config = KernelConfig
     rules = RULES
+    fuses = True
 
     def toolchain(self) -> Mapping[str, str | int]:
         return {"cutlass_dsl": package_version("nvidia-cutlass-dsl")}
@@ -53,12 +56,25 @@ class CuteSm90(Generator):
         return config_of(problem, candidate)
 
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
+        if source := key.get("epilogue_source"):
+            define(str(source))
+        config = KernelConfig.from_mapping(key)
+        takes_words = config.fused.words > 0
+
         def make() -> Any:
-            from tunegemm.families.cute_sm90.kernel import Gemm
+            from tunegemm.families.cute_sm90.kernel import FusedGemm, Gemm
 
-            return Gemm(KernelConfig.from_mapping(key))
+            return FusedGemm(config) if takes_words else Gemm(config)
 
-        return compile_object(make, 5, str(key["target"]), out)
+        return compile_object(make, 5, str(key["target"]), out, words=MAX_WORDS if takes_words else 0)
+
+    def kernel_key(
+        self, problem: Problem, candidate: Candidate, device: Device
+    ) -> Mapping[str, str | int | bool]:
+        key = super().kernel_key(problem, candidate, device)
+        if (function := problem.fused.function) is not None:
+            return {**key, "epilogue_source": function.source}
+        return key
 
     def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
         launch = _launcher(problem, candidate, device, load_function(artifact))
@@ -105,16 +121,16 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
         strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
         fixed = (*extents, *strides, *walk)
 
-        def launch(a: int, b: int, d: int) -> None:
+        def launch(a: int, b: int, d: int, *words: int) -> None:
             if swap:
                 a, b = b, a
             stream = current_stream(index)
             scratch = (0, 0) if workspace is None else workspace.addresses(stream)
-            function(a, b, d, *fixed, *scratch, stream)
+            function(a, b, d, *fixed, *scratch, *words, stream)
 
         return launch
 
-    return AddressLauncher(tma_reader(problem), make)
+    return AddressLauncher(tma_reader(problem), make, words_reader(problem) if problem.fused.words else None)
 
 
 def _workspace(problem: Problem, candidate: Candidate, index: int) -> Workspace:
