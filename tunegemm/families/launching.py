@@ -41,8 +41,8 @@ class AddressLauncher:
     ) -> None:
         """
         read: the addresses of (a, b, out), then their strides, as an `operand_reader` gives them; raises
-        ValueError for what the kernel cannot read or write. make: the launch for such strides. read_words: of the
-        epilogue's operands, where there is an epilogue.
+        ValueError for what the kernel cannot read or write. make: the launch for such strides. read_words: of
+        the epilogue's operands, where there is an epilogue.
         """
         self._read = read
         self._make = make
