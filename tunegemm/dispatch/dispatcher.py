@@ -112,11 +112,18 @@ class _State:
         """By the key of the plan."""
         self.recent: dict[int, Recent] = {}
         """By the identity of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
+        self.earlier: dict[tuple[int, int], Recent] = {}
+        """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
         self.snapshot: Snapshot | None = None
         self.modified: Hashable = None
         self.devices: dict[int, Device | None] = {}
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
         self.warned: set[str] = set()
+
+    def forget_checks(self) -> None:
+        """Every call makes a key again."""
+        for kept in (self.checked, self.recent, self.earlier):
+            kept.clear()
 
 
 class Dispatcher:
@@ -162,13 +169,17 @@ class Dispatcher:
     def product(self, linear: bool, a: Any, b: Any, out: Any = None) -> Any:
         """torch.matmul(a, b), or if `linear`, torch.nn.functional.linear(a, b)."""
         if out is None:
-            recent = self._state.recent.get(id(b) | linear)  # identities are multiples of 16
-            if recent is None or not recent.check(a, b):
-                return self._general(linear, a, b, None)
+            place = id(b) | linear  # identities are multiples of 16
+            recent = self._state.recent.get(place)
+            known = recent is not None and recent.check(a, b)
         else:
-            recent = self._state.recent.get(id(b) | 2)
-            if recent is None or not recent.check(a, b, out):
-                return self._general(linear, a, b, out)
+            place = id(b) | 2
+            recent = self._state.recent.get(place)
+            known = recent is not None and recent.check(a, b, out)
+        if not known:
+            recent = self._earlier(place, a, b, out)
+        if recent is None:
+            return self._general(linear, a, b, out)
         a_address, b_address = a.data_ptr(), b.data_ptr()
         if (
             (a_address | b_address) & (ALIGNMENT - 1)
@@ -194,6 +205,17 @@ class Dispatcher:
         except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
             pass
         return self._general(linear, a, b, out)
+
+    def _earlier(self, place: int, a: Any, b: Any, out: Any) -> Recent | None:
+        """What was done before the last time with this `b`, for as many rows of `a`."""
+        state = self._state
+        if type(a) not in _PLAIN:
+            return None
+        recent = state.earlier.get((place, a.numel()))
+        if recent is None or not (recent.check(a, b) if out is None else recent.check(a, b, out)):
+            return None
+        state.recent[place] = recent
+        return recent
 
     def _general(self, linear: bool, a: Any, b: Any, out: Any) -> Any:
         """The same of any operands."""
@@ -228,7 +250,7 @@ class Dispatcher:
             if left.dtype is not cast or right.dtype is not cast or not _aligned(left, right):
                 return _torch_product(linear, a, b, out)
         if result is None:
-            result = left.new_empty(plan.out_shape, dtype=plan.out_dtype)
+            result = left.new_empty(plan.out_shape)
         elif not _writable(plan, left, right, result):
             return _torch_product(linear, a, b, out)
         elif not result.is_inference():  # inference tensors count no versions
@@ -250,10 +272,9 @@ class Dispatcher:
             return
         if a is b or _any_autocast():
             return  # the check wants distinct tensors, and does not know to what autocast casts
-        place = id(b) | (2 if out is not None else linear)
+        tensors = (a, b) if out is None else (a, b, out)
         recent = state.checked.get(key)
-        if recent is None or state.recent.get(place) is recent:  # of another mode, such as inference mode
-            tensors = (a, b) if out is None else (a, b, out)
+        if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
             recent = state.checked[key] = Recent(
                 _check_of(tensors),
                 plan,
@@ -262,9 +283,11 @@ class Dispatcher:
                 out is not None and not out.is_inference(),
                 (plan.device.index or 0) if plan.guarded else -1,
             )
-        if len(state.recent) >= MAX_PLANS:
+        if len(state.earlier) >= MAX_PLANS:
             state.recent.clear()
-        state.recent[place] = recent
+            state.earlier.clear()
+        place = id(b) | (2 if out is not None else linear)
+        state.recent[place] = state.earlier[place, a.numel()] = recent
 
     # Everything below runs on the first call of a key only.
 
@@ -287,7 +310,7 @@ class Dispatcher:
         known = key in state.plans
         if not self._enabled or (known and time.monotonic() < self._next_look):
             return state, None
-        if _capturing(a.device) or (self._device_type == "cuda" and torch.cuda._is_in_bad_fork()):
+        if torch.cuda._is_in_bad_fork() or _capturing(a.device):
             return state, None
         with self._lock:
             state = self._look() if known else self._state
@@ -304,8 +327,7 @@ class Dispatcher:
                     plan = self._make_plan(state, left, right.t() if linear else right, out, name)
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
-                state.checked.clear()
-                state.recent.clear()
+                state.forget_checks()
             state.plans[key] = plan
             return state, plan
 
@@ -323,7 +345,7 @@ class Dispatcher:
             new = _State()
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
-            new.checked, new.recent = old.checked, old.recent
+            new.checked, new.recent, new.earlier = old.checked, old.recent, old.earlier
             new.devices, new.warned = old.devices, old.warned
             self._state = new
         return self._state
@@ -434,8 +456,7 @@ class Dispatcher:
             raise error
         with self._lock:
             state.plans[key] = None
-            state.checked.clear()
-            state.recent.clear()
+            state.forget_checks()
         self._warn(
             state,
             f"the tuned kernel for {key[0]} x {key[1]} failed to launch ({_one_line(error)}); left to torch",
