@@ -952,6 +952,18 @@ def test_modes_that_take_turns_are_both_served_the_short_way(by_address):
     assert len(kernel.calls) == 24
 
 
+def test_a_product_left_to_torch_makes_no_key_either(serve, kernel):
+    """Where torch is the recorded winner, or there is no record, a call adds little to torch's own."""
+    dispatcher = serve(Problem(32, 48, 64), prepared=TORCH)
+    a, b = operands()
+    quietly(dispatcher.matmul, a, b)
+    for call in (lambda: dispatcher.matmul(a, b), lambda: dispatcher.linear(a, b.t())):
+        call()
+    python, _ = calls_of(lambda: dispatcher.matmul(a, b))
+    assert python[1:] == ["matmul", "product", "_torch_product", "_torch_matmul"]
+    assert dispatcher.matmul(a.clone().requires_grad_(), b).requires_grad
+
+
 def test_rows_that_take_turns_are_both_served_the_short_way(serve):
     """A weight meets a prompt and a decoding step in turns."""
     launchers = {m: ByAddress(Problem(m, 48, 64)) for m in (16, 32)}

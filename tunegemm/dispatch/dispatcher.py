@@ -93,8 +93,9 @@ class Recent:
     """
 
     check: Callable[..., bool]
-    plan: Plan
-    at: AddressLaunch
+    plan: Plan | None
+    at: AddressLaunch | None
+    """That of the plan; None where products are torch's."""
     trains: bool
     """Whether an operand requires grad: torch's in grad mode."""
     counts: bool
@@ -190,17 +191,21 @@ class Dispatcher:
             or (recent.index >= 0 and recent.index != _current_device())
         ):
             return self._general(linear, a, b, out)
-        plan = recent.plan
+        plan, at = recent.plan, recent.at
+        if plan is None or at is None:
+            if time.monotonic() < self._next_look:
+                return _torch_product(linear, a, b, out)
+            return self._general(linear, a, b, out)
         try:
             if out is None:
                 result = self._empty(plan.out_shape, plan.out_strides, plan.out_dtype)
-                recent.at(a_address, b_address, result.data_ptr())
+                at(a_address, b_address, result.data_ptr())
                 return result
             out_address = out.data_ptr()
             if _apart(plan, a_address, b_address, out_address):
                 if recent.counts:
                     increment_version(out)
-                recent.at(a_address, b_address, out_address)
+                at(a_address, b_address, out_address)
                 return out
         except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
             pass
@@ -243,6 +248,8 @@ class Dispatcher:
         if plan is None:
             state, plan = self._plan(state, key, linear, a, b, out, cast)
             if plan is None:
+                if cast is None and not low and key in state.plans:
+                    self._remember(state, key, None, linear, a, b, out)
                 return _torch_product(linear, a, b, out)
         left, right, result = a, b, out
         if cast is not None:
@@ -265,10 +272,10 @@ class Dispatcher:
         return result
 
     def _remember(
-        self, state: _State, key: tuple[Any, ...], plan: Plan, linear: bool, a: Any, b: Any, out: Any
+        self, state: _State, key: tuple[Any, ...], plan: Plan | None, linear: bool, a: Any, b: Any, out: Any
     ) -> None:
         """Let the next call with this `b` find the plan without a key."""
-        if _TensorGuards is None or self._empty is None or plan.at is None:
+        if _TensorGuards is None or self._empty is None:
             return
         if a is b or _any_autocast():
             return  # the check wants distinct tensors, and does not know to what autocast casts
@@ -278,10 +285,10 @@ class Dispatcher:
             recent = state.checked[key] = Recent(
                 _check_of(tensors),
                 plan,
-                plan.at,
+                plan.at if plan is not None else None,
                 any(tensor.requires_grad for tensor in tensors),
                 out is not None and not out.is_inference(),
-                (plan.device.index or 0) if plan.guarded else -1,
+                (plan.device.index or 0) if plan is not None and plan.guarded else -1,
             )
         if len(state.earlier) >= MAX_PLANS:
             state.recent.clear()
@@ -345,7 +352,6 @@ class Dispatcher:
             new = _State()
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
-            new.checked, new.recent, new.earlier = old.checked, old.recent, old.earlier
             new.devices, new.warned = old.devices, old.warned
             self._state = new
         return self._state
