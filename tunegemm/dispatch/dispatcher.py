@@ -21,15 +21,13 @@ import torch
 from torch.autograd import forward_ad
 
 from tunegemm.device import Device, find_device
+from tunegemm.dispatch.autograd import DTYPES, PLAIN, is_simple, multiply_differentiably
 from tunegemm.dispatch.launchers import Prepared, prepare
 from tunegemm.dispatch.operands import ALIGNMENT, Refusal, describe
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
 from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
 from tunegemm.families import Launcher
 from tunegemm.problem import Problem
-
-# Subclasses (fake tensors, DTensor, quantized and user-made ones) give torch.matmul their own meaning.
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 # Bound once: each is a call of 25-90 ns, where `torch.x.y` would cost as much again in look-ups.
 _grad_enabled = torch.is_grad_enabled
@@ -108,7 +106,7 @@ class Dispatcher:
             try:
                 key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device)
                 if out is not None:
-                    if type(out) not in _PLAIN:
+                    if type(out) not in PLAIN:
                         return torch.matmul(a, b, out=out)
                     key += (out.shape, out.stride(), out.dtype, out.device)
                 if low := (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
@@ -132,6 +130,8 @@ class Dispatcher:
                     return result
                 except (RuntimeError, ValueError) as error:
                     self._drop(state, key, plan, error)
+        elif out is None and self._is_differentiable(a, b):
+            return multiply_differentiably(self.product, a, b)
         return _torch_matmul(a, b, out)
 
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
@@ -165,7 +165,54 @@ class Dispatcher:
                     return result
                 except (RuntimeError, ValueError) as error:
                     self._drop(state, key, plan, error)
+        elif bias is None and self._is_differentiable(x, weight) and weight.ndim == 2:
+            return multiply_differentiably(self.product, x, weight.t())
         return torch.nn.functional.linear(x, weight, bias)
+
+    def product(self, a: Any, b: Any, out: Any = None) -> Any:
+        """The product by a recorded kernel, or None where torch shall compute it.
+
+        For callers to whom autograd, transforms and modes no longer matter.
+        """
+        if type(a) not in PLAIN or type(b) not in PLAIN or _deterministic():
+            return None
+        state = self._state
+        key: tuple[Any, ...]
+        try:
+            key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device)
+            if out is not None:
+                key += (out.shape, out.stride(), out.dtype, out.device)
+            if low := (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
+                key += (low & -low,)
+        except RuntimeError:  # sparse and nested tensors have no strides
+            return None
+        plan = state.plans.get(key, _MISSING)
+        if plan is _MISSING:
+            plan = self._plan(state, key, a, b, out, "matmul")
+        if plan is None or (out is not None and not _writable(plan, a, b, out)):
+            return None
+        result = a.new_empty(plan.out_shape) if out is None else out
+        try:
+            _launch(plan, a, b, result)
+            return result
+        except (RuntimeError, ValueError) as error:
+            self._drop(state, key, plan, error)
+            return None
+
+    def _is_differentiable(self, a: Any, b: Any) -> bool:
+        """Whether `_ordinary` said no because of gradients, tangents or transforms alone."""
+        return (
+            type(a) in PLAIN
+            and type(b) in PLAIN
+            and a.dtype == b.dtype
+            and a.dtype in DTYPES
+            and a.device.type == b.device.type == self._device_type
+            and is_simple(a, b)
+            and not _deterministic()
+            and not _dispatch_modes()
+            and _tracing_state() is None
+            and not (_any_autocast() and _cast_by_autocast(a))
+        )
 
     # Everything below runs on the first call of a key only.
 
@@ -315,13 +362,13 @@ def tune_command(problem: Problem) -> str:
 def _ordinary(a: Any, b: Any) -> bool:
     """Whether a launch means here what torch.matmul means.
 
-    It does not under autograd (there is no backward yet), forward-mode AD, functorch transforms,
-    dispatch modes (fake tensors, FLOP counters), tracing, an autocast to another dtype, or when
-    deterministic algorithms are asked for.
+    It does not under autograd, forward-mode AD and functorch transforms (which are `autograd.Product`'s), dispatch modes
+    (fake tensors, FLOP counters), tracing, an autocast to another dtype, or when deterministic algorithms are
+    asked for.
     """
     return (
-        type(a) in _PLAIN
-        and type(b) in _PLAIN
+        type(a) in PLAIN
+        and type(b) in PLAIN
         and not (_grad_enabled() and (a.requires_grad or b.requires_grad))
         and not _deterministic()
         and not _dispatch_modes()
