@@ -22,7 +22,10 @@ ORDER = (
     "fleet", "dispatch", "report", "cli",
 )  # fmt: skip
 
-PUBLIC = ["Candidate", "Database", "Device", "Problem", "TunegemmError", "linear", "matmul", "record", "tune"]
+PUBLIC = [
+    "Candidate", "Database", "Device", "Problem", "TunegemmError", "addmm", "bmm", "disable", "enable", "linear",
+    "matmul", "patch", "record", "tune", "unpatch",
+]  # fmt: skip
 
 
 def room(path: Path, package: Path = PACKAGE) -> str:

@@ -5,6 +5,7 @@ The products of a backward pass are dispatched like any other, and so are those 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,13 +34,25 @@ def is_simple(a: torch.Tensor, b: torch.Tensor) -> bool:
 def gradients(
     multiply: Multiply, grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: tuple[bool, bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of a and b, as far as they are wanted: grad x B^T and A^T x grad."""
+    """Of a and b, as far as they are wanted: grad x B^T and A^T x grad, each laid out as its operand is.
+
+    A weight that was multiplied transposed so gets the gradient that an optimizer can add without a copy;
+    `Problem.backward` names these products.
+    """
     if 0 in grad.stride():  # of a sum, say: no kernel reads one element many times
         grad = grad.contiguous()
-    of_a = multiply(grad, b.mT) if wanted[0] else None
+    of_a = _laid_out(multiply, grad, b.mT, like=a) if wanted[0] else None
     if wanted[1] and b.ndim == 2 and a.ndim > 2:
-        a, grad = a.flatten(0, -2), grad.flatten(0, -2)
-    return of_a, multiply(a.mT, grad) if wanted[1] else None
+        rows = math.prod(a.shape[:-1])  # not `flatten`, which is_grads_batched cannot map
+        a, grad = a.reshape(rows, a.shape[-1]), grad.reshape(rows, grad.shape[-1])
+    return of_a, _laid_out(multiply, a.mT, grad, like=b) if wanted[1] else None
+
+
+def _laid_out(multiply: Multiply, a: torch.Tensor, b: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    columns = like.stride(-2) == 1 and like.stride(-1) != 1 and like.shape[-2] != 1 and like.shape[-1] != 1
+    if columns and a.ndim == b.ndim:
+        return multiply(b.mT, a.mT).mT
+    return multiply(a, b)
 
 
 def batched(

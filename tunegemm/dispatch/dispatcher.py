@@ -172,7 +172,8 @@ class Dispatcher:
     def product(self, a: Any, b: Any, out: Any = None) -> Any:
         """The product by a recorded kernel, or None where torch shall compute it.
 
-        For callers to whom autograd, transforms and modes no longer matter.
+        For callers to whom autograd, transforms and modes no longer matter. What the user did not write in so
+        many words draws no warning of its strides: only a record that is missing does.
         """
         if type(a) not in PLAIN or type(b) not in PLAIN or _deterministic():
             return None
@@ -181,6 +182,8 @@ class Dispatcher:
         try:
             key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device)
             if out is not None:
+                if type(out) not in PLAIN:
+                    return None
                 key += (out.shape, out.stride(), out.dtype, out.device)
             if low := (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
                 key += (low & -low,)
@@ -188,7 +191,7 @@ class Dispatcher:
             return None
         plan = state.plans.get(key, _MISSING)
         if plan is _MISSING:
-            plan = self._plan(state, key, a, b, out, "matmul")
+            plan = self._plan(state, key, a, b, out, "")
         if plan is None or (out is not None and not _writable(plan, a, b, out)):
             return None
         result = a.new_empty(plan.out_shape) if out is None else out
@@ -247,7 +250,7 @@ class Dispatcher:
             return None
         operands = describe(a, b, out)
         if isinstance(operands, Refusal):
-            if operands.reason:
+            if operands.reason and name:
                 self._warn(state, f"{operands.reason}; tunegemm.{name} leaves it to torch")
             return None
         problem = operands.problem
@@ -262,7 +265,8 @@ class Dispatcher:
         if prepared is None or prepared.launch is None:
             return None
         if prepared.tma and operands.tma_refusal:
-            self._warn(state, f"{problem}: {operands.tma_refusal}; tunegemm.{name} leaves it to torch")
+            if name:
+                self._warn(state, f"{problem}: {operands.tma_refusal}; tunegemm.{name} leaves it to torch")
             return None
         if prepared.packed and not operands.packed:
             return None
@@ -303,7 +307,7 @@ class Dispatcher:
                 why = _one_line(error)
         self._warn(
             state,
-            f"{problem} on {known.name}: {why}; tunegemm.{name} leaves it to torch. "
+            f"{problem} on {known.name}: {why}; {_who(name)} leaves it to torch. "
             f"Tune it with: {tune_command(problem)}",
         )
         return None
@@ -314,17 +318,17 @@ class Dispatcher:
                 state.devices[index] = self._find(f"{self._device_type}:{index}")
             except DeviceError as error:
                 state.devices[index] = None
-                self._warn(state, f"{_one_line(error)}; tunegemm.{name} leaves its products to torch")
+                self._warn(state, f"{_one_line(error)}; {_who(name)} leaves its products to torch")
         return state.devices[index]
 
     def _snapshot(self, state: _State, name: str) -> Snapshot:
         try:
             snapshot = self._read()
         except DatabaseError as error:
-            self._warn(state, f"{_one_line(error)}; tunegemm.{name} leaves every product to torch")
+            self._warn(state, f"{_one_line(error)}; {_who(name)} leaves every product to torch")
             return Snapshot()
         for warning in snapshot.warnings:
-            self._warn(state, f"{warning}; tunegemm.{name} does without its records")
+            self._warn(state, f"{warning}; {_who(name)} does without its records")
         return snapshot
 
     def _drop(self, state: _State, key: tuple[Any, ...], plan: Plan, error: Exception) -> None:
@@ -414,6 +418,10 @@ def _torch_matmul(a: Any, b: Any, out: Any) -> Any:
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _who(name: str) -> str:
+    return f"tunegemm.{name}" if name else "tunegemm"
 
 
 def _one_line(error: BaseException) -> str:
