@@ -17,14 +17,15 @@ PACKAGE = Path(tunegemm.__file__).parent
 
 #: A module imports only from modules to its left.
 ORDER = (
-    "errors", "resources", "problem", "workload", "device", "space", "feasibility", "outcome", "model",
+    "errors", "resources", "epilogue", "problem", "workload", "device", "space", "feasibility", "outcome",
+    "model",
     "families", "artifacts", "compile", "measure", "search", "database", "tuning", "spending", "verify",
     "fleet", "dispatch", "report", "cli",
 )  # fmt: skip
 
 PUBLIC = [
-    "Candidate", "Database", "Device", "Problem", "TunegemmError", "addmm", "bmm", "disable", "enable", "linear",
-    "matmul", "patch", "record", "tune", "unpatch",
+    "Candidate", "Database", "Device", "Epilogue", "Problem", "TunegemmError", "addmm", "bmm", "disable",
+    "enable", "linear", "matmul", "patch", "record", "tune", "unpatch",
 ]  # fmt: skip
 
 

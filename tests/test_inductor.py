@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor.lookup_table import LookupTableChoices
 from torch._inductor.virtualized import V
 
 from tests.test_database import DEVICE, KERNEL, measurement
@@ -20,10 +19,14 @@ from tunegemm.families.cublaslt import TORCH_MM
 from tunegemm.problem import LAYOUTS, Problem
 from tunegemm.space import Candidate
 
+LookupTableChoices = pytest.importorskip(
+    "torch._inductor.lookup_table", reason="this torch's Inductor has no lookup table"
+).LookupTableChoices
+
 TRITON = Candidate.make(
     "triton_tma",
-    {"schedule": "flattened", "tile_m": 128, "tile_n": 256, "tile_k": 64, "stages": 3, "warps": 8, "epi_n": 64,
-     "swap_ab": False},
+    {"schedule": "flattened", "tile_m": 128, "tile_n": 256, "tile_k": 64, "stages": 3, "warps": 8,
+     "epi_n": 64, "swap_ab": False},
     {"raster_order": "along_n", "swizzle_size": 8, "ctas": "all", "split_k": 1},
 )  # fmt: skip
 
@@ -82,7 +85,10 @@ def test_inductor_finds_torchs_product_under_our_key(database: Database, layout:
     b = operand(64, 48, problem.b_major == "n")
     product = torch.mm if batch == 1 else torch.bmm
     torch._dynamo.reset()
-    with V.set_choices_handler(looking), torch._inductor.config.patch(max_autotune=True, fx_graph_cache=False):
+    with (
+        V.set_choices_handler(looking),
+        torch._inductor.config.patch(max_autotune=True, fx_graph_cache=False),
+    ):
         compiled = torch.compile(product, fullgraph=True)
         assert torch.equal(compiled(a, b), product(a, b))
     assert looking.found == [{"aten::mm" if batch == 1 else "aten::bmm": [{}]}]
@@ -95,7 +101,8 @@ def test_a_triton_kernel_is_the_template_nearest_to_it_beside_torchs(database: D
     assert key.startswith(f"{DEVICE.name}+") and key.endswith("+mm")
     assert [choice.pop("template_id") for choice in choices] == ["triton::mm_persistent_tma", "aten::mm"]
     assert choices[0] == {
-        "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_stages": 3, "num_warps": 8, "EVEN_K": False,
+        "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_stages": 3, "num_warps": 8,
+        "EVEN_K": False,
     }  # fmt: skip
     from torch._inductor.kernel.mm import aten_mm, persistent_tma_mm_template
 
@@ -111,6 +118,7 @@ def test_a_triton_kernel_is_the_template_nearest_to_it_beside_torchs(database: D
         (Problem.parse("64x48x32"), TRITON.with_launch(split_k=4), "no split-K"),
         (replace(Problem.parse("64x48x32"), alignment=2), TORCH_MM, "gaps and addresses"),
         (Problem.parse("64x48x32", out_dtype="fp32"), TORCH_MM, "outputs of the operands' dtype"),
+        (Problem.parse("64x48x32", epilogue="relu"), TORCH_MM, "fuses what follows"),
     ],
 )  # fmt: skip
 def test_what_the_table_cannot_hold_is_named(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import io
 import threading
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -24,8 +23,6 @@ from tunegemm.dispatch import api, ops, takeover
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.snapshot import Snapshot
-from tunegemm.errors import TunegemmWarning
-from tunegemm.problem import Problem
 
 pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning")
 
@@ -185,16 +182,22 @@ def test_vmap(kernel, in_dims, compiled):
     result = (torch.compile(mapped, backend="aot_eager", fullgraph=True) if compiled else mapped)(*arguments)
     assert torch.equal(result, torch.vmap(torch.matmul, in_dims)(*arguments))
     shared = in_dims == (0, None)
-    assert kernel.calls == [((96, 64), (64, 48), (96, 48)) if shared else ((3, 32, 64), (3, 64, 48), (3, 32, 48))]
+    assert kernel.calls == [
+        ((96, 64), (64, 48), (96, 48)) if shared else ((3, 32, 64), (3, 64, 48), (3, 32, 48))
+    ]
 
 
 def test_vmap_of_batches_and_rows(kernel):
     a, b = batch()
     twice = torch.stack((a, -a))
     assert torch.equal(torch.vmap(tunegemm.matmul, (0, None))(twice, b), torch.matmul(twice, b))
-    assert torch.equal(torch.vmap(tunegemm.matmul, (None, 0))(a, b), torch.vmap(torch.matmul, (None, 0))(a, b))
+    assert torch.equal(
+        torch.vmap(tunegemm.matmul, (None, 0))(a, b), torch.vmap(torch.matmul, (None, 0))(a, b)
+    )
     nested = torch.vmap(torch.vmap(tunegemm.matmul, (0, None)), (0, 0))
-    assert torch.equal(nested(twice, torch.stack((b[0], b[1]))), torch.matmul(twice, torch.stack((b[0], b[1]))[:, None]))
+    assert torch.equal(
+        nested(twice, torch.stack((b[0], b[1]))), torch.matmul(twice, torch.stack((b[0], b[1]))[:, None])
+    )
     assert torch.equal(torch.vmap(tunegemm.linear)(a, b.mT.contiguous()), torch.matmul(a, b))
     assert len(kernel.calls) == 4
 
@@ -390,8 +393,9 @@ def test_enable_serves_every_way_to_multiply(kernel):
     weight = b.t().contiguous()
     out = torch.empty(32, 48, dtype=BF16)
     ways = (
-        lambda: a @ b, lambda: torch.mm(a, b), lambda: torch.matmul(many_a, b), lambda: torch_linear(many_a, weight),
-        lambda: torch.einsum("mk,kn->mn", a, b), lambda: torch.bmm(many_a, many_b), lambda: torch.mm(a, b, out=out),
+        lambda: a @ b, lambda: torch.mm(a, b), lambda: torch.mm(a, b, out=out),
+        lambda: torch.matmul(many_a, b), lambda: torch_linear(many_a, weight),
+        lambda: torch.einsum("mk,kn->mn", a, b), lambda: torch.bmm(many_a, many_b),
         lambda: torch.matmul(torch.stack((many_a, many_a)), torch.stack((many_b, many_b))),
     )  # fmt: skip
     for way in ways:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tunegemm.dispatch import addmm, bmm, linear, matmul
     from tunegemm.dispatch.recording import record
     from tunegemm.dispatch.takeover import disable, enable, patch, unpatch
+    from tunegemm.epilogue import Epilogue
     from tunegemm.errors import TunegemmError
     from tunegemm.problem import Problem
     from tunegemm.space import Candidate
@@ -25,6 +26,7 @@ __all__ = [
     "Candidate",
     "Database",
     "Device",
+    "Epilogue",
     "Problem",
     "TunegemmError",
     "addmm",
@@ -43,6 +45,7 @@ _HOMES = {
     "Candidate": "space",
     "Database": "database",
     "Device": "device",
+    "Epilogue": "epilogue",
     "Problem": "problem",
     "TunegemmError": "errors",
     "addmm": "dispatch",

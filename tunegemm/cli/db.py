@@ -206,7 +206,9 @@ def _export_for_inductor(records: Sequence[Record], out: Path) -> None:
     if len(left_out) > _NAMED:
         typer.echo(f"left out: {len(left_out) - _NAMED} more", err=True)
     if not table:
-        raise UsageError("no record that Inductor's table can hold: its kernels are torch.mm and Triton's templates")
+        raise UsageError(
+            "no record that Inductor's table can hold: its kernels are torch.mm and Triton's templates"
+        )
     options.write_text(out, json.dumps(table, indent=1) + "\n")
     typer.echo(f"wrote {out}: {len(table)} products for torch._inductor.config.lookup_table")
 

@@ -1,8 +1,8 @@
-"""Records as a lookup table of torch.compile's Inductor (`torch._inductor.config.lookup_table`), as far as it goes.
+"""Records as Inductor's lookup table (`torch._inductor.config.lookup_table`), as far as that goes.
 
 The table names Inductor's own choices: ATen's product, and its Triton templates with their parameters. It has
-no words for a compiled object. So a record whose winner is torch.mm is told exactly; one of `triton_tma` by the
-template nearest to it, with its tile, stages, warps and bands, beside ATen's, between which Inductor then
+no words for a compiled object. So a record whose winner is torch.mm is told exactly; one of `triton_tma` by
+the template nearest to it, with its tile, stages, warps and bands, beside ATen's, between which Inductor then
 decides by its own measurement; CuTe, Gluon and cuBLASLt algorithms not at all.
 """
 
@@ -45,6 +45,8 @@ def _refusal(record: Record) -> str:
     params = candidate.params
     if problem.out_dtype != problem.in_dtype or problem.out_major != "n":
         return "Inductor asks for outputs of the operands' dtype, row by row"
+    if problem.epilogue:
+        return "Inductor fuses what follows a product by itself"
     if problem.alignment != problem.packed_alignment:
         return "Inductor's key says nothing of gaps and addresses"
     if is_torch(candidate):
@@ -65,21 +67,25 @@ def _refusal(record: Record) -> str:
 
 
 def _choices(record: Record) -> list[dict[str, Any]]:
-    problem, params = record.problem, record.candidate.params
+    problem, candidate = record.problem, record.candidate
     aten = {"template_id": "aten::mm" if problem.batch == 1 else "aten::bmm"}
     template = _TEMPLATES.get(record.candidate.family)
     if template is None:
         return [aten]
     # The template's bands are of rows; ours that are of columns have no width there and become one band.
-    bands = params["swizzle_size"] if params["raster_order"] == "along_n" else math.ceil(problem.m / params["tile_m"])
+    bands = (
+        candidate["swizzle_size"]
+        if candidate["raster_order"] == "along_n"
+        else math.ceil(problem.m / candidate["tile_m"])
+    )
     parameters = {
-        "BLOCK_M": params["tile_m"],
-        "BLOCK_N": params["tile_n"],
-        "BLOCK_K": params["tile_k"],
+        "BLOCK_M": candidate["tile_m"],
+        "BLOCK_N": candidate["tile_n"],
+        "BLOCK_K": candidate["tile_k"],
         "GROUP_M": bands,
-        "num_stages": params["stages"],
-        "num_warps": params["warps"],
-        "EVEN_K": problem.k % params["tile_k"] == 0,
+        "num_stages": candidate["stages"],
+        "num_warps": candidate["warps"],
+        "EVEN_K": problem.k % candidate["tile_k"] == 0,
     }
     return [{"template_id": template, **parameters}, aten]
 

@@ -1,4 +1,4 @@
-"""What users call: `matmul`, `linear`, `bmm`, `addmm`, each with the meaning of torch's function of that name."""
+"""What users call: `matmul`, `linear`, `bmm`, `addmm`; each means what torch's function of that name does."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Python functions in the place of ATen's kernels of matrix products.
 
 `torch.library` puts them where kernels are: below autograd, autocast, functorch and torch.compile, so that
-nothing is traced or run differently, and for all threads, that of the backward pass, too. A `TorchDispatchMode`
-would make torch.compile fall back to eager code; a `TorchFunctionMode` is a thread's own, sees no backward pass,
-and costs every torch function. Inductor's output calls the same kernels (`extern_kernels.mm`).
+nothing is traced or run differently, and for all threads, that of the backward pass, too. Inductor's output
+calls the same kernels (`extern_kernels.mm`). A `TorchDispatchMode` would make torch.compile fall back to
+eager code; a `TorchFunctionMode` is one thread's, sees no backward pass, and costs every torch function.
 """
 
 from __future__ import annotations

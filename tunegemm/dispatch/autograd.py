@@ -86,18 +86,18 @@ class Product(torch.autograd.Function):
     """``a @ b`` by `product`, or by torch where that has no kernel; see `is_simple` for what it takes."""
 
     @staticmethod
-    def forward(ctx: Any, product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         _Transformable.setup_context(ctx, (product, a, b), None)
         return _Transformable.forward(product, a, b)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         a, b = ctx.saved_tensors
         multiply = partial(multiply_differentiably, ctx.product)
         return None, *gradients(multiply, grad, a, b, ctx.needs_input_grad[1:])
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, a_tangent: Any, b_tangent: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, _: Any, a_tangent: Any, b_tangent: Any) -> Any:
         a, b = ctx.saved_tensors
         of_a = None if a_tangent is None else multiply_differentiably(ctx.product, a_tangent, b)
         of_b = None if b_tangent is None else multiply_differentiably(ctx.product, a, b_tangent)

@@ -366,9 +366,9 @@ def tune_command(problem: Problem) -> str:
 def _ordinary(a: Any, b: Any) -> bool:
     """Whether a launch means here what torch.matmul means.
 
-    It does not under autograd, forward-mode AD and functorch transforms (which are `autograd.Product`'s), dispatch modes
-    (fake tensors, FLOP counters), tracing, an autocast to another dtype, or when deterministic algorithms are
-    asked for.
+    It does not under autograd, forward-mode AD and functorch transforms (which are `autograd.Product`'s),
+    dispatch modes (fake tensors, FLOP counters), tracing, an autocast to another dtype, or when deterministic
+    algorithms are asked for.
     """
     return (
         type(a) in PLAIN

@@ -1,8 +1,8 @@
 """The operators `tunegemm::mm`, `bmm` and `matmul_out`: what traced code holds in place of a call.
 
 torch.compile and torch.export put them into their graphs and do not look inside; a kernel is chosen when the
-graph runs. Eager code does without them: an operator written in Python costs several times what the dispatcher
-does.
+graph runs. Eager code does without them: torch's way to an operator written in Python costs more than the
+dispatcher does.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
             return below_autograd(keyset, a, b)
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-            return None, *gradients(operator, grad, *ctx.saved_tensors, ctx.needs_input_grad[1:])
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            a, b = ctx.saved_tensors
+            return None, *gradients(operator, grad, a, b, ctx.needs_input_grad[1:])
 
     def below_autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():

@@ -156,8 +156,8 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
     Counts all threads' products, by shape, dtypes, majors, alignment and what is added, and times the first
     calls of each. At the end, after an exception, too, they are written to `path`, if one is given, for
     ``tunegemm tune --from``; `recording.products` has them at any time. Meanwhile `tunegemm.matmul` and
-    `linear` leave products to torch, so that theirs are seen, too. Raises WorkloadError when the file cannot be
-    written, and TunegemmError when torch cannot do it.
+    `linear` leave products to torch, so that theirs are seen, too. Raises WorkloadError when the file cannot
+    be written, and TunegemmError when torch cannot do it.
     """
     return Recording(Path(path) if path is not None else None)
 

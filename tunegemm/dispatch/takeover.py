@@ -1,4 +1,4 @@
-"""`enable`, which serves every product of a program, and `patch`, which serves those of one model's layers."""
+"""`enable`, which serves every product of a program, and `patch`, which serves those of a model's layers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 
 from tunegemm.dispatch import api
-from tunegemm.dispatch.autograd import DTYPES
 from tunegemm.dispatch.aten import Layer, replacements
+from tunegemm.dispatch.autograd import DTYPES
 
 _KEYS = ("CUDA",)
 
@@ -45,7 +45,9 @@ def enable() -> Takeover:
     takeover = Takeover()
     with _lock:
         if not _active:
-            replacements.put("takeover", Layer(tuple(_SERVED), _KEYS, lambda name, kernel: _SERVED[name](kernel)))
+            replacements.put(
+                "takeover", Layer(tuple(_SERVED), _KEYS, lambda name, kernel: _SERVED[name](kernel))
+            )
         _active.append(takeover)
     return takeover
 
@@ -76,8 +78,8 @@ def _plain(kernel: Any) -> Callable[..., Any]:
     return serve
 
 
-#: What is taken over. `addmm`, `baddbmm` (`linear` with a bias) and `_scaled_mm` join when there are records of
-#: kernels that add and scale: until then a function in their place would only cost time.
+#: What is taken over. `addmm`, `baddbmm` (`linear` with a bias) and `_scaled_mm` join when there are records
+#: of kernels that add and scale: until then a function in their place would only cost time.
 _SERVED = {"mm": _plain, "bmm": _plain}
 
 
@@ -91,8 +93,9 @@ class TunedLinear(torch.nn.Linear):
 def patch(model: torch.nn.Module) -> int:
     """Lets a model's linear layers call `tunegemm.linear`; the number of layers that now do and did not.
 
-    Of `torch.nn.Linear` itself, subclasses keep their own ways. Only the class of a layer changes, to a subclass
-    of `torch.nn.Linear`: parameters, their sharing, hooks, `state_dict`, copying and pickling stay as they are.
+    Of `torch.nn.Linear` itself; subclasses keep their own ways. Only the class of a layer changes, to a
+    subclass of `torch.nn.Linear`: parameters, their sharing, hooks, `state_dict`, copying and pickling stay
+    as they are.
     """
     return _reclass(model, torch.nn.Linear, TunedLinear)
 
