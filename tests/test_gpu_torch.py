@@ -77,7 +77,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
         return replace(prepared, launch=launch)
 
-    monkeypatch.setattr(api, "_dispatcher", Dispatcher(prepare=counting))
+    dispatcher = Dispatcher(prepare=counting)
+    monkeypatch.setattr(api, "_dispatcher", dispatcher)
+    monkeypatch.setattr(api, "_product", dispatcher.product)
     return seen
 
 

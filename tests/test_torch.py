@@ -42,6 +42,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
         device_type="cpu", read=Everything, find=lambda _: device, prepare=lambda *_: Prepared(kernel)
     )
     monkeypatch.setattr(api, "_dispatcher", dispatcher)
+    monkeypatch.setattr(api, "_product", dispatcher.product)
     monkeypatch.setattr(ops, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(takeover, "_KEYS", ("CPU",))
     return kernel

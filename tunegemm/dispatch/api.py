@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from tunegemm.dispatch import ops
-from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.dispatcher import LINEAR, MATMUL, Dispatcher
 
 _dispatcher = Dispatcher()
 ops.define(lambda: _dispatcher)
+_product = _dispatcher.product
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -26,7 +27,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None)
     """
     if torch.compiler.is_compiling():
         return ops.traced_matmul(a, b, out)
-    return _dispatcher.matmul(a, b, out)
+    return _product(MATMUL, a, b, out)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -37,7 +38,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if torch.compiler.is_compiling():
         return ops.traced_linear(x, weight, bias)
-    return _dispatcher.linear(x, weight, bias)
+    return _product(LINEAR, x, weight) if bias is None else torch.nn.functional.linear(x, weight, bias)
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -91,7 +91,9 @@ class Product(torch.autograd.Function):
         return _Transformable.forward(product, a, b)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return None, None, None
         a, b = ctx.saved_tensors
         multiply = partial(multiply_differentiably, ctx.product)
         return None, *gradients(multiply, grad, a, b, ctx.needs_input_grad[1:])
@@ -122,6 +124,7 @@ class _Transformable(Product):
         ctx.product, a, b = inputs
         ctx.save_for_backward(a, b)
         ctx.save_for_forward(a, b)
+        ctx.set_materialize_grads(False)  # no product with zeros
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], product: Maybe, a: Any, b: Any) -> tuple[torch.Tensor, int]:

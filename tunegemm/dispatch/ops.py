@@ -32,7 +32,7 @@ def define(serving: Callable[[], Dispatcher]) -> None:
     _library.define("matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()", tags=tags)
 
     def write(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        if serving().product(a, b, out) is None:
+        if serving().recorded(a, b, out) is None:
             torch.matmul(a, b, out=out)
         elif not out.is_inference():  # inference tensors count no versions
             torch.autograd.graph.increment_version(out)
@@ -46,7 +46,7 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
     rank = 2 if name == "mm" else 3
 
     def compute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        result = serving().product(a, b)
+        result = serving().recorded(a, b)
         return torch.matmul(a, b) if result is None else result
 
     def fake(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

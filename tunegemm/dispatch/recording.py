@@ -25,6 +25,7 @@ from torch._guards import CompileContext
 
 from tunegemm.dispatch import api
 from tunegemm.dispatch.aten import Layer, replacements
+from tunegemm.dispatch.dispatcher import LINEAR
 from tunegemm.errors import ProblemError, WorkloadError
 from tunegemm.problem import MAX_ALIGNMENT, alignment_of, contiguous_mode, normalize_dtype
 from tunegemm.workload import Product, Workload, merge
@@ -218,13 +219,12 @@ class _Writer:
 class _Leave:
     """Stands for the dispatcher during a recording: every product is torch's."""
 
-    def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
+    def product(self, kind: int, a: Any, b: Any, out: Any = None) -> Any:
+        if kind == LINEAR:
+            return torch.nn.functional.linear(a, b)
         return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
 
-    def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
-        return torch.nn.functional.linear(x, weight, bias)
-
-    def product(self, a: Any, b: Any, out: Any = None) -> Any:
+    def recorded(self, a: Any, b: Any, out: Any = None) -> Any:
         return None
 
     def refresh(self) -> None:
@@ -279,7 +279,9 @@ class _Interception:
         )
         replacements.put("recording", layer)
         self._undo.append(lambda: replacements.remove("recording"))
-        self._replace(api, "_dispatcher", _Leave())
+        leave = _Leave()
+        self._replace(api, "_dispatcher", leave)
+        self._replace(api, "_product", leave.product)
         if torch.backends.cuda.is_built():
             self._watch_graphs()
 

@@ -67,10 +67,10 @@ def _plain(kernel: Any) -> Callable[..., Any]:
         # enables tunegemm for a program wants to hear of shapes to be tuned, not of every float32 product.
         if a.dtype in DTYPES and not more and (not keywords or (len(keywords) == 1 and "out" in keywords)):
             if a.ndim == 3 and a.shape[0] == 1 and not keywords:  # as einsum writes a single product
-                result = api._dispatcher.product(a[0], b[0])
+                result = api._dispatcher.recorded(a[0], b[0])
                 result = None if result is None else result[None]
             else:
-                result = api._dispatcher.product(a, b, keywords.get("out"))
+                result = api._dispatcher.recorded(a, b, keywords.get("out"))
             if result is not None:
                 return result
         return kernel.call_boxed(keyset, a, b, *more, **keywords)
