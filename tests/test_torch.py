@@ -525,6 +525,8 @@ def model() -> torch.nn.Sequential:
         torch.nn.Linear(64, 64, bias=False), torch.nn.ReLU(), torch.nn.Linear(64, 64, bias=False),
         torch.nn.MultiheadAttention(64, 4, bias=False), torch.nn.Linear(64, 48),
     ).to(BF16)  # fmt: skip
+    for parameter in layers.parameters():  # small integers, as in `operands`
+        parameter.data = torch.randint(-1, 2, parameter.shape).to(BF16)
     layers[2].weight = layers[0].weight
     return layers
 

@@ -15,12 +15,13 @@ _product = _dispatcher.product
 def matmul(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """The product ``a @ b``, with the meaning of ``torch.matmul``, by the tuned kernel where one is recorded.
 
-    Tuned kernels serve (m, k) x (k, n), (..., m, k) x (k, n) and (l, m, k) x (l, k, n) of bf16 and fp16
-    on CUDA, their gradients (which are products, too), and graphs of torch.compile and torch.export, which
-    hold the operator `tunegemm::mm`. Everything else is `torch.matmul`: other ranks and dtypes,
-    broadcasting, autocast to another dtype, dispatch modes, views that the kernel cannot read, and
-    deterministic mode. A problem without a record for this device warns once (`TunegemmWarning`) and
-    names the command that tunes it. ``TUNEGEMM_MODE=off``, read on the first call, leaves all to torch.
+    Tuned kernels serve bf16 and fp16 on CUDA: (m, k) x (k, n), and what views make such a product or a batch
+    of them, as leading dimensions and vectors are. So they do for the gradients, which are products, too,
+    and in graphs of torch.compile and torch.export, which hold the operator `tunegemm::mm`. Autocast casts as
+    it does for torch. Everything else is `torch.matmul`: other dtypes, broadcasting over a batch, dispatch
+    modes, views that the kernel cannot read, and deterministic mode. A problem without a record for this
+    device warns once (`TunegemmWarning`) and names the command that tunes it; a record that another process
+    publishes is found within seconds. ``TUNEGEMM_MODE=off``, read on the first call, leaves all to torch.
 
     Runs on the current stream of the operands' device, and within CUDA-graph capture for shapes that
     were called before it. Raises what torch.matmul raises.
@@ -62,5 +63,9 @@ def addmm(
 
 
 def refresh() -> None:
-    """Forget what was read: the next call reads the database again. For a process that tuned meanwhile."""
+    """Forget what was read: the next call reads the database again.
+
+    For products that run by a record and have a better one by now; those that are left to torch look for
+    records by themselves, every few seconds.
+    """
     _dispatcher.refresh()

@@ -94,8 +94,9 @@ class Recent:
     """
 
     check: Callable[..., bool]
-    plan: Plan
-    at: AddressLaunch
+    plan: Plan | None
+    at: AddressLaunch | None
+    """That of the plan; None where products are torch's."""
     trains: bool
     """Whether an operand requires grad: torch's in grad mode."""
     counts: bool
@@ -113,11 +114,18 @@ class _State:
         """By the key of the plan."""
         self.recent: dict[int, Recent] = {}
         """By the identity of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
+        self.earlier: dict[tuple[int, int], Recent] = {}
+        """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
         self.snapshot: Snapshot | None = None
         self.modified: Hashable = None
         self.devices: dict[int, Device | None] = {}
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
         self.warned: set[str] = set()
+
+    def forget_checks(self) -> None:
+        """Every call makes a key again."""
+        for kept in (self.checked, self.recent, self.earlier):
+            kept.clear()
 
 
 class Dispatcher:
@@ -171,13 +179,17 @@ class Dispatcher:
     def product(self, kind: int, a: Any, b: Any, out: Any = None) -> Any:
         """Of any kind of call."""
         if out is None:
-            recent = self._state.recent.get(id(b) | kind)  # identities are multiples of 16
-            if recent is None or not recent.check(a, b):
-                return self._general(kind, a, b, None)
+            place = id(b) | kind  # identities are multiples of 16
+            recent = self._state.recent.get(place)
+            known = recent is not None and recent.check(a, b)
         else:
-            recent = self._state.recent.get(id(b) | 2 | kind)
-            if recent is None or not recent.check(a, b, out):
-                return self._general(kind, a, b, out)
+            place = id(b) | 2 | kind
+            recent = self._state.recent.get(place)
+            known = recent is not None and recent.check(a, b, out)
+        if not known:
+            recent = self._earlier(place, a, b, out)
+        if recent is None:
+            return self._general(kind, a, b, out)
         a_address, b_address = a.data_ptr(), b.data_ptr()
         if (
             (a_address | b_address) & (ALIGNMENT - 1)
@@ -188,21 +200,36 @@ class Dispatcher:
             or (recent.index >= 0 and recent.index != _current_device())
         ):
             return self._general(kind, a, b, out)
-        plan = recent.plan
+        plan, at = recent.plan, recent.at
+        if plan is None or at is None:
+            if time.monotonic() < self._next_look:
+                return _torch_product(kind, a, b, out)
+            return self._general(kind, a, b, out)
         try:
             if out is None:
                 result = self._empty(plan.out_shape, plan.out_strides, plan.out_dtype)
-                recent.at(a_address, b_address, result.data_ptr())
+                at(a_address, b_address, result.data_ptr())
                 return result
             out_address = out.data_ptr()
             if _apart(plan, a_address, b_address, out_address):
                 if recent.counts:
                     increment_version(out)
-                recent.at(a_address, b_address, out_address)
+                at(a_address, b_address, out_address)
                 return out
         except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
             pass
         return self._general(kind, a, b, out)
+
+    def _earlier(self, place: int, a: Any, b: Any, out: Any) -> Recent | None:
+        """What was done before the last time with this `b`, for as many rows of `a`."""
+        state = self._state
+        if type(a) not in PLAIN:
+            return None
+        recent = state.earlier.get((place, a.numel()))
+        if recent is None or not (recent.check(a, b) if out is None else recent.check(a, b, out)):
+            return None
+        state.recent[place] = recent
+        return recent
 
     def _general(self, kind: int, a: Any, b: Any, out: Any) -> Any:
         """The same of any operands."""
@@ -237,6 +264,8 @@ class Dispatcher:
         if plan is None:
             state, plan = self._plan(state, key, kind, a, b, out, cast)
             if plan is None:
+                if cast is None and not low and key in state.plans:
+                    self._remember(state, key, None, kind, a, b, out)
                 return _torch_product(kind, a, b, out)
         left, right, result = a, b, out
         if cast is not None:
@@ -244,7 +273,7 @@ class Dispatcher:
             if left.dtype is not cast or right.dtype is not cast or not _aligned(left, right):
                 return _torch_product(kind, a, b, out)
         if result is None:
-            result = left.new_empty(plan.out_shape, dtype=plan.out_dtype)
+            result = left.new_empty(plan.out_shape)
         elif not _writable(plan, left, right, result):
             return _torch_product(kind, a, b, out)
         elif not result.is_inference():  # inference tensors count no versions
@@ -259,28 +288,29 @@ class Dispatcher:
         return result
 
     def _remember(
-        self, state: _State, key: tuple[Any, ...], plan: Plan, kind: int, a: Any, b: Any, out: Any
+        self, state: _State, key: tuple[Any, ...], plan: Plan | None, kind: int, a: Any, b: Any, out: Any
     ) -> None:
         """Let the next call with this `b` find the plan without a key."""
-        if _TensorGuards is None or self._empty is None or plan.at is None:
+        if _TensorGuards is None or self._empty is None:
             return
-        if a is b or _any_autocast():
+        if a is b or (kind != RECORDED and _any_autocast()):
             return  # the check wants distinct tensors, and does not know to what autocast casts
-        place = id(b) | kind | (2 if out is not None else 0)
+        tensors = (a, b) if out is None else (a, b, out)
         recent = state.checked.get(key)
-        if recent is None or state.recent.get(place) is recent:  # of another mode, such as inference mode
-            tensors = (a, b) if out is None else (a, b, out)
+        if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
             recent = state.checked[key] = Recent(
                 _check_of(tensors),
                 plan,
-                plan.at,
+                plan.at if plan is not None else None,
                 kind != RECORDED and any(tensor.requires_grad for tensor in tensors),
                 out is not None and not out.is_inference(),
-                (plan.device.index or 0) if plan.guarded else -1,
+                (plan.device.index or 0) if plan is not None and plan.guarded else -1,
             )
-        if len(state.recent) >= MAX_PLANS:
+        if len(state.earlier) >= MAX_PLANS:
             state.recent.clear()
-        state.recent[place] = recent
+            state.earlier.clear()
+        place = id(b) | kind | (2 if out is not None else 0)
+        state.recent[place] = state.earlier[place, a.numel()] = recent
 
     def _is_differentiable(self, a: Any, b: Any) -> bool:
         """Whether `_ordinary` said no because of gradients, tangents or transforms alone."""
@@ -319,7 +349,7 @@ class Dispatcher:
         known = key in state.plans
         if not self._enabled or (known and time.monotonic() < self._next_look):
             return state, None
-        if _capturing(a.device) or (self._device_type == "cuda" and torch.cuda._is_in_bad_fork()):
+        if torch.cuda._is_in_bad_fork() or _capturing(a.device):
             return state, None
         with self._lock:
             state = self._look() if known else self._state
@@ -336,8 +366,7 @@ class Dispatcher:
                     plan = self._make_plan(state, left, right.t() if kind == LINEAR else right, out, name)
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
-                state.checked.clear()
-                state.recent.clear()
+                state.forget_checks()
             state.plans[key] = plan
             return state, plan
 
@@ -355,7 +384,6 @@ class Dispatcher:
             new = _State()
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
-            new.checked, new.recent = old.checked, old.recent
             new.devices, new.warned = old.devices, old.warned
             self._state = new
         return self._state
@@ -467,8 +495,7 @@ class Dispatcher:
             raise error
         with self._lock:
             state.plans[key] = None
-            state.checked.clear()
-            state.recent.clear()
+            state.forget_checks()
         self._warn(
             state,
             f"the tuned kernel for {key[0]} x {key[1]} failed to launch ({_one_line(error)}); left to torch",
