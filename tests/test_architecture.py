@@ -24,17 +24,9 @@ ORDER = (
 )  # fmt: skip
 
 PUBLIC = [
-    "Candidate",
-    "Database",
-    "Device",
-    "Epilogue",
-    "Problem",
-    "TunegemmError",
-    "linear",
-    "matmul",
-    "record",
-    "tune",
-]
+    "Candidate", "Database", "Device", "Epilogue", "Problem", "TunegemmError", "addmm", "bmm", "disable",
+    "enable", "linear", "matmul", "patch", "record", "tune", "unpatch",
+]  # fmt: skip
 
 
 def room(path: Path, package: Path = PACKAGE) -> str:
