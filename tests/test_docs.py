@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.processes import environment
+
 ROOT = Path(__file__).parent.parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT = environment()
 GENERATOR = ROOT / "docs" / "generate.py"
 
 
