@@ -78,7 +78,7 @@ def pack(
     """
     left_out: Counter[str] = Counter()
     toolchain = {name: package_version(package) for name, package in _COMPILERS.items()}
-    chosen = []
+    usable = []
     for record in _distinct(records):
         family = record.candidate.family
         judgement = judge(
@@ -91,29 +91,15 @@ def pack(
             source_here=kernel_source_hash(family),
         )
         if judgement.usable:
-            chosen.append(record)
+            usable.append(record)
         else:
             left_out[judgement.reason] += 1
-    store = ArtifactStore()
-    keys = {record: _key(record) for record in chosen}
-    found = {_name(key): store.find(key) for key in keys.values() if key}
-    missing = [record for record, key in keys.items() if key and found[_name(key)] is None]
-    if missing and not compile_missing:
-        raise PackError(
-            f"{len(missing)} of {len(chosen)} kernels are not in {store.root}, first that of "
-            f"{missing[0].problem}; leave out --no-compile, or tune again"
-        )
-    compiled = 0
-    if missing:
-        with CompilePool(store, workers=workers) as pool:
-            futures = {record: pool.submit(record.candidate.family, keys[record]) for record in missing}
-            for record, future in futures.items():
-                result = future.result()
-                found[_name(keys[record])] = result.artifact
-                if result.artifact is None:
-                    left_out[f"{record.label}: {result.failure}"] += 1
-            compiled = pool.compiled
-    chosen = [record for record in chosen if not keys[record] or found[_name(keys[record])] is not None]
+    keys = {record: _key(record) for record in usable}
+    found = provide(usable, compile_missing=compile_missing, workers=workers)
+    left_out.update(
+        f"{record.label}: {found.failures[record]}" for record in usable if record in found.failures
+    )
+    chosen = [record for record in usable if record not in found.failures]
     if not chosen:
         why = "; ".join(left_out) or "none was given"
         raise PackError(f"no record to pack ({why}); see `tunegemm db layers` and `tunegemm leaderboard`")
@@ -121,14 +107,52 @@ def pack(
         staged = ArtifactStore(folder)
         objects = {_name(keys[record]): keys[record] for record in chosen if keys[record]}
         for name, key in objects.items():
-            _copy(staged, key, found[name])
+            _copy(staged, key, found.artifacts[name])
         write_records(chosen, Path(folder, "records"))
         fingerprints = sorted({record.fingerprint for record in chosen}, key=lambda one: one.digest)
         digest = packs.write(
             Path(folder), out, toolchain=toolchain, fingerprints=[one.asdict() for one in fingerprints]
         )
     gpus = tuple(sorted({record.fingerprint.device_name for record in chosen}))
-    return Packed(out, digest, len(chosen), gpus, len(objects), compiled, left_out)
+    return Packed(out, digest, len(chosen), gpus, len(objects), found.compiled, left_out)
+
+
+@dataclass(frozen=True)
+class Provided:
+    """The objects of some records."""
+
+    artifacts: Mapping[tuple[tuple[str, object], ...], Artifact]
+    """By the items of their kernel keys."""
+    failures: Mapping[Record, str]
+    """Why a record's kernel could not be compiled."""
+    compiled: int
+
+
+def provide(
+    records: Iterable[Record], *, compile_missing: bool = True, workers: int | None = None
+) -> Provided:
+    """The objects of records, from the user's store, where those that are missing are compiled first.
+
+    Raises PackError when one is missing and may not be compiled.
+    """
+    store = ArtifactStore()
+    keys = {record: key for record in records if (key := _key(record))}
+    missing = {record: key for record, key in keys.items() if store.find(key) is None}
+    failures: dict[Record, str] = {}
+    compiled = 0
+    if missing and not compile_missing:
+        raise PackError(
+            f"{len(missing)} of {len(keys)} kernels are not in {store.root}, first that of "
+            f"{next(iter(missing)).problem}; leave out --no-compile, or tune again"
+        )
+    if missing:
+        with CompilePool(store, workers=workers) as pool:
+            futures = {record: pool.submit(record.candidate.family, key) for record, key in missing.items()}
+            results = {record: future.result() for record, future in futures.items()}
+            failures = {record: result.failure for record, result in results.items() if not result.artifact}
+            compiled = pool.compiled
+    found = {_name(key): store.find(key) for record, key in keys.items() if record not in failures}
+    return Provided({name: one for name, one in found.items() if one is not None}, failures, compiled)
 
 
 def contents(pack: packs.Pack) -> tuple[list[Record], list[str]]:
@@ -175,9 +199,8 @@ def _name(key: Key) -> tuple[tuple[str, object], ...]:
     return tuple(sorted(key.items()))
 
 
-def _copy(staged: ArtifactStore, key: Key, artifact: Artifact | None) -> None:
+def _copy(staged: ArtifactStore, key: Key, artifact: Artifact) -> None:
     """Into a pack: the same bytes for the same kernel, so without the time that its compilation took."""
-    assert artifact is not None
     scratch = staged.scratch()
     scratch.write_bytes(artifact.path.read_bytes())
     staged.add(key, scratch, dataclasses.replace(artifact.resources, compile_seconds=0.0))
