@@ -4,9 +4,10 @@
     python -m benchmarks.decode --tune 16,64,128,256     # first tunes these M where they are not settled
     python -m benchmarks.decode --step 16 --shapes 6144x4096
 
-A server that batches what comes meets each of these M. What `tunegemm.matmul` makes of a problem (a hit, a near hit, or torch's) stands in its row. Every M is one
-interleave of CUDA graphs; one where tunegemm seems slower by more than 1 % is timed again for longer, and the
-second result is kept, whatever it is. Writes results/GPU/decode.json after each projection.
+A server that batches what comes meets each of these M. What `tunegemm.matmul` makes of a problem (a hit, a
+near hit, or torch's) stands in its row. Every M is one interleave of CUDA graphs; one where tunegemm seems
+slower by more than 1 % is timed again for longer, and the second result is kept, whatever it is. Writes
+results/GPU/decode.json after each projection.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def measure(wanted: Sequence[Problem], device: Device, backend: Backend, rounds:
     def theirs(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(a, b, out=out)
 
-    snapshot, rows = read_snapshot(), []
+    snapshot = read_snapshot()
+    rows: list[dict[str, Any]] = []
     for problem in wanted:
         selection = select(snapshot, problem, device)
         with warnings.catch_warnings():

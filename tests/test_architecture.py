@@ -17,12 +17,23 @@ PACKAGE = Path(tunegemm.__file__).parent
 
 #: A module imports only from modules to its left.
 ORDER = (
-    "errors", "resources", "problem", "workload", "device", "space", "feasibility", "outcome", "model",
-    "families", "artifacts", "packs", "compile", "measure", "search", "database", "packing", "tuning",
-    "spending", "verify", "fleet", "dispatch", "report", "cli",
+    "errors", "resources", "epilogue", "problem", "workload", "device", "space", "feasibility", "outcome",
+    "model", "families", "artifacts", "packs", "compile", "measure", "search", "database", "packing",
+    "tuning", "spending", "verify", "fleet", "dispatch", "report", "cli",
 )  # fmt: skip
 
-PUBLIC = ["Candidate", "Database", "Device", "Problem", "TunegemmError", "linear", "matmul", "record", "tune"]
+PUBLIC = [
+    "Candidate",
+    "Database",
+    "Device",
+    "Epilogue",
+    "Problem",
+    "TunegemmError",
+    "linear",
+    "matmul",
+    "record",
+    "tune",
+]
 
 
 def room(path: Path, package: Path = PACKAGE) -> str:

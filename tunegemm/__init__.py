@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tunegemm.device import Device
     from tunegemm.dispatch import linear, matmul
     from tunegemm.dispatch.recording import record
+    from tunegemm.epilogue import Epilogue
     from tunegemm.errors import TunegemmError
     from tunegemm.problem import Problem
     from tunegemm.space import Candidate
@@ -24,6 +25,7 @@ __all__ = [
     "Candidate",
     "Database",
     "Device",
+    "Epilogue",
     "Problem",
     "TunegemmError",
     "linear",
@@ -36,6 +38,7 @@ _HOMES = {
     "Candidate": "space",
     "Database": "database",
     "Device": "device",
+    "Epilogue": "epilogue",
     "Problem": "problem",
     "TunegemmError": "errors",
     "linear": "dispatch",
