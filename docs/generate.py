@@ -505,7 +505,8 @@ def decode(results: Path) -> str:
             ]
         )
     header = [
-        "N x K", "hits", "near hits", "torch's", "geometric mean", "of near hits", "slower by over 1 %", "worst",
+        "N x K", "hits", "near hits", "torch's", "geometric mean", "of near hits", "slower by over 1 %",
+        "worst",
     ]  # fmt: skip
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
 

@@ -92,7 +92,7 @@ def test_a_loaded_pack_serves_records_and_kernels(made: packing.Packed, home: Pa
     assert found is not None and found.layer == "pack"
     for one in RECORDS[:2]:
         key = families.get(one.candidate.family).kernel_key(one.problem, one.candidate, DEVICE)
-        artifact = packs.find_object(key)
+        artifact = packs.find(key)
         assert artifact is not None and artifact.path.is_relative_to(packs.user_folder())
         assert artifact.resources.registers > 0
     assert read_object(artifact.path.read_bytes())[1].startswith(b"\x7fELF")
@@ -113,8 +113,8 @@ def test_other_compilers_here_find_the_packs_objects(
     family = families.get("triton_tma")
     monkeypatch.setattr("tunegemm.families.triton_tma.package_version", lambda _: "")
     key = family.kernel_key(TRITON, RECORDS[1].candidate, DEVICE)
-    assert key["triton"] == "" and packs.find_object(key) is not None
-    assert packs.find_object({**key, "source": "another"}) is None
+    assert key["triton"] == "" and packs.find(key) is not None
+    assert packs.find({**key, "source": "another"}) is None
 
 
 _SERVE = """
@@ -129,7 +129,7 @@ sys.meta_path.insert(0, Block())
 from tunegemm import families
 from tunegemm.device import find_device
 from tunegemm.dispatch.snapshot import read_snapshot
-from tunegemm.packs import find_object
+from tunegemm import packs
 from tunegemm.problem import Problem
 snapshot, device = read_snapshot(), find_device("model:h200")
 assert not snapshot.warnings, snapshot.warnings
@@ -140,7 +140,7 @@ for shape in ("512x512x512", "768x512x512"):
     family = families.get(record.candidate.family)
     assert family.unavailable(launching=True) is None
     assert family.check(problem, record.candidate, device)
-    found[family.name] = find_object(family.kernel_key(problem, record.candidate, device)).path
+    found[family.name] = packs.find(family.kernel_key(problem, record.candidate, device)).path
 from tunegemm.families.cute_object import load_function
 assert callable(load_function(found["cute_sm90"]))
 print(sorted(found))
@@ -256,7 +256,7 @@ def test_a_kernel_altered_after_loading_is_refused(made: packing.Packed, home: P
         path.write_bytes(path.read_bytes()[:-1] + b"\1")
     key = families.get("cute_sm90").kernel_key(CUTE, RECORDS[0].candidate, DEVICE)
     with pytest.raises(ArtifactError, match="its bytes changed"):
-        packs.find_object(key)
+        packs.find(key)
 
 
 def test_installing_at_once_gives_one(made: packing.Packed, home: Path) -> None:

@@ -96,7 +96,7 @@ def loaded(warnings: list[str]) -> list[Pack]:
     return list({pack.name: pack for pack in found}.values())
 
 
-def find_object(key: Key) -> Artifact | None:
+def find(key: Key) -> Artifact | None:
     """The object of a kernel key in the user's store, or else in a pack. Raises as `ArtifactStore.find`."""
     found = ArtifactStore().find(key)
     return found or next((found for pack in loaded([]) if (found := pack.find(key)) is not None), None)

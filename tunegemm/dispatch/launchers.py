@@ -60,9 +60,9 @@ def prepare(record: Record, device: Device) -> Prepared:
         raise ArtifactError(f"its record cannot run here: {verdict}")
     path = None
     if family.compiled:
-        from tunegemm.packs import find_object
+        from tunegemm import packs
 
-        artifact = find_object(family.kernel_key(problem, candidate, device))
+        artifact = packs.find(family.kernel_key(problem, candidate, device))
         if artifact is None:
             raise ArtifactError("its compiled kernel is not in the object store")
         path = artifact.path
