@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import random
 import resource
 import subprocess
 import sys
@@ -198,21 +199,23 @@ def link(entries: Entries) -> None:
     ("change", "named"),
     [
         (edited(1, lambda content: content[:-1] + b"\0"), r"entry objects/\w\w/\w+\.json was changed"),
-        (edited(2, lambda content: content + b" "), r"entry objects/\w\w/\w+\.o was changed"),
-        (edited(-1, lambda content: content.replace(b"512", b"513")), r"entry records/NVIDIA-H200\.json was"),
+        (edited(2, lambda content: content + b" "), r"entry objects/\w\w/\w+\.o is missing or was changed"),
+        (edited(-2, lambda content: content.replace(b"512", b"513")), r"entry records/NVIDIA-H200\.json was"),
         (lambda entries: entries.pop(3), r"entry objects/\w\w/\w+\.json is missing"),
-        (lambda entries: entries.append(entries[-1]), r"entry 'records/NVIDIA-H200\.json' is not in its man"),
-        (lambda entries: entries.reverse(), "entry manifest.json is not its first"),
-        (
-            lambda entries: setattr(entries[0][0], "name", "../evil.json"),
-            "entry manifest.json is not its first",
-        ),
+        (lambda entries: entries.append(entries[-2]), r"holds more than manifest\.json lists"),
+        (lambda entries: entries.pop(), r"manifest\.json was changed, or the end is missing"),
+        (manifest(lambda data: data.update(tunegemm="9")), r"manifest\.json was changed"),
+        (lambda entries: entries.reverse(), "not a pack, or packed anew"),
+        (lambda entries: setattr(entries[0][0], "name", "../evil.json"), "not a pack, or packed anew"),
+        (lambda entries: setattr(entries[0][0], "mtime", 1), "not a pack, or packed anew"),
         (manifest(lambda data: data.update(format="tunegemm-pack/2")), "'tunegemm-pack/2'; this tunegemm re"),
         (manifest(lambda data: data.pop("toolchain")), r"manifest.json cannot be read \('toolchain'\)"),
         (manifest(lambda data: data["entries"].append(data["entries"][0])), "an entry twice"),
-        (manifest(lambda data: data["entries"][0].update(bytes=3)), r"json was changed"),
+        (manifest(lambda data: data["entries"][0].update(bytes=3)), r"\.json is missing or was changed"),
+        (manifest(lambda data: data["entries"][0].update(bytes=-1)), r"\.json of -1 B; at most"),
+        (manifest(lambda data: data["entries"][0].update(bytes=1 << 40)), r"\.json of 1099511627776 B"),
         (outside, r"entry 'objects/\.\./\.\./evil\.json' is no record and no object"),
-        (link, "is no plain file"),
+        (link, r"\.json is missing or was changed"),
     ],
 )
 def test_an_edited_pack_is_refused(
@@ -226,7 +229,7 @@ def test_an_edited_pack_is_refused(
 
 
 def test_a_cut_pack_is_refused(made: packing.Packed, home: Path) -> None:
-    """Wherever it is cut, the entry that is not whole is named; only the padding behind the last may go."""
+    """Wherever it is cut, the entry that is not whole is named."""
     content = made.path.read_bytes()
     with tarfile.open(made.path) as tar:
         members = tar.getmembers()
@@ -240,13 +243,30 @@ def test_a_cut_pack_is_refused(made: packing.Packed, home: Path) -> None:
         ):
             cut.write_bytes(content[:end])
             words = (
-                r"not a pack" if end < members[0].offset_data else rf"(within|entry) {member.name}|cannot be"
+                r"not a pack"
+                if end < members[0].offset_data
+                else rf"(within|entry) {member.name}|the end is missing"
             )
             with pytest.raises(PackError, match=words):
                 packs.install(cut)
     cut.write_bytes(b"no tar at all" * 100)
     with pytest.raises(PackError, match="not a pack"):
         packs.install(cut)
+    assert list(packs.user_folder().iterdir()) == []
+
+
+def test_any_changed_byte_is_found(made: packing.Packed, home: Path) -> None:
+    content, generator, bad = made.path.read_bytes(), random.Random(0), home / "bad.pack"
+    with tarfile.open(made.path) as tar:
+        headers = [member.offset for member in tar]
+    for number in range(300):
+        changed = bytearray(content)
+        place = generator.choice(headers) + generator.randrange(512) if number % 2 else None
+        place = generator.randrange(len(content)) if place is None else place
+        changed[place] ^= 1 << generator.randrange(8)
+        bad.write_bytes(changed)
+        with pytest.raises(PackError):
+            packs.install(bad)
     assert list(packs.user_folder().iterdir()) == []
 
 

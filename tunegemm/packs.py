@@ -1,10 +1,11 @@
 """Packs: tuned records and their compiled kernels in one file, for hosts that compile and tune nothing.
 
-A pack is an uncompressed tar of `manifest.json` and then exactly the entries that it lists, in its order,
-each with its size and SHA-256: ``records/GPU.json`` as in db/records, ``objects/ab/cdef.o`` and ``.json`` as
-in the object store. Unpacked it is a folder of the same layout, so that a kernel passes the checks of
-`ArtifactStore` whenever it is loaded. Not compressed: the same records give the same bytes everywhere, no
-entry can grow while it is read, and the entry at which a file is cut or edited can be named.
+A pack is an uncompressed tar of `manifest.json`, then exactly the entries that it lists, in its order, each
+with its size and SHA-256 (``records/GPU.json`` as in db/records, ``objects/ab/cdef.o`` and ``.json`` as in
+the object store), and the manifest's own SHA-256. Unpacked it is a folder of the same layout, so that a
+kernel passes the checks of `ArtifactStore` whenever it is loaded. Not compressed: the same records give the
+same bytes everywhere, no entry can grow while it is read, and the entry at which a file is cut or edited can
+be named.
 
 The hashes tell of damage, not of malice: objects are native code, and whoever makes a pack is trusted as the
 author of a package is. `install` takes the SHA-256 of the whole file for those who fetch it from elsewhere.
@@ -15,13 +16,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import os
 import re
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -31,7 +32,7 @@ from tunegemm.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.errors import PackError
 
 FORMAT = "tunegemm-pack/1"
-_MANIFEST = "manifest.json"
+_MANIFEST, _CLOSING = "manifest.json", "manifest.sha256"
 _ENTRY = re.compile(
     r"records/[A-Za-z0-9][A-Za-z0-9.-]{0,120}\.json|objects/[0-9a-f]{2}/[0-9a-f]{62}\.(o|json)"
 )
@@ -154,6 +155,8 @@ def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     contents = {name: (folder / name).read_bytes() for name in names}
+    if large := [name for name, content in contents.items() if len(content) > _LARGEST_BYTES]:
+        raise PackError(f"{out}: entry {large[0]} has over {_LARGEST_BYTES} B; pack fewer records at a time")
     manifest = {
         "format": FORMAT,
         "tunegemm": tunegemm.__version__,
@@ -165,20 +168,20 @@ def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints
         ],
     }
     text = json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary = out.parent / f".{out.name}.{os.getpid()}"
     try:
         with temporary.open("wb") as stream:
-            with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-                for name, content in ((_MANIFEST, text), *contents.items()):
-                    header = tarfile.TarInfo(name)  # of no time and nobody: the same bytes each time
-                    header.size, header.mode = len(content), 0o644
-                    tar.addfile(header, io.BytesIO(content))
+            closing = hashlib.sha256(text).hexdigest().encode()
+            for name, content in ((_MANIFEST, text), *contents.items(), (_CLOSING, closing)):
+                stream.write(_header(name, len(content)) + content + bytes(-len(content) % tarfile.BLOCKSIZE))
+            stream.write(bytes(2 * tarfile.BLOCKSIZE))  # the end of a tar
             stream.flush()
             os.fsync(stream.fileno())
         digest = file_digest(temporary)
         temporary.replace(out)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise PackError(f"{out}: {error.strerror}; choose another --out") from None
     return digest
 
@@ -218,47 +221,53 @@ def _open(folder: Path) -> Pack:
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    """Write the verified entries of a pack into an empty folder."""
+    """Write the verified entries of a pack into an empty folder.
+
+    Headers are compared with those that `write` makes, not parsed: nothing in them can ask for another place,
+    a link or more memory than there are bytes.
+    """
     with file.open("rb") as stream:
-        try:
-            with tarfile.open(fileobj=stream, mode="r:") as tar:
-                members = _members(tar, file)
-                name, content = next(members)
-                if name != _MANIFEST:
-                    raise PackError(f"{file}: entry {_MANIFEST} is not its first; copy the pack again")
-                manifest = _parse(content, file)
-                _write(folder, _MANIFEST, content)
-                for entry in manifest["entries"]:
-                    name, content = next(members, ("", b""))
-                    if name != entry["name"]:
-                        raise PackError(f"{file}: entry {entry['name']} is missing; copy the pack again")
-                    if (len(content), hashlib.sha256(content).hexdigest()) != (
-                        entry["bytes"],
-                        entry["sha256"],
-                    ):
-                        raise PackError(f"{file}: entry {name} was changed since; copy the pack again")
-                    _write(folder, name, content)
-                if extra := next(members, None):
-                    raise PackError(f"{file}: entry {extra[0]!r} is not in its manifest; copy the pack again")
-        except (tarfile.TarError, StopIteration):
+        header = stream.read(tarfile.BLOCKSIZE)
+        digits = header[124:135]
+        num_bytes = int(digits, 8) if re.fullmatch(rb"[0-7]{11}", digits) else 0
+        if header != _header(_MANIFEST, num_bytes) or num_bytes > _LARGEST_BYTES:
+            raise PackError(f"{file}: not a pack, or packed anew; give what `tunegemm pack` made")
+        text = _content(stream, file, _MANIFEST, num_bytes)
+        manifest = _parse(text, file)
+        _write(folder, _MANIFEST, text)
+        for entry in manifest["entries"]:
+            name, num_bytes = entry["name"], entry["bytes"]
+            if stream.read(tarfile.BLOCKSIZE) != _header(name, num_bytes):
+                raise PackError(f"{file}: entry {name} is missing or was changed; copy the pack again")
+            content = _content(stream, file, name, num_bytes)
+            if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+                raise PackError(f"{file}: entry {name} was changed; copy the pack again")
+            _write(folder, name, content)
+        closing = hashlib.sha256(text).hexdigest().encode()
+        if stream.read(tarfile.BLOCKSIZE) != _header(_CLOSING, len(closing)) or closing != _content(
+            stream, file, _CLOSING, len(closing)
+        ):
             raise PackError(
-                f"{file}: not a pack, or cut at its start; give what `tunegemm pack` made"
-            ) from None
+                f"{file}: entry {_MANIFEST} was changed, or the end is missing; copy the pack again"
+            )
+        if stream.read(2 * tarfile.BLOCKSIZE).strip(b"\0") or stream.read(1):
+            raise PackError(f"{file}: holds more than {_MANIFEST} lists; copy the pack again")
 
 
-def _members(tar: tarfile.TarFile, file: Path) -> Iterator[tuple[str, bytes]]:
-    for member in tar:
-        if member.type != tarfile.REGTYPE or member.sparse is not None:
-            raise PackError(f"{file}: entry {member.name!r} is no plain file; a pack has no others")
-        if member.size > _LARGEST_BYTES:
-            raise PackError(f"{file}: entry {member.name!r} has {member.size} B, more than {_LARGEST_BYTES}")
-        try:
-            stream: IO[bytes] | None = tar.extractfile(member)
-            assert stream is not None
-            content = stream.read()
-        except tarfile.ReadError:
-            raise PackError(f"{file}: cut within entry {member.name}; copy the pack again") from None
-        yield member.name, content
+def _header(name: str, num_bytes: int) -> bytes:
+    """The tar header of an entry: of no time and nobody, so the same each time."""
+    header = tarfile.TarInfo(name)
+    header.size, header.mode = num_bytes, 0o644
+    return header.tobuf(tarfile.USTAR_FORMAT)
+
+
+def _content(stream: IO[bytes], file: Path, name: str, num_bytes: int) -> bytes:
+    content = stream.read(num_bytes)
+    if len(content) < num_bytes:
+        raise PackError(f"{file}: cut within entry {name}; copy the pack again")
+    if stream.read(-num_bytes % tarfile.BLOCKSIZE).strip(b"\0"):
+        raise PackError(f"{file}: something lies behind entry {name}; copy the pack again")
+    return content
 
 
 def _parse(content: bytes, where: Path) -> dict[str, Any]:
@@ -271,8 +280,15 @@ def _parse(content: bytes, where: Path) -> dict[str, Any]:
         if bad := [name for name in names if not _ENTRY.fullmatch(name)]:
             raise PackError(f"{where}: entry {bad[0]!r} is no record and no object; a pack has no others")
         texts = [manifest["tunegemm"], *manifest["toolchain"], *manifest["toolchain"].values()]
-        if len({*names}) != len(names) or not all(isinstance(text, str) for text in texts):
-            raise ValueError("an entry twice, or a version that is no text")
+        sizes = {entry["name"]: entry["bytes"] for entry in manifest["entries"]}
+        texts += [entry["sha256"] for entry in manifest["entries"]]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a version or hash that is no text")
+        if len(sizes) != len(names):
+            raise ValueError("an entry twice")
+        for name, size in sizes.items():
+            if type(size) is not int or not 0 <= size <= _LARGEST_BYTES:
+                raise ValueError(f"{name} of {size} B; at most {_LARGEST_BYTES}")
         return dict(manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
