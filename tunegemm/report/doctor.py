@@ -41,7 +41,7 @@ class Check:
 
 
 def examine(database: str | None = None) -> list[Check]:
-    """Every check, in the order in which things depend on each other. Changes nothing."""
+    """Every check, in the order in which things depend on each other. Changes nothing (unpacks TUNEGEMM_PACK)."""
     return [
         Check("tunegemm", "ok", f"{tunegemm.__version__} on Python {platform.python_version()}"),
         _packages(),
