@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tunegemm.dispatch.dispatcher as module
+from tests.processes import compile_workers
 from tunegemm.database import Database
 from tunegemm.device import find_device
 from tunegemm.dispatch import api, linear, matmul, refresh
@@ -48,7 +49,10 @@ def tuned() -> frozenset[Problem]:
     """Problems whose record is one of our own kernels: the library is left out, so that no tie goes to it."""
     device = find_device("cuda:0")
     done = set()
-    with Database.open() as database, Tuner(device, database, families=["cute_sm90"]) as tuner:
+    with (
+        Database.open() as database,
+        Tuner(device, database, families=["cute_sm90"], workers=compile_workers()) as tuner,
+    ):
         for problem in PROBLEMS:
             if tuner.tune(problem, trials=6).best is not None:
                 done.add(problem)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tunegemm
+from tests.processes import environment
 from tests.test_database import DEVICE, KERNEL, PROBLEM, measurement
 from tunegemm import families
 from tunegemm.artifacts import ArtifactStore
@@ -196,7 +197,7 @@ class TestImports:
         arguments = ["db", "import", str(tmp_path / "rows.json"), "--db", str(tmp_path / "ours.sqlite")]
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments],
-            capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
+            capture_output=True, text=True, env=environment(),
         )  # fmt: skip
         assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
 

@@ -181,6 +181,7 @@ def layers_command() -> None:
     """List the layers that dispatch reads, the widest first, and their records."""
     from collections import Counter
 
+    from tunegemm import packs
     from tunegemm.database.layers import project_location, read_records, user_location
     from tunegemm.resources import data_path
 
@@ -188,6 +189,7 @@ def layers_command() -> None:
     counts = Counter(record.layer for record in records)
     places = {
         "system": data_path("db", "records"),
+        "pack": ", ".join(str(pack.folder) for pack in packs.loaded([])) or "none: see `tunegemm load`",
         "user": user_location(),
         "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite in this folder",
     }

@@ -44,7 +44,7 @@ class CuteSm90(Generator):
 
     limited_launch = ("split_k",)
     extent_rules = frozenset({"cluster_fits", "swap_fits", "split_fits"})
-    packages = (("cutlass", "nvidia-cutlass-dsl"),)
+    packages = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi"))
     config = KernelConfig
     rules = RULES
     fuses = True
