@@ -41,7 +41,9 @@ class Check:
 
 
 def examine(database: str | None = None) -> list[Check]:
-    """Every check, in the order in which things depend on each other. Changes nothing (unpacks TUNEGEMM_PACK)."""
+    """Every check, in the order in which things depend on each other. Changes nothing, but for unpacking
+    TUNEGEMM_PACK.
+    """
     return [
         Check("tunegemm", "ok", f"{tunegemm.__version__} on Python {platform.python_version()}"),
         _packages(),
