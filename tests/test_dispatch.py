@@ -676,7 +676,7 @@ def test_records_of_a_real_database_are_dispatched(monkeypatch, tmp_path, device
         assert torch.equal(quietly(dispatcher.matmul, a[:m], b), torch.matmul(a[:m], b))
         assert len(kernel.calls) == hits
     with pytest.warns(TunegemmWarning, match="no record"):
-        dispatcher.matmul(a[:8], b)
+        dispatcher.matmul(*operands(8, 480))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no database" * 100])

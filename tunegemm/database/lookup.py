@@ -55,6 +55,10 @@ class Lookup:
     def __len__(self) -> int:
         return sum(map(len, self._records.values()))
 
+    def problems(self) -> list[tuple[Any, ...]]:
+        """The fields of every problem that has a record."""
+        return [fields for fields, key in self._keys.items() if key in self._records]
+
     def find(self, problem: Problem) -> list[Found]:
         """The problem's records under all fingerprints. One that cannot be read is left out and logged."""
         found = []

@@ -8,11 +8,10 @@ read or loaded while the current stream records a CUDA graph: a product without 
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,11 @@ from torch.autograd import forward_ad
 
 from tunegemm.device import Device, find_device
 from tunegemm.dispatch.launchers import Prepared, prepare
+from tunegemm.dispatch.modes import Mode, begin_recording, read_mode
+from tunegemm.dispatch.online import OnlineTuning
 from tunegemm.dispatch.operands import ALIGNMENT, Refusal, describe
+from tunegemm.dispatch.policy import FASTEST, Policy
+from tunegemm.dispatch.selection import Rival, read_rivals, select
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
 from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
 from tunegemm.families import Launcher
@@ -65,14 +68,17 @@ class Plan:
 
 
 class _State:
-    """What is read from disk and made of it; replaced as a whole by `Dispatcher.refresh`."""
+    """What is read from disk and made of it under one policy; replaced as a whole by `Dispatcher.refresh`."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy = FASTEST, snapshot: Snapshot | None = None) -> None:
+        self.policy = policy
         self.plans: dict[tuple[Any, ...], Plan | None] = {}
-        self.snapshot: Snapshot | None = None
+        self.snapshot = snapshot
         self.devices: dict[int, Device | None] = {}
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
         self.warned: set[str] = set()
+        self.untuned: tuple[Problem, Device] | None = None
+        """What the plan that is being made would gain from tuning online."""
 
 
 class Dispatcher:
@@ -85,20 +91,36 @@ class Dispatcher:
         read: Callable[[], Snapshot] = read_snapshot,
         find: Callable[[str], Device] = find_device,
         prepare: Callable[[Record, Device], Prepared] = prepare,
+        rivals: Callable[[Problem], Sequence[Rival]] = read_rivals,
+        online: OnlineTuning | None = None,
     ) -> None:
-        """The arguments say where records, devices and launchers come from."""
+        """The arguments say where records, devices and launchers come from, and who tunes online."""
         self._device_type = device_type
         self._read = read
         self._find = find
         self._prepare = prepare
         self._lock = threading.RLock()
+        self._rivals = rivals
+        self._online = online or OnlineTuning()
         self._state = _State()
-        self._enabled: bool | None = None
+        self._others: dict[Policy, _State] = {}
+        """Of policies that were left: plans are kept for when one comes back."""
+        self._mode: Mode | None = None
 
     def refresh(self) -> None:
         """Forget all plans; the database is read again on the next call."""
         with self._lock:
-            self._state = _State()
+            self._others.clear()
+            self._state = _State(self._state.policy)
+
+    def use(self, policy: Policy) -> Policy:
+        """Serve by this policy from now on; the one before is returned. A policy has plans of its own."""
+        with self._lock:
+            before = self._state
+            if policy != before.policy:
+                self._others[before.policy] = before
+                self._state = self._others.pop(policy, None) or _State(policy, before.snapshot)
+            return before.policy
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """See `tunegemm.matmul`."""
@@ -179,9 +201,8 @@ class Dispatcher:
         name: str,
     ) -> Plan | None:
         """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded."""
-        if self._enabled is None:
-            self._enabled = self._read_mode()
-        if not self._enabled or _capturing(a.device):
+        mode = self._mode or self._begin()
+        if mode in ("off", "record") or _capturing(a.device):
             return None
         with self._lock:
             if key in state.plans:
@@ -191,7 +212,20 @@ class Dispatcher:
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
             state.plans[key] = plan
+            untuned, state.untuned = state.untuned, None
+        if untuned is None or mode != "online":
             return plan
+        # Outside the lock: other threads go on meanwhile, with this key, too.
+        tuned = self._online.attempt(*untuned)
+        if self._online.warning:
+            self._warn(state, self._online.warning)
+        if not tuned:
+            return plan
+        with self._lock:
+            state.snapshot = self._snapshot(state, name)
+            state.prepared.clear()
+            state.plans.clear()
+        return self._plan(state, key, a, b, out, name)
 
     def _make_plan(
         self, state: _State, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, name: str
@@ -245,20 +279,29 @@ class Dispatcher:
             return None
         if state.snapshot is None:
             state.snapshot = self._snapshot(state, name)
-        record = state.snapshot.find(problem, known.fingerprint)
-        if record is None:
-            why = state.snapshot.why_not(problem, known.fingerprint)
-        else:
+        selection = select(
+            state.snapshot,
+            problem,
+            known,
+            near=self._mode != "exact",
+            policy=state.policy,
+            rivals=self._rivals,
+        )
+        if selection.outcome != "hit":
+            state.untuned = problem, known
+        why = selection.why
+        for record in selection.options:
             try:
                 with torch.cuda.device(index) if self._device_type == "cuda" else nullcontext():
-                    return self._prepare(record, known)
+                    return self._prepare(record, state.policy.device(known))
             except (TunegemmError, ValueError, RuntimeError) as error:
                 why = _one_line(error)
-        self._warn(
-            state,
-            f"{problem} on {known.name}: {why}; tunegemm.{name} leaves it to torch. "
-            f"Tune it with: {tune_command(problem)}",
-        )
+        if selection.options or selection.advises_tuning:
+            self._warn(
+                state,
+                f"{problem} on {known.name}: {why}; tunegemm.{name} leaves it to torch. "
+                f"Tune it with: {tune_command(problem)}",
+            )
         return None
 
     def _device(self, state: _State, index: int, name: str) -> Device | None:
@@ -291,13 +334,14 @@ class Dispatcher:
             f"the tuned kernel for {key[0]} x {key[1]} failed to launch ({_one_line(error)}); left to torch",
         )
 
-    def _read_mode(self) -> bool:
-        mode = os.environ.get("TUNEGEMM_MODE", "")
-        if mode not in ("", "off"):
-            self._warn(
-                self._state, f"TUNEGEMM_MODE={mode!r} is not known and has no effect; use 'off' or unset it"
-            )
-        return mode != "off"
+    def _begin(self) -> Mode:
+        """Read the mode on the first product."""
+        with self._lock:
+            if self._mode is None:
+                self._mode = read_mode(lambda message: self._warn(self._state, message))
+                if self._mode == "record":
+                    begin_recording()
+        return self._mode
 
     def _warn(self, state: _State, message: str) -> None:
         if message not in state.warned:

@@ -8,6 +8,7 @@ is below autograd, autocast, functorch and torch.compile, so that nothing is tra
 
 from __future__ import annotations
 
+import atexit
 import os
 import statistics
 import sys
@@ -174,6 +175,27 @@ def record_process(folder: str) -> None:
     recording.__enter__()
     os.register_at_fork(after_in_child=writer.forked)
     writer.start()
+
+
+def record_until_exit(path: Path) -> None:
+    """Record this process, not its forked children, into a file that is written and named when it ends."""
+    recording = Recording(path)
+    recording.__enter__()
+
+    def finish() -> None:
+        try:
+            recording.__exit__()
+        except WorkloadError as error:
+            print(f"tunegemm: {error}", file=sys.stderr)
+            return
+        if os.getpid() == recording._pid:
+            print(
+                f"tunegemm: {len(recording.products)} products in {path}. "
+                f"Tune them: tunegemm tune --from {path}",
+                file=sys.stderr,
+            )
+
+    atexit.register(finish)
 
 
 class _Writer:

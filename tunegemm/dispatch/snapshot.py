@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, replace
+from functools import cached_property
+from typing import Any, Protocol
 
 from tunegemm.database.layers import NARROWNESS
 from tunegemm.database.lookup import Lookup
@@ -56,6 +60,34 @@ class Snapshot:
 
     def __len__(self) -> int:
         return sum(map(len, self._records.values())) + sum(map(len, self._lookups))
+
+    @cached_property
+    def _extents(self) -> dict[tuple[Any, ...], dict[tuple[int, int], set[int]]]:
+        """Per kind of problem, which is all but its extents, and per n and k the recorded m.
+
+        Made for the first near hit, since a program whose shapes are all recorded never asks: 10,000 records
+        take some 10 ms.
+        """
+        found: dict[tuple[Any, ...], dict[tuple[int, int], set[int]]] = {}
+        rows = itertools.chain(map(astuple, self._records), *(lookup.problems() for lookup in self._lookups))
+        for m, n, k, *kind in rows:
+            found.setdefault(tuple(kind), {}).setdefault((n, k), set()).add(m)
+        return found
+
+    def extents(self, problem: Problem) -> frozenset[int]:
+        """The recorded m of problems that differ from this one in m at most."""
+        _, n, k, *kind = astuple(problem)
+        return frozenset(self._extents.get(tuple(kind), {}).get((n, k), ()))
+
+    def around(self, problem: Problem, doublings: float) -> Iterator[tuple[float, Problem]]:
+        """The recorded problems of the same kind whose m, n and k are so many doublings away together."""
+        _, n, k, *kind = astuple(problem)
+        for (other_n, other_k), extents in self._extents.get(tuple(kind), {}).items():
+            apart = abs(math.log2(other_n / n)) + abs(math.log2(other_k / k))
+            if apart <= doublings:
+                for m in extents:
+                    if (distance := apart + abs(math.log2(m / problem.m))) <= doublings:
+                        yield distance, replace(problem, m=m, n=other_n, k=other_k)
 
     def judged(self, problem: Problem, fingerprint: Fingerprint) -> list[tuple[Judgement, Record]]:
         """The problem's records and what each is worth on a device of that fingerprint, best first.
