@@ -22,7 +22,10 @@ ORDER = (
     "fleet", "dispatch", "report", "cli",
 )  # fmt: skip
 
-PUBLIC = ["Candidate", "Database", "Device", "Problem", "TunegemmError", "linear", "matmul", "record", "tune"]
+PUBLIC = [
+    "Candidate", "Database", "Device", "Problem", "TunegemmError", "explain", "linear", "matmul", "policy",
+    "record", "tune",
+]  # fmt: skip
 
 
 def room(path: Path, package: Path = PACKAGE) -> str:

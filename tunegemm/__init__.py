@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunegemm.database import Database
     from tunegemm.device import Device
-    from tunegemm.dispatch import linear, matmul
+    from tunegemm.dispatch import linear, matmul, policy
     from tunegemm.dispatch.recording import record
     from tunegemm.errors import TunegemmError
     from tunegemm.problem import Problem
+    from tunegemm.report.explain import explain
     from tunegemm.space import Candidate
     from tunegemm.tuning import tune
 
@@ -26,8 +27,10 @@ __all__ = [
     "Device",
     "Problem",
     "TunegemmError",
+    "explain",
     "linear",
     "matmul",
+    "policy",
     "record",
     "tune",
 ]
@@ -38,8 +41,10 @@ _HOMES = {
     "Device": "device",
     "Problem": "problem",
     "TunegemmError": "errors",
+    "explain": "report.explain",
     "linear": "dispatch",
     "matmul": "dispatch",
+    "policy": "dispatch",
     "record": "dispatch.recording",
     "tune": "tuning",
 }

@@ -21,10 +21,10 @@ from torch.autograd import forward_ad
 
 from tunegemm.device import Device, find_device
 from tunegemm.dispatch.launchers import Prepared, prepare
-from tunegemm.dispatch.modes import Mode, begin_recording, read_mode
+from tunegemm.dispatch.modes import Mode, begin_recording, read_mode, read_policy
 from tunegemm.dispatch.online import OnlineTuning
 from tunegemm.dispatch.operands import ALIGNMENT, Refusal, describe
-from tunegemm.dispatch.policy import FASTEST, Policy
+from tunegemm.dispatch.policies import FASTEST, Policy
 from tunegemm.dispatch.selection import Rival, read_rivals, select
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
 from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
@@ -113,13 +113,19 @@ class Dispatcher:
             self._others.clear()
             self._state = _State(self._state.policy)
 
+    @property
+    def policy(self) -> Policy:
+        """By which products are served now."""
+        return self._state.policy
+
     def use(self, policy: Policy) -> Policy:
         """Serve by this policy from now on; the one before is returned. A policy has plans of its own."""
         with self._lock:
             before = self._state
             if policy != before.policy:
                 self._others[before.policy] = before
-                self._state = self._others.pop(policy, None) or _State(policy, before.snapshot)
+                known = self._others.pop(policy, None)
+                self._state = _State(policy, before.snapshot) if known is None else known
             return before.policy
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
@@ -201,7 +207,10 @@ class Dispatcher:
         name: str,
     ) -> Plan | None:
         """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded."""
-        mode = self._mode or self._begin()
+        if self._mode is None:
+            self._begin()
+            state = self._state
+        mode = self._mode
         if mode in ("off", "record") or _capturing(a.device):
             return None
         with self._lock:
@@ -334,14 +343,19 @@ class Dispatcher:
             f"the tuned kernel for {key[0]} x {key[1]} failed to launch ({_one_line(error)}); left to torch",
         )
 
-    def _begin(self) -> Mode:
-        """Read the mode on the first product."""
+    def _begin(self) -> None:
+        """Read mode and policy on the first product."""
+
+        def warn(message: str) -> None:
+            self._warn(self._state, message)
+
         with self._lock:
             if self._mode is None:
-                self._mode = read_mode(lambda message: self._warn(self._state, message))
+                if self._state.policy == FASTEST:  # nobody chose another one meanwhile
+                    self.use(read_policy(warn))
+                self._mode = read_mode(warn)
                 if self._mode == "record":
                     begin_recording()
-        return self._mode
 
     def _warn(self, state: _State, message: str) -> None:
         if message not in state.warned:

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+from tunegemm.dispatch.policies import FASTEST, Policy, parse_policy
+from tunegemm.errors import PolicyError
+
 Mode = Literal["off", "exact", "near", "record", "online"]
 DEFAULT: Mode = "near"
 
@@ -28,6 +31,15 @@ def read_mode(warn: Callable[[str], None]) -> Mode:
         )
         return DEFAULT
     return cast(Mode, mode)
+
+
+def read_policy(warn: Callable[[str], None]) -> Policy:
+    """``TUNEGEMM_POLICY``, such as ``deterministic`` or ``fastest,max_sms=120``; a mistake is a warning."""
+    try:
+        return parse_policy(os.environ.get("TUNEGEMM_POLICY", ""))
+    except PolicyError as error:
+        warn(f"TUNEGEMM_POLICY: {error}; it has no effect")
+        return FASTEST
 
 
 def begin_recording() -> None:

@@ -2,23 +2,24 @@
 
 The question is never which kernel is good, but whether it surely does not lose to torch. Two things are known
 near a problem: the recorded ratios to torch.mm, and the model, whose microseconds rank and extrapolate. A
-recorded kernel is taken for another m where both agree:
+recorded kernel is taken for another problem where both agree:
 
-1. *Witnesses.* The records that may be used here and differ in m alone, the nearest below and above, when the
-   two are within a factor of 8; else the one of them that is within a factor of 2. Where neither is, the three
-   nearest records of any n and k, m x n x k within a factor of 4 together.
-2. *The margin* is 2 %, and 1 % more for each doubling of m between the two witnesses, or for each half of one to
-   a single witness. Witnesses of another n or k are asked for 10 %, and 2 % for each doubling to the farthest.
+1. *Witnesses.* The records that may be used here and differ in m alone, the nearest below and above, when
+   the two are within a factor of 8; else the one of them that is within a factor of 2. Where neither is, the
+   three nearest records of any n and k, m x n x k within a factor of 4 together.
+2. *The margin* is 2 %, and 1 % more for each doubling of m between the two witnesses, or for each half of a
+   doubling to a single one. Witnesses of another n or k are asked for 10 %, and 2 % for each doubling to the
+   farthest.
 3. *The recorded ratios.* A kernel of ours won at every witness, by no less than the margin. Where torch.mm or
    an algorithm of its library won, torch it is.
 4. *The model* carries the time of a witness's kernel and that of torch from there to here. Torch is taken at
    its best: as the fastest of the tiles that its library has, which it need not have chosen at the witness.
    What is expected, at most the least of the recorded ratios, must pass the margin, too.
 
-A row of one (m = 1) is only ever what was recorded: libraries have other kernels for it, matrix times vector.
-Launch parameters that depend on m are derived anew (`l2_hint`), or counted at load (`ctas`); the family's
-rules must accept the rest. Of several kernels the one is taken that is expected to gain most; of equals the one
-whose waves change least.
+A row of one (m = 1) is only ever what was recorded: libraries multiply matrix and vector by other kernels.
+Launch parameters that depend on m are derived anew (`l2_hint`) or counted at load (`ctas`); the family's
+rules must accept the rest. Of several kernels the one is taken that is expected to gain most; of equals the
+one whose waves change least. docs/decisions/0006 has the evidence.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from tunegemm.space import Candidate
 if TYPE_CHECKING:
     from tunegemm.dispatch.snapshot import Record, Snapshot
 
-#: Least gain over torch by witnesses of the same n and k, and what each doubling between them adds. Two sessions
-#: of one H200 disagree in the ratio of one kernel by 0.3 % (median of 39 shapes), at six of them by over 2 %
-#: (2026-11-21, db/records against benchmarks/results/h200/peers.json; `python -m benchmarks.near`).
+#: Least gain over torch by witnesses of the same n and k, and what each doubling between them adds. Two
+#: sessions of one H200 disagree in the ratio of one kernel by 0.3 % (median of 39 shapes), at six of them by
+#: over 2 % (2026-11-21, db/records and benchmarks/results/h200/peers.json; `python -m benchmarks.near`).
 MARGIN, MARGIN_PER_DOUBLING = 0.02, 0.01
 #: The same for witnesses of another n or k, to which the model's error adds.
 MARGIN_AFAR, MARGIN_AFAR_PER_DOUBLING = 0.10, 0.02
@@ -154,9 +155,7 @@ def _brackets(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Rec
     return tuple(side for side in sides if _doublings(side.problem.m, problem.m) <= MAX_REACH)[:1]
 
 
-def _nearest(
-    snapshot: Snapshot, problem: Problem, device: Device, extents: Sequence[int]
-) -> Record | None:
+def _nearest(snapshot: Snapshot, problem: Problem, device: Device, extents: Sequence[int]) -> Record | None:
     for m in extents:
         if (record := snapshot.find(replace(problem, m=m), device.fingerprint)) is not None:
             return record
@@ -205,9 +204,7 @@ def _offer(witness: Record, problem: Problem, device: Device, least: float, marg
         return f"kernel of {witness.problem.shape}: {error}"
     torch = library_us(problem, device) / library_us(witness.problem, device)
     expected = min(witness.ratio * torch * there.total_us / here.total_us, least)
-    found = Found(
-        problem, candidate, witness.fingerprint, expected, witness.kernel_source, witness.layer
-    )
+    found = Found(problem, candidate, witness.fingerprint, expected, witness.kernel_source, witness.layer)
     return Near(found, witness, (there.waves, here.waves), margin)
 
 
@@ -215,4 +212,3 @@ def _offer(witness: Record, problem: Problem, device: Device, least: float, marg
 def library_us(problem: Problem, device: Device) -> float:
     """The model's time of the best tile that the vendor's library could choose: torch at its best."""
     return min(model.predict_us(problem, tile, device) for tile in _LIBRARY_TILES)
-

@@ -18,8 +18,8 @@ from tunegemm.device import Device
 from tunegemm.errors import TunegemmError
 from tunegemm.problem import Problem
 
-#: Seconds of tuning in one process unless TUNEGEMM_ONLINE_BUDGET says otherwise, and for one problem. With its
-#: kernels compiled a problem takes 4 s; the first ones compile (H200, benchmarks/results/h200/tuning_time.json).
+#: Seconds of tuning in one process unless TUNEGEMM_ONLINE_BUDGET says otherwise, and for one problem. With
+#: its kernels compiled a problem takes 4 s (1024x1024x1024, H200, benchmarks/results/h200/tuning_time.json).
 DEFAULT_BUDGET_S, PER_PROBLEM_S = 60.0, 15.0
 
 
@@ -54,7 +54,9 @@ class OnlineTuning:
                 self._tune(problem, device, min(self._left_s, PER_PROBLEM_S))
             except (TunegemmError, OSError, RuntimeError, ImportError) as error:
                 lines = str(error).strip().splitlines()
-                self.warning = f"tuning {problem} online failed ({lines[0] if lines else type(error).__name__})"
+                self.warning = (
+                    f"tuning {problem} online failed ({lines[0] if lines else type(error).__name__})"
+                )
                 return False
             finally:
                 self._left_s -= time.monotonic() - start

@@ -28,6 +28,7 @@ import torch
 from torch._guards import CompileContext
 
 from tunegemm.dispatch import api
+from tunegemm.dispatch.policies import Policy
 from tunegemm.errors import ProblemError, WorkloadError
 from tunegemm.problem import MAX_ALIGNMENT, alignment_of, contiguous_mode, normalize_dtype
 from tunegemm.workload import Product, Workload, merge
@@ -250,6 +251,9 @@ class _Leave:
 
     def refresh(self) -> None:
         pass
+
+    def use(self, policy: Policy) -> Policy:
+        return policy
 
 
 class _Interception:

@@ -1,4 +1,4 @@
-"""Which recorded kernels may serve a problem, the best first, and why: for dispatch and for `explain` alike."""
+"""Which recorded kernels may serve a problem, the best first, and why: for dispatch and `explain` alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from tunegemm.database.validity import Grade, judge_stored
 from tunegemm.device import Device
 from tunegemm.dispatch.neighbours import Near, Neighbourhood, neighbourhood
-from tunegemm.dispatch.policy import FASTEST, Policy
+from tunegemm.dispatch.policies import FASTEST, Policy
 from tunegemm.dispatch.snapshot import Record, Snapshot
 from tunegemm.families.cublaslt import is_torch
 from tunegemm.problem import Problem
@@ -123,7 +123,9 @@ def _by_policy(
             why = f"{policy} refuses the record ({refusal})"
             return Selection("hit", (_as_record(rival, problem),), why)
     return Selection(
-        "miss", (), f"{policy} refuses its record ({refusal}), and no other measured candidate is as fast as torch"
+        "miss",
+        (),
+        f"{policy} refuses its record ({refusal}), and no other measured candidate is as fast as torch",
     )
 
 

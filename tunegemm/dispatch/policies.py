@@ -1,4 +1,4 @@
-"""What dispatch prefers among a problem's measured candidates: speed, reproducibility, memory, energy, free SMs."""
+"""What dispatch prefers among measured candidates: speed, reproducibility, memory, energy, free SMs."""
 
 from __future__ import annotations
 
