@@ -16,10 +16,10 @@ recorded kernel is taken for another problem where both agree:
    its best: as the fastest of the tiles that its library has, which it need not have chosen at the witness.
    What is expected, at most the least of the recorded ratios, must pass the margin, too.
 
-A row of one (m = 1) is only ever what was recorded: libraries multiply matrix and vector by other kernels.
-Launch parameters that depend on m are derived anew (`l2_hint`) or counted at load (`ctas`); the family's
-rules must accept the rest. Of several kernels the one is taken that is expected to gain most; of equals the
-one whose waves change least. docs/decisions/0006 has the evidence.
+A row of one (m = 1) takes what was recorded for it, and is no witness: libraries multiply matrix and vector
+by other kernels. Launch parameters that depend on m are derived anew (`l2_hint`) or counted at load (`ctas`);
+the family's rules must accept the rest. Of several kernels the one is taken that is expected to gain most; of
+equals the one whose waves change least. docs/decisions/0006 has the evidence.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from tunegemm.dispatch.snapshot import Record, Snapshot
 
 #: Least gain over torch by witnesses of the same n and k, and what each doubling between them adds. Two
-#: sessions of one H200 disagree in the ratio of one kernel by 0.3 % (median of 39 shapes), at six of them by
-#: over 2 % (2026-11-21, db/records and benchmarks/results/h200/peers.json; `python -m benchmarks.near`).
+#: sessions of one H200 disagree in the ratio of one kernel by 0.3 % (median of 39 shapes), at seven of them
+#: by over 2 % (2026-11-21, db/records and benchmarks/results/h200/peers.json; `python -m benchmarks.near`).
 MARGIN, MARGIN_PER_DOUBLING = 0.02, 0.01
 #: The same for witnesses of another n or k, to which the model's error adds.
 MARGIN_AFAR, MARGIN_AFAR_PER_DOUBLING = 0.10, 0.02
@@ -52,18 +52,25 @@ MAX_GAP, MAX_REACH = 3.0, 1.0
 #: Doublings of m, n and k together to witnesses of another n or k, and how many there must be.
 MAX_DISTANCE, WITNESSES_AFAR = 2.0, 3
 
-#: Tiles that cuBLAS has for 16-bit operands, as its algorithms name them, in the kernel's orientation.
-_LIBRARY_TILES = tuple(
-    Candidate.make(
-        "library",
-        {"tile_m": m, "tile_n": n, "tile_k": 64, "cluster_m": 2 if m < 128 else 1, "cluster_n": 1, "stages": 6,
-         "schedule": "pingpong" if m * n <= 128 * 192 else "cooperative", "swap_ab": swap},
-        {"raster_order": "along_m", "swizzle_size": 8},
-    )
-    for swap in (False, True)
-    for m, n in itertools.product((64, 128, 256), (8, 16, 32, 64, 96, 128, 160, 192, 256))
-    if m * n <= 128 * 256
-)  # fmt: skip
+
+def _library_tiles(m: tuple[int, ...], n: tuple[int, ...], swap_ab: bool) -> list[Candidate]:
+    return [
+        Candidate.make(
+            "library",
+            {"tile_m": tile_m, "tile_n": tile_n, "tile_k": 64, "stages": 6, "swap_ab": swap_ab,
+             "cluster_m": 2 if tile_m < 128 else 1, "cluster_n": 1,
+             "schedule": "pingpong" if tile_m * tile_n <= 128 * 192 else "cooperative"},
+            {"raster_order": "along_m", "swizzle_size": 8},
+        )
+        for tile_m, tile_n in itertools.product(m, n)
+        if tile_m * tile_n <= 128 * 256
+    ]  # fmt: skip
+
+
+#: Tiles that cuBLAS has for 16-bit operands, as its algorithms name them; of few rows also transposed.
+_TILES = _library_tiles((64, 128, 256), (64, 96, 128, 160, 192, 256), False)
+_TILES_OF_FEW_ROWS = [*_TILES, *_library_tiles((64, 128), (8, 16, 32, 64, 96, 128), True)]
+_FEW_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -146,13 +153,14 @@ def neighbourhood(
 
 def _brackets(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Record, ...]:
     """The nearest records below and above in m that are in reach."""
-    extents = snapshot.extents(problem)
-    below = _nearest(snapshot, problem, device, sorted((m for m in extents if m < problem.m), reverse=True))
-    above = _nearest(snapshot, problem, device, sorted(m for m in extents if m > problem.m))
-    if below and above and _doublings(below.problem.m, above.problem.m) <= MAX_GAP:
-        return below, above
-    sides = [side for side in (below, above) if side is not None and side.problem.m > 1]
-    return tuple(side for side in sides if _doublings(side.problem.m, problem.m) <= MAX_REACH)[:1]
+    extents = sorted(m for m in snapshot.extents(problem) if m > 1)
+    below = _nearest(snapshot, problem, device, [m for m in reversed(extents) if m < problem.m])
+    above = _nearest(snapshot, problem, device, [m for m in extents if m > problem.m])
+    sides = tuple(side for side in (below, above) if side is not None)
+    if len(sides) == 2 and _doublings(*(side.problem.m for side in sides)) <= MAX_GAP:
+        return sides
+    near = sorted(sides, key=lambda side: _doublings(side.problem.m, problem.m))[:1]
+    return tuple(side for side in near if _doublings(side.problem.m, problem.m) <= MAX_REACH)
 
 
 def _nearest(snapshot: Snapshot, problem: Problem, device: Device, extents: Sequence[int]) -> Record | None:
@@ -165,7 +173,7 @@ def _nearest(snapshot: Snapshot, problem: Problem, device: Device, extents: Sequ
 def _afar(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Record, ...]:
     """The nearest records of the same kind, whatever their extents; all in reach, or none."""
     found: list[Record] = []
-    for _, other in sorted(snapshot.around(problem, MAX_DISTANCE)):
+    for other in snapshot.around(problem, MAX_DISTANCE):
         if other.m > 1 and (record := snapshot.find(other, device.fingerprint)) is not None:
             found.append(record)
         if len(found) == WITNESSES_AFAR:
@@ -211,4 +219,5 @@ def _offer(witness: Record, problem: Problem, device: Device, least: float, marg
 @functools.lru_cache(maxsize=4096)
 def library_us(problem: Problem, device: Device) -> float:
     """The model's time of the best tile that the vendor's library could choose: torch at its best."""
-    return min(model.predict_us(problem, tile, device) for tile in _LIBRARY_TILES)
+    tiles = _TILES_OF_FEW_ROWS if problem.m <= _FEW_ROWS else _TILES
+    return min(model.predict_us(problem, tile, device) for tile in tiles)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
 from tunegemm.database.layers import NARROWNESS
-from tunegemm.database.lookup import Lookup
+from tunegemm.database.lookup import Lookup, problem_fields
 from tunegemm.database.validity import Judgement, judge_stored
 from tunegemm.device import Fingerprint
 from tunegemm.problem import Problem
@@ -65,29 +66,34 @@ class Snapshot:
     def _extents(self) -> dict[tuple[Any, ...], dict[tuple[int, int], set[int]]]:
         """Per kind of problem, which is all but its extents, and per n and k the recorded m.
 
-        Made for the first near hit, since a program whose shapes are all recorded never asks: 10,000 records
-        take some 10 ms.
+        Made for the first product without a record: a program whose products are all recorded does without.
         """
         found: dict[tuple[Any, ...], dict[tuple[int, int], set[int]]] = {}
-        rows = itertools.chain(map(astuple, self._records), *(lookup.problems() for lookup in self._lookups))
-        for m, n, k, *kind in rows:
+        lookups = (lookup.problems() for lookup in self._lookups)
+        for m, n, k, *kind in itertools.chain(map(problem_fields, self._records), *lookups):
             found.setdefault(tuple(kind), {}).setdefault((n, k), set()).add(m)
         return found
 
     def extents(self, problem: Problem) -> frozenset[int]:
         """The recorded m of problems that differ from this one in m at most."""
-        _, n, k, *kind = astuple(problem)
+        _, n, k, *kind = problem_fields(problem)
         return frozenset(self._extents.get(tuple(kind), {}).get((n, k), ()))
 
-    def around(self, problem: Problem, doublings: float) -> Iterator[tuple[float, Problem]]:
-        """The recorded problems of the same kind whose m, n and k are so many doublings away together."""
-        _, n, k, *kind = astuple(problem)
-        for (other_n, other_k), extents in self._extents.get(tuple(kind), {}).items():
-            apart = abs(math.log2(other_n / n)) + abs(math.log2(other_k / k))
-            if apart <= doublings:
-                for m in extents:
-                    if (distance := apart + abs(math.log2(m / problem.m))) <= doublings:
-                        yield distance, replace(problem, m=m, n=other_n, k=other_k)
+    def around(self, problem: Problem, doublings: float) -> Iterator[Problem]:
+        """Recorded problems of the same kind, m, n, k at most so many doublings away, the nearest first."""
+        m, n, k, *kind = problem_fields(problem)
+        groups = self._extents.get(tuple(kind), {})
+        apart = ((abs(math.log2(one[0] / n)) + abs(math.log2(one[1] / k)), *one, 0) for one in groups)
+        heap = [group for group in apart if group[0] <= doublings]
+        heapq.heapify(heap)
+        while heap:  # a group is as near as its nearest m can be
+            distance, other_n, other_k, other_m = heapq.heappop(heap)
+            if other_m:
+                yield replace(problem, m=other_m, n=other_n, k=other_k)
+                continue
+            for one in groups[other_n, other_k]:
+                if (whole := distance + abs(math.log2(one / m))) <= doublings:
+                    heapq.heappush(heap, (whole, other_n, other_k, one))
 
     def judged(self, problem: Problem, fingerprint: Fingerprint) -> list[tuple[Judgement, Record]]:
         """The problem's records and what each is worth on a device of that fingerprint, best first.
