@@ -24,8 +24,8 @@ from tunegemm.measure.operands import (
     Operands,
     check,
     count_sets,
+    expected,
     make_operands,
-    reference,
     restore,
     tolerance,
 )
@@ -34,8 +34,8 @@ from tunegemm.measure.race import race
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.problem import Problem
 
-#: Computes the product of a and b into out, or returns a tensor of its own with it.
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+#: Takes what a launcher takes and computes the product into out, or returns a tensor of its own with it.
+Run = Callable[..., Any]
 
 METHOD = (
     "each provider in one CUDA graph over operand sets that together pass 3x the L2; replays of all "
@@ -104,20 +104,20 @@ def interleave(
     """
     count = count_sets(problem, l2_bytes, backend.free_bytes())
     sets = [make_operands(problem, backend.torch_device, seed + index) for index in range(count)]
-    expected = reference(sets[0].a, sets[0].b)
+    wanted = expected(problem, sets[0])
     baseline = next(iter(runs))
     errors: dict[str, float] = {}
     skipped: dict[str, str] = {}
     for name, run in runs.items():
         limit = (tolerances or {}).get(name, tolerance(problem))
-        verdict = _verdict(limit, run, sets[0], expected, backend)
+        verdict = _verdict(limit, run, sets[0], wanted, backend)
         if isinstance(verdict, str):
             skipped[name] = verdict
         else:
             errors[name] = verdict
     if baseline in skipped:
         raise RuntimeError(f"the baseline {baseline} failed on {problem}: {skipped[baseline]}")
-    del expected
+    del wanted
     launchers = {name: _holding(runs[name], count) for name in errors}
     passes = max(1, math.ceil(min_replay_ms * 1e3 / (backend.time_us(launchers[baseline], sets[0]) * count)))
     replays = {_AGAIN: backend.capture(launchers[baseline], sets, passes)}
@@ -146,18 +146,18 @@ def interleave(
 
 
 def _verdict(
-    limit: float, run: Run, operands: Operands, expected: torch.Tensor, backend: Backend
+    limit: float, run: Run, operands: Operands, wanted: torch.Tensor, backend: Backend
 ) -> float | str:
     """The relative error of a right result, or why there is none. This call is also the warm-up."""
     restore(operands)
     results: list[torch.Tensor | None] = []
     try:
-        backend.launch(lambda a, b, out: results.append(run(a, b, out)), operands)
+        backend.launch(lambda *given: results.append(run(*given)), operands)
     except Exception as error:  # foreign code: whatever it raises, the others are still to be timed
         return one_line(error)
     if isinstance(results[0], torch.Tensor):
         operands = dataclasses.replace(operands, out=results[0])
-    found = check(operands, expected)
+    found = check(operands, wanted)
     return found.objection(limit) or found.relative_error
 
 
@@ -169,8 +169,8 @@ def _holding(run: Run, count: int) -> Launcher:
     """
     held: deque[Any] = deque(maxlen=count)
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        held.append(run(a, b, out))
+    def launch(*operands: Any) -> None:
+        held.append(run(*operands))
 
     return launch
 

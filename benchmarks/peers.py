@@ -28,7 +28,9 @@ from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.problem import Problem
 
 if TYPE_CHECKING:
-    from benchmarks.providers import Options
+    from collections.abc import Mapping
+
+    from benchmarks.providers import Options, Provider
     from tunegemm.measure.backend import Backend
     from tunegemm.search.budget import Effort
     from tunegemm.tuning import Tuner
@@ -119,17 +121,19 @@ def _tune(problem: Problem, tuner: Tuner, effort: Effort) -> float | None:
 
 
 def measure(
-    problem: Problem, device: Device, backend: Backend, chosen: list[str], settings: Options, rounds: int
-) -> dict[str, Any]:
-    """The row of one problem, without its tuning time."""
+    problem: Problem, device: Device, backend: Backend, chosen: list[str], settings: Options, rounds: int,
+    known: Mapping[str, Provider] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The row of one problem, without its tuning time. known: the providers by name, torch among them."""
     from benchmarks.interleave import interleave
     from benchmarks.providers import PROVIDERS, Contender, Skip
 
+    known = PROVIDERS if known is None else known
     providers: dict[str, dict[str, Any]] = {name: {} for name in chosen}
     contenders: dict[str, tuple[str, Contender]] = {}
     for name in chosen:
         try:
-            for number, contender in enumerate(PROVIDERS[name](problem, device, settings)):
+            for number, contender in enumerate(known[name](problem, device, settings)):
                 contenders[f"{name} {number}"] = name, contender
         except Skip as skip:
             providers[name]["skipped"] = str(skip)
@@ -162,7 +166,7 @@ def measure(
     gc.collect()  # graphs and compiled functions hold device memory in cycles
     backend.release()
     return problem_fields(problem) | {
-        "epilogue": "none",
+        "epilogue": problem.epilogue or "none",
         "providers": providers,
         "tune_seconds": None,
         "kernel_source": kernel_source_hash("cute_sm90"),

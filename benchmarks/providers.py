@@ -192,7 +192,7 @@ def _tuned(run: Run, problem: Problem, device: Device, options: Options) -> floa
     start = time.perf_counter()
     try:
         with _deadline(options.tune_cap):
-            run(operands.a, operands.b, operands.out)
+            run(*operands.arguments)
             torch.cuda.synchronize()
     except _OutOfTime:
         raise Skip(f"still tuning after {options.tune_cap:g} s") from None

@@ -17,15 +17,26 @@ PACKAGE = Path(tunegemm.__file__).parent
 
 #: A module imports only from modules to its left.
 ORDER = (
-    "errors", "resources", "problem", "workload", "device", "space", "feasibility", "outcome", "model",
+    "errors", "resources", "epilogue", "problem", "workload", "device", "space", "feasibility", "outcome",
+    "model",
     "families", "artifacts", "compile", "measure", "search", "database", "tuning", "spending", "verify",
     "fleet", "dispatch", "report", "cli",
 )  # fmt: skip
 
 PUBLIC = [
-    "Candidate", "Database", "Device", "Problem", "TunegemmError", "explain", "linear", "matmul", "policy",
-    "record", "tune",
-]  # fmt: skip
+    "Candidate",
+    "Database",
+    "Device",
+    "Epilogue",
+    "Problem",
+    "TunegemmError",
+    "explain",
+    "linear",
+    "matmul",
+    "policy",
+    "record",
+    "tune",
+]
 
 
 def room(path: Path, package: Path = PACKAGE) -> str:

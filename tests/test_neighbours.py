@@ -45,7 +45,8 @@ def device() -> Device:
 def kernel(tile_m: int = 64, tile_n: int = 64, **changes: Any) -> Candidate:
     """A kernel of the shipped space; with swap_ab the tile's columns lie along m."""
     compiled = {"schedule": "pingpong", "tile_m": tile_m, "tile_n": tile_n, "tile_k": 64, "stages": 4,
-                "cluster_m": 1, "cluster_n": 1, "epi_n": 16 if tile_n % 32 else 32, "swap_ab": False}  # fmt: skip
+                "cluster_m": 1, "cluster_n": 1, "swap_ab": False}  # fmt: skip
+    compiled["epi_n"] = 16 if tile_n % 32 else 32
     launched = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "l2_hint": "none"}
     return Candidate.make(
         "cute_sm90",
@@ -56,9 +57,9 @@ def kernel(tile_m: int = 64, tile_n: int = 64, **changes: Any) -> Candidate:
 
 @pytest.fixture
 def rows(device):
-    """Records of one n and k: m to (ratio, candidate)."""
+    """Records of one n and k, as (m, ratio, candidate)."""
 
-    def make(n: int = 4096, k: int = 4096, /, **_: Any) -> Any:
+    def make(n: int = 4096, k: int = 4096) -> Any:
         def of(*found: tuple[int, float, Candidate]) -> Snapshot:
             return Snapshot(
                 Row(Problem(m, n, k), device.fingerprint, one, ratio, kernel_source_hash(one.family))
@@ -114,13 +115,11 @@ def test_where_the_library_won_torch_computes(rows, device):
 
 
 def test_a_tile_that_wastes_a_wave_is_refused_by_the_model(rows, device):
-    """At 128 rows 132 tiles of 128x128 are one wave; at 130 rows they would be two, mostly empty."""
-    n = 132 * 128
-    snapshot = Snapshot(
-        Row(Problem(m, n, 4096), device.fingerprint, kernel(128, 128), 1.2) for m in (128, 1024)
-    )
-    assert select(snapshot, Problem(120, n, 4096), device).outcome == "near"
-    found = neighbourhood(snapshot, Problem(130, n, 4096), device)
+    """128 tiles of 128x256 are one wave at 1024 rows; 1064 rows make 144, and smaller tiles waste less."""
+    large = kernel(128, 256, schedule="cooperative", stages=3)
+    snapshot = rows()((1024, 1.2, large), (2048, 1.2, large))
+    assert select(snapshot, Problem(1900, *SQUARE), device).outcome == "near"
+    found = neighbourhood(snapshot, Problem(1064, *SQUARE), device)
     assert not found.options and "x torch expected" in found.refusal
 
 

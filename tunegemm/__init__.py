@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tunegemm.device import Device
     from tunegemm.dispatch import linear, matmul, policy
     from tunegemm.dispatch.recording import record
+    from tunegemm.epilogue import Epilogue
     from tunegemm.errors import TunegemmError
     from tunegemm.problem import Problem
     from tunegemm.report.explain import explain
@@ -25,6 +26,7 @@ __all__ = [
     "Candidate",
     "Database",
     "Device",
+    "Epilogue",
     "Problem",
     "TunegemmError",
     "explain",
@@ -39,6 +41,7 @@ _HOMES = {
     "Candidate": "space",
     "Database": "database",
     "Device": "device",
+    "Epilogue": "epilogue",
     "Problem": "problem",
     "TunegemmError": "errors",
     "explain": "report.explain",

@@ -59,7 +59,8 @@ def tma_alignment(problem: Problem, candidate: Candidate, device: Device) -> str
         ("B", problem.b_major, in_bytes),
         ("D", problem.out_major, out_bytes),
     ):
-        extent = {"m": problem.m, "n": problem.n, "k": problem.k}[mode]
+        columns = problem.out_n if operand == "D" else problem.n
+        extent = {"m": problem.m, "n": columns, "k": problem.k}[mode]
         if extent * element_bytes % 16:
             row_bytes = extent * element_bytes
             return (

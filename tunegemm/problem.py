@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tunegemm.epilogue import Epilogue, Operand, operand_dtype
 from tunegemm.errors import ProblemError
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Problem:
     alignment: int = 0
     """Bytes, a power of two: the most, up to 16, that divides the addresses of A and B and the strides of
     their leading dimensions and batch entries. 0, the default, becomes that of packed operands."""
+    epilogue: str = ""
+    """What becomes of the product before it is stored, as `tunegemm.epilogue` writes it; empty: nothing."""
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "batch"):
@@ -103,6 +106,8 @@ class Problem:
                 f"alignment {self.alignment} of {self.in_dtype} operands; "
                 f"use one of {', '.join(map(str, alignments))} bytes"
             )
+        if self.fused.gated and self.n % 2:
+            raise ProblemError(f"n={self.n} with epilogue {self.epilogue}: gates take pairs of columns")
 
     @classmethod
     def parse(
@@ -113,6 +118,7 @@ class Problem:
         out_dtype: str | None = None,
         layout: str = "tn",
         alignment: int | None = None,
+        epilogue: str = "",
     ) -> Problem:
         """From ``MxNxK`` or ``MxNxKxL`` and the names of dtype and layout, as on the command line.
 
@@ -127,8 +133,9 @@ class Problem:
         in_dtype = normalize_dtype(dtype)
         a_major, b_major = LAYOUTS[layout.lower()]
         problem = cls(
-            m, n, k, batch, in_dtype, normalize_dtype(out_dtype) if out_dtype else in_dtype, a_major, b_major
-        )
+            m, n, k, batch, in_dtype, normalize_dtype(out_dtype) if out_dtype else in_dtype, a_major, b_major,
+            epilogue=epilogue,
+        )  # fmt: skip
         if alignment is None:
             return problem
         if not 1 <= alignment <= problem.alignment:
@@ -179,6 +186,16 @@ class Problem:
         return next(name for name, majors in LAYOUTS.items() if majors == (self.a_major, self.b_major))
 
     @property
+    def fused(self) -> Epilogue:
+        """The epilogue; false where there is none."""
+        return Epilogue.parse(self.epilogue)
+
+    @property
+    def out_n(self) -> int:
+        """Columns of D: n, or half of them where pairs of columns gate each other."""
+        return self.n // 2 if self.fused.gated else self.n
+
+    @property
     def packed_alignment(self) -> int:
         """The alignment of operands without gaps, whose leading dimensions are the extents."""
         steps = [MAX_ALIGNMENT]
@@ -202,7 +219,22 @@ class Problem:
     def bytes(self) -> int:
         """Fewest bytes through device memory: each operand read once, the output written once."""
         inputs = (self.m * self.k + self.k * self.n) * DTYPE_BYTES[self.in_dtype]
-        return (inputs + self.m * self.n * DTYPE_BYTES[self.out_dtype]) * self.batch
+        out = self.m * self.out_n * DTYPE_BYTES[self.out_dtype]
+        fused = sum(
+            math.prod(self.operand_shape(operand)) * DTYPE_BYTES[operand_dtype(operand, self.out_dtype)]
+            for operand in (self.fused.operands if self.fused.is_defined else ())
+            if operand.kind == "matrix"
+        )
+        return (inputs + out) * self.batch + fused
+
+    def operand_shape(self, operand: Operand) -> tuple[int, ...]:
+        """Shape of an epilogue's operand; a number has none. C is added before columns gate each other."""
+        if operand.kind in ("number", "scalar"):
+            return ()
+        if operand.kind in ("n", "m"):
+            return (self.n if operand.kind == "n" else self.m,)
+        columns = self.n if operand.name == "c" else self.out_n
+        return (self.m, columns) if self.batch == 1 else (self.batch, self.m, columns)
 
     @property
     def arithmetic_intensity(self) -> float:
@@ -214,6 +246,7 @@ class Problem:
         words = [self.shape, self.in_dtype + out, self.layout]
         words += ["out-m"] if self.out_major != "n" else []
         words += [f"align{self.alignment}"] if self.alignment < MAX_ALIGNMENT else []
+        words += [self.epilogue] if self.epilogue else []
         return " ".join(words)
 
 

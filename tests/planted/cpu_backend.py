@@ -82,7 +82,7 @@ class CpuReplay:
         begin = time.perf_counter()
         for _ in range(passes):
             for operands in sets:
-                launcher(operands.a, operands.b, operands.out)
+                launcher(*operands.arguments)
         return (time.perf_counter() - begin) * 1e6 / (passes * len(sets))
 
 
@@ -104,7 +104,7 @@ class CpuBackend:
         return 4 << 20
 
     def launch(self, launcher: Any, operands: Any) -> None:
-        launcher(operands.a, operands.b, operands.out)
+        launcher(*operands.arguments)
 
     def time_us(self, launcher: Any, operands: Any) -> float:
         return CpuReplay(launcher, [operands], 1).finish()

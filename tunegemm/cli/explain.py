@@ -20,6 +20,7 @@ def command(
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
+    epilogue: options.EpilogueText = "",
     candidate: Annotated[
         str | None,
         typer.Option(
@@ -36,7 +37,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
     """Show the roofline of a shape, of a tile, and which kernel tunegemm.matmul would use."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment)
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue)
     from tunegemm.report.explain import explain_problem
 
     chosen = _candidate(candidate)

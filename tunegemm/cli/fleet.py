@@ -33,6 +33,7 @@ def add(
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
+    epilogue: options.EpilogueText = "",
     effort: Annotated[Effort, typer.Option("--effort", help="How much of the space to try.")] = Effort.quick,
     trials: Annotated[
         int | None, options.count_option("--trials", "Most candidates to measure per shape.")
@@ -44,7 +45,7 @@ def add(
     db: options.DatabaseLocation = None,
 ) -> None:
     """Ask for shapes to be tuned."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment)
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue)
     seconds = options.parse_seconds(budget) if budget is not None else None
 
     from tunegemm.database import Database

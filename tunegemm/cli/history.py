@@ -24,11 +24,12 @@ def history(
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
+    epilogue: options.EpilogueText = "",
     as_json: AsJson = False,
     db: options.DatabaseLocation = None,
 ) -> None:
     """Print every record that a shape ever had, oldest first."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment)
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue)
     from tunegemm.database import Database
 
     with Database.open(db, read_only=True) as database:

@@ -45,6 +45,14 @@ Alignment = Annotated[
         help="Of the operands' addresses and strides: 2, 4, 8 or 16. Default: that of packed operands.",
     ),
 ]
+EpilogueText = Annotated[
+    str,
+    typer.Option(
+        "--epilogue",
+        metavar="STEPS",
+        help="What becomes of the product in the same kernel, such as bias_n+gelu_tanh, swiglu or residual.",
+    ),
+]
 DeviceSpec = Annotated[
     str | None,
     typer.Option(
@@ -83,11 +91,18 @@ def count_option(flag: str, help: str) -> Any:
 
 
 def parse_problems(
-    shapes: list[str], dtype: str, out_dtype: str | None, layout: str, alignment: int | None = None
+    shapes: list[str],
+    dtype: str,
+    out_dtype: str | None,
+    layout: str,
+    alignment: int | None = None,
+    epilogue: str = "",
 ) -> list[Problem]:
     """The problems of a command line, in order, without repetitions. Raises ProblemError."""
     problems = [
-        Problem.parse(shape, dtype=dtype, out_dtype=out_dtype, layout=layout, alignment=alignment)
+        Problem.parse(
+            shape, dtype=dtype, out_dtype=out_dtype, layout=layout, alignment=alignment, epilogue=epilogue
+        )
         for shape in shapes
     ]
     return list(dict.fromkeys(problems))

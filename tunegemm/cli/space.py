@@ -30,6 +30,7 @@ def command(
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
+    epilogue: options.EpilogueText = "",
     family: Annotated[
         str | None, typer.Option("--family", metavar="NAME[,NAME]", help="Kernel families. Default: all.")
     ] = None,
@@ -44,7 +45,7 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment)
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue)
     from tunegemm.report.census import take_census
 
     spaces = _spaces(options.parse_families(family), space_file)

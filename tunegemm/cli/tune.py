@@ -48,6 +48,7 @@ def command(
     out_dtype: options.OutDtype = None,
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
+    epilogue: options.EpilogueText = "",
     effort: Annotated[
         Effort | None,
         typer.Option(
@@ -91,12 +92,20 @@ def command(
             "give either --shape or --from: --shape 4096x4096x4096, or --from shapes.json"
         )
     if from_file is not None:
-        given = [flag for flag, value in (("--out-dtype", out_dtype), ("--alignment", alignment)) if value]
+        given = [
+            flag
+            for flag, value in (
+                ("--out-dtype", out_dtype),
+                ("--alignment", alignment),
+                ("--epilogue", epilogue),
+            )
+            if value
+        ]
         given += ["--dtype"] * (dtype != "bf16") + ["--layout"] * (layout != "tn")
         if given:
             raise options.UsageError(f"{', '.join(given)} with --from: the file says that of each product")
     demands, refused = read(from_file) if from_file is not None else ([], [])
-    problems = options.parse_problems(shape or [], dtype, out_dtype, layout, alignment)
+    problems = options.parse_problems(shape or [], dtype, out_dtype, layout, alignment, epilogue)
     budget_seconds = options.parse_seconds(budget) if budget is not None else None
     names = options.parse_families(families)
 

@@ -26,11 +26,14 @@ BAD = (TunegemmError, TypeError, ValueError, KeyError, AttributeError)
 
 _LONGEST = 4096
 
+#: Fields that documents of an earlier version lack; they then have their defaults.
+_ADDED = {"epilogue"}
+
 
 def typed(kind: type[Value], data: Any) -> Value:
     """A frozen dataclass of integers and strings from a JSON object that has exactly its fields."""
     fields = {field.name: {"int": int, "str": str}[str(field.type)] for field in dataclasses.fields(kind)}
-    if not isinstance(data, dict) or set(data) != set(fields):
+    if not isinstance(data, dict) or not set(fields) - _ADDED <= set(data) <= set(fields):
         raise ValueError(f"its {kind.__name__.lower()} needs exactly the fields {', '.join(fields)}")
     for name, value in data.items():
         if type(value) is not fields[name] or (isinstance(value, str) and len(value) > 128):

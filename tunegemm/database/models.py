@@ -28,7 +28,7 @@ from sqlalchemy.types import TypeDecorator
 
 #: The newest revision under db/migrations/versions. Held here so that opening an up-to-date database
 #: does not load Alembic; a test compares it with Alembic's head.
-SCHEMA_VERSION = "0003"
+SCHEMA_VERSION = "0004"
 
 #: The policy of records that are chosen by speed alone.
 FASTEST = "fastest"
@@ -137,7 +137,7 @@ class ProblemRow(Base):
     __table_args__ = (
         UniqueConstraint(
             *("m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major"),
-            "alignment",
+            *("alignment", "epilogue"),
             name="uq_problems_all",  # the convention's name would exceed PostgreSQL's 63 letters
         ),
     )
@@ -154,6 +154,11 @@ class ProblemRow(Base):
     out_major: Mapped[str] = mapped_column(String(1), doc="Contiguous mode of D: n or m.")
     alignment: Mapped[int] = mapped_column(
         server_default="16", doc="Bytes that divide the addresses and strides of A and B: 2, 4, 8 or 16."
+    )
+    epilogue: Mapped[str] = mapped_column(
+        String(128),
+        server_default="",
+        doc="What becomes of the product before it is stored, such as bias_n+gelu; empty: nothing.",
     )
 
 

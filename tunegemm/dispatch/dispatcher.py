@@ -367,7 +367,8 @@ def tune_command(problem: Problem) -> str:
     """The command line that tunes the problem."""
     alignment = "" if problem.alignment == problem.packed_alignment else f" --alignment {problem.alignment}"
     words = f"--shape {problem.shape} --dtype {problem.in_dtype} --layout {problem.layout}"
-    return f"tunegemm tune {words}{alignment}"
+    epilogue = f" --epilogue '{problem.epilogue}'" if problem.epilogue else ""
+    return f"tunegemm tune {words}{alignment}{epilogue}"
 
 
 def _ordinary(a: Any, b: Any) -> bool:

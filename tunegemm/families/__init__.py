@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tunegemm.device import Device
 from tunegemm.errors import SpaceError
@@ -17,9 +17,6 @@ from tunegemm.feasibility import Verdict
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate, SearchSpace
-
-if TYPE_CHECKING:
-    import torch
 
 #: The families that ship, in the order in which they are tried.
 _SHIPPED = ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "cublaslt")
@@ -29,8 +26,9 @@ NAMES = (
     *sorted({path.parent.name for path in Path(__file__).parent.glob("*/__init__.py")} - {*_SHIPPED}),
 )
 
-#: Launches one product on the current stream: (a, b, out). Operands as in torch.matmul.
-Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
+#: Launches one product on the current stream: (a, b, out), operands as in torch.matmul, and what the
+#: problem's epilogue takes: tensors and numbers, in the order of `Epilogue.operands`.
+Launcher = Callable[..., None]
 
 
 class Family(Protocol):

@@ -45,16 +45,25 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyConfig]:
     """A function that gives the compile-time choices that a candidate and the problem's dtypes and majors
-    make together.
+    make together; for a config that has the fields, with the problem's epilogue too.
     """
+    fuses = "epilogue" in config.__dataclass_fields__
 
     @functools.lru_cache(maxsize=1 << 16)  # rules ask for it several times per candidate, ranking once more
-    def make(compile_params: tuple[tuple[str, Value], ...], *of_problem: str) -> AnyConfig:
-        return config.from_mapping(dict(compile_params) | dict(zip(_OF_PROBLEM, of_problem, strict=True)))
+    def make(
+        compile_params: tuple[tuple[str, Value], ...], epilogue: str, swapped: bool, *of_problem: str
+    ) -> AnyConfig:
+        values = dict(compile_params) | dict(zip(_OF_PROBLEM, of_problem, strict=True))
+        if epilogue:
+            values |= {"epilogue": epilogue, "transposed": swapped}
+        return config.from_mapping(values)
 
     def config_of(problem: Problem, candidate: Candidate) -> AnyConfig:
         swapped = bool(candidate.params.get("swap_ab", False))
-        return make(candidate.compile_params, problem.in_dtype, problem.out_dtype, *majors(problem, swapped))
+        return make(
+            candidate.compile_params, problem.epilogue if fuses else "", swapped,
+            problem.in_dtype, problem.out_dtype, *majors(problem, swapped),
+        )  # fmt: skip
 
     return config_of
 
@@ -68,6 +77,8 @@ class Generator(ABC):
     """A module of each package that is needed, and the package's name."""
     config: type[Config]
     rules: Sequence[Rule]
+    fuses = False
+    """Whether kernels take an epilogue."""
 
     @abstractmethod
     def config_of(self, problem: Problem, candidate: Candidate) -> Config:
@@ -95,6 +106,8 @@ class Generator(ABC):
         return None
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
+        if problem.epilogue and not self.fuses:
+            return Verdict("epilogue", f"{self.name} stores products as they are, without {problem.epilogue}")
         return apply_rules(self.rules, problem, candidate, device)
 
     def kernel_key(

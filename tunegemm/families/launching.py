@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from tunegemm.problem import DTYPE_BYTES, Problem
+from tunegemm.epilogue import MAX_WORDS, Operand, check_operands, operand_dtype
+from tunegemm.problem import DTYPE_BYTES, Problem, normalize_dtype
 
 if TYPE_CHECKING:
     import torch
 
     from tunegemm.families import Launcher
+
+_FP32, _FP32_BITS = struct.Struct("f"), struct.Struct("I")
 
 #: Addresses of A, B, D; their leading dimensions; the strides between their batch entries, in elements.
 Places = tuple[int, int, int, int, int, int, int, int, int]
@@ -34,7 +38,8 @@ def operand_reader(
     # extent 1 its stride says nothing; the packed one, rounded up, is as good and surely aligned.
     a_leading = (-2, m, k) if problem.a_major == "k" else (-1, k, m)
     b_leading = (-1, n, k) if problem.b_major == "k" else (-2, k, n)
-    d_leading = (-2, m, n) if problem.out_major == "n" else (-1, n, m)
+    out_n = problem.out_n
+    d_leading = (-2, m, out_n) if problem.out_major == "n" else (-1, out_n, m)
     in_unit, out_unit = in_bytes // DTYPE_BYTES[problem.in_dtype], out_bytes // DTYPE_BYTES[problem.out_dtype]
 
     def leading(tensor: torch.Tensor, mode: int, lines: int, packed: int, unit: int) -> int:
@@ -68,7 +73,7 @@ def operand_reader(
             leading(out, *d_leading, out_unit),
             batch_stride(a, m * k, in_unit),
             batch_stride(b, n * k, in_unit),
-            batch_stride(out, m * n, out_unit),
+            batch_stride(out, m * out_n, out_unit),
         )
 
     return read
@@ -76,9 +81,9 @@ def operand_reader(
 
 def tma_takes(problem: Problem) -> bool:
     """Whether TMA reads and writes the problem's operands as they lie: 16-byte addresses and strides."""
-    line = problem.n if problem.out_major == "n" else problem.m
+    line = problem.out_n if problem.out_major == "n" else problem.m
     out_bytes = DTYPE_BYTES[problem.out_dtype]
-    batch_bytes = problem.m * problem.n * out_bytes if problem.batch > 1 else 0
+    batch_bytes = problem.m * problem.out_n * out_bytes if problem.batch > 1 else 0
     return problem.alignment == 16 and line * out_bytes % 16 == batch_bytes % 16 == 0
 
 
@@ -91,9 +96,15 @@ def through_aligned_copies(problem: Problem, launch: Launcher) -> Launcher:
     """
     a_rows, b_rows, out_rows = problem.a_major == "k", problem.b_major == "n", problem.out_major == "n"
 
-    def launch_on_copies(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    matrices = [operand.kind == "matrix" for operand in problem.fused.operands]
+
+    def launch_on_copies(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
         target = out if _is_aligned(out, out_rows) else _aligned_like(out, out_rows)
-        launch(_aligned(a, a_rows), _aligned(b, b_rows), target)
+        fused = [
+            _aligned(operand, out_rows) if matrix else operand
+            for operand, matrix in zip(operands, matrices, strict=True)
+        ]
+        launch(_aligned(a, a_rows), _aligned(b, b_rows), target, *fused)
         if target is not out:
             out.copy_(target)
 
@@ -118,6 +129,57 @@ def _aligned_like(tensor: torch.Tensor, row_major: bool) -> torch.Tensor:
     unit = 16 // tensor.element_size()
     room = tensor.new_empty((*batch, lines, -(-extent // unit) * unit))[..., :extent]
     return room if row_major else room.mT
+
+
+def words_reader(problem: Problem) -> Callable[[Sequence[Any]], list[int]]:
+    """A function of an epilogue's operands that gives the `MAX_WORDS` words of a launch.
+
+    It raises ProblemError for a wrong number of operands, and ValueError for one of another dtype, shape or
+    major, or at an address that a pair of elements does not divide.
+    """
+    fused = problem.fused
+    readers = [_word_reader(problem, operand) for operand in fused.operands]
+    rest = [0] * (MAX_WORDS - fused.words)
+
+    def read(operands: Sequence[Any]) -> list[int]:
+        if len(operands) != len(readers):
+            check_operands(fused, operands)
+        words: list[int] = []
+        for reader, operand in zip(readers, operands, strict=True):
+            reader(operand, words)
+        return words + rest
+
+    return read
+
+
+def _word_reader(problem: Problem, operand: Operand) -> Callable[[Any, list[int]], None]:
+    if operand.kind == "number":
+        return lambda value, words: words.append(_FP32_BITS.unpack(_FP32.pack(value))[0])
+    dtype, shape = operand_dtype(operand, problem.out_dtype), problem.operand_shape(operand)
+    mode = (-1 if problem.out_major == "n" else -2) if operand.kind == "matrix" else 0
+    unit = 16 // DTYPE_BYTES[dtype]
+    lines = shape[-2 if problem.out_major == "n" else -1] if operand.kind == "matrix" else 0
+    extent = shape[mode] if shape else 1
+    pair_bytes = 2 * DTYPE_BYTES[dtype] if operand.kind in ("n", "m") else DTYPE_BYTES[dtype]
+
+    def read(tensor: Any, words: list[int]) -> None:
+        if tuple(tensor.shape) != shape and not (shape == () and tensor.numel() == 1):
+            raise ValueError(f"{operand.name} of shape {tuple(tensor.shape)}; its epilogue takes {shape}")
+        if normalize_dtype(str(tensor.dtype)) != dtype:
+            raise ValueError(f"{operand.name} of dtype {tensor.dtype}; its epilogue takes {dtype}")
+        address = tensor.data_ptr()
+        if operand.kind != "matrix":
+            if address % pair_bytes or (shape and extent > 1 and tensor.stride(0) != 1):
+                raise ValueError(f"{operand.name} of strides {tensor.stride()} is no packed, aligned vector")
+            words.append(address)
+            return
+        leading = tensor.stride(-2 if mode == -1 else -1) if lines > 1 else -(-extent // unit) * unit
+        step = tensor.stride(0) if tensor.ndim == 3 else 0
+        if address % 16 or leading % unit or step % unit or (extent > 1 and tensor.stride(mode) != 1):
+            raise ValueError(f"{operand.name} of strides {tensor.stride()} has no lines of 16 bytes as D has")
+        words += [address, leading, step]
+
+    return read
 
 
 class Workspace:

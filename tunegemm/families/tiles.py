@@ -15,11 +15,16 @@ _MAX_WORK_PER_SM = 2
 
 
 def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
-    """The product that the kernel computes: with swap_ab it is D^T = B^T A^T, n x m, from the same memory."""
+    """The product that the kernel computes: with swap_ab it is D^T = B^T A^T, n x m, from the same memory.
+
+    What becomes of it before it is stored is left out: it is written for D.
+    """
     if not candidate.params.get("swap_ab", False):
         return problem
     a_major, b_major, out_major = majors(problem, True)
-    return replace(problem, m=problem.n, n=problem.m, a_major=a_major, b_major=b_major, out_major=out_major)
+    return replace(
+        problem, m=problem.n, n=problem.m, a_major=a_major, b_major=b_major, out_major=out_major, epilogue=""
+    )
 
 
 def majors(problem: Problem, swapped: bool) -> tuple[str, str, str]:

@@ -105,7 +105,7 @@ class CudaBackend:
     def launch(self, launcher: Launcher, operands: Operands) -> None:
         import torch
 
-        launcher(operands.a, operands.b, operands.out)
+        launcher(*operands.arguments)
         # The whole device: a kernel that is launched on another stream than the current one must not
         # be read back before it ran.
         torch.cuda.synchronize()
@@ -115,7 +115,7 @@ class CudaBackend:
 
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        launcher(operands.a, operands.b, operands.out)
+        launcher(*operands.arguments)
         end.record()
         torch.cuda.synchronize()
         return float(start.elapsed_time(end)) * 1e3
@@ -168,7 +168,7 @@ class _GraphReplay:
         try:
             for _ in range(passes):
                 for operands in sets:
-                    launcher(operands.a, operands.b, operands.out)
+                    launcher(*operands.arguments)
         except BaseException:
             with suppress(RuntimeError):  # a capture that was invalidated cannot be ended cleanly
                 self._graph.capture_end()

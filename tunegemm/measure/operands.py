@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tunegemm.epilogue import Operand, operand_dtype
 from tunegemm.problem import DTYPE_BYTES, Problem
 
 if TYPE_CHECKING:
@@ -42,6 +43,15 @@ class Operands:
     out: torch.Tensor
     guards: tuple[torch.Tensor, torch.Tensor]
     """Bytes right before and right behind the output; no kernel may write them."""
+    fused: tuple[Any, ...] = ()
+    """What the problem's epilogue takes, in its order: tensors and numbers."""
+    amax: torch.Tensor | None = None
+    """The one of them that it writes; 0 before a launch."""
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """All that a launcher takes."""
+        return (self.a, self.b, self.out, *self.fused)
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,8 @@ class Check:
     element_error: float
     """max |D - ref| / rms(ref)."""
     guards_intact: bool
+    amax_error: float = 0.0
+    """|amax - max |ref|| / max |ref|; NaN when it was not written."""
 
     def objection(self, tolerance: float) -> str | None:
         """None when the result is right; else one line with the numbers."""
@@ -62,6 +74,8 @@ class Check:
             return f"relative error {self.relative_error:.3g} > {tolerance:.3g}"
         if not self.element_error <= ELEMENT_FACTOR * tolerance:
             return f"one element is off by {self.element_error:.3g} rms > {ELEMENT_FACTOR * tolerance:.3g}"
+        if not self.amax_error <= 2 * tolerance:  # of fp32 values, but their order of addition is free
+            return f"amax is off by {self.amax_error:.3g} > {2 * tolerance:.3g}"
         if not self.guards_intact:
             return "wrote outside its output"
         return None
@@ -92,7 +106,8 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
     """One set with a, b uniform in [-1, 1), the same for the same seed and device; out is NaN.
 
     a and b have the problem's alignment, neither more nor less: packed where that gives it, else by gaps
-    between lines, or by their addresses where there are none to step over.
+    between lines, or by their addresses where there are none to step over. With an epilogue, a is scaled so
+    that products have a variance of 1: that is where activations bend, and where a bias shows.
     """
     import torch
 
@@ -100,22 +115,37 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
     dtype = torch_dtype(problem.in_dtype)
     unit = problem.alignment // DTYPE_BYTES[problem.in_dtype]
 
-    def random(rows: int, columns: int, row_major: bool) -> torch.Tensor:
+    fused = problem.fused
+    spread_of_a = 3 / math.sqrt(problem.k) if fused else 1.0
+
+    def random(rows: int, columns: int, row_major: bool, spread: float = 1.0) -> torch.Tensor:
         lines, extent = (rows, columns) if row_major else (columns, rows)
         pitch = _pitch(problem, extent)
         start = unit if lines == problem.batch == 1 and problem.alignment < problem.packed_alignment else 0
         room = torch.empty(start + problem.batch * lines * pitch, dtype=dtype, device=device)
-        values = room.uniform_(-1, 1, generator=generator)[start:].view(problem.batch, lines, pitch)
+        values = room.uniform_(-spread, spread, generator=generator)[start:].view(problem.batch, lines, pitch)
         values = (values[0] if problem.batch == 1 else values)[..., :extent]
         return values if row_major else values.mT
 
+    def given(operand: Operand) -> Any:
+        if operand.kind == "number":
+            return 0.75 if operand.name == "alpha" else -0.5
+        shape = problem.operand_shape(operand)
+        if operand.name == "amax":
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+        low, high = (0.5, 1.5) if operand.fp32 else (-2.0, 2.0)
+        dtype_here = torch_dtype(operand_dtype(operand, problem.out_dtype))
+        turned = problem.out_major == "m" and operand.kind == "matrix"
+        lines = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+        value = torch.empty(lines, dtype=dtype_here, device=device).uniform_(low, high, generator=generator)
+        return value.mT if turned else value
+
     out, guards = _guarded_output(problem, device)
-    return Operands(
-        random(problem.m, problem.k, problem.a_major == "k"),
-        random(problem.k, problem.n, problem.b_major == "n"),
-        out,
-        guards,
-    )
+    a = random(problem.m, problem.k, problem.a_major == "k", spread_of_a)
+    b = random(problem.k, problem.n, problem.b_major == "n")
+    operands = tuple(map(given, fused.operands))
+    amax = operands[-1] if "amax" in fused.steps else None
+    return Operands(a, b, out, guards, operands, amax)
 
 
 def _pitch(problem: Problem, extent: int) -> int:
@@ -137,7 +167,8 @@ def _guarded_output(
     import torch
 
     element_bytes = DTYPE_BYTES[problem.out_dtype]
-    contiguous, other = (problem.n, problem.m) if problem.out_major == "n" else (problem.m, problem.n)
+    columns = problem.out_n
+    contiguous, other = (columns, problem.m) if problem.out_major == "n" else (problem.m, columns)
     guard = min(-(-256 * contiguous * element_bytes // 1024) * 1024, 4 * _MIB)
     size = contiguous * other * problem.batch * element_bytes
     memory = torch.empty(2 * guard + size, dtype=torch.uint8, device=device)
@@ -169,28 +200,45 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def check(operands: Operands, expected: torch.Tensor) -> Check:
+def expected(problem: Problem, operands: Operands) -> torch.Tensor:
+    """What a right kernel stores, in fp32: the product, and what the problem's epilogue makes of it."""
+    product = reference(operands.a, operands.b)
+    fused = problem.fused
+    if not fused:
+        return product
+    named = {operand.name: value for operand, value in zip(fused.operands, operands.fused, strict=True)}
+    result: torch.Tensor = fused.reference(product, named)
+    return result
+
+
+def check(operands: Operands, wanted: torch.Tensor) -> Check:
     """Compare an output with its reference, in blocks of rows; one synchronization."""
     import torch
 
     out = operands.out.reshape(-1, operands.out.shape[-1]) if operands.out.ndim == 3 else operands.out
-    expected = expected.reshape(-1, expected.shape[-1])
-    step = max(1, (1 << 26) // expected.shape[1])
-    facts = torch.zeros(3, dtype=torch.float64, device=expected.device)
-    for row in range(0, expected.shape[0], step):
-        block = expected[row : row + step]
+    wanted = wanted.reshape(-1, wanted.shape[-1])
+    step = max(1, (1 << 26) // wanted.shape[1])
+    facts = torch.zeros(3, dtype=torch.float64, device=wanted.device)
+    for row in range(0, wanted.shape[0], step):
+        block = wanted[row : row + step]
         difference = out[row : row + step].float() - block
         facts[0] += difference.square().sum(dtype=torch.float64)
         facts[1] += block.square().sum(dtype=torch.float64)
         facts[2] = torch.maximum(facts[2], difference.abs().max().double())  # keeps NaN
     intact = torch.stack([(region == _GUARD_BYTE).all() for region in operands.guards]).all()
     square_error, square, largest, guards = [*facts.tolist(), bool(intact)]
-    rms = math.sqrt(square / expected.numel())
-    return Check(math.sqrt(square_error / square), largest / rms, bool(guards))
+    rms = math.sqrt(square / wanted.numel())
+    amax_error = 0.0
+    if operands.amax is not None:
+        most = float(wanted.abs().max())
+        amax_error = abs(float(operands.amax) - most) / most
+    return Check(math.sqrt(square_error / square), largest / rms, bool(guards), amax_error)
 
 
 def restore(operands: Operands) -> None:
     """Poison the output and, where a kernel broke them, mend the guards."""
     operands.out.fill_(math.nan)
+    if operands.amax is not None:
+        operands.amax.zero_()
     for region in operands.guards:
         region.fill_(_GUARD_BYTE)

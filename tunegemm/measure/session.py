@@ -296,7 +296,7 @@ class Session:
         count = data.count_sets(problem, self._device.l2_bytes, free_bytes)
         device = self._backend.torch_device
         sets = [data.make_operands(problem, device, seed * data.MAX_SETS + i) for i in range(count)]
-        references = {i: data.reference(sets[i].a, sets[i].b) for i in {0, count - 1}}
+        references = {i: data.expected(problem, sets[i]) for i in {0, count - 1}}
         self._bench = _Bench(problem, seed, sets, references)
         return self._bench
 

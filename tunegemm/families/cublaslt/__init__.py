@@ -64,6 +64,13 @@ def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> st
     return None
 
 
+def library_epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The algorithms are asked for plain products; torch itself composes an epilogue from its operations."""
+    if candidate["algorithm"] == "cublaslt" and problem.epilogue:
+        return f"algorithms are for plain products, without {problem.epilogue}"
+    return None
+
+
 def library_alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Operands are packed and batch entries keep the alignment that the heuristic was promised: 16 B."""
     if candidate["algorithm"] != "cublaslt":
@@ -85,7 +92,9 @@ def library_alignment(problem: Problem, candidate: Candidate, device: Device) ->
     return None
 
 
-RULES = (named_algorithm, complete_name, library_installed, library_dtypes, library_alignment)
+RULES = (
+    named_algorithm, complete_name, library_installed, library_dtypes, library_epilogue, library_alignment,
+)  # fmt: skip
 
 
 class CublasLt:

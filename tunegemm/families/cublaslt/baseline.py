@@ -17,8 +17,12 @@ def torch_mm(problem: Problem) -> Launcher:
 
     Same dtype in and out: ``torch.mm(a, b, out=out)``. fp32 out: its `out_dtype` overload (torch >= 2.8,
     CUDA only), which lets cuBLAS write its accumulators. The other 16-bit dtype: torch has no single
-    call, so a product and a conversion.
+    call, so a product and a conversion. With an epilogue: see `eager`.
     """
+    if problem.epilogue:
+        from tunegemm.families.cublaslt.eager import torch_fused
+
+        return torch_fused(problem)
     import torch
 
     multiply = torch.mm if problem.batch == 1 else torch.bmm

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.device import Device, package_version
+from tunegemm.epilogue import MAX_WORDS, define
 from tunegemm.families.cute_object import compile_object, load_function
 from tunegemm.families.cute_sm90.config import KernelConfig
 from tunegemm.families.cute_sm90.rules import RULES, config_of
 from tunegemm.families.generator import Generator
-from tunegemm.families.launching import Workspace, through_aligned_copies, tma_reader, tma_takes
+from tunegemm.families.launching import Workspace, through_aligned_copies, tma_reader, tma_takes, words_reader
 from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
@@ -40,6 +41,7 @@ class CuteSm90(Generator):
     packages = (("cutlass", "nvidia-cutlass-dsl"),)
     config = KernelConfig
     rules = RULES
+    fuses = True
 
     def toolchain(self) -> Mapping[str, str | int]:
         return {"cutlass_dsl": package_version("nvidia-cutlass-dsl")}
@@ -48,12 +50,25 @@ class CuteSm90(Generator):
         return config_of(problem, candidate)
 
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
+        if source := key.get("epilogue_source"):
+            define(str(source))
+        config = KernelConfig.from_mapping(key)
+        takes_words = config.fused.words > 0
+
         def make() -> Any:
-            from tunegemm.families.cute_sm90.kernel import Gemm
+            from tunegemm.families.cute_sm90.kernel import FusedGemm, Gemm
 
-            return Gemm(KernelConfig.from_mapping(key))
+            return FusedGemm(config) if takes_words else Gemm(config)
 
-        return compile_object(make, 5, str(key["target"]), out)
+        return compile_object(make, 5, str(key["target"]), out, words=MAX_WORDS if takes_words else 0)
+
+    def kernel_key(
+        self, problem: Problem, candidate: Candidate, device: Device
+    ) -> Mapping[str, str | int | bool]:
+        key = super().kernel_key(problem, candidate, device)
+        if (function := problem.fused.function) is not None:
+            return {**key, "epilogue_source": function.source}
+        return key
 
     def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
         launch = _launcher(problem, candidate, device, load_function(artifact))
@@ -96,8 +111,9 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
     index = device.index if device.is_real else 0
     workspace = _workspace(problem, candidate, index) if candidate["split_k"] > 1 else None
     read = tma_reader(problem)
+    read_words = words_reader(problem) if problem.fused.words else None
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
         a_address, b_address, d_address, lda, ldb, ldd, a_step, b_step, d_step = read(a, b, out)
         if swap:
             a_address, b_address, lda, ldb, a_step, b_step = b_address, a_address, ldb, lda, b_step, a_step
@@ -105,7 +121,7 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
         scratch = (0, 0) if workspace is None else workspace.addresses(stream)
         function(
             a_address, b_address, d_address, *extents, lda, ldb, ldd, a_step, b_step, d_step, *walk, *scratch,
-            stream,
+            *(read_words(operands) if read_words is not None else ()), stream,
         )  # fmt: skip
 
     return launch

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tunegemm.epilogue import Epilogue
 from tunegemm.problem import DTYPE_BYTES
 
 WARPGROUP_THREADS = 128
@@ -40,11 +41,25 @@ class KernelConfig:
     a_major: str
     b_major: str
     out_major: str
+    epilogue: str = ""
+    """The problem's, as `tunegemm.epilogue` writes it."""
+    transposed: bool = False
+    """Whether that epilogue's rows are the kernel's columns: with swap_ab. False without an epilogue."""
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
-        """From any mapping that holds at least the fields."""
-        return cls(*[values[name] for name in _FIELDS])
+        """From any mapping that holds at least the fields without a default."""
+        return cls(**{name: values[name] for name in _FIELDS if name in values})
+
+    @property
+    def fused(self) -> Epilogue:
+        """The epilogue; false where the product is stored as it is."""
+        return Epilogue.parse(self.epilogue)
+
+    @property
+    def out_epi_n(self) -> int:
+        """Columns that one subtile stores: half of `epi_n` where pairs of columns gate each other."""
+        return self.epi_n // 2 if self.fused.gated else self.epi_n
 
     @property
     def consumers(self) -> int:
@@ -99,7 +114,7 @@ class KernelConfig:
 
     @property
     def _subtile_bytes(self) -> int:
-        return MMA_ATOM_M * self.epi_n * DTYPE_BYTES[self.out_dtype]
+        return MMA_ATOM_M * self.out_epi_n * DTYPE_BYTES[self.out_dtype]
 
     @property
     def epilogue_bytes(self) -> int:

@@ -12,6 +12,10 @@ With split-K, a tile's k range is cut into equal parts, each a piece of work of 
 its partial sums in a workspace; the last to arrive adds all of them, in the order of k, and stores: the
 result does not depend on who was last, and nobody waits.
 
+An epilogue (`tunegemm.epilogue`) works on a warpgroup's accumulators, fp32 and in registers, one subtile at a
+time between the mainloop and the staging buffers; its vectors and matrices are read from global memory where
+they are used. With split-K it runs once, on the total.
+
 Extents, strides, raster order, swizzle size, split count and grid are arguments of the launch.
 """
 
@@ -22,6 +26,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.utils import LayoutEnum, SmemAllocator
 
+from tunegemm.epilogue import Operand, operand_dtype
 from tunegemm.families.cute_sm90.config import (
     MMA_ATOM_M,
     SMEM_ALIGNMENT,
@@ -50,6 +55,9 @@ class Gemm:
         self.in_dtype = DTYPES[config.in_dtype]
         self.out_dtype = DTYPES[config.out_dtype]
         self.acc_dtype = cutlass.Float32
+        self.epilogue = config.fused
+        # Vectors and matrices of an epilogue have the output's dtype, but that of fp8 outputs is too coarse.
+        self.operand_dtype = DTYPES[operand_dtype(Operand("", "matrix"), config.out_dtype)]
         self.cluster_size = config.cluster_m * config.cluster_n
         self.smem_bytes = 0
 
@@ -86,11 +94,27 @@ class Gemm:
         first: 1 A, 2 B, 0 neither. With split_k > 1, `partials` holds fp32 sums
         (`workspace` in the package says how many), `counters` zeros, which the kernel leaves as zeros.
         """
+        self.launch(
+            a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
+            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, l2_hint, partials_address,
+            counters_address, (), stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def launch(
+        self, a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
+        d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, l2_hint, partials_address,
+        counters_address, words, stream,
+    ):  # fmt: skip
+        """See `__call__`; words: what an epilogue's operands are (see `FusedGemm`)."""
         config = self.config
         mA = self.operand(a_address, self.in_dtype, (m, k, batch), config.a_major == "k", lda, a_batch_stride)
         mB = self.operand(b_address, self.in_dtype, (n, k, batch), config.b_major == "k", ldb, b_batch_stride)
+        out_n = n
+        if const_expr(self.epilogue.gated):
+            out_n = n // 2
         mD = self.operand(
-            d_address, self.out_dtype, (m, n, batch), config.out_major == "n", ldd, d_batch_stride
+            d_address, self.out_dtype, (m, out_n, batch), config.out_major == "n", ldd, d_batch_stride
         )
         a_layout, b_layout = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
 
@@ -128,7 +152,7 @@ class Gemm:
                 cpasync.CopyBulkTensorTileS2GOp(),
                 mD,
                 cute.slice_(sD_layout, (None, None, 0)),
-                (MMA_ATOM_M, config.epi_n),
+                (MMA_ATOM_M, config.out_epi_n),
             )
         Storage = self.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
 
@@ -145,7 +169,7 @@ class Gemm:
         self.kernel(
             tma_a, gA, tma_b, gB, tma_d, gD, tiled_mma, epilogue_mma, sA_layout, sB_layout, sD_layout,
             k_tiles, (work_m, work_n, batch, split_k, raster_along_m, swizzle_size), l2_hint,
-            partials, counters,
+            partials, counters, n, words,
         ).launch(
             grid=(config.cluster_m, config.cluster_n, clusters),
             block=(config.threads, 1, 1),
@@ -204,12 +228,12 @@ class Gemm:
         config = self.config
         n_major = config.out_major == "n"
         atom = warpgroup.make_smem_layout_atom(
-            sm90.get_smem_layout_atom(layout, self.out_dtype, config.epi_n if n_major else MMA_ATOM_M),
+            sm90.get_smem_layout_atom(layout, self.out_dtype, config.out_epi_n if n_major else MMA_ATOM_M),
             self.out_dtype,
         )
         return cute.tile_to_shape(
             atom,
-            (MMA_ATOM_M, config.epi_n, config.consumers * config.epilogue_buffers),
+            (MMA_ATOM_M, config.out_epi_n, config.consumers * config.epilogue_buffers),
             order=(0, 1, 2) if n_major else (1, 0, 2),
         )
 
@@ -244,8 +268,13 @@ class Gemm:
         l2_hint: Int32,
         partials: cute.Pointer,
         counters: cute.Pointer,
+        n: Int32,
+        words: tuple,
     ):
-        """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band."""
+        """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band.
+
+        `n`: columns of the product, of which D has half where they gate each other.
+        """
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -299,7 +328,8 @@ class Gemm:
                 cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
             self.consume(
                 tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, storage.arrived.data_ptr(),
-                thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, total_work, partials, counters,
+                thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, total_work, partials, counters, n,
+                words,
             )  # fmt: skip
 
     @cute.jit
@@ -431,7 +461,7 @@ class Gemm:
     @cute.jit
     def consume(
         self, tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, arrived, thread, group, k_tiles,
-        walk, total_work, partials, counters,
+        walk, total_work, partials, counters, n, words,
     ):  # fmt: skip
         """One consumer warpgroup: multiply, convert, store."""
         config = self.config
@@ -458,6 +488,10 @@ class Gemm:
             peer_m = peer % config.cluster_m
             peer_n = peer // config.cluster_m
             signal = lane < self.cluster_size and (peer_m == cta_m or peer_n == cta_n)
+
+        # The largest magnitude of what this thread stores, over all of its tiles.
+        amax = cute.make_rmem_tensor(1, self.acc_dtype)
+        amax[0] = self.acc_dtype(0.0)
 
         stage = Int32(0)
         phase = Int32(0)
@@ -529,8 +563,9 @@ class Gemm:
             if holds_sum:
                 if const_expr(config.epi_n > 0):
                     self.store(
-                        tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry
-                    )
+                        tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry,
+                        n, words, amax,
+                    )  # fmt: skip
                 else:
                     self.store_directly(mD, accumulators, group, group_thread, tile_m, tile_n, entry)
 
@@ -543,6 +578,8 @@ class Gemm:
             else:
                 work += clusters
 
+        if const_expr("amax" in self.epilogue.steps):
+            self.publish_amax(words, amax, lane)
         # The staging buffers must stay until TMA has read them.
         if const_expr(config.epi_n > 0):
             if group_thread < 32:
@@ -596,7 +633,10 @@ class Gemm:
         return last
 
     @cute.jit
-    def store(self, tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry):
+    def store(
+        self, tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry, n, words,
+        amax,
+    ):  # fmt: skip
         """Convert and store one warpgroup's rows, subtile by subtile, without the other warpgroups.
 
         A subtile is staged in one of `epilogue_buffers` buffers, from which TMA reads it while the next is
@@ -610,9 +650,12 @@ class Gemm:
             op = warp.StMatrix8x8x16bOp(config.out_major == "m", 4)
         else:
             op = cute.nvgpu.CopyUniversalOp()
-        tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, self.out_dtype), epilogue_mma)
-        tRS_sD = tiled_copy.get_slice(group_thread).partition_D(sD)
-        gD = cute.local_tile(mD, (MMA_ATOM_M, config.epi_n), (None, None, None))
+        tiled_copy = None
+        tRS_sD = None
+        if const_expr(not self.epilogue.gated):
+            tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, self.out_dtype), epilogue_mma)
+            tRS_sD = tiled_copy.get_slice(group_thread).partition_D(sD)
+        gD = cute.local_tile(mD, (MMA_ATOM_M, config.out_epi_n), (None, None, None))
         bSG_sD, bSG_gD = cpasync.tma_partition(
             tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
         )
@@ -627,30 +670,182 @@ class Gemm:
         for index in cutlass.range_constexpr(config.atoms_per_warpgroup * subtiles):
             atom, subtile = index // subtiles, index % subtiles
             buffer = group * buffers + index % buffers
+            row = tile_m * atoms_m + atom * config.tile_warpgroups
+            if const_expr(config.tile_warpgroups > 1):
+                row += group
             fragment = cute.make_rmem_tensor(
                 epilogue_mma.partition_shape_C((MMA_ATOM_M, config.epi_n)), self.acc_dtype
             )
             for value in cutlass.range_constexpr(values):
                 fragment[value] = accumulators[index * values + value]
+            if const_expr(self.epilogue):
+                place = (row * MMA_ATOM_M, tile_n * config.tile_n + subtile * config.epi_n, entry)
+                fragment = self.fuse(fragment, config.epi_n, group_thread, place, mD, n, words, amax)
             converted = cute.make_rmem_tensor(fragment.layout, self.out_dtype)
             converted.store(fragment.load().to(self.out_dtype))
 
             if const_expr(buffers <= 2 and index >= buffers):
                 self.await_buffers(issues, buffers - 1)
                 self.epilogue_barrier(group)
-            cute.copy(tiled_copy, tiled_copy.retile(converted), tRS_sD[(None, None, None, buffer)])
+            if const_expr(self.epilogue.gated):
+                self.stage_halves(converted, sD, group_thread, buffer)
+            else:
+                cute.copy(tiled_copy, tiled_copy.retile(converted), tRS_sD[(None, None, None, buffer)])
             cute.arch.fence_view_async_shared()
             if const_expr(buffers > 2 and index >= buffers - 1):
                 self.await_buffers(issues, buffers - 2)
             self.epilogue_barrier(group)
             if issues:
-                row = tile_m * atoms_m + atom * config.tile_warpgroups
-                if const_expr(config.tile_warpgroups > 1):
-                    row += group
                 cute.copy(
                     tma_d, bSG_sD[(None, buffer)], bSG_gD[(None, row, tile_n * subtiles + subtile, entry)]
                 )
                 cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def fuse(self, fragment, columns: cutlass.Constexpr, group_thread, place, mD, n, words, amax):
+        """What the epilogue makes of 64 rows and `columns` columns; half as many values where they gate.
+
+        A thread holds two neighbouring columns of rows 8 apart, for each 8 columns (PTX ISA, wgmma, register
+        fragment of D): value = 4 * block + 2 * half + pair. Loads beyond the edge are clamped to it: what
+        they give is never stored.
+        """
+        config = self.config
+        epilogue = self.epilogue
+        first_row, first_column, entry = place
+        m, out_n, _ = mD.shape
+        count = MMA_ATOM_M * columns // WARPGROUP_THREADS
+        row = first_row + group_thread // 32 * 16 + group_thread % 32 // 4
+        column = first_column + group_thread % 4 * 2
+        values = {}
+        word = 0
+        for operand in cutlass.range_constexpr(len(epilogue.operands)):
+            described = epilogue.operands[operand]
+            given = words[word : word + described.words]
+            word += described.words
+            if const_expr(described.name not in ("residual", "amax")):
+                values[described.name] = self.fetch(described, given, count, row, column, entry, m, n, False)
+        flat = cute.make_tensor(fragment.iterator, cute.make_layout(count))
+        result = epilogue.before_gate(flat.load(), values)
+        if const_expr(epilogue.gated):
+            flat.store(result)
+            count = count // 2
+            even = cute.make_rmem_tensor(count, self.acc_dtype)
+            odd = cute.make_rmem_tensor(count, self.acc_dtype)
+            for value in cutlass.range_constexpr(count):
+                even[value] = flat[2 * value]
+                odd[value] = flat[2 * value + 1]
+            result = epilogue.gate(even.load(), odd.load())
+            column = first_column // 2 + group_thread % 4
+        if const_expr("residual" in epilogue.steps):
+            described = next(operand for operand in epilogue.operands if operand.name == "residual")
+            word = sum(operand.words for operand in epilogue.operands[: epilogue.operands.index(described)])
+            values["residual"] = self.fetch(
+                described, words[word : word + described.words], count, row, column, entry, m, out_n,
+                epilogue.gated,
+            )  # fmt: skip
+        result = epilogue.after_gate(result, values)
+        if const_expr(epilogue.gated):
+            fused = cute.make_rmem_tensor(count, self.acc_dtype)
+            fused.store(result)
+        else:
+            flat.store(result)
+            fused = fragment
+        if const_expr("amax" in epilogue.steps):
+            self.track_amax(fused, row, column, m, out_n, amax)
+        return fused
+
+    @cute.jit
+    def fetch(
+        self, operand: cutlass.Constexpr, words, count: cutlass.Constexpr, row, column, entry, m, n,
+        gated: cutlass.Constexpr,
+    ):  # fmt: skip
+        """An operand's values for a fragment as `fuse` describes it, in fp32; of a number or scalar just one.
+
+        gated: the fragment has one column of each pair: value = 2 * block + half.
+        """
+        config = self.config
+        if const_expr(operand.kind == "number"):
+            return Int32(words[0]).bitcast(self.acc_dtype)
+        dtype = self.acc_dtype if const_expr(operand.fp32) else self.operand_dtype
+        if const_expr(operand.kind == "scalar"):
+            pointer = cute.make_ptr(dtype, words[0], cute.AddressSpace.gmem, assumed_align=4)
+            return cute.make_tensor(pointer, cute.make_layout(1))[0]
+        pairs = 1 if const_expr(gated) else 2
+        # Pairs of columns lie side by side where extents are even; elsewhere each value is read alone.
+        width = pairs if const_expr(config.out_major == "n") else 1
+        bytes_each = dtype.width // 8
+        along = operand.kind
+        if const_expr(config.transposed and along != "matrix"):
+            along = "n" if const_expr(along == "m") else "m"
+        loaded = cute.make_rmem_tensor(count, self.acc_dtype)
+        for block in cutlass.range_constexpr(count // (2 * pairs)):
+            for half in cutlass.range_constexpr(2):
+                line = cutlass.min(row + half * 8, m - 1)
+                for pair in cutlass.range_constexpr(0, pairs, width):
+                    value = (block * 2 + half) * pairs + pair
+                    if const_expr(along == "m" and block > 0):
+                        loaded[value] = loaded[half * pairs]
+                        if const_expr(width == 2):
+                            loaded[value + 1] = loaded[half * pairs]
+                    elif const_expr(along == "n" and half > 0):
+                        loaded[value] = loaded[value - pairs]
+                        if const_expr(width == 2):
+                            loaded[value + 1] = loaded[value + 1 - pairs]
+                    elif const_expr(along == "m"):
+                        pointer = cute.make_ptr(
+                            dtype, words[0] + Int64(line) * bytes_each, cute.AddressSpace.gmem,
+                            assumed_align=bytes_each,
+                        )  # fmt: skip
+                        loaded[value] = cute.make_tensor(pointer, cute.make_layout(1))[0].to(self.acc_dtype)
+                        if const_expr(width == 2):
+                            loaded[value + 1] = loaded[value]
+                    else:
+                        across = cutlass.min(column + block * 4 * pairs + pair, n - width)
+                        offset = Int64(across)
+                        if const_expr(along == "matrix"):
+                            offset = Int64(entry) * words[2]
+                            if const_expr(config.out_major == "n"):
+                                offset += Int64(line) * words[1] + across
+                            else:
+                                offset += Int64(across) * words[1] + line
+                        pointer = cute.make_ptr(
+                            dtype, words[0] + offset * bytes_each, cute.AddressSpace.gmem,
+                            assumed_align=width * bytes_each,
+                        )  # fmt: skip
+                        piece = cute.make_rmem_tensor(width, dtype)
+                        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(width)), piece)
+                        for lane in cutlass.range_constexpr(width):
+                            loaded[value + lane] = piece[lane].to(self.acc_dtype)
+        return loaded.load()
+
+    @cute.jit
+    def stage_halves(self, converted, sD, group_thread, buffer):
+        """Put a gated fragment, one column of each pair, into its staging buffer, element by element."""
+        row = group_thread // 32 * 16 + group_thread % 32 // 4
+        column = group_thread % 4
+        for value in cutlass.range_constexpr(cute.size(converted)):
+            sD[row + value % 2 * 8, column + value // 2 * 4, buffer] = converted[value]
+
+    @cute.jit
+    def track_amax(self, fragment, row, column, m, n, amax):
+        """The largest magnitude so far, of what lies inside the output."""
+        pairs = 1 if const_expr(self.epilogue.gated) else 2
+        for value in cutlass.range_constexpr(cute.size(fragment)):
+            line = row + value // pairs % 2 * 8
+            across = column + value // (2 * pairs) * (4 * pairs) + value % pairs
+            magnitude = cute.arch.fmax(fragment[value], -fragment[value])
+            if line < m and across < n:
+                amax[0] = cute.arch.fmax(amax[0], magnitude)
+
+    @cute.jit
+    def publish_amax(self, words, amax, lane):
+        """The largest of a warp into the scalar: magnitudes order as the integers of the same bits do."""
+        largest = amax[0]
+        for step in cutlass.range_constexpr(5):
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=16 >> step))
+        if lane == 0:
+            place = cute.make_ptr(Int32, words[len(words) - 1], cute.AddressSpace.gmem, assumed_align=4)
+            cute.arch.atomic_max(place, largest.bitcast(Int32), sem="relaxed", scope="gpu")
 
     @cute.jit
     def store_directly(self, mD, accumulators, group, group_thread, tile_m, tile_n, entry):
@@ -701,3 +896,56 @@ class Gemm:
     def epilogue_barrier(self, group):
         """All threads of one consumer warpgroup."""
         cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + group, number_of_threads=WARPGROUP_THREADS)
+
+
+class FusedGemm(Gemm):
+    """A `Gemm` with an epilogue that has operands: 64-bit words of the launch say what they are.
+
+    A number is its fp32 bits; a scalar or a vector its address; a matrix its address, leading dimension and
+    batch stride. Words beyond those of the epilogue's operands are ignored.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        a_address: Int64,
+        b_address: Int64,
+        d_address: Int64,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        batch: Int32,
+        lda: Int64,
+        ldb: Int64,
+        ldd: Int64,
+        a_batch_stride: Int64,
+        b_batch_stride: Int64,
+        d_batch_stride: Int64,
+        raster_along_m: Int32,
+        swizzle_size: Int32,
+        clusters: Int32,
+        split_k: Int32,
+        l2_hint: Int32,
+        partials_address: Int64,
+        counters_address: Int64,
+        word0: Int64,
+        word1: Int64,
+        word2: Int64,
+        word3: Int64,
+        word4: Int64,
+        word5: Int64,
+        word6: Int64,
+        word7: Int64,
+        word8: Int64,
+        word9: Int64,
+        word10: Int64,
+        word11: Int64,
+        stream,
+    ):
+        """See `Gemm.__call__`."""
+        words = (word0, word1, word2, word3, word4, word5, word6, word7, word8, word9, word10, word11)
+        self.launch(
+            a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
+            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, l2_hint, partials_address,
+            counters_address, words[: self.epilogue.words], stream,
+        )  # fmt: skip

@@ -14,6 +14,9 @@ from tunegemm.space import Candidate
 #: 24 and spill (both in tests/test_cute_sm90.py, nvidia-cutlass-dsl 4.8.1).
 _OVERHEAD_REGISTERS = 32
 
+#: More of them where pairs of columns gate each other: both halves of a fragment beside the accumulators. 160
+#: accumulators compile without spills, 192 spill 384 B (tests/test_epilogue.py).
+_GATE_REGISTERS = 24
 
 config_of = config_maker(KernelConfig)
 
@@ -22,6 +25,20 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
     """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, target sm_90a)."""
     if device.architecture.capability != (9, 0):
         return f"{device.architecture.compile_target} has no WGMMA; cute_sm90 needs sm_90a"
+    return None
+
+
+def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """An epilogue works on staged subtiles; columns gate each other only where one thread has both."""
+    if not problem.epilogue:
+        return None
+    if candidate["epi_n"] == 0:
+        return f"epilogue {problem.epilogue} with epi_n 0: it works on staged subtiles"
+    if problem.fused.gated:
+        if candidate["swap_ab"]:
+            return f"epilogue {problem.epilogue} with swap_ab: pairs of columns become rows of two threads"
+        if candidate["epi_n"] < 32:
+            return f"epilogue {problem.epilogue} with epi_n {candidate['epi_n']} < 32: half of it is staged"
     return None
 
 
@@ -38,10 +55,10 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills."""
     config = config_of(problem, candidate)
-    need = config.accumulator_registers + _OVERHEAD_REGISTERS
+    overhead = _OVERHEAD_REGISTERS + (_GATE_REGISTERS if config.fused.gated else 0)
     budget = config.registers[1]
-    if need > budget:
-        return f"{config.accumulator_registers} accumulators + {_OVERHEAD_REGISTERS} > setmaxnreg {budget}"
+    if config.accumulator_registers + overhead > budget:
+        return f"{config.accumulator_registers} accumulators + {overhead} > setmaxnreg {budget}"
     return None
 
 
@@ -114,6 +131,7 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
 #: candidate or computes nothing.
 RULES = (
     architecture,
+    fused_store,
     epilogue_tile,
     cluster,
     mma_tile,

@@ -1,0 +1,99 @@
+"""Numerics of fused epilogues on the GPU: ragged, batched, swapped, split, both output majors."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.test_epilogue import EVERYTHING, candidate, capped
+from tunegemm.artifacts import ArtifactStore
+from tunegemm.compile import CompilePool
+from tunegemm.device import Device, find_device
+from tunegemm.epilogue import GATED
+from tunegemm.families.cute_sm90 import FAMILY
+from tunegemm.feasibility import FEASIBLE
+from tunegemm.measure import operands as data
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+pytestmark = pytest.mark.gpu
+
+TEXTS = [
+    "alpha+beta_c", "beta_c+bias_m+relu", "bias_n", "bias_n+gelu", "bias_m+gelu_tanh", "silu", *GATED,
+    "swiglu+residual+amax", "residual", "scale_tensor", "scale_rowwise+bias_n", EVERYTHING, str(capped),
+]  # fmt: skip
+KERNELS: list[dict[str, int | str | bool]] = [
+    {"schedule": "pingpong", "tile_m": 128, "tile_n": 128, "stages": 4, "swap_ab": False},
+    {"schedule": "cooperative", "tile_m": 128, "tile_n": 256, "stages": 3, "swap_ab": False},
+    {"schedule": "cooperative", "tile_m": 256, "tile_n": 96, "stages": 3, "swap_ab": False},
+    {"schedule": "pingpong", "tile_m": 64, "tile_n": 64, "stages": 6, "swap_ab": True},
+    {"schedule": "cooperative", "tile_m": 128, "tile_n": 32, "stages": 6, "swap_ab": True},
+]
+PROBLEMS = [
+    Problem(512, 512, 512),
+    Problem(1000, 1040, 520),
+    Problem(72, 272, 1096, out_dtype="fp32"),
+    Problem(8, 16, 24, in_dtype="fp16", out_dtype="fp16"),
+    Problem(304, 528, 136, 3),
+    Problem(264, 144, 1000, a_major="m", b_major="n", out_major="m"),
+]
+SPLITS = [1, 1, 3, 1, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return find_device("cuda:0")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
+    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
+        for text in TEXTS:  # all at once, on all cores
+            for kernel in KERNELS:
+                for problem in PROBLEMS:
+                    fused = Problem(**(vars(problem) | {"epilogue": text}))
+                    if FAMILY.check(fused, candidate(kernel), find_device("cuda:0")).rule in _ALLOWED:
+                        key = FAMILY.kernel_key(fused, candidate(kernel), find_device("cuda:0"))
+                        pool.submit("cute_sm90", key)
+        yield pool
+
+
+#: Rules that look at speed: the kernel must be right all the same.
+_ALLOWED = (None, "cluster_fits", "swap_fits", "split_fits")
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
+@pytest.mark.parametrize("text", TEXTS)
+def test_right_on_every_shape(
+    device: Device, pool: CompilePool, text: str, kernel: dict[str, int | str | bool]
+) -> None:
+    launched = 0
+    for problem, split_k in zip(PROBLEMS, SPLITS, strict=True):
+        problem = Problem(**(vars(problem) | {"epilogue": text}))
+        chosen = candidate(kernel)
+        chosen = Candidate.make(
+            "cute_sm90", dict(chosen.compile_params), dict(chosen.launch_params) | {"split_k": split_k}
+        )
+        verdict = FAMILY.check(problem, chosen, device)
+        verdict = FEASIBLE if verdict.rule in _ALLOWED else verdict
+        if verdict.rule in ("fused_store", "shared_memory"):
+            continue
+        assert verdict, (problem, verdict)
+        result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
+        assert result.artifact is not None, result.failure
+        launch = FAMILY.load(problem, chosen, device, result.artifact.path)
+        operands = data.make_operands(problem, torch.device("cuda"), 5)
+        wanted = data.expected(problem, operands)
+        for _ in range(2):
+            data.restore(operands)
+            launch(*operands.arguments)
+            torch.cuda.synchronize()
+            checked = data.check(operands, wanted)
+            assert checked.objection(data.tolerance(problem)) is None, (
+                problem,
+                FAMILY.label(chosen),
+                checked,
+            )
+        launched += 1
+    gated_and_swapped = kernel["swap_ab"] and any(step in GATED for step in problem.fused.steps)
+    assert launched >= (0 if gated_and_swapped else 4)

@@ -1,0 +1,387 @@
+"""What becomes of the accumulators before they are stored, in the kernel itself: an `Epilogue`.
+
+An epilogue is written as the steps it takes, in this order, joined by ``+``, such as ``bias_n+gelu_tanh``:
+
+    alpha                       times a number
+    scale_tensor, scale_rowwise times scale_a and scale_b: one fp32 each, or one for each row and each column
+    beta_c                      plus a number times a matrix C
+    bias_n, bias_m              plus a vector: a value for each column, or for each row
+    relu, gelu, gelu_tanh, silu an activation; gelu is by erf, as torch's default
+    reglu, geglu, geglu_tanh, swiglu
+                                gated: columns 2j, 2j + 1 of the product give column j of D, act(even) * odd
+    residual                    plus a matrix, after the activation
+    amax                        the largest |D| before conversion, into an fp32 scalar
+
+or as one function of the user's own: ``custom:NAME@HASH``. The text is part of a `Problem`; arithmetic is
+fp32. The functions below the class are what such a function may use. They take torch tensors, for the
+reference, and the values of a CuTe kernel, so that both run the same formula.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from tunegemm.errors import ProblemError
+
+#: Activations and the gated forms of them.
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+GATED = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+
+#: The steps in the order in which they are taken; of each group at most one.
+_ORDER = (
+    ("alpha",),
+    ("scale_tensor", "scale_rowwise"),
+    ("beta_c",),
+    ("bias_n", "bias_m"),
+    (*ACTIVATIONS, *GATED),
+    ("residual",),
+    ("amax",),
+)
+
+#: Annotations of a user's function and the kinds of operand that they stand for: a number given with the
+#: call; an fp32 on the device; a vector with a value for each column or row; a matrix of D's shape and major.
+KINDS = {"Number": "number", "Scalar": "scalar", "PerColumn": "n", "PerRow": "m", "Matrix": "matrix"}
+Number: TypeAlias = Any
+Scalar: TypeAlias = Any
+PerColumn: TypeAlias = Any
+PerRow: TypeAlias = Any
+Matrix: TypeAlias = Any
+
+#: 64-bit words that a launch passes for the operands: an address, and of a matrix its two strides as well.
+MAX_WORDS = 12
+
+_CUSTOM = re.compile(r"custom:([A-Za-z_]\w*)@([0-9a-f]{16})")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Something an epilogue reads (or, `amax`, writes) besides A and B."""
+
+    name: str
+    kind: str
+    """One of the values of `KINDS`."""
+    fp32: bool = False
+    """Whether it is fp32 whatever the output is; else it has the output's dtype (bf16 for an fp8 output)."""
+
+    @property
+    def words(self) -> int:
+        """64-bit words of a launch: a matrix has an address, a leading dimension and a batch stride."""
+        return 3 if self.kind == "matrix" else 1
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The steps, or the user's function, and what they read. Made by `parse` or `custom`."""
+
+    steps: tuple[str, ...] = ()
+    function: Custom | None = None
+
+    @staticmethod
+    def parse(text: str) -> Epilogue:
+        """From its text; the empty one stores the product as it is.
+
+        Raises ProblemError for a step that is not known, twice or out of order, and for a user's function
+        that this process has not defined.
+        """
+        return _parse(text)
+
+    @staticmethod
+    def custom(function: Callable[..., Any]) -> Epilogue:
+        """The user's own: ``function(acc, operand, ...)``, each operand annotated by its kind.
+
+        The kinds are `Number`, `Scalar`, `PerColumn`, `PerRow` and `Matrix` of this module, as in
+
+            @Epilogue.custom
+            def capped(acc, bias: PerColumn, cap: Number):
+                return cap * tanh((acc + bias) / cap)
+
+        It is traced into the kernel from its source, element by element, and may use its arguments, numbers
+        and exp, log, sqrt, tanh, erf, sigmoid, absolute, maximum, minimum and where of this module. Raises
+        ProblemError for one that uses anything else.
+        """
+        return Epilogue(function=_define(textwrap.dedent(inspect.getsource(function))))
+
+    def __bool__(self) -> bool:
+        return bool(self.steps) or self.function is not None
+
+    def __str__(self) -> str:
+        return "+".join(self.steps) if self.function is None else str(self.function)
+
+    @property
+    def is_defined(self) -> bool:
+        """Whether its operands are known here: always, but for a user's function of another process."""
+        return self.function is None or str(self.function) in _definitions
+
+    @property
+    def gated(self) -> bool:
+        """Whether D has half the columns of the product."""
+        return any(step in GATED for step in self.steps)
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """What a launch takes after (a, b, out), in this order."""
+        if self.function is not None:
+            return self.function.operands
+        return tuple(operand for step in self.steps for operand in _OPERANDS.get(step, ()))
+
+    @property
+    def words(self) -> int:
+        return sum(operand.words for operand in self.operands)
+
+    def before_gate(self, acc: Any, values: Mapping[str, Any]) -> Any:
+        """All steps up to the activation; for gated ones without it. values: of the operands, by name."""
+        if self.function is not None:
+            return self.function.call(acc, values)
+        for step in self.steps:
+            if step in _BEFORE:
+                acc = _BEFORE[step](acc, values)
+            elif step in ACTIVATIONS:
+                acc = activate(step, acc)
+        return acc
+
+    def gate(self, even: Any, odd: Any) -> Any:
+        """The gated product of two neighbouring columns."""
+        return activate(next(GATED[step] for step in self.steps if step in GATED), even) * odd
+
+    def after_gate(self, value: Any, values: Mapping[str, Any]) -> Any:
+        """What follows the activation."""
+        return value + values["residual"] if "residual" in self.steps else value
+
+    def reference(self, product: Any, values: Mapping[str, Any]) -> Any:
+        """D in fp32 from the fp32 product, both torch tensors; vectors, matrices and numbers by name.
+
+        `amax` is left to the caller: it is the largest magnitude of what is returned.
+        """
+        broadcast = dict(values)
+        for operand in self.operands:
+            if operand.kind != "number":
+                value = values[operand.name].float()
+                broadcast[operand.name] = value[:, None] if operand.kind == "m" else value
+        value = self.before_gate(product, broadcast)
+        if self.gated:
+            value = self.gate(value[..., 0::2], value[..., 1::2])
+        return self.after_gate(value, broadcast)
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A user's function, known by its name and the hash of its source."""
+
+    name: str
+    digest: str
+
+    def __str__(self) -> str:
+        return f"custom:{self.name}@{self.digest}"
+
+    @property
+    def source(self) -> str:
+        """What a compiling process needs. Raises ProblemError where this process has not defined it."""
+        return self._definition.source
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return self._definition.operands
+
+    def call(self, acc: Any, values: Mapping[str, Any]) -> Any:
+        definition = self._definition
+        return definition.function(acc, *(values[operand.name] for operand in definition.operands))
+
+    @property
+    def _definition(self) -> _Definition:
+        try:
+            return _definitions[str(self)]
+        except KeyError:
+            raise ProblemError(
+                f"epilogue {self} is not defined here; call Epilogue.custom on the function it was tuned with"
+            ) from None
+
+
+@dataclass(frozen=True)
+class _Definition:
+    source: str
+    function: Callable[..., Any]
+    operands: tuple[Operand, ...]
+
+
+_definitions: dict[str, _Definition] = {}
+
+
+def define(source: str) -> None:
+    """Make a user's function known from its source, as a process that compiles it does."""
+    _define(source)
+
+
+def _define(source: str) -> Custom:
+    lines = source.splitlines()
+    while lines and not lines[0].startswith("def "):
+        lines.pop(0)  # decorators
+    source = "\n".join(lines).rstrip() + "\n"
+    known: dict[str, Any] = {name: globals()[name] for name in FUNCTIONS} | KINDS
+    scope = dict(known)
+    try:
+        exec(compile(source, "<epilogue>", "exec", dont_inherit=True), scope)
+    except (SyntaxError, NameError) as error:
+        raise ProblemError(f"epilogue {source.splitlines()[0]!r}: {error}; give a plain def") from None
+    function = next(value for name, value in scope.items() if name not in (*known, "__builtins__"))
+    name = function.__name__
+    allowed = {*FUNCTIONS, *function.__code__.co_varnames}
+    if foreign := [used for used in function.__code__.co_names if used not in allowed]:
+        raise ProblemError(
+            f"epilogue {name!r} uses {foreign[0]!r}, which no kernel knows; use {', '.join(FUNCTIONS)}"
+        )
+    _, *operands = inspect.signature(function).parameters.values()
+    for operand in operands:
+        if operand.annotation not in KINDS.values():
+            raise ProblemError(
+                f"operand {operand.name!r} of epilogue {name!r} is not annotated by its kind; "
+                f"use one of {', '.join(KINDS)}"
+            )
+    described = tuple(Operand(o.name, o.annotation, fp32=o.annotation == "scalar") for o in operands)
+    if (words := sum(operand.words for operand in described)) > MAX_WORDS:
+        raise ProblemError(
+            f"epilogue {name!r} takes {words} words of operands > {MAX_WORDS}; use fewer matrices"
+        )
+    custom = Custom(name, hashlib.sha256(source.encode()).hexdigest()[:16])
+    _definitions[str(custom)] = _Definition(source, function, described)
+    return custom
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> Epilogue:
+    if match := _CUSTOM.fullmatch(text):
+        return Epilogue(function=Custom(*match.groups()))
+    steps = tuple(text.split("+")) if text else ()
+    places = []
+    for step in steps:
+        place = next((i for i, group in enumerate(_ORDER) if step in group), None)
+        if place is None:
+            known = ", ".join(name for group in _ORDER for name in group)
+            raise ProblemError(f"epilogue step {step!r} in {text!r} is not known; use some of {known}")
+        places.append(place)
+    if places != sorted(set(places)):
+        order = ", ".join("|".join(group) for group in _ORDER)
+        raise ProblemError(f"epilogue {text!r}: steps come in the order {order}, one of each group")
+    return Epilogue(steps)
+
+
+_OPERANDS: dict[str, tuple[Operand, ...]] = {
+    "alpha": (Operand("alpha", "number"),),
+    "scale_tensor": (Operand("scale_a", "scalar", fp32=True), Operand("scale_b", "scalar", fp32=True)),
+    "scale_rowwise": (Operand("scale_a", "m", fp32=True), Operand("scale_b", "n", fp32=True)),
+    "beta_c": (Operand("beta", "number"), Operand("c", "matrix")),
+    "bias_n": (Operand("bias", "n"),),
+    "bias_m": (Operand("bias", "m"),),
+    "residual": (Operand("residual", "matrix"),),
+    "amax": (Operand("amax", "scalar", fp32=True),),
+}
+
+_BEFORE: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+    "alpha": lambda acc, given: acc * given["alpha"],
+    "scale_tensor": lambda acc, given: acc * (given["scale_a"] * given["scale_b"]),
+    "scale_rowwise": lambda acc, given: acc * given["scale_a"] * given["scale_b"],
+    "beta_c": lambda acc, given: acc + given["c"] * given["beta"],
+    "bias_n": lambda acc, given: acc + given["bias"],
+    "bias_m": lambda acc, given: acc + given["bias"],
+}
+
+
+def activate(name: str, x: Any) -> Any:
+    """relu, gelu, gelu_tanh or silu of fp32 values."""
+    if name == "relu":
+        return maximum(x, 0.0)
+    if name == "silu":
+        return x * sigmoid(x)
+    if name == "gelu":
+        return x * 0.5 * (erf(x * math.sqrt(0.5)) + 1.0)
+    # 0.5 (1 + tanh u) = sigmoid(2 u): one exponential and one reciprocal
+    return x * sigmoid(x * (x * x * (0.044715 * 2 * math.sqrt(2 / math.pi)) + 2 * math.sqrt(2 / math.pi)))
+
+
+#: What a user's function may call.
+FUNCTIONS = ("exp", "log", "sqrt", "tanh", "erf", "sigmoid", "absolute", "maximum", "minimum", "where")
+
+
+def _is_torch(*values: Any) -> bool:
+    return any(type(value).__module__.startswith("torch") for value in values)
+
+
+def _unary(name: str) -> Callable[[Any], Any]:
+    def function(x: Any) -> Any:
+        if _is_torch(x):
+            import torch
+
+            return getattr(torch, name)(x)
+        from cutlass.cute import math as cute_math
+
+        return getattr(cute_math, name)(x, fastmath=True)
+
+    function.__name__ = name
+    return function
+
+
+exp = _unary("exp")
+log = _unary("log")
+sqrt = _unary("sqrt")
+tanh = _unary("tanh")
+erf = _unary("erf")
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x))."""
+    if _is_torch(x):
+        return 1.0 / (exp(x * -1.0) + 1.0)
+    from cutlass.cute import math as cute_math
+
+    reciprocal = getattr(cute_math, "rcp")  # noqa: B009 - the module defines its functions in a loop
+    return reciprocal(exp(x * -1.0) + 1.0, fastmath=True)  # a division costs several times as much
+
+
+def absolute(x: Any) -> Any:
+    """|x|."""
+    return maximum(x, x * -1.0)
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """The larger of two, either of which may be a number."""
+    return where(x > y, x, y)
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """The smaller of two, either of which may be a number."""
+    return where(x < y, x, y)
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """x where the condition holds, else y."""
+    if _is_torch(condition):
+        import torch
+
+        return torch.where(condition, x, y)
+    from cutlass import cute
+
+    return cute.where(condition, x, y)
+
+
+def operand_dtype(operand: Operand, out_dtype: str) -> str:
+    """The short dtype name of an operand for an output of a dtype."""
+    if operand.fp32 or operand.kind == "number":
+        return "fp32"
+    return "bf16" if out_dtype.startswith("fp8") else out_dtype
+
+
+def check_operands(epilogue: Epilogue, given: Sequence[Any]) -> None:
+    """Raises ProblemError unless as many operands are given as the epilogue takes."""
+    names = [operand.name for operand in epilogue.operands]
+    if len(given) != len(names):
+        raise ProblemError(
+            f"epilogue {epilogue} takes {len(names)} operands "
+            f"({', '.join(names) or 'none'}), not {len(given)}"
+        )

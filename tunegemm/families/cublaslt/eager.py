@@ -1,0 +1,125 @@
+"""What a torch user would write for a fused product: the baseline of its interleave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.epilogue import GATED
+from tunegemm.problem import Problem
+
+if TYPE_CHECKING:
+    from tunegemm.families import Launcher
+
+#: (value so far, operands by name, where to put the result or None).
+_Step = Callable[[Any, dict[str, Any], Any], Any]
+
+
+def torch_fused(problem: Problem) -> Launcher:
+    """Eager torch, kernel by kernel, the last one into the given output."""
+    compute = composed(problem)
+    writes_amax = "amax" in problem.fused.steps
+
+    def launch(a: Any, b: Any, out: Any, *operands: Any) -> None:
+        compute(a, b, *operands, out=out)
+        if writes_amax:
+            operands[-1].copy_(out.abs().amax())
+
+    return launch
+
+
+def composed(problem: Problem) -> Callable[..., Any]:
+    """A function of (a, b, operands ..., out=None) that returns D, without its amax.
+
+    alpha, C and a column bias go into ``torch.addmm`` (`baddbmm` with a batch) where dtypes allow; all else
+    follows. Of a user's function every operation is a kernel of its own.
+    """
+    fused = problem.fused
+    names = [operand.name for operand in fused.operands]
+    steps = [step for step in fused.steps if step != "amax"]
+    multiply, added = _product(problem, steps)
+    rest = [_step(step) for step in steps if step not in added]
+    if fused.function is not None:
+        rest = [lambda x, given, out: _into(out, fused.reference(x, given).to(x.dtype))]
+
+    def compute(a: Any, b: Any, *operands: Any, out: Any = None) -> Any:
+        given = dict(zip(names, operands, strict=True))
+        value = multiply(a, b, given, None if rest else out)
+        for index, step in enumerate(rest):
+            value = step(value, given, out if index == len(rest) - 1 else None)
+        return value
+
+    return compute
+
+
+def _into(out: Any, value: Any) -> Any:
+    return value if out is None else out.copy_(value)
+
+
+def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """The library's call, and the steps that it takes."""
+    import torch
+
+    many = problem.batch > 1
+    same = problem.in_dtype == problem.out_dtype
+    if "beta_c" in steps and same and not {"scale_tensor", "scale_rowwise"} & set(steps):
+        add = torch.baddbmm if many else torch.addmm
+
+        def with_c(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
+            return add(given["c"], a, b, beta=given["beta"], alpha=given.get("alpha", 1.0), out=out)
+
+        return with_c, ("alpha", "beta_c")
+    if "bias_n" in steps and same and not many and steps[0] == "bias_n":
+
+        def with_bias(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
+            return torch.addmm(given["bias"], a, b, out=out)
+
+        return with_bias, ("bias_n",)
+    mm = torch.bmm if many else torch.mm
+    if problem.out_dtype == "fp32" and not same:
+        mm = partial(mm, out_dtype=torch.float32)
+    return lambda a, b, given, out: mm(a, b) if out is None else mm(a, b, out=out), ()
+
+
+def _step(name: str) -> _Step:
+    """One step as torch's own operation."""
+    import torch
+
+    aten = torch.ops.aten
+
+    def column(vector: Any) -> Any:
+        return vector[:, None]
+
+    def activate(which: str, x: Any, out: Any) -> Any:
+        if which.startswith("gelu"):
+            approximate = "tanh" if which == "gelu_tanh" else "none"
+            if out is None:
+                return aten.gelu(x, approximate=approximate)
+            if (
+                not out.is_contiguous()
+            ):  # gelu.out leaves a transposed output unwritten on the CPU (torch 2.13)
+                return out.copy_(aten.gelu(x, approximate=approximate))
+            return aten.gelu.out(x, approximate=approximate, out=out)
+        operation = getattr(aten, which)
+        return operation(x) if out is None else operation.out(x, out=out)
+
+    def gate(x: Any, out: Any) -> Any:
+        return torch.mul(activate(GATED[name], x[..., 0::2], None), x[..., 1::2], out=out)
+
+    steps: dict[str, _Step] = {
+        "alpha": lambda x, given, out: torch.mul(x, given["alpha"], out=out),
+        "scale_tensor": lambda x, given, out: torch.mul(x, given["scale_a"] * given["scale_b"], out=out),
+        "scale_rowwise": lambda x, given, out: torch.mul(
+            x * column(given["scale_a"]), given["scale_b"], out=out
+        ),
+        "beta_c": lambda x, given, out: torch.add(x, given["c"], alpha=given["beta"], out=out),
+        "bias_n": lambda x, given, out: torch.add(x, given["bias"], out=out),
+        "bias_m": lambda x, given, out: torch.add(x, column(given["bias"]), out=out),
+        "residual": lambda x, given, out: torch.add(x, given["residual"], out=out),
+    }
+    if name in steps:
+        return steps[name]
+    if name in GATED:
+        return lambda x, given, out: gate(x, out)
+    return lambda x, given, out: activate(name, x, out)
