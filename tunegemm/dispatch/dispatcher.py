@@ -27,7 +27,7 @@ from tunegemm.dispatch.operands import ALIGNMENT, Refusal, describe
 from tunegemm.dispatch.policies import FASTEST, Policy
 from tunegemm.dispatch.selection import Rival, read_rivals, select
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
-from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
+from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning, WorkloadError
 from tunegemm.families import Launcher
 from tunegemm.problem import Problem
 
@@ -355,7 +355,10 @@ class Dispatcher:
                     self.use(read_policy(warn))
                 self._mode = read_mode(warn)
                 if self._mode == "record":
-                    begin_recording()
+                    try:
+                        begin_recording()
+                    except WorkloadError as error:
+                        warn(f"TUNEGEMM_MODE=record counts nothing: {error}")
 
     def _warn(self, state: _State, message: str) -> None:
         if message not in state.warned:

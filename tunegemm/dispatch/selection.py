@@ -11,7 +11,6 @@ from tunegemm.device import Device
 from tunegemm.dispatch.neighbours import Near, Neighbourhood, neighbourhood
 from tunegemm.dispatch.policies import FASTEST, Policy
 from tunegemm.dispatch.snapshot import Record, Snapshot
-from tunegemm.families.cublaslt import is_torch
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -109,7 +108,7 @@ def _by_policy(
     """The record or the best of its rivals that the policy allows; torch where that is slower than torch."""
     usable = [
         rival for rival in sorted(rivals, key=lambda rival: rival.rank, reverse=True)
-        if judge_stored(rival, device.fingerprint).usable and not is_torch(rival.candidate)
+        if judge_stored(rival, device.fingerprint).usable
     ]  # fmt: skip
     refusal = policy.refusal(problem, record.candidate)
     if policy.prefer == "min_energy" and not refusal:
