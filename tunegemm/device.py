@@ -398,6 +398,11 @@ class TelemetryReader:
             throttle_reasons=self._throttle_reasons(),
         )
 
+    def energy_mj(self) -> float | None:
+        """The board's energy since the driver was loaded; None when NVML does not answer."""
+        energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        return None if energy_mj is None else float(energy_mj)
+
     def _ask(self, function: str, *arguments: Any) -> Any:
         if self._handle is None:
             return None

@@ -130,17 +130,22 @@ def _by_policy(
 
 def _least_energy(record: Record, problem: Problem, usable: Sequence[Rival]) -> Selection:
     measured = {
-        rival.candidate: rival
+        rival.candidate: (energy_mj, rival)
         for rival in reversed(usable)  # the better evidence of a candidate comes last
-        if rival.measurement.evidence.get("energy_mj") and rival.measurement.ratio >= 1
+        if (energy_mj := _energy_mj(rival)) and rival.measurement.ratio >= 1
     }
     if not measured:
         return Selection(
             "hit", (record,), "the energy of its candidates was not measured (`tunegemm tune --energy`)"
         )
-    best = min(measured.values(), key=lambda rival: float(rival.measurement.evidence["energy_mj"]))
-    energy = float(best.measurement.evidence["energy_mj"])
-    return Selection("hit", (_as_record(best, problem),), f"{energy:.3g} mJ each, the least measured")
+    energy_mj, best = min(measured.values(), key=lambda pair: pair[0])
+    return Selection("hit", (_as_record(best, problem),), f"{energy_mj:.3g} mJ each, the least measured")
+
+
+def _energy_mj(rival: Rival) -> float:
+    """Of one product; 0 where it was not measured."""
+    found = rival.measurement.evidence.get("energy_mj")
+    return float(found) if isinstance(found, int | float) and found > 0 else 0.0
 
 
 def _as_record(rival: Rival, problem: Problem) -> Record:
