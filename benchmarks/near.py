@@ -9,6 +9,7 @@ The replay asks of what is committed (`db/records`, `db/sweeps`, `benchmarks/res
   where it picks a kernel that was measured there and was slower than torch.mm.
 - *carried*: the model carries a kernel's ratio from each record to each sweep that has the kernel; the error
   is that of the estimate against the recorded ratio, by how far the two problems are apart.
+- *plan_ms*: what the rule costs for a new m, measured on the CPU that replays; no kernel is loaded.
 - *sessions*: the ratio of one kernel in two sessions of the same GPU: the noise that no rule can undercut.
 
 `--measure` tunes the anchors into a database of its own, asks the rule for every m, and races what it picks
@@ -22,6 +23,7 @@ import json
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +51,7 @@ METHOD = (
 
 
 def replay(device: ReplayDevice) -> dict[str, Any]:
-    """All three questions, from what is recorded."""
+    """All four answers, from what is recorded."""
     records = [
         # As if the kernels were those of today: the question is the rule, not this checkout.
         replace(record, kernel_source=kernel_source_hash(record.candidate.family))
@@ -63,6 +65,7 @@ def replay(device: ReplayDevice) -> dict[str, Any]:
         "left_out": left_out(records, here, truths(records, device)),
         "carried": carried(records, device),
         "sessions": sessions(records),
+        "plan_ms": plan_ms(records, here),
     }
 
 
@@ -150,6 +153,16 @@ def sessions(records: Sequence[Record]) -> dict[str, Any]:
         "above_2_percent": sum(one > 0.02 for one in apart),
         "largest": round(max(apart), 3),
     }
+
+
+def plan_ms(records: Sequence[Record], device: Device) -> float:
+    """Median over m of asking the rule, of n and k that have records."""
+    snapshot, times = Snapshot(records), []
+    for m in range(17, 128):
+        start = time.perf_counter()
+        neighbourhood(snapshot, Problem(m, 4096, 4096), device)
+        times.append((time.perf_counter() - start) * 1e3)
+    return round(statistics.median(times), 2)
 
 
 def measure(n_k: str, extents: Sequence[int], anchors: Sequence[int], effort: Any, out: Path | None) -> None:

@@ -174,6 +174,8 @@ class Dispatcher:
 
     def use(self, policy: Policy) -> Policy:
         """Serve by this policy from now on; the one before is returned. A policy has plans of its own."""
+        if self._mode is None:
+            self._begin()
         with self._lock:
             before = self._state
             if policy != before.policy:
@@ -501,16 +503,15 @@ class Dispatcher:
         )
 
     def _begin(self) -> None:
-        """Read mode and policy on the first product."""
+        """Read mode and policy: on the first product, or when a policy is chosen before it."""
 
         def warn(message: str) -> None:
             self._warn(self._state, message)
 
         with self._lock:
             if self._mode is None:
-                if self._state.policy == FASTEST:  # nobody chose another one meanwhile
-                    self.use(read_policy(warn))
                 self._mode = read_mode(warn)
+                self.use(read_policy(warn))
                 if self._mode == "record":
                     try:
                         begin_recording()
