@@ -862,7 +862,7 @@ def test_the_general_way_is_a_key_and_a_launch(serve, kernel):
     dispatcher._lock = None
     python, c = calls_of(lambda: dispatcher.matmul(a, b))
     assert python[1 : python.index("__call__")] == [
-        "matmul", "product", "_general", "_ordinary", "_launch", "_launch_here",
+        "matmul", "product", "_earlier", "_general", "_ordinary", "_launch", "_launch_here",
     ]  # fmt: skip
     assert not {"getenv", "acquire", "__enter__", "execute", "open"} & set(c[: c.index("append")])
 
@@ -950,6 +950,20 @@ def test_modes_that_take_turns_are_both_served_the_short_way(by_address):
         assert not results[-1].is_inference() and "_general" not in python
         assert all(torch.equal(result, expected) for result in results)
     assert len(kernel.calls) == 24
+
+
+def test_rows_that_take_turns_are_both_served_the_short_way(serve):
+    """A weight meets a prompt and a decoding step in turns."""
+    launchers = {m: ByAddress(Problem(m, 48, 64)) for m in (16, 32)}
+    dispatcher = serve(*(each.problem for each in launchers.values()))
+    dispatcher._prepare = lambda record, _: Prepared(launchers[record.problem.m].launcher, tma=True)
+    a, b = operands()
+    for turn in range(4):
+        for rows in (a, a[:16]):
+            python, _ = calls_of(lambda rows=rows: dispatcher.matmul(rows, b))
+            assert torch.equal(dispatcher.matmul(rows, b), torch.matmul(rows, b))
+            assert turn == 0 or "_general" not in python
+    assert [len(each.calls) for each in launchers.values()] == [8, 8]
 
 
 def test_outputs_of_known_products(by_address):

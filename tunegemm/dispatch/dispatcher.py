@@ -119,6 +119,8 @@ class _State:
         """By the key of the plan."""
         self.recent: dict[int, Recent] = {}
         """By the identity of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
+        self.earlier: dict[tuple[int, int], Recent] = {}
+        """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
         self.snapshot = snapshot
         self.modified = modified
         self.devices: dict[int, Device | None] = {}
@@ -126,6 +128,11 @@ class _State:
         self.warned: set[str] = set()
         self.untuned: tuple[Problem, Device] | None = None
         """What the plan that is being made would gain from tuning online."""
+
+    def forget_checks(self) -> None:
+        """Every call makes a key again."""
+        for kept in (self.checked, self.recent, self.earlier):
+            kept.clear()
 
 
 class Dispatcher:
@@ -197,13 +204,17 @@ class Dispatcher:
     def product(self, linear: bool, a: Any, b: Any, out: Any = None) -> Any:
         """torch.matmul(a, b), or if `linear`, torch.nn.functional.linear(a, b)."""
         if out is None:
-            recent = self._state.recent.get(id(b) | linear)  # identities are multiples of 16
-            if recent is None or not recent.check(a, b):
-                return self._general(linear, a, b, None)
+            place = id(b) | linear  # identities are multiples of 16
+            recent = self._state.recent.get(place)
+            known = recent is not None and recent.check(a, b)
         else:
-            recent = self._state.recent.get(id(b) | 2)
-            if recent is None or not recent.check(a, b, out):
-                return self._general(linear, a, b, out)
+            place = id(b) | 2
+            recent = self._state.recent.get(place)
+            known = recent is not None and recent.check(a, b, out)
+        if not known:
+            recent = self._earlier(place, a, b, out)
+        if recent is None:
+            return self._general(linear, a, b, out)
         a_address, b_address = a.data_ptr(), b.data_ptr()
         if (
             (a_address | b_address) & (ALIGNMENT - 1)
@@ -229,6 +240,17 @@ class Dispatcher:
         except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
             pass
         return self._general(linear, a, b, out)
+
+    def _earlier(self, place: int, a: Any, b: Any, out: Any) -> Recent | None:
+        """What was done before the last time with this `b`, for as many rows of `a`."""
+        state = self._state
+        if type(a) not in _PLAIN:
+            return None
+        recent = state.earlier.get((place, a.numel()))
+        if recent is None or not (recent.check(a, b) if out is None else recent.check(a, b, out)):
+            return None
+        state.recent[place] = recent
+        return recent
 
     def _general(self, linear: bool, a: Any, b: Any, out: Any) -> Any:
         """The same of any operands."""
@@ -263,7 +285,7 @@ class Dispatcher:
             if left.dtype is not cast or right.dtype is not cast or not _aligned(left, right):
                 return _torch_product(linear, a, b, out)
         if result is None:
-            result = left.new_empty(plan.out_shape, dtype=plan.out_dtype)
+            result = left.new_empty(plan.out_shape)
         elif not _writable(plan, left, right, result):
             return _torch_product(linear, a, b, out)
         elif not result.is_inference():  # inference tensors count no versions
@@ -285,10 +307,9 @@ class Dispatcher:
             return
         if a is b or _any_autocast():
             return  # the check wants distinct tensors, and does not know to what autocast casts
-        place = id(b) | (2 if out is not None else linear)
+        tensors = (a, b) if out is None else (a, b, out)
         recent = state.checked.get(key)
-        if recent is None or state.recent.get(place) is recent:  # of another mode, such as inference mode
-            tensors = (a, b) if out is None else (a, b, out)
+        if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
             recent = state.checked[key] = Recent(
                 _check_of(tensors),
                 plan,
@@ -297,9 +318,11 @@ class Dispatcher:
                 out is not None and not out.is_inference(),
                 (plan.device.index or 0) if plan.guarded else -1,
             )
-        if len(state.recent) >= MAX_PLANS:
+        if len(state.earlier) >= MAX_PLANS:
             state.recent.clear()
-        state.recent[place] = recent
+            state.earlier.clear()
+        place = id(b) | (2 if out is not None else linear)
+        state.recent[place] = state.earlier[place, a.numel()] = recent
 
     # Everything below runs on the first call of a key only.
 
@@ -322,7 +345,7 @@ class Dispatcher:
         known = key in state.plans
         if self._mode in ("off", "record") or (known and time.monotonic() < self._next_look):
             return state, None
-        if _capturing(a.device) or (self._device_type == "cuda" and torch.cuda._is_in_bad_fork()):
+        if torch.cuda._is_in_bad_fork() or _capturing(a.device):
             return state, None
         with self._lock:
             state = self._look() if known else self._state
@@ -339,8 +362,7 @@ class Dispatcher:
                     plan = self._make_plan(state, left, right.t() if linear else right, out, name)
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
-                state.checked.clear()
-                state.recent.clear()
+                state.forget_checks()
             state.plans[key] = plan
             untuned, state.untuned = state.untuned, None
         if untuned is None or self._mode != "online" or not self._tune_online(state, key, *untuned):
@@ -357,8 +379,7 @@ class Dispatcher:
                 state.snapshot = self._snapshot(state, "matmul")
                 state.prepared = {place: one for place, one in state.prepared.items() if place[0] != problem}
                 state.plans.pop(key, None)
-                state.checked.clear()
-                state.recent.clear()
+                state.forget_checks()
         return tuned
 
     def _look(self) -> _State:
@@ -375,7 +396,7 @@ class Dispatcher:
             new = _State(old.policy)
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
-            new.checked, new.recent = old.checked, old.recent
+            new.checked, new.recent, new.earlier = old.checked, old.recent, old.earlier
             new.devices, new.warned = old.devices, old.warned
             self._state = new
         return self._state
@@ -495,8 +516,7 @@ class Dispatcher:
             raise error
         with self._lock:
             state.plans[key] = None
-            state.checked.clear()
-            state.recent.clear()
+            state.forget_checks()
         self._warn(
             state,
             f"the tuned kernel for {key[0]} x {key[1]} failed to launch ({_one_line(error)}); left to torch",
