@@ -481,7 +481,8 @@ class Dispatcher:
                     return self._prepare(record, state.policy.device(known))
             except (TunegemmError, ValueError, RuntimeError) as error:
                 why = _one_line(error)
-        if selection.options or selection.advises_tuning:
+        # In mode online the product is tuned next, or a warning says why it could not be.
+        if selection.options or (selection.advises_tuning and self._mode != "online"):
             self._warn(
                 state,
                 f"{problem} on {known.name}: {why}; tunegemm.{name} leaves it to torch. "
