@@ -207,6 +207,7 @@ def test_policy_is_a_call_and_a_context(monkeypatch, dispatcher):
 def test_the_environment_sets_the_first_policy(monkeypatch, dispatcher):
     made, kernels = dispatcher
     monkeypatch.setenv("TUNEGEMM_POLICY", "no_workspace")
+    assert made.policy == Policy("no_workspace")  # before any product, too: `explain` asks
     quietly(made.matmul, *operands())
     assert made.policy == Policy("no_workspace") and len(kernels["plain"].calls) == 1
 

@@ -177,6 +177,8 @@ class Dispatcher:
     @property
     def policy(self) -> Policy:
         """By which products are served now."""
+        if self._mode is None:
+            self._begin()
         return self._state.policy
 
     def use(self, policy: Policy) -> Policy:
