@@ -24,19 +24,9 @@ ORDER = (
 )  # fmt: skip
 
 PUBLIC = [
-    "Candidate",
-    "Database",
-    "Device",
-    "Epilogue",
-    "Problem",
-    "TunegemmError",
-    "explain",
-    "linear",
-    "matmul",
-    "policy",
-    "record",
-    "tune",
-]
+    "Candidate", "Database", "Device", "Epilogue", "Problem", "TunegemmError", "addmm", "bmm", "disable",
+    "enable", "explain", "linear", "matmul", "patch", "policy", "record", "tune", "unpatch",
+]  # fmt: skip
 
 
 def room(path: Path, package: Path = PACKAGE) -> str:

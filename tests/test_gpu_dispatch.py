@@ -153,14 +153,14 @@ def test_linear_folds_leading_dimensions(tuned, monkeypatch, lead):
     close(result.view(512, 768), a, b)
 
 
-def test_gradients_are_torchs(tuned):
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_gradients_of_products_without_records(tuned):
+    """Tuned ones are in test_gpu_torch.py."""
     a, b = operands()
     a.requires_grad_()
     matmul(a, b).sum().backward()
-    expected = a.grad.clone()
-    a.grad = None
-    torch.matmul(a, b).sum().backward()
-    assert torch.equal(a.grad, expected)
+    expected = b.float().sum(1).expand_as(a)
+    assert (a.grad.float() - expected).norm() <= 1e-2 * expected.norm()
 
 
 def test_runs_on_the_current_stream(tuned, only_ours):

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunegemm.database import Database
     from tunegemm.device import Device
-    from tunegemm.dispatch import linear, matmul, policy
+    from tunegemm.dispatch import addmm, bmm, linear, matmul, policy
     from tunegemm.dispatch.recording import record
+    from tunegemm.dispatch.takeover import disable, enable, patch, unpatch
     from tunegemm.epilogue import Epilogue
     from tunegemm.errors import TunegemmError
     from tunegemm.problem import Problem
@@ -29,12 +30,18 @@ __all__ = [
     "Epilogue",
     "Problem",
     "TunegemmError",
+    "addmm",
+    "bmm",
+    "disable",
+    "enable",
     "explain",
     "linear",
     "matmul",
+    "patch",
     "policy",
     "record",
     "tune",
+    "unpatch",
 ]
 
 _HOMES = {
@@ -44,12 +51,18 @@ _HOMES = {
     "Epilogue": "epilogue",
     "Problem": "problem",
     "TunegemmError": "errors",
+    "addmm": "dispatch",
+    "bmm": "dispatch",
+    "disable": "dispatch.takeover",
+    "enable": "dispatch.takeover",
     "explain": "report.explain",
     "linear": "dispatch",
     "matmul": "dispatch",
+    "patch": "dispatch.takeover",
     "policy": "dispatch",
     "record": "dispatch.recording",
     "tune": "tuning",
+    "unpatch": "dispatch.takeover",
 }
 
 

@@ -29,6 +29,7 @@ from torch.autograd.graph import increment_version
 
 from tunegemm.database.layers import modified
 from tunegemm.device import Device, find_device
+from tunegemm.dispatch.autograd import DTYPES, PLAIN, is_simple, multiply_differentiably
 from tunegemm.dispatch.launchers import Prepared, prepare
 from tunegemm.dispatch.modes import Mode, begin_recording, read_mode, read_policy
 from tunegemm.dispatch.online import OnlineTuning
@@ -40,9 +41,6 @@ from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmW
 from tunegemm.families import Launcher
 from tunegemm.families.launching import AddressLaunch, AddressLauncher
 from tunegemm.problem import Problem
-
-# Subclasses (fake tensors, DTensor, quantized and user-made ones) give torch.matmul their own meaning.
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 # Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
 _grad_enabled = torch.is_grad_enabled
@@ -64,6 +62,9 @@ MAX_PLANS = 65536
 LOOK_SECONDS = 5.0
 
 _TORCHS: Any = object()
+
+#: Kinds of call: as of torch.matmul, of torch.nn.functional.linear, and of `Dispatcher.recorded`.
+MATMUL, LINEAR, RECORDED = 0, 1, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,9 @@ class Recent:
     """
 
     check: Callable[..., bool]
-    plan: Plan
-    at: AddressLaunch
+    plan: Plan | None
+    at: AddressLaunch | None
+    """That of the plan; None where products are torch's."""
     trains: bool
     """Whether an operand requires grad: torch's in grad mode."""
     counts: bool
@@ -195,28 +197,36 @@ class Dispatcher:
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """See `tunegemm.matmul`."""
-        return self.product(False, a, b, out)
+        return self.product(MATMUL, a, b, out)
 
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         """See `tunegemm.linear`."""
         if bias is None:
-            return self.product(True, x, weight)
+            return self.product(LINEAR, x, weight)
         return torch.nn.functional.linear(x, weight, bias)
 
-    def product(self, linear: bool, a: Any, b: Any, out: Any = None) -> Any:
-        """torch.matmul(a, b), or if `linear`, torch.nn.functional.linear(a, b)."""
+    def recorded(self, a: Any, b: Any, out: Any = None) -> Any:
+        """The product ``a @ b`` by a recorded kernel, or None where torch shall compute it.
+
+        For callers below autograd, transforms and modes. What the user did not write in so many words draws
+        no warning of its strides: only a record that is missing does.
+        """
+        return self.product(RECORDED, a, b, out)
+
+    def product(self, kind: int, a: Any, b: Any, out: Any = None) -> Any:
+        """Of any kind of call."""
         if out is None:
-            place = id(b) | linear  # identities are multiples of 16
+            place = id(b) | kind  # identities are multiples of 16
             recent = self._state.recent.get(place)
             known = recent is not None and recent.check(a, b)
         else:
-            place = id(b) | 2
+            place = id(b) | 2 | kind
             recent = self._state.recent.get(place)
             known = recent is not None and recent.check(a, b, out)
         if not known:
             recent = self._earlier(place, a, b, out)
         if recent is None:
-            return self._general(linear, a, b, out)
+            return self._general(kind, a, b, out)
         a_address, b_address = a.data_ptr(), b.data_ptr()
         if (
             (a_address | b_address) & (ALIGNMENT - 1)
@@ -226,27 +236,31 @@ class Dispatcher:
             or forward_ad._current_level >= 0
             or (recent.index >= 0 and recent.index != _current_device())
         ):
-            return self._general(linear, a, b, out)
-        plan = recent.plan
+            return self._general(kind, a, b, out)
+        plan, at = recent.plan, recent.at
+        if plan is None or at is None:
+            if time.monotonic() < self._next_look:
+                return _torch_product(kind, a, b, out)
+            return self._general(kind, a, b, out)
         try:
             if out is None:
                 result = self._empty(plan.out_shape, plan.out_strides, plan.out_dtype)
-                recent.at(a_address, b_address, result.data_ptr())
+                at(a_address, b_address, result.data_ptr())
                 return result
             out_address = out.data_ptr()
             if _apart(plan, a_address, b_address, out_address):
                 if recent.counts:
                     increment_version(out)
-                recent.at(a_address, b_address, out_address)
+                at(a_address, b_address, out_address)
                 return out
         except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
             pass
-        return self._general(linear, a, b, out)
+        return self._general(kind, a, b, out)
 
     def _earlier(self, place: int, a: Any, b: Any, out: Any) -> Recent | None:
         """What was done before the last time with this `b`, for as many rows of `a`."""
         state = self._state
-        if type(a) not in _PLAIN:
+        if type(a) not in PLAIN:
             return None
         recent = state.earlier.get((place, a.numel()))
         if recent is None or not (recent.check(a, b) if out is None else recent.check(a, b, out)):
@@ -254,23 +268,30 @@ class Dispatcher:
         state.recent[place] = recent
         return recent
 
-    def _general(self, linear: bool, a: Any, b: Any, out: Any) -> Any:
+    def _general(self, kind: int, a: Any, b: Any, out: Any) -> Any:
         """The same of any operands."""
-        if not _ordinary(a, b) or (out is not None and type(out) not in _PLAIN):
-            return _torch_product(linear, a, b, out)
+        if kind == RECORDED:
+            if type(a) not in PLAIN or type(b) not in PLAIN or _deterministic():
+                return None
+        elif not _ordinary(a, b):
+            if out is None and self._is_differentiable(a, b) and (kind == MATMUL or b.ndim == 2):
+                return multiply_differentiably(self.recorded, a, b.t() if kind == LINEAR else b)
+            return _torch_product(kind, a, b, out)
+        if out is not None and type(out) not in PLAIN:
+            return _torch_product(kind, a, b, out)
         cast = None
-        if out is None and _any_autocast():  # torch.matmul(out=) is not cast
+        if out is None and kind != RECORDED and _any_autocast():  # torch.matmul(out=) is not cast
             cast = _cast_by_autocast(a, b)
             if cast is _TORCHS:
-                return _torch_product(linear, a, b, out)
+                return _torch_product(kind, a, b, out)
         key: tuple[Any, ...]
         try:
-            key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device, linear)
+            key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device, kind)
             low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
             if out is not None:
                 key += (out.shape, out.stride(), out.dtype, out.device)
         except RuntimeError:  # sparse and nested tensors have no strides
-            return _torch_product(linear, a, b, out)
+            return _torch_product(kind, a, b, out)
         if cast is not None:
             key += (cast,)
         elif low:
@@ -278,36 +299,38 @@ class Dispatcher:
         state = self._state
         plan = state.plans.get(key)
         if plan is None:
-            state, plan = self._plan(state, key, linear, a, b, out, cast)
+            state, plan = self._plan(state, key, kind, a, b, out, cast)
             if plan is None:
-                return _torch_product(linear, a, b, out)
+                if cast is None and not low and key in state.plans:
+                    self._remember(state, key, None, kind, a, b, out)
+                return _torch_product(kind, a, b, out)
         left, right, result = a, b, out
         if cast is not None:
             left, right = _autocast(a, cast), _autocast(b, cast)
             if left.dtype is not cast or right.dtype is not cast or not _aligned(left, right):
-                return _torch_product(linear, a, b, out)
+                return _torch_product(kind, a, b, out)
         if result is None:
             result = left.new_empty(plan.out_shape)
         elif not _writable(plan, left, right, result):
-            return _torch_product(linear, a, b, out)
+            return _torch_product(kind, a, b, out)
         elif not result.is_inference():  # inference tensors count no versions
             increment_version(result)
         try:
-            _launch(plan, left, right.t() if linear else right, result)
+            _launch(plan, left, right.t() if kind == LINEAR else right, result)
         except (RuntimeError, ValueError) as error:
             self._drop(state, key, plan, error)
-            return _torch_product(linear, a, b, out)
+            return _torch_product(kind, a, b, out)
         if plan.at is not None and cast is None and not low:
-            self._remember(state, key, plan, linear, a, b, out)
+            self._remember(state, key, plan, kind, a, b, out)
         return result
 
     def _remember(
-        self, state: _State, key: tuple[Any, ...], plan: Plan, linear: bool, a: Any, b: Any, out: Any
+        self, state: _State, key: tuple[Any, ...], plan: Plan | None, kind: int, a: Any, b: Any, out: Any
     ) -> None:
         """Let the next call with this `b` find the plan without a key."""
-        if _TensorGuards is None or self._empty is None or plan.at is None:
+        if _TensorGuards is None or self._empty is None:
             return
-        if a is b or _any_autocast():
+        if a is b or (kind != RECORDED and _any_autocast()):
             return  # the check wants distinct tensors, and does not know to what autocast casts
         tensors = (a, b) if out is None else (a, b, out)
         recent = state.checked.get(key)
@@ -315,16 +338,32 @@ class Dispatcher:
             recent = state.checked[key] = Recent(
                 _check_of(tensors),
                 plan,
-                plan.at,
-                any(tensor.requires_grad for tensor in tensors),
+                plan.at if plan is not None else None,
+                kind != RECORDED and any(tensor.requires_grad for tensor in tensors),
                 out is not None and not out.is_inference(),
-                (plan.device.index or 0) if plan.guarded else -1,
+                (plan.device.index or 0) if plan is not None and plan.guarded else -1,
             )
         if len(state.earlier) >= MAX_PLANS:
             state.recent.clear()
             state.earlier.clear()
-        place = id(b) | (2 if out is not None else linear)
+        place = id(b) | kind | (2 if out is not None else 0)
         state.recent[place] = state.earlier[place, a.numel()] = recent
+
+    def _is_differentiable(self, a: Any, b: Any) -> bool:
+        """Whether `_ordinary` said no because of gradients, tangents or transforms alone."""
+        return (
+            type(a) in PLAIN
+            and type(b) in PLAIN
+            and a.dtype == b.dtype
+            and a.dtype in DTYPES
+            and a.device.type == b.device.type == self._device_type
+            and is_simple(a, b)
+            and not _deterministic()
+            and not _dispatch_modes()
+            and not _tracing()
+            and not (a.is_neg() or b.is_neg())
+            and not (_any_autocast() and _cast_by_autocast(a, b) is not None)
+        )
 
     # Everything below runs on the first call of a key only.
 
@@ -332,7 +371,7 @@ class Dispatcher:
         self,
         state: _State,
         key: tuple[Any, ...],
-        linear: bool,
+        kind: int,
         a: torch.Tensor,
         b: torch.Tensor,
         out: torch.Tensor | None,
@@ -357,11 +396,11 @@ class Dispatcher:
                 left, right = a, b
                 if cast is not None:
                     left, right = a.to(cast), b.to(cast)
-                name = "linear" if linear else "matmul"
-                if (linear and b.ndim != 2) or (cast is not None and not _aligned(left, right)):
+                name = {MATMUL: "matmul", LINEAR: "linear", RECORDED: ""}[kind]
+                if (kind == LINEAR and b.ndim != 2) or (cast is not None and not _aligned(left, right)):
                     plan = None
                 else:
-                    plan = self._make_plan(state, left, right.t() if linear else right, out, name)
+                    plan = self._make_plan(state, left, right.t() if kind == LINEAR else right, out, name)
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
                 state.forget_checks()
@@ -369,7 +408,7 @@ class Dispatcher:
             untuned, state.untuned = state.untuned, None
         if untuned is None or self._mode != "online" or not self._tune_online(state, key, *untuned):
             return state, plan
-        return self._plan(state, key, linear, a, b, out, cast)
+        return self._plan(state, key, kind, a, b, out, cast)
 
     def _tune_online(self, state: _State, key: tuple[Any, ...], problem: Problem, device: Device) -> bool:
         """Whether the key's plan is to be made anew. Other threads go on meanwhile, with this key, too."""
@@ -398,7 +437,6 @@ class Dispatcher:
             new = _State(old.policy)
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
-            new.checked, new.recent, new.earlier = old.checked, old.recent, old.earlier
             new.devices, new.warned = old.devices, old.warned
             self._state = new
         return self._state
@@ -410,7 +448,7 @@ class Dispatcher:
             return None
         operands = describe(a, b, out)
         if isinstance(operands, Refusal):
-            if operands.reason:
+            if operands.reason and name:
                 self._warn(state, f"{operands.reason}; tunegemm.{name} leaves it to torch")
             return None
         problem = operands.problem
@@ -425,7 +463,8 @@ class Dispatcher:
         if prepared is None or prepared.launch is None:
             return None
         if prepared.tma and operands.tma_refusal:
-            self._warn(state, f"{problem}: {operands.tma_refusal}; tunegemm.{name} leaves it to torch")
+            if name:
+                self._warn(state, f"{problem}: {operands.tma_refusal}; tunegemm.{name} leaves it to torch")
             return None
         if prepared.packed and not operands.packed:
             return None
@@ -438,7 +477,7 @@ class Dispatcher:
             try:
                 at = prepared.launch.of(a.view(a_shape), b.view(b_shape), example.view(out_shape))
             except ValueError as error:
-                self._warn(state, f"{problem}: {_one_line(error)}; tunegemm.{name} leaves it to torch")
+                self._warn(state, f"{problem}: {_one_line(error)}; {_who(name)} leaves it to torch")
                 return None
         return Plan(
             prepared.launch,
@@ -487,7 +526,7 @@ class Dispatcher:
         if selection.options or (selection.advises_tuning and self._mode != "online"):
             self._warn(
                 state,
-                f"{problem} on {known.name}: {why}; tunegemm.{name} leaves it to torch. "
+                f"{problem} on {known.name}: {why}; {_who(name)} leaves it to torch. "
                 f"Tune it with: {tune_command(problem)}",
             )
         return None
@@ -498,7 +537,7 @@ class Dispatcher:
                 state.devices[index] = self._find(f"{self._device_type}:{index}")
             except DeviceError as error:
                 state.devices[index] = None
-                self._warn(state, f"{_one_line(error)}; tunegemm.{name} leaves its products to torch")
+                self._warn(state, f"{_one_line(error)}; {_who(name)} leaves its products to torch")
         return state.devices[index]
 
     def _snapshot(self, state: _State, name: str) -> Snapshot:
@@ -507,10 +546,10 @@ class Dispatcher:
         try:
             snapshot = self._read()
         except DatabaseError as error:
-            self._warn(state, f"{_one_line(error)}; tunegemm.{name} leaves every product to torch")
+            self._warn(state, f"{_one_line(error)}; {_who(name)} leaves every product to torch")
             return Snapshot()
         for warning in snapshot.warnings:
-            self._warn(state, f"{warning}; tunegemm.{name} does without its records")
+            self._warn(state, f"{warning}; {_who(name)} does without its records")
         return snapshot
 
     def _drop(self, state: _State, key: tuple[Any, ...], plan: Plan, error: Exception) -> None:
@@ -558,12 +597,12 @@ def tune_command(problem: Problem) -> str:
 def _ordinary(a: Any, b: Any) -> bool:
     """Whether a launch means here what torch.matmul means.
 
-    It does not under autograd (there is no backward yet), forward-mode AD, functorch transforms,
+    It does not under autograd, forward-mode AD and functorch transforms (which are `autograd.Product`'s),
     dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
     """
     return (
-        type(a) in _PLAIN
-        and type(b) in _PLAIN
+        type(a) in PLAIN
+        and type(b) in PLAIN
         and not (_grad_enabled() and (a.requires_grad or b.requires_grad))
         and not _deterministic()
         and not _dispatch_modes()
@@ -646,8 +685,10 @@ def _apart(plan: Plan, a: int, b: int, out: int) -> bool:
     )
 
 
-def _torch_product(linear: bool, a: Any, b: Any, out: Any) -> Any:
-    return torch.nn.functional.linear(a, b) if linear else _torch_matmul(a, b, out)
+def _torch_product(kind: int, a: Any, b: Any, out: Any) -> Any:
+    if kind == RECORDED:
+        return None
+    return torch.nn.functional.linear(a, b) if kind == LINEAR else _torch_matmul(a, b, out)
 
 
 def _torch_matmul(a: Any, b: Any, out: Any) -> Any:
@@ -656,6 +697,10 @@ def _torch_matmul(a: Any, b: Any, out: Any) -> Any:
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _who(name: str) -> str:
+    return f"tunegemm.{name}" if name else "tunegemm"
 
 
 def _one_line(error: BaseException) -> str:
