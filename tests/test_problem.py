@@ -325,3 +325,29 @@ class TestDtypes:
                 Problem.from_tensors(a, b)
         finally:
             matmul.fp32_precision = before
+
+
+class TestBackward:
+    """That autograd asks for these is in test_torch.py."""
+
+    @pytest.mark.parametrize(
+        ("layout", "of_a", "of_b"),
+        [("tn", "tt", "nt"), ("tt", "tn", "nt"), ("nn", "nn", "nn"), ("nt", "tn", "tt")],
+    )
+    def test_layouts(self, layout: str, of_a: str, of_b: str) -> None:
+        problem = Problem.parse("64x48x32x2", layout=layout)
+        gradients = problem.backward()
+        assert {gradient.flops for gradient in gradients} == {problem.flops}
+        assert tuple(gradient.layout for gradient in gradients) == (of_a, of_b)
+
+    def test_an_epilogue_has_its_derivative_before_them(self) -> None:
+        forward = Problem.parse("64x48x32", epilogue="bias_n+relu")
+        assert forward.backward() == Problem.parse("64x48x32").backward()
+
+    def test_gaps_lower_the_alignment(self) -> None:
+        forward = Problem.parse("64x48x32", alignment=4)
+        assert [gradient.alignment for gradient in forward.backward()] == [4, 4]
+
+    def test_other_output_dtypes_have_none(self) -> None:
+        with pytest.raises(ProblemError, match="another dtype"):
+            Problem.parse("64x48x32", out_dtype="fp32").backward()

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunegemm.database import Database
     from tunegemm.device import Device
-    from tunegemm.dispatch import linear, matmul
+    from tunegemm.dispatch import addmm, bmm, linear, matmul
     from tunegemm.dispatch.recording import record
+    from tunegemm.dispatch.takeover import disable, enable, patch, unpatch
     from tunegemm.epilogue import Epilogue
     from tunegemm.errors import TunegemmError
     from tunegemm.problem import Problem
@@ -28,10 +29,16 @@ __all__ = [
     "Epilogue",
     "Problem",
     "TunegemmError",
+    "addmm",
+    "bmm",
+    "disable",
+    "enable",
     "linear",
     "matmul",
+    "patch",
     "record",
     "tune",
+    "unpatch",
 ]
 
 _HOMES = {
@@ -41,10 +48,16 @@ _HOMES = {
     "Epilogue": "epilogue",
     "Problem": "problem",
     "TunegemmError": "errors",
+    "addmm": "dispatch",
+    "bmm": "dispatch",
+    "disable": "dispatch.takeover",
+    "enable": "dispatch.takeover",
     "linear": "dispatch",
     "matmul": "dispatch",
+    "patch": "dispatch.takeover",
     "record": "dispatch.recording",
     "tune": "tuning",
+    "unpatch": "dispatch.takeover",
 }
 
 

@@ -247,6 +247,29 @@ class Problem:
             alignment=alignment_of(a, b, a_major, b_major),
         )
 
+    def backward(self) -> tuple[Problem, Problem]:
+        """The products that are the gradients of A and B, of packed operands: grad x B^T and A^T x grad.
+
+        Each has the layout of its operand, as autograd computes it: the gradient of a column-major operand is
+        computed transposed.
+        """
+        if self.out_dtype != self.in_dtype:
+            raise ProblemError(f"{self}: no gradients where the output is of another dtype than the operands")
+        a, b = (self.m, self.k, self.a_major == "k"), (self.k, self.n, self.b_major == "n")
+        grad = (self.m, self.n, True)
+        return self._product(grad, _transposed(b), a), self._product(_transposed(a), grad, b)
+
+    def _product(self, a: _Matrix, b: _Matrix, like: _Matrix) -> Problem:
+        if not (like[2] or 1 in like[:2]):
+            a, b = _transposed(b), _transposed(a)
+        (m, k, a_rows), (_, n, b_rows) = a, b
+        a_major = "k" if a_rows or 1 in (m, k) else "m"
+        b_major = "n" if b_rows and 1 not in (k, n) else "k"
+        packed = Problem(m, n, k, self.batch, self.in_dtype, self.in_dtype, a_major, b_major)
+        if self.alignment < self.packed_alignment:  # gaps, which gradients' operands have, too
+            return replace(packed, alignment=min(packed.alignment, self.alignment))
+        return packed
+
     @property
     def shape(self) -> str:
         """``MxNxK``, with ``xL`` when there is a batch."""
@@ -341,6 +364,15 @@ def _tf32_if_allowed() -> str:
     raise ProblemError(
         'fp32 operands have kernels where tf32 is allowed: torch.backends.cuda.matmul.fp32_precision = "tf32"'
     )
+
+
+#: Rows, columns, and whether rows are contiguous.
+_Matrix = tuple[int, int, bool]
+
+
+def _transposed(matrix: _Matrix) -> _Matrix:
+    rows, columns, row_major = matrix
+    return columns, rows, not row_major
 
 
 def _steps(tensor: torch.Tensor, leading: int) -> list[int]:

@@ -79,6 +79,10 @@ def command(
     workers: Annotated[
         int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
     ] = None,
+    with_backward: Annotated[
+        bool,
+        typer.Option("--with-backward", help="Tune the two products of each shape's backward pass, too."),
+    ] = False,
     compiled_only: Annotated[
         bool, typer.Option("--compiled-only", help="Compile nothing: try the kernels that the cache holds.")
     ] = False,
@@ -105,12 +109,17 @@ def command(
             if value
         ]
         given += ["--dtype"] * (dtype != "bf16") + ["--layout"] * (layout != "tn")
+        given += ["--with-backward"] * with_backward
         if given:
             raise options.UsageError(f"{', '.join(given)} with --from: the file says that of each product")
     demands, refused = read(from_file) if from_file is not None else ([], [])
-    problems = options.parse_problems(
+    asked_for = options.parse_problems(
         shape or [], dtype, out_dtype, layout, alignment, epilogue, accumulation
     )
+    problems: dict[Problem, Problem] = {}  # each with the first that asks for it
+    for forward in asked_for:
+        for problem in (forward, *(forward.backward() if with_backward else ())):
+            problems.setdefault(problem, forward)
     budget_seconds = options.parse_seconds(budget) if budget is not None else None
     names = options.parse_families(families)
 
@@ -155,7 +164,7 @@ def command(
                     as_json=as_json,
                 )
                 raise typer.Exit(ended)
-            for position, problem in enumerate(problems):
+            for problem, forward in problems.items():
                 with ProgressView(log) as view:
                     result = tuner.tune(
                         problem,
@@ -170,7 +179,7 @@ def command(
                 else:
                     show_result(out, result, top, where=display(database.location) if database else "")
                 if result.interrupted:
-                    again = resume_command(context, problems[position:])
+                    again = resume_command(context, asked_for[asked_for.index(forward) :])
                     log.print(interruption(result, again), soft_wrap=True, highlight=False)
                     raise typer.Exit(130)
     finally:

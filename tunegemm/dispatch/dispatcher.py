@@ -1,9 +1,13 @@
-"""From a call to a launch: one dictionary look-up per product once its plan is known.
+"""From a call to a launch: a kernel that is known costs the host less than torch.mm does.
 
 A *plan* is the prepared launch for one key of shapes, strides, dtypes, devices and, below 16, the bytes that
 addresses are multiples of; None says that torch computes products of that key. Plans are made on the first
 call of a key, under a lock, and are then read without one. Nothing is compiled or tuned here, and nothing is
 read or loaded while the current stream records a CUDA graph: a product without a plan is then torch's.
+
+Building such a key costs more than all else that is left of a call. So a call first looks at what was done
+last with the same object as `b`, mostly a weight: if one check in C says that the operands are as they were
+then, that plan is right, whatever `b` is now.
 """
 
 from __future__ import annotations
@@ -11,38 +15,52 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
+from tunegemm.database.layers import modified
 from tunegemm.device import Device, find_device
+from tunegemm.dispatch.autograd import DTYPES, PLAIN, is_simple, multiply_differentiably
 from tunegemm.dispatch.launchers import Prepared, prepare
 from tunegemm.dispatch.operands import ALIGNMENT, Refusal, describe
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
 from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
 from tunegemm.families import Launcher
+from tunegemm.families.launching import AddressLaunch, AddressLauncher
 from tunegemm.problem import Problem
 
-# Subclasses (fake tensors, DTensor, quantized and user-made ones) give torch.matmul their own meaning.
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-
-# Bound once: each is a call of 25-90 ns, where `torch.x.y` would cost as much again in look-ups.
+# Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
 _grad_enabled = torch.is_grad_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
-_tracing_state = torch._C._get_tracing_state
+_tracing = torch._C._is_tracing
 _any_autocast = torch._C._is_any_autocast_enabled
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # absent from CPU builds
+
+# What torch.compile's own code calls at run time: its guard of tensors, and its allocation. torch has no
+# public ones that do as much in one call; without them every call takes the general way.
+_guards: Any = getattr(torch._C._dynamo, "guards", None)
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 #: Keys kept before all plans are dropped: a bound for programs whose shapes never repeat.
 MAX_PLANS = 65536
+#: Seconds between looks at whether another process has published records.
+LOOK_SECONDS = 5.0
 
-_MISSING: Any = object()
+_TORCHS: Any = object()
+
+#: Kinds of call: as of torch.matmul, of torch.nn.functional.linear, and of `Dispatcher.recorded`.
+MATMUL, LINEAR, RECORDED = 0, 1, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +68,14 @@ class Plan:
     """How products of one key are launched."""
 
     launch: Launcher
+    """Of tensors in the shapes of `views`."""
+    at: AddressLaunch | None
+    """The same of addresses; None where the launcher wants tensors."""
     out_shape: tuple[int, ...]
-    rows: tuple[int, int] | None
-    """(m, k) when the first operand is viewed as a matrix before the launch."""
-    matrix: tuple[int, int]
-    """(m, n): the output as the kernel sees it, when `rows` is given."""
+    out_strides: tuple[int, ...]
+    out_dtype: torch.dtype
+    views: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    """Shapes of a, b and the output as the kernel sees them."""
     spans: tuple[int, int, int]
     """Bytes spanned by a, b and the output."""
     address_bytes: int
@@ -64,15 +85,47 @@ class Plan:
     """Whether the device may not be the current one, as on a host of several GPUs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """A plan with a check of whether operands are what it was made for.
+
+    The check compares types, dispatch keys (functorch, tracing, autocast, inference mode), dtypes, devices,
+    shapes, strides and `requires_grad`.
+    """
+
+    check: Callable[..., bool]
+    plan: Plan | None
+    at: AddressLaunch | None
+    """That of the plan; None where products are torch's."""
+    trains: bool
+    """Whether an operand requires grad: torch's in grad mode."""
+    counts: bool
+    """Whether a given output counts its versions: it is no inference tensor."""
+    index: int
+    """Of the device that must be the current one; -1 where there is but one."""
+
+
 class _State:
     """What is read from disk and made of it; replaced as a whole by `Dispatcher.refresh`."""
 
     def __init__(self) -> None:
         self.plans: dict[tuple[Any, ...], Plan | None] = {}
+        self.checked: dict[tuple[Any, ...], Recent] = {}
+        """By the key of the plan."""
+        self.recent: dict[int, Recent] = {}
+        """By the identity of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
+        self.earlier: dict[tuple[int, int], Recent] = {}
+        """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
         self.snapshot: Snapshot | None = None
+        self.modified: Hashable = None
         self.devices: dict[int, Device | None] = {}
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
         self.warned: set[str] = set()
+
+    def forget_checks(self) -> None:
+        """Every call makes a key again."""
+        for kept in (self.checked, self.recent, self.earlier):
+            kept.clear()
 
 
 class Dispatcher:
@@ -85,15 +138,20 @@ class Dispatcher:
         read: Callable[[], Snapshot] = read_snapshot,
         find: Callable[[str], Device] = find_device,
         prepare: Callable[[Record, Device], Prepared] = prepare,
+        modified: Callable[[], Hashable] = modified,
     ) -> None:
-        """The arguments say where records, devices and launchers come from."""
+        """The arguments say where records, devices and launchers come from, and what changes with records."""
         self._device_type = device_type
         self._read = read
         self._find = find
         self._prepare = prepare
+        self._modified = modified
         self._lock = threading.RLock()
         self._state = _State()
         self._enabled: bool | None = None
+        self._next_look = 0.0
+        self._empty: Any = getattr(_guards, f"_empty_strided_{device_type}", None)
+        _dispatchers.add(self)
 
     def refresh(self) -> None:
         """Forget all plans; the database is read again on the next call."""
@@ -102,70 +160,173 @@ class Dispatcher:
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """See `tunegemm.matmul`."""
-        if _ordinary(a, b):
-            state = self._state
-            key: tuple[Any, ...]
-            try:
-                key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device)
-                if out is not None:
-                    if type(out) not in _PLAIN:
-                        return torch.matmul(a, b, out=out)
-                    key += (out.shape, out.stride(), out.dtype, out.device)
-                if low := (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
-                    key += (low & -low,)
-            except RuntimeError:  # sparse and nested tensors have no strides
-                return _torch_matmul(a, b, out)
-            plan = state.plans.get(key, _MISSING)
-            if plan is _MISSING:
-                plan = self._plan(state, key, a, b, out, "matmul")
-            if plan is not None:
-                if out is None:
-                    result = a.new_empty(plan.out_shape)
-                elif _writable(plan, a, b, out):
-                    if not out.is_inference():  # inference tensors count no versions
-                        torch.autograd.graph.increment_version(out)
-                    result = out
-                else:
-                    return _torch_matmul(a, b, out)
-                try:
-                    _launch(plan, a, b, result)
-                    return result
-                except (RuntimeError, ValueError) as error:
-                    self._drop(state, key, plan, error)
-        return _torch_matmul(a, b, out)
+        return self.product(MATMUL, a, b, out)
 
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         """See `tunegemm.linear`."""
-        if bias is None and _ordinary(x, weight):
-            state = self._state
-            key: tuple[Any, ...]
-            try:
-                key = (
-                    x.shape,
-                    weight.shape,
-                    x.stride(),
-                    weight.stride(),
-                    x.dtype,
-                    weight.dtype,
-                    x.device,
-                    weight.device,
-                    "linear",
-                )
-                if low := (x.data_ptr() | weight.data_ptr()) % ALIGNMENT:
-                    key += (low & -low,)
-            except RuntimeError:  # sparse and nested tensors have no strides
-                return torch.nn.functional.linear(x, weight)
-            plan = state.plans.get(key, _MISSING)
-            if plan is _MISSING:
-                plan = self._plan(state, key, x, weight.t(), None, "linear") if weight.ndim == 2 else None
-            if plan is not None:
-                result = x.new_empty(plan.out_shape)
-                try:
-                    _launch(plan, x, weight.t(), result)
-                    return result
-                except (RuntimeError, ValueError) as error:
-                    self._drop(state, key, plan, error)
+        if bias is None:
+            return self.product(LINEAR, x, weight)
         return torch.nn.functional.linear(x, weight, bias)
+
+    def recorded(self, a: Any, b: Any, out: Any = None) -> Any:
+        """The product ``a @ b`` by a recorded kernel, or None where torch shall compute it.
+
+        For callers below autograd, transforms and modes. What the user did not write in so many words draws
+        no warning of its strides: only a record that is missing does.
+        """
+        return self.product(RECORDED, a, b, out)
+
+    def product(self, kind: int, a: Any, b: Any, out: Any = None) -> Any:
+        """Of any kind of call."""
+        if out is None:
+            place = id(b) | kind  # identities are multiples of 16
+            recent = self._state.recent.get(place)
+            known = recent is not None and recent.check(a, b)
+        else:
+            place = id(b) | 2 | kind
+            recent = self._state.recent.get(place)
+            known = recent is not None and recent.check(a, b, out)
+        if not known:
+            recent = self._earlier(place, a, b, out)
+        if recent is None:
+            return self._general(kind, a, b, out)
+        a_address, b_address = a.data_ptr(), b.data_ptr()
+        if (
+            (a_address | b_address) & (ALIGNMENT - 1)
+            or (recent.trains and _grad_enabled())
+            or _dispatch_modes()
+            or _deterministic()
+            or forward_ad._current_level >= 0
+            or (recent.index >= 0 and recent.index != _current_device())
+        ):
+            return self._general(kind, a, b, out)
+        plan, at = recent.plan, recent.at
+        if plan is None or at is None:
+            if time.monotonic() < self._next_look:
+                return _torch_product(kind, a, b, out)
+            return self._general(kind, a, b, out)
+        try:
+            if out is None:
+                result = self._empty(plan.out_shape, plan.out_strides, plan.out_dtype)
+                at(a_address, b_address, result.data_ptr())
+                return result
+            out_address = out.data_ptr()
+            if _apart(plan, a_address, b_address, out_address):
+                if recent.counts:
+                    increment_version(out)
+                at(a_address, b_address, out_address)
+                return out
+        except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
+            pass
+        return self._general(kind, a, b, out)
+
+    def _earlier(self, place: int, a: Any, b: Any, out: Any) -> Recent | None:
+        """What was done before the last time with this `b`, for as many rows of `a`."""
+        state = self._state
+        if type(a) not in PLAIN:
+            return None
+        recent = state.earlier.get((place, a.numel()))
+        if recent is None or not (recent.check(a, b) if out is None else recent.check(a, b, out)):
+            return None
+        state.recent[place] = recent
+        return recent
+
+    def _general(self, kind: int, a: Any, b: Any, out: Any) -> Any:
+        """The same of any operands."""
+        if kind == RECORDED:
+            if type(a) not in PLAIN or type(b) not in PLAIN or _deterministic():
+                return None
+        elif not _ordinary(a, b):
+            if out is None and self._is_differentiable(a, b) and (kind == MATMUL or b.ndim == 2):
+                return multiply_differentiably(self.recorded, a, b.t() if kind == LINEAR else b)
+            return _torch_product(kind, a, b, out)
+        if out is not None and type(out) not in PLAIN:
+            return _torch_product(kind, a, b, out)
+        cast = None
+        if out is None and kind != RECORDED and _any_autocast():  # torch.matmul(out=) is not cast
+            cast = _cast_by_autocast(a, b)
+            if cast is _TORCHS:
+                return _torch_product(kind, a, b, out)
+        key: tuple[Any, ...]
+        try:
+            key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device, kind)
+            low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
+            if out is not None:
+                key += (out.shape, out.stride(), out.dtype, out.device)
+        except RuntimeError:  # sparse and nested tensors have no strides
+            return _torch_product(kind, a, b, out)
+        if cast is not None:
+            key += (cast,)
+        elif low:
+            key += (low & -low,)
+        state = self._state
+        plan = state.plans.get(key)
+        if plan is None:
+            state, plan = self._plan(state, key, kind, a, b, out, cast)
+            if plan is None:
+                if cast is None and not low and key in state.plans:
+                    self._remember(state, key, None, kind, a, b, out)
+                return _torch_product(kind, a, b, out)
+        left, right, result = a, b, out
+        if cast is not None:
+            left, right = _autocast(a, cast), _autocast(b, cast)
+            if left.dtype is not cast or right.dtype is not cast or not _aligned(left, right):
+                return _torch_product(kind, a, b, out)
+        if result is None:
+            result = left.new_empty(plan.out_shape)
+        elif not _writable(plan, left, right, result):
+            return _torch_product(kind, a, b, out)
+        elif not result.is_inference():  # inference tensors count no versions
+            increment_version(result)
+        try:
+            _launch(plan, left, right.t() if kind == LINEAR else right, result)
+        except (RuntimeError, ValueError) as error:
+            self._drop(state, key, plan, error)
+            return _torch_product(kind, a, b, out)
+        if plan.at is not None and cast is None and not low:
+            self._remember(state, key, plan, kind, a, b, out)
+        return result
+
+    def _remember(
+        self, state: _State, key: tuple[Any, ...], plan: Plan | None, kind: int, a: Any, b: Any, out: Any
+    ) -> None:
+        """Let the next call with this `b` find the plan without a key."""
+        if _TensorGuards is None or self._empty is None:
+            return
+        if a is b or (kind != RECORDED and _any_autocast()):
+            return  # the check wants distinct tensors, and does not know to what autocast casts
+        tensors = (a, b) if out is None else (a, b, out)
+        recent = state.checked.get(key)
+        if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
+            recent = state.checked[key] = Recent(
+                _check_of(tensors),
+                plan,
+                plan.at if plan is not None else None,
+                kind != RECORDED and any(tensor.requires_grad for tensor in tensors),
+                out is not None and not out.is_inference(),
+                (plan.device.index or 0) if plan is not None and plan.guarded else -1,
+            )
+        if len(state.earlier) >= MAX_PLANS:
+            state.recent.clear()
+            state.earlier.clear()
+        place = id(b) | kind | (2 if out is not None else 0)
+        state.recent[place] = state.earlier[place, a.numel()] = recent
+
+    def _is_differentiable(self, a: Any, b: Any) -> bool:
+        """Whether `_ordinary` said no because of gradients, tangents or transforms alone."""
+        return (
+            type(a) in PLAIN
+            and type(b) in PLAIN
+            and a.dtype == b.dtype
+            and a.dtype in DTYPES
+            and a.device.type == b.device.type == self._device_type
+            and is_simple(a, b)
+            and not _deterministic()
+            and not _dispatch_modes()
+            and not _tracing()
+            and not (a.is_neg() or b.is_neg())
+            and not (_any_autocast() and _cast_by_autocast(a, b) is not None)
+        )
 
     # Everything below runs on the first call of a key only.
 
@@ -173,25 +334,59 @@ class Dispatcher:
         self,
         state: _State,
         key: tuple[Any, ...],
+        kind: int,
         a: torch.Tensor,
         b: torch.Tensor,
         out: torch.Tensor | None,
-        name: str,
-    ) -> Plan | None:
-        """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded."""
+        cast: torch.dtype | None,
+    ) -> tuple[_State, Plan | None]:
+        """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded.
+
+        Where the key is known to be torch's, this is but a look at the clock, and now and then at files.
+        """
         if self._enabled is None:
             self._enabled = self._read_mode()
-        if not self._enabled or _capturing(a.device):
-            return None
+        known = key in state.plans
+        if not self._enabled or (known and time.monotonic() < self._next_look):
+            return state, None
+        if torch.cuda._is_in_bad_fork() or _capturing(a.device):
+            return state, None
         with self._lock:
+            state = self._look() if known else self._state
             if key in state.plans:
-                return state.plans[key]
+                return state, state.plans[key]
             with torch.inference_mode(False), torch.no_grad():
-                plan = self._make_plan(state, a, b, out, name)
+                left, right = a, b
+                if cast is not None:
+                    left, right = a.to(cast), b.to(cast)
+                name = {MATMUL: "matmul", LINEAR: "linear", RECORDED: ""}[kind]
+                if (kind == LINEAR and b.ndim != 2) or (cast is not None and not _aligned(left, right)):
+                    plan = None
+                else:
+                    plan = self._make_plan(state, left, right.t() if kind == LINEAR else right, out, name)
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
+                state.forget_checks()
             state.plans[key] = plan
-            return plan
+            return state, plan
+
+    def _look(self) -> _State:
+        """The state, without its misses if records were published since they were read.
+
+        Plans of tuned kernels stay, also for a thread that captures a graph meanwhile; a better record of
+        theirs waits for `refresh`.
+        """
+        if time.monotonic() < self._next_look:
+            return self._state
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        old = self._state
+        if old.snapshot is not None and self._modified() != old.modified:
+            new = _State()
+            new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
+            new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
+            new.devices, new.warned = old.devices, old.warned
+            self._state = new
+        return self._state
 
     def _make_plan(
         self, state: _State, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, name: str
@@ -200,7 +395,7 @@ class Dispatcher:
             return None
         operands = describe(a, b, out)
         if isinstance(operands, Refusal):
-            if operands.reason:
+            if operands.reason and name:
                 self._warn(state, f"{operands.reason}; tunegemm.{name} leaves it to torch")
             return None
         problem = operands.problem
@@ -215,17 +410,29 @@ class Dispatcher:
         if prepared is None or prepared.launch is None:
             return None
         if prepared.tma and operands.tma_refusal:
-            self._warn(state, f"{problem}: {operands.tma_refusal}; tunegemm.{name} leaves it to torch")
+            if name:
+                self._warn(state, f"{problem}: {operands.tma_refusal}; tunegemm.{name} leaves it to torch")
             return None
         if prepared.packed and not operands.packed:
             return None
         if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
             return None
+        at = None
+        example = a.new_empty(operands.out_shape) if out is None else out
+        if isinstance(prepared.launch, AddressLauncher) and not example.data_ptr() % ALIGNMENT:
+            a_shape, b_shape, out_shape = operands.views
+            try:
+                at = prepared.launch.of(a.view(a_shape), b.view(b_shape), example.view(out_shape))
+            except ValueError as error:
+                self._warn(state, f"{problem}: {_one_line(error)}; {_who(name)} leaves it to torch")
+                return None
         return Plan(
             prepared.launch,
+            at,
             operands.out_shape,
-            operands.rows,
-            (problem.m, problem.n),
+            tuple(example.stride()),
+            example.dtype,
+            operands.views,
             operands.spans,
             prepared.address_bytes,
             a.device,
@@ -256,7 +463,7 @@ class Dispatcher:
                 why = _one_line(error)
         self._warn(
             state,
-            f"{problem} on {known.name}: {why}; tunegemm.{name} leaves it to torch. "
+            f"{problem} on {known.name}: {why}; {_who(name)} leaves it to torch. "
             f"Tune it with: {tune_command(problem)}",
         )
         return None
@@ -267,17 +474,19 @@ class Dispatcher:
                 state.devices[index] = self._find(f"{self._device_type}:{index}")
             except DeviceError as error:
                 state.devices[index] = None
-                self._warn(state, f"{_one_line(error)}; tunegemm.{name} leaves its products to torch")
+                self._warn(state, f"{_one_line(error)}; {_who(name)} leaves its products to torch")
         return state.devices[index]
 
     def _snapshot(self, state: _State, name: str) -> Snapshot:
+        state.modified = self._modified()
+        self._next_look = time.monotonic() + LOOK_SECONDS
         try:
             snapshot = self._read()
         except DatabaseError as error:
-            self._warn(state, f"{_one_line(error)}; tunegemm.{name} leaves every product to torch")
+            self._warn(state, f"{_one_line(error)}; {_who(name)} leaves every product to torch")
             return Snapshot()
         for warning in snapshot.warnings:
-            self._warn(state, f"{warning}; tunegemm.{name} does without its records")
+            self._warn(state, f"{warning}; {_who(name)} does without its records")
         return snapshot
 
     def _drop(self, state: _State, key: tuple[Any, ...], plan: Plan, error: Exception) -> None:
@@ -286,6 +495,7 @@ class Dispatcher:
             raise error
         with self._lock:
             state.plans[key] = None
+            state.forget_checks()
         self._warn(
             state,
             f"the tuned kernel for {key[0]} x {key[1]} failed to launch ({_one_line(error)}); left to torch",
@@ -315,50 +525,98 @@ def tune_command(problem: Problem) -> str:
 def _ordinary(a: Any, b: Any) -> bool:
     """Whether a launch means here what torch.matmul means.
 
-    It does not under autograd (there is no backward yet), forward-mode AD, functorch transforms,
-    dispatch modes (fake tensors, FLOP counters), tracing, an autocast to another dtype, or when
-    deterministic algorithms are asked for.
+    It does not under autograd, forward-mode AD and functorch transforms (which are `autograd.Product`'s),
+    dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
     """
     return (
-        type(a) in _PLAIN
-        and type(b) in _PLAIN
+        type(a) in PLAIN
+        and type(b) in PLAIN
         and not (_grad_enabled() and (a.requires_grad or b.requires_grad))
         and not _deterministic()
         and not _dispatch_modes()
         and _functorch_level() is None
-        and _tracing_state() is None
+        and not _tracing()
         and forward_ad._current_level < 0
-        and not (_any_autocast() and _cast_by_autocast(a))
+        and not (a.is_neg() or b.is_neg())
     )
 
 
-def _cast_by_autocast(a: torch.Tensor) -> bool:
+def _check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
+    """Whether tensors are, but for their values and addresses, what these are."""
+    check: Callable[..., bool] = _TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+    return check
+
+
+def _cast_by_autocast(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """The dtype that autocast gives the operands, None where they have it, _TORCHS where it is not to say."""
     kind = a.device.type
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != a.dtype
+    if not torch.is_autocast_enabled(kind):
+        return None
+    cast = torch.get_autocast_dtype(kind)
+    if a.dtype is cast and b.dtype is cast:
+        return None
+    castable = all(
+        tensor.device.type == kind and tensor.is_floating_point() and tensor.dtype is not torch.float64
+        for tensor in (a, b)
+    )
+    return cast if castable else _TORCHS
+
+
+def _autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor as autocast casts it. Weights that it casts once per `with` come from its cache."""
+    if tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled():
+        return torch.einsum(
+            "...->...", tensor
+        )  # the plainest operator that returns its operand as it was cast
+    return tensor.to(dtype)
+
+
+def _aligned(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not (a.data_ptr() | b.data_ptr()) % ALIGNMENT
 
 
 def _launch(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    if plan.rows is not None:
-        a, out = a.view(plan.rows), out.view(plan.matrix)
     if plan.guarded and torch.cuda.current_device() != plan.device.index:
         with torch.cuda.device(plan.device):
-            plan.launch(a, b, out)
+            return _launch_here(plan, a, b, out)
+    return _launch_here(plan, a, b, out)
+
+
+def _launch_here(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    if plan.at is not None:
+        plan.at(a.data_ptr(), b.data_ptr(), out.data_ptr())
     else:
-        plan.launch(a, b, out)
+        a_shape, b_shape, out_shape = plan.views
+        plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape))
 
 
 def _writable(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether a kernel may write into `out`: allowed by autograd, aligned, apart from the operands."""
-    start = out.data_ptr()
-    a_start, b_start = a.data_ptr(), b.data_ptr()
+    return (
+        not (_grad_enabled() and out.requires_grad)
+        and not (out.is_inference() and not torch.is_inference_mode_enabled())  # torch forbids it
+        and _apart(plan, a.data_ptr(), b.data_ptr(), out.data_ptr())
+    )
+
+
+def _apart(plan: Plan, a: int, b: int, out: int) -> bool:
+    """Whether an output at an address is aligned, and shares no memory with the operands."""
     a_span, b_span, span = plan.spans
     return (
-        not start % plan.address_bytes
-        and not (_grad_enabled() and out.requires_grad)
-        and not (out.is_inference() and not torch.is_inference_mode_enabled())  # torch forbids it
-        and (start >= a_start + a_span or a_start >= start + span)
-        and (start >= b_start + b_span or b_start >= start + span)
+        not out % plan.address_bytes
+        and (out >= a + a_span or a >= out + span)
+        and (out >= b + b_span or b >= out + span)
     )
+
+
+def _torch_product(kind: int, a: Any, b: Any, out: Any) -> Any:
+    if kind == RECORDED:
+        return None
+    return torch.nn.functional.linear(a, b) if kind == LINEAR else _torch_matmul(a, b, out)
 
 
 def _torch_matmul(a: Any, b: Any, out: Any) -> Any:
@@ -367,6 +625,10 @@ def _torch_matmul(a: Any, b: Any, out: Any) -> Any:
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _who(name: str) -> str:
+    return f"tunegemm.{name}" if name else "tunegemm"
 
 
 def _one_line(error: BaseException) -> str:
@@ -380,3 +642,17 @@ def _callers_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tunegemm.dispatch"):
         level, frame = level + 1, frame.f_back
     return level
+
+
+_dispatchers: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child starts anew: locks may have been held by threads it does not have, plans hold the parent's
+    CUDA context. If the parent used CUDA, the child cannot, and gets torch's own error for CUDA tensors."""
+    for dispatcher in _dispatchers:
+        dispatcher._lock = threading.RLock()
+        dispatcher._state = _State()
+
+
+os.register_at_fork(after_in_child=_after_fork)

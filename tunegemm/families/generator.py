@@ -75,7 +75,9 @@ class Generator(ABC):
     compiled = True
     name: str
     packages: tuple[tuple[str, str], ...]
-    """A module of each package that is needed, and the package's name."""
+    """A module of each package that loading and launching an object needs, and the package's name."""
+    compiler_packages: tuple[tuple[str, str], ...] = ()
+    """As `packages`: what only compiling needs."""
     config: type[Config]
     rules: Sequence[Rule]
     fuses = False
@@ -96,8 +98,8 @@ class Generator(ABC):
     @abstractmethod
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources: ...
 
-    def unavailable(self) -> str | None:
-        for module, package in self.packages:
+    def unavailable(self, *, launching: bool = False) -> str | None:
+        for module, package in self.packages if launching else (*self.compiler_packages, *self.packages):
             try:
                 found = find_spec(module)
             except ModuleNotFoundError:  # of the parent, such as `cuda`

@@ -116,7 +116,7 @@ class CublasLt:
     compiled = False
     tma = False
 
-    def unavailable(self) -> str | None:
+    def unavailable(self, *, launching: bool = False) -> str | None:
         """None when nvmath-python is installed. Without it torch.mm is the family's only candidate."""
         if importlib.util.find_spec("nvmath") is None:
             return "cuBLASLt's algorithms need nvmath-python: pip install nvmath-python"
