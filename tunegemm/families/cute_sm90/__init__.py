@@ -134,10 +134,10 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
 
 
 def _workspace(problem: Problem, candidate: Candidate, index: int) -> Workspace:
-    """Partial sums of every part of every tile, and as many counters, by warpgroup (see `Gemm.reduce`)."""
+    """Partial sums of every part of every tile, and one counter per tile and warpgroup."""
     config, tiles = config_of(problem, candidate), tile_count(problem, candidate)
     return Workspace(
         tiles * candidate["split_k"] * config.tile_m * config.tile_n * 4,
-        tiles * candidate["split_k"] * config.tile_warpgroups * 4,
+        tiles * config.tile_warpgroups * 4,
         index,
     )
