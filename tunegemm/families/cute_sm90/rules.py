@@ -49,7 +49,7 @@ def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str |
 
 
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A tile is whole WGMMA atoms: 64 rows each, and columns as one instruction can have them, up to 256, by 16
+    """A tile is whole WGMMA atoms: 64 rows each, and columns as one instruction can have them, to 256, by 16
     as int8 has them and a subtile's stmatrix stores them.
     """
     tile_m, tile_n = candidate["tile_m"], candidate["tile_n"]
