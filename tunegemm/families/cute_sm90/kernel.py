@@ -128,8 +128,8 @@ class Gemm:
         sA_layout = self.ring_layout(a_layout, self.a_dtype, config.tile_m, config.stages)
         sB_layout = self.ring_layout(b_layout, self.b_dtype, config.tile_n, config.stages)
 
-        # Layouts of one stage are made anew: a slice of tf32's ring aborts the compiler where a stage is no
-        # multiple of 1024 elements (nvidia-cutlass-dsl 4.8.1).
+        # Layouts of one stage are made anew: slicing a swizzled ring aborts the compiler where a stage is no
+        # multiple of 1024 elements, as of tf32 at tile_n 48 (nvidia-cutlass-dsl 4.8.1).
         stage_a = self.ring_layout(a_layout, self.a_dtype, config.tile_m)
         stage_b = self.ring_layout(b_layout, self.b_dtype, config.tile_n)
         tma_a, gA = self.tma_load(mA, stage_a, (config.tile_m, config.tile_k), config.cluster_n)
