@@ -21,7 +21,7 @@ from tunegemm.problem import Problem
 
 #: Facts under `meta` that rows of one file must share.
 SHARED = ("gpu", "driver", "packages", "method")
-_KEY = ("m", "n", "k", "batch", "dtype", "layout", "epilogue", "effort")
+_KEY = ("m", "n", "k", "batch", "dtype", "layout", "epilogue", "effort", "call")
 _PACKAGES = (
     "tunegemm", "torch", "triton", "nvidia-cutlass-dsl", "nvmath-python", "quack-kernels",
     "nvidia-cublas", "apache-tvm-ffi",
@@ -81,6 +81,8 @@ class Results:
         self.path = path
         self.meta = dict(meta)
         self.rows: list[dict[str, Any]] = []
+        self.summary: dict[str, Any] = {}
+        """Further entries of the file, beside `meta` and `rows`, of this run alone."""
         if path.exists():
             old = _read(path)
             foreign = [name for name in SHARED if old["meta"].get(name) != self.meta.get(name)]
@@ -106,7 +108,10 @@ class Results:
             self.rows[self.rows.index(old)] = row
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join("  " + json.dumps(row) for row in self.rows)
-        text = f'{{"meta": {json.dumps(self.meta, indent=1)},\n"rows": [\n{lines}\n]}}\n'
+        summary = "".join(
+            f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in self.summary.items()
+        )
+        text = f'{{"meta": {json.dumps(self.meta, indent=1)},\n{summary}"rows": [\n{lines}\n]}}\n'
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         temporary.write_text(text)
         temporary.replace(self.path)

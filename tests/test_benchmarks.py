@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import sys
 import time
+import warnings
 
 import psutil
 import pytest
 import torch
 
-from benchmarks import peers, results, shapes, sweep, tuning_time
+from benchmarks import dispatch, peers, results, shapes, sweep, tuning_time
 from benchmarks.footprint import Footprint
 from benchmarks.interleave import interleave
 from benchmarks.providers import PROVIDERS, Contender, Options, Skip, _deadline, _OutOfTime
@@ -311,3 +313,33 @@ def test_peers_end_to_end_on_a_gpu(tmp_path, capsys):
     }
     assert data["meta"]["clocks"]["sm_clock_mhz"]
     assert "geometric mean of tunegemm to torch" in capsys.readouterr().out
+
+
+# The host's time per call
+
+
+def test_the_parts_of_the_dispatch_benchmark_that_need_no_gpu(tmp_path, monkeypatch, device):
+    """Turns, fresh processes and the file; on the CPU torch computes, so that no launch is measured."""
+    for name in ("TUNEGEMM_DB", "TUNEGEMM_CACHE_DIR", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(dispatch, "PROCESSES", 1)
+    dispatch.place(tmp_path)
+    samples = dispatch.host_times({"slow": lambda: time.sleep(1e-4), "fast": lambda: None}, 3, lambda: None)
+    assert [len(each) for each in samples.values()] == [3, 3]
+    assert min(samples["slow"]) > 90 > max(samples["fast"])
+    on_cpu = dataclasses.replace(device, spec="cpu")
+    found = dispatch.fresh_processes(SMALL, on_cpu, records=400)
+    assert found["records"] >= 400 and not found["first_call_is_tuned"]
+    assert 100 < found["bytes_per_record"] < 10_000
+    assert 0 < found["import_ms"] <= found["import_and_matmul_ms"]
+    calls = dispatch.calls(SMALL, on_cpu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for own, torchs in calls.values():
+            own(), torchs()
+    file = results.Results(tmp_path / "dispatch.json", {"gpu": "none"})
+    file.summary = {"ratio_to_torch_mm": 0.7, "breakdown_us": {"launch": 1.0}}
+    for name in calls:
+        file.put(results.problem_fields(SMALL) | {"call": name, "ratio": 0.7})
+    written = json.loads((tmp_path / "dispatch.json").read_text())
+    assert written["ratio_to_torch_mm"] == 0.7 and [row["call"] for row in written["rows"]] == list(calls)

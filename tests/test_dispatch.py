@@ -6,9 +6,11 @@ The launches on a GPU are in test_gpu_dispatch.py.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,11 +24,12 @@ import torch
 from tunegemm import families
 from tunegemm.device import Device, Fingerprint, find_device, kernel_source_hash
 from tunegemm.dispatch import api
-from tunegemm.dispatch.dispatcher import Dispatcher, tune_command
+from tunegemm.dispatch.dispatcher import LOOK_SECONDS, Dispatcher, tune_command
 from tunegemm.dispatch.launchers import TORCH, Prepared, is_torch
 from tunegemm.dispatch.operands import Operands, Refusal, describe
 from tunegemm.dispatch.snapshot import Snapshot
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, TunegemmWarning
+from tunegemm.families.launching import AddressLaunch, AddressLauncher, operand_reader
 from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -129,8 +132,32 @@ def test_leading_dimensions_fold_into_rows(shape):
     _, b = operands()
     found = describe(torch.empty(shape, dtype=BF16), b)
     assert isinstance(found, Operands)
-    assert found.rows == (torch.Size(shape[:-1]).numel(), 64)
-    assert found.problem.m == found.rows[0] and found.out_shape == (*shape[:-1], 48)
+    m = torch.Size(shape[:-1]).numel()
+    assert found.views == ((m, 64), (64, 48), (m, 48))
+    assert found.problem.m == m and found.out_shape == (*shape[:-1], 48)
+
+
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape", "views", "out_shape"),
+    [((64,), (64, 48), ((1, 64), (64, 48)), (48,)),
+     ((32, 64), (64,), ((32, 64), (64, 1)), (32,)),
+     ((2, 32, 64), (64,), ((64, 64), (64, 1)), (2, 32)),
+     ((64,), (1, 64, 48), ((1, 64), (64, 48)), (1, 48)),
+     ((1, 32, 64), (1, 64, 48), ((32, 64), (64, 48)), (1, 32, 48)),
+     ((5, 32, 64), (1, 64, 48), ((160, 64), (64, 48)), (5, 32, 48)),
+     ((32, 64), (1, 1, 64, 48), ((32, 64), (64, 48)), (1, 1, 32, 48)),
+     ((2, 3, 32, 64), (2, 3, 64, 48), ((6, 32, 64), (6, 64, 48)), (2, 3, 32, 48)),
+     ((3, 32, 64), (1, 3, 64, 48), ((3, 32, 64), (3, 64, 48)), (1, 3, 32, 48))],
+)  # fmt: skip
+def test_views_make_products_of_matrices(serve, kernel, a_shape, b_shape, views, out_shape):
+    a, b = torch.ones(a_shape, dtype=BF16), torch.ones(b_shape, dtype=BF16)
+    found = describe(a, b)
+    assert isinstance(found, Operands)
+    assert found.views[:2] == views and found.out_shape == out_shape == torch.matmul(a, b).shape
+    dispatcher, out = serve(found.problem, prepared=Prepared(kernel)), torch.zeros(out_shape, dtype=BF16)
+    assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b))
+    assert torch.equal(quietly(dispatcher.matmul, a, b, out=out), torch.matmul(a, b))
+    assert [call[:2] for call in kernel.calls] == [views] * 2
 
 
 @pytest.mark.parametrize("pad", range(17))
@@ -158,9 +185,9 @@ def test_views_that_tma_cannot_describe():
 
 @pytest.mark.parametrize(
     "a_shape, b_shape",
-    [((64,), (64, 48)), ((32, 64), (64,)), ((2, 32, 64), (3, 64, 8)), ((2, 32, 64), (1, 64, 8)),
-     ((32, 64), (2, 64, 8)), ((2, 2, 8, 64), (2, 2, 64, 8)), ((0, 64), (64, 48)), ((32, 0), (0, 48)),
-     ((32, 64), (64, 0)), ((32, 64), (32, 48))],
+    [((64,), (64,)), ((), (64, 48)), ((2, 32, 64), (3, 64, 8)), ((1, 32, 64), (2, 64, 8)),
+     ((32, 64), (2, 64, 8)), ((64,), (2, 64, 8)), ((2, 1, 8, 64), (1, 2, 64, 8)), ((0, 64), (64, 48)),
+     ((32, 0), (0, 48)), ((32, 64), (64, 0)), ((32, 64), (32, 48))],
 )  # fmt: skip
 def test_what_is_always_torchs(a_shape, b_shape):
     assert describe(torch.empty(a_shape, dtype=BF16), torch.empty(b_shape, dtype=BF16)) == Refusal("")
@@ -236,8 +263,7 @@ def test_linear_equals_torch(serve, kernel, lead, bias):
     expected = torch.nn.functional.linear(x, weight, bias_value)
     for _ in range(2):
         assert torch.equal(quietly(dispatcher.linear, x, weight, bias_value), expected)
-    hit = bool(lead) and not bias
-    assert kernel.calls == [((rows, 64), (64, 48), (rows, 48))] * (2 if hit else 0)
+    assert kernel.calls == [((rows, 64), (64, 48), (rows, 48))] * (0 if bias else 2)
 
 
 def test_errors_are_torchs_own(serve):
@@ -370,7 +396,7 @@ def test_tracing_and_transforms_see_torch_matmul(serve, kernel):
     assert len(kernel.calls) == 1
 
 
-def test_deterministic_mode_and_foreign_autocast_are_torchs(serve, kernel):
+def test_deterministic_mode_is_torchs(serve, kernel):
     dispatcher = serve(Problem(32, 48, 64))
     a, b = operands()
     torch.use_deterministic_algorithms(True)
@@ -378,12 +404,51 @@ def test_deterministic_mode_and_foreign_autocast_are_torchs(serve, kernel):
         quietly(dispatcher.matmul, a, b)
     finally:
         torch.use_deterministic_algorithms(False)
-    with torch.autocast("cpu", dtype=torch.float16):
-        assert quietly(dispatcher.matmul, a, b).dtype == torch.float16
     assert not kernel.calls
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert quietly(dispatcher.matmul, a, b).dtype == torch.bfloat16
-    assert len(kernel.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "dtypes", list(itertools.product((torch.float32, torch.float16, BF16), repeat=2)), ids=str
+)
+def test_autocast_decides_the_dtype_as_it_does_for_torch(serve, kernel, dtypes):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = (operand.to(dtype) for operand, dtype in zip(operands(), dtypes, strict=True))
+    with torch.autocast("cpu", dtype=BF16):
+        expected = torch.matmul(a, b)
+        for _ in range(2):
+            result = quietly(dispatcher.matmul, a, b)
+            assert result.dtype == expected.dtype == BF16 and torch.equal(result, expected)
+            assert torch.equal(quietly(dispatcher.linear, a, b.t()), expected)
+    assert len(kernel.calls) == 4
+
+
+def test_autocast_to_another_dtype_after_a_call_without(serve, kernel):
+    """What was found without autocast must not be taken for the other dtype."""
+    dispatcher = serve(Problem(32, 48, 64), Problem(32, 48, 64, in_dtype="fp16", out_dtype="fp16"))
+    a, b = operands()
+    for _ in range(2):
+        for dtype in (BF16, torch.float16):
+            for _ in range(2):
+                assert quietly(dispatcher.matmul, a, b).dtype == BF16
+                with torch.autocast("cpu", dtype=dtype):
+                    assert quietly(dispatcher.matmul, a, b).dtype == dtype
+                    out = torch.zeros(32, 48, dtype=BF16)
+                    assert quietly(dispatcher.matmul, a, b, out) is out
+    assert len(kernel.calls) == 24
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_what_autocast_leaves_alone(serve, kernel):
+    """fp64 is not cast; for a weight that requires grad torch has a cache, on the CPU out of reach."""
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    weight = torch.nn.Parameter(b.t().float())
+    with torch.autocast("cpu", dtype=BF16), torch.no_grad():
+        assert dispatcher.matmul(a.double(), b.double()).dtype == torch.float64
+        with pytest.raises(RuntimeError):
+            dispatcher.matmul(a.double(), b.float())
+        assert torch.equal(dispatcher.linear(a, weight), torch.nn.functional.linear(a, weight))
+    assert not kernel.calls
 
 
 def test_torch_compile_graphs_hold_torch_matmul():
@@ -714,12 +779,42 @@ def test_a_kernel_that_is_not_in_the_object_store_is_never_compiled(monkeypatch,
 # The hot path
 
 
-def test_second_call_is_a_look_up_and_a_launch(serve, kernel):
-    """Counts every Python function that a warm call enters: no SQL, environment, lock, or import."""
-    dispatcher = serve(Problem(32, 48, 64))
-    a, b = operands()
-    dispatcher.matmul(a, b)
-    dispatcher._lock = None  # a warm call that takes the lock fails
+class ByAddress:
+    """A kernel of addresses on the CPU, behind the families' own launcher; remembers its calls."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        self.problem = problem
+        self.launcher = AddressLauncher(operand_reader(problem, 16, 16), self.make)
+
+    def make(self, lda: int, ldb: int, ldd: int, *steps: int) -> AddressLaunch:
+        m, n, k, batch = self.problem.m, self.problem.n, self.problem.k, self.problem.batch
+
+        def launch(a: int, b: int, d: int) -> None:
+            self.calls.append((a, b, d))
+            left = at(a, (batch, m, k), (steps[0], lda, 1))
+            right = at(b, (batch, k, n), (steps[1], 1, ldb))
+            at(d, (batch, m, n), (steps[2], ldd, 1)).copy_(left.float() @ right.float())
+
+        return launch
+
+
+def at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """The bf16 tensor at an address."""
+    reach = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_uint8 * (2 * reach)).from_address(address)
+    return torch.frombuffer(memory, dtype=BF16).as_strided(shape, strides)
+
+
+@pytest.fixture
+def by_address(serve):
+    """A kernel of addresses and a dispatcher that serves it for 32x48x64."""
+    kernel = ByAddress(Problem(32, 48, 64))
+    return kernel, serve(kernel.problem, prepared=Prepared(kernel.launcher, tma=True))
+
+
+def calls_of(call) -> tuple[list[str], list[str]]:
+    """The Python and the C functions that a call enters."""
     python, c = [], []
 
     def profile(frame, event, argument):
@@ -728,16 +823,314 @@ def test_second_call_is_a_look_up_and_a_launch(serve, kernel):
         elif event == "c_call":
             c.append(argument.__name__)
 
-    kernel_code = Kernel.__call__.__name__
     sys.setprofile(profile)
     try:
-        dispatcher.matmul(a, b)
+        call()
     finally:
         sys.setprofile(None)
-    assert python[: python.index(kernel_code) + 1] == ["matmul", "_ordinary", "_launch", kernel_code]
-    before_launch = c[: c.index("append")]
-    assert len(before_launch) <= 24
-    assert not {"getenv", "acquire", "__enter__", "execute", "connect", "open", "format"} & set(before_launch)
+    return python, c
+
+
+def test_a_known_product_is_one_check_one_allocation_and_one_launch(by_address):
+    """Counts every function that a warm call enters: no key, SQL, environment, lock, or import."""
+    kernel, dispatcher = by_address
+    a, b = operands()
+    weight, out, x = b.t().contiguous(), torch.zeros(32, 48, dtype=BF16), a.view(2, 16, 64)
+    for call, name, most in (
+        (lambda: dispatcher.matmul(a, b), "matmul", 9),
+        (lambda: dispatcher.matmul(a, b, out), "matmul", 10),
+        (lambda: dispatcher.linear(a, weight), "linear", 9),
+        (lambda: dispatcher.linear(x, weight), "linear", 9),
+    ):
+        call()
+        dispatcher._lock, lock = None, dispatcher._lock  # a warm call that takes the lock fails
+        python, c = calls_of(call)
+        dispatcher._lock = lock
+        python = python[1 : python.index("launch")]
+        assert python[:2] == [name, "product"] and set(python[2:]) <= {"_apart", "increment_version"}
+        before_launch = c[: c.index("append")]
+        assert len(before_launch) <= most and "check" in before_launch
+        assert not {"stride", "acquire", "execute", "open", "format"} & set(before_launch)
+    assert len(kernel.calls) == 8
+
+
+def test_the_general_way_is_a_key_and_a_launch(serve, kernel):
+    """Of a product that is launched by tensors, as one of aligned copies is."""
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    dispatcher.matmul(a, b)
+    dispatcher._lock = None
+    python, c = calls_of(lambda: dispatcher.matmul(a, b))
+    assert python[1 : python.index("__call__")] == [
+        "matmul", "product", "_general", "_ordinary", "_launch", "_launch_here",
+    ]  # fmt: skip
+    assert not {"getenv", "acquire", "__enter__", "execute", "open"} & set(c[: c.index("append")])
+
+
+def variants(a: torch.Tensor, b: torch.Tensor):
+    """Operands that differ from (a, b) in one thing each, b being the same object where it can."""
+    yield "another m", a[:16], b
+    yield "strides", torch.zeros(32, 72, dtype=BF16)[:, :64].copy_(a), b
+    yield "address", torch.zeros(32 * 64 + 1, dtype=BF16)[1:].view(32, 64).copy_(a), b
+    yield "dtype", a.float(), b.float()
+    yield "rank", a[None], b
+    yield "negated", torch._neg_view(a), b
+    yield "itself", a, a.t()
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_what_was_done_with_the_same_b_is_no_more_than_a_hint(by_address):
+    """Calls alternate: the last plan of this very `b` must not be used for other operands."""
+    _, dispatcher = by_address
+    a, b = operands()
+    for name, left, right in variants(a, b):
+        for _ in range(3):
+            assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+            assert torch.equal(dispatcher.matmul(left, right), torch.matmul(left, right)), name
+    b.t_()  # the object is the same, and no longer what it was
+    b.resize_(48, 64)
+    with pytest.raises(RuntimeError):
+        dispatcher.matmul(a, b)
+    b.t_()
+    assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+    square = torch.ones(64, 64, dtype=BF16)
+    dispatcher = type(dispatcher)(device_type="cpu")
+    for _ in range(3):  # matmul and linear of the same objects
+        assert torch.equal(dispatcher.matmul(a, square), torch.matmul(a, square))
+        assert torch.equal(dispatcher.linear(a, square), torch.matmul(a, square.t()))
+
+
+def test_a_known_product_minds_the_modes(by_address):
+    """The modes of the general way, met by a product that the short way knows."""
+    kernel, dispatcher = by_address
+    a, b = operands()
+    weight = torch.nn.Parameter(b.t().contiguous())
+    with torch.no_grad():
+        for _ in range(2):
+            quietly(dispatcher.linear, a, weight)
+    assert len(kernel.calls) == 2
+    assert dispatcher.linear(a, weight).requires_grad  # grad mode is on
+    a_leaf = a.clone().requires_grad_()
+    quietly(dispatcher.matmul, a, b)
+    quietly(dispatcher.matmul, a, b)
+    assert dispatcher.matmul(a_leaf, b).requires_grad
+    assert len(kernel.calls) == 4
+    test_tracing_and_transforms_see_torch_matmul(lambda _: dispatcher, Counted(kernel, 4))
+    kernel.calls.clear()
+    test_deterministic_mode_is_torchs(lambda _: dispatcher, kernel)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(a, a)
+        result = torch.autograd.forward_ad.unpack_dual(dispatcher.matmul(dual, b))
+        assert torch.equal(result.tangent, torch.matmul(a, b))
+    assert not kernel.calls
+
+
+class Counted:
+    """A kernel as another test sees it: without its first calls."""
+
+    def __init__(self, kernel: ByAddress, before: int) -> None:
+        self._kernel, self._before = kernel, before
+
+    @property
+    def calls(self) -> list[tuple[int, ...]]:
+        return self._kernel.calls[self._before :]
+
+
+def test_modes_that_take_turns_are_both_served_the_short_way(by_address):
+    kernel, dispatcher = by_address
+    a, b = operands()
+    expected = torch.matmul(a, b)
+    for _ in range(3):
+        with torch.inference_mode():
+            results = [quietly(dispatcher.matmul, a, b) for _ in range(3)]
+            python, _ = calls_of(lambda: dispatcher.matmul(a, b))
+            assert results[0].is_inference() and "_general" not in python
+        results += [quietly(dispatcher.matmul, a, b) for _ in range(3)]
+        python, _ = calls_of(lambda: dispatcher.matmul(a, b))
+        assert not results[-1].is_inference() and "_general" not in python
+        assert all(torch.equal(result, expected) for result in results)
+    assert len(kernel.calls) == 24
+
+
+def test_outputs_of_known_products(by_address):
+    """The short way asks of `out` what the general way asks."""
+    kernel, dispatcher = by_address
+    a, b = operands()
+    expected = torch.matmul(a, b)
+    room = torch.zeros(4096, dtype=BF16)
+    out = torch.zeros(32, 48, dtype=BF16)
+    for _ in range(3):
+        version = out._version
+        assert quietly(dispatcher.matmul, a, b, out) is out and out._version == version + 1
+        assert torch.equal(out, expected)
+    assert len(kernel.calls) == 3
+    odd = room[1:][: 32 * 48].view(32, 48)
+    assert torch.equal(dispatcher.matmul(a, b, odd), expected)
+    trained = torch.zeros(32, 48, dtype=BF16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="automatic differentiation"):
+        dispatcher.matmul(a, b, trained)
+    shared = room[: 32 * 64].view(32, 64).copy_(a)
+    quietly(dispatcher.matmul, shared, b, out)
+    assert len(kernel.calls) == 4
+    with suppress(RuntimeError):
+        dispatcher.matmul(shared, b, room[: 32 * 48].view(32, 48))
+    with torch.inference_mode():
+        inference = torch.zeros(32, 48, dtype=BF16)
+        for _ in range(3):
+            assert torch.equal(quietly(dispatcher.matmul, a, b, inference), expected)
+    assert len(kernel.calls) == 7
+    with pytest.raises(RuntimeError, match=r"[Ii]nference"):
+        dispatcher.matmul(a, b, inference)
+    assert len(kernel.calls) == 7
+
+
+def test_a_product_with_itself_is_served(serve):
+    kernel = ByAddress(Problem(64, 64, 64))
+
+    def make(lda: int, ldb: int, ldd: int, *_: int) -> AddressLaunch:
+        return lambda a, b, d: at(d, (64, 64), (ldd, 1)).copy_(
+            at(a, (64, 64), (lda, 1)).float() @ at(b, (64, 64), (ldb, 1)).float()
+        )
+
+    problem = Problem(64, 64, 64, b_major="n")
+    launcher = AddressLauncher(operand_reader(problem, 16, 16), make)
+    dispatcher = serve(problem, prepared=Prepared(launcher, tma=True))
+    a = torch.randint(-3, 4, (64, 64)).to(BF16)
+    for _ in range(3):
+        assert torch.equal(quietly(dispatcher.matmul, a, a), torch.matmul(a, a))
+    assert not kernel.calls and not dispatcher._state.recent
+
+
+def test_without_torchs_guards_every_call_goes_the_general_way(by_address, monkeypatch):
+    kernel, dispatcher = by_address
+    monkeypatch.setattr("tunegemm.dispatch.dispatcher._TensorGuards", None)
+    a, b = operands()
+    for _ in range(3):
+        assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b))
+    assert len(kernel.calls) == 3 and not dispatcher._state.recent
+
+
+def test_a_known_product_that_fails_to_launch_is_torchs(by_address):
+    kernel, dispatcher = by_address
+    a, b = operands()
+    for _ in range(2):
+        quietly(dispatcher.matmul, a, b)
+    kernel.calls = None  # append fails: an AttributeError is nobody's to catch
+    with pytest.raises(AttributeError):
+        dispatcher.matmul(a, b)
+
+    class Refusing(list):
+        def append(self, item):
+            raise RuntimeError("refused")
+
+    kernel.calls = Refusing()
+    with pytest.warns(TunegemmWarning, match="refused"):
+        assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+    assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b))
+
+
+# Records of other processes, and forks
+
+
+def test_records_published_meanwhile_are_found_by_products_left_to_torch(device, monkeypatch):
+    """A look at files every few seconds at most, and only when torch would compute the product."""
+    known, later = ByAddress(Problem(32, 48, 64)), Kernel()
+    rows, looks, now = [Row(known.problem, device.fingerprint)], [], [0.0]
+    monkeypatch.setattr("tunegemm.dispatch.dispatcher.time.monotonic", lambda: now[0])
+
+    def modified():
+        looks.append(now[0])
+        return len(rows)
+
+    dispatcher = Dispatcher(
+        device_type="cpu",
+        read=lambda: Snapshot(rows),
+        find=lambda _: device,
+        prepare=lambda record, _: Prepared(known.launcher if record.problem == known.problem else later),
+        modified=modified,
+    )
+    a, b = operands()
+    quietly(dispatcher.matmul, a, b)
+    with pytest.warns(TunegemmWarning, match="no record"):
+        dispatcher.matmul(a[:16], b)
+    rows.append(Row(Problem(16, 48, 64), device.fingerprint))
+    quietly(dispatcher.matmul, a[:16], b)
+    assert not later.calls and looks == [0.0], "too early to look again"
+    now[0] = LOOK_SECONDS + 1
+    for _ in range(3):
+        quietly(dispatcher.matmul, a, b)
+    assert looks == [0.0], "a known product never looks"
+    plans = dict(dispatcher._state.plans)
+    assert torch.equal(quietly(dispatcher.matmul, a[:16], b), torch.matmul(a[:16], b))
+    assert len(later.calls) == 1 and len(looks) == 3
+    kept = {key: plan for key, plan in plans.items() if plan is not None}
+    assert kept.items() <= dispatcher._state.plans.items(), "plans of tuned kernels stay"
+
+
+def test_nothing_is_looked_for_during_graph_capture(device, monkeypatch):
+    looks, now = [], [0.0]
+    monkeypatch.setattr("tunegemm.dispatch.dispatcher.time.monotonic", lambda: now[0])
+    dispatcher = Dispatcher(
+        device_type="cpu",
+        read=Snapshot,
+        find=lambda _: device,
+        modified=lambda: looks.append(now[0]),
+    )
+    a, b = operands()
+    with pytest.warns(TunegemmWarning, match="no record"):
+        dispatcher.matmul(a, b)
+    monkeypatch.setattr("tunegemm.dispatch.dispatcher._capturing", lambda device: True)
+    now[0] = LOOK_SECONDS + 1
+    quietly(dispatcher.matmul, a, b)
+    assert looks == [0.0]
+
+
+def test_what_is_looked_at_changes_when_another_process_publishes(monkeypatch, tmp_path, device):
+    from tunegemm.database import Database
+    from tunegemm.database.layers import modified
+
+    path = tmp_path / "tuning.sqlite"
+    monkeypatch.setenv("TUNEGEMM_DB", str(path))
+    before = modified()
+    real = replace(device, spec="cuda:0")
+    seen = [before]
+    with Database.open(path) as database:
+        for m in (16, 32):
+            measured = Measurement(CANDIDATE, (1.0, 1.1, 1.2), (1.0, 1.1, 1.2), 1e-3, 0.003)
+            database.settle(Problem(m, 48, 64), real, measured)
+            seen.append(modified())
+        with Database.open(path, read_only=True) as reader:
+            reader.lookup()
+        assert modified() == seen[-1], "reading changes nothing"
+    assert len(set(seen)) == 3
+    monkeypatch.setenv("TUNEGEMM_DB", "postgresql://nowhere/tunegemm")
+    assert len(modified()) == 2
+
+
+def test_a_forked_child_starts_anew(by_address):
+    """The parent's lock is held by a thread that the child does not have."""
+    kernel, dispatcher = by_address
+    a, b = operands()
+    expected = quietly(dispatcher.matmul, a, b)
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with dispatcher._lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends a child that waits for the lock
+        same = torch.equal(dispatcher.matmul(a, b), expected) and len(kernel.calls) == 2
+        os._exit(0 if same else 1)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_hot_path_imports_neither_search_nor_sqlalchemy():

@@ -45,6 +45,23 @@ def user_location() -> Path:
     return Path(platformdirs.user_data_dir("tunegemm")) / _FILE_NAME
 
 
+def modified() -> tuple[tuple[int, int], ...]:
+    """What changes when another process publishes in a layer that is a file: sizes and times of the files.
+
+    It is some microseconds, and knows nothing of a server's database.
+    """
+    found = []
+    for location in (user_location(), project_location()):
+        if location is not None and "://" not in str(location):
+            for suffix in ("", "-wal"):  # what was published last is in the write-ahead log
+                try:
+                    facts = Path(f"{location}{suffix}").stat()
+                    found.append((facts.st_size, facts.st_mtime_ns))
+                except OSError:
+                    found.append((0, 0))
+    return tuple(found)
+
+
 def read_records() -> tuple[list[Record], list[str]]:
     """The records of every layer, and one line for each layer that could not be read."""
     from tunegemm.database.shipped import read_shipped

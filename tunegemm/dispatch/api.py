@@ -7,6 +7,7 @@ import torch
 from tunegemm.dispatch.dispatcher import Dispatcher
 
 _dispatcher = Dispatcher()
+_product = _dispatcher.product
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -23,7 +24,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None)
     """
     if torch.compiler.is_compiling():
         return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
-    return _dispatcher.matmul(a, b, out)
+    return _product(False, a, b, out)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -34,7 +35,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if torch.compiler.is_compiling():
         return torch.nn.functional.linear(x, weight, bias)
-    return _dispatcher.linear(x, weight, bias)
+    return _product(True, x, weight) if bias is None else torch.nn.functional.linear(x, weight, bias)
 
 
 def refresh() -> None:

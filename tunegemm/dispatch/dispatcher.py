@@ -1,9 +1,13 @@
-"""From a call to a launch: one dictionary look-up per product once its plan is known.
+"""From a call to a launch: a kernel that is known costs the host less than torch.mm does.
 
 A *plan* is the prepared launch for one key of shapes, strides, dtypes, devices and, below 16, the bytes that
 addresses are multiples of; None says that torch computes products of that key. Plans are made on the first
 call of a key, under a lock, and are then read without one. Nothing is compiled or tuned here, and nothing is
 read or loaded while the current stream records a CUDA graph: a product without a plan is then torch's.
+
+Building such a key costs more than all else that is left of a call. So a call first looks at what was done
+last with the same object as `b`, mostly a weight: if one check in C says that the operands are as they were
+then, that plan is right, whatever `b` is now.
 """
 
 from __future__ import annotations
@@ -11,38 +15,51 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
+from tunegemm.database.layers import modified
 from tunegemm.device import Device, find_device
 from tunegemm.dispatch.launchers import Prepared, prepare
 from tunegemm.dispatch.operands import ALIGNMENT, Refusal, describe
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
 from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
 from tunegemm.families import Launcher
+from tunegemm.families.launching import AddressLaunch, AddressLauncher
 from tunegemm.problem import Problem
 
 # Subclasses (fake tensors, DTensor, quantized and user-made ones) give torch.matmul their own meaning.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
-# Bound once: each is a call of 25-90 ns, where `torch.x.y` would cost as much again in look-ups.
+# Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
 _grad_enabled = torch.is_grad_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
-_tracing_state = torch._C._get_tracing_state
+_tracing = torch._C._is_tracing
 _any_autocast = torch._C._is_any_autocast_enabled
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # absent from CPU builds
+
+# What torch.compile's own code calls at run time: its guard of tensors, and its allocation. torch has no
+# public ones that do as much in one call; without them every call takes the general way.
+_guards: Any = getattr(torch._C._dynamo, "guards", None)
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 #: Keys kept before all plans are dropped: a bound for programs whose shapes never repeat.
 MAX_PLANS = 65536
+#: Seconds between looks at whether another process has published records.
+LOOK_SECONDS = 5.0
 
-_MISSING: Any = object()
+_TORCHS: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +67,14 @@ class Plan:
     """How products of one key are launched."""
 
     launch: Launcher
+    """Of tensors in the shapes of `views`."""
+    at: AddressLaunch | None
+    """The same of addresses; None where the launcher wants tensors."""
     out_shape: tuple[int, ...]
-    rows: tuple[int, int] | None
-    """(m, k) when the first operand is viewed as a matrix before the launch."""
-    matrix: tuple[int, int]
-    """(m, n): the output as the kernel sees it, when `rows` is given."""
+    out_strides: tuple[int, ...]
+    out_dtype: torch.dtype
+    views: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    """Shapes of a, b and the output as the kernel sees them."""
     spans: tuple[int, int, int]
     """Bytes spanned by a, b and the output."""
     address_bytes: int
@@ -64,12 +84,36 @@ class Plan:
     """Whether the device may not be the current one, as on a host of several GPUs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """A plan with a check of whether operands are what it was made for.
+
+    The check compares types, dispatch keys (functorch, tracing, autocast, inference mode), dtypes, devices,
+    shapes, strides and `requires_grad`.
+    """
+
+    check: Callable[..., bool]
+    plan: Plan
+    at: AddressLaunch
+    trains: bool
+    """Whether an operand requires grad: torch's in grad mode."""
+    counts: bool
+    """Whether a given output counts its versions: it is no inference tensor."""
+    index: int
+    """Of the device that must be the current one; -1 where there is but one."""
+
+
 class _State:
     """What is read from disk and made of it; replaced as a whole by `Dispatcher.refresh`."""
 
     def __init__(self) -> None:
         self.plans: dict[tuple[Any, ...], Plan | None] = {}
+        self.checked: dict[tuple[Any, ...], Recent] = {}
+        """By the key of the plan."""
+        self.recent: dict[int, Recent] = {}
+        """By the identity of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
         self.snapshot: Snapshot | None = None
+        self.modified: Hashable = None
         self.devices: dict[int, Device | None] = {}
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
         self.warned: set[str] = set()
@@ -85,15 +129,20 @@ class Dispatcher:
         read: Callable[[], Snapshot] = read_snapshot,
         find: Callable[[str], Device] = find_device,
         prepare: Callable[[Record, Device], Prepared] = prepare,
+        modified: Callable[[], Hashable] = modified,
     ) -> None:
-        """The arguments say where records, devices and launchers come from."""
+        """The arguments say where records, devices and launchers come from, and what changes with records."""
         self._device_type = device_type
         self._read = read
         self._find = find
         self._prepare = prepare
+        self._modified = modified
         self._lock = threading.RLock()
         self._state = _State()
         self._enabled: bool | None = None
+        self._next_look = 0.0
+        self._empty: Any = getattr(_guards, f"_empty_strided_{device_type}", None)
+        _dispatchers.add(self)
 
     def refresh(self) -> None:
         """Forget all plans; the database is read again on the next call."""
@@ -102,70 +151,120 @@ class Dispatcher:
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """See `tunegemm.matmul`."""
-        if _ordinary(a, b):
-            state = self._state
-            key: tuple[Any, ...]
-            try:
-                key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device)
-                if out is not None:
-                    if type(out) not in _PLAIN:
-                        return torch.matmul(a, b, out=out)
-                    key += (out.shape, out.stride(), out.dtype, out.device)
-                if low := (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
-                    key += (low & -low,)
-            except RuntimeError:  # sparse and nested tensors have no strides
-                return _torch_matmul(a, b, out)
-            plan = state.plans.get(key, _MISSING)
-            if plan is _MISSING:
-                plan = self._plan(state, key, a, b, out, "matmul")
-            if plan is not None:
-                if out is None:
-                    result = a.new_empty(plan.out_shape)
-                elif _writable(plan, a, b, out):
-                    if not out.is_inference():  # inference tensors count no versions
-                        torch.autograd.graph.increment_version(out)
-                    result = out
-                else:
-                    return _torch_matmul(a, b, out)
-                try:
-                    _launch(plan, a, b, result)
-                    return result
-                except (RuntimeError, ValueError) as error:
-                    self._drop(state, key, plan, error)
-        return _torch_matmul(a, b, out)
+        return self.product(False, a, b, out)
 
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         """See `tunegemm.linear`."""
-        if bias is None and _ordinary(x, weight):
-            state = self._state
-            key: tuple[Any, ...]
-            try:
-                key = (
-                    x.shape,
-                    weight.shape,
-                    x.stride(),
-                    weight.stride(),
-                    x.dtype,
-                    weight.dtype,
-                    x.device,
-                    weight.device,
-                    "linear",
-                )
-                if low := (x.data_ptr() | weight.data_ptr()) % ALIGNMENT:
-                    key += (low & -low,)
-            except RuntimeError:  # sparse and nested tensors have no strides
-                return torch.nn.functional.linear(x, weight)
-            plan = state.plans.get(key, _MISSING)
-            if plan is _MISSING:
-                plan = self._plan(state, key, x, weight.t(), None, "linear") if weight.ndim == 2 else None
-            if plan is not None:
-                result = x.new_empty(plan.out_shape)
-                try:
-                    _launch(plan, x, weight.t(), result)
-                    return result
-                except (RuntimeError, ValueError) as error:
-                    self._drop(state, key, plan, error)
+        if bias is None:
+            return self.product(True, x, weight)
         return torch.nn.functional.linear(x, weight, bias)
+
+    def product(self, linear: bool, a: Any, b: Any, out: Any = None) -> Any:
+        """torch.matmul(a, b), or if `linear`, torch.nn.functional.linear(a, b)."""
+        if out is None:
+            recent = self._state.recent.get(id(b) | linear)  # identities are multiples of 16
+            if recent is None or not recent.check(a, b):
+                return self._general(linear, a, b, None)
+        else:
+            recent = self._state.recent.get(id(b) | 2)
+            if recent is None or not recent.check(a, b, out):
+                return self._general(linear, a, b, out)
+        a_address, b_address = a.data_ptr(), b.data_ptr()
+        if (
+            (a_address | b_address) & (ALIGNMENT - 1)
+            or (recent.trains and _grad_enabled())
+            or _dispatch_modes()
+            or _deterministic()
+            or forward_ad._current_level >= 0
+            or (recent.index >= 0 and recent.index != _current_device())
+        ):
+            return self._general(linear, a, b, out)
+        plan = recent.plan
+        try:
+            if out is None:
+                result = self._empty(plan.out_shape, plan.out_strides, plan.out_dtype)
+                recent.at(a_address, b_address, result.data_ptr())
+                return result
+            out_address = out.data_ptr()
+            if _apart(plan, a_address, b_address, out_address):
+                if recent.counts:
+                    increment_version(out)
+                recent.at(a_address, b_address, out_address)
+                return out
+        except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
+            pass
+        return self._general(linear, a, b, out)
+
+    def _general(self, linear: bool, a: Any, b: Any, out: Any) -> Any:
+        """The same of any operands."""
+        if not _ordinary(a, b) or (out is not None and type(out) not in _PLAIN):
+            return _torch_product(linear, a, b, out)
+        cast = None
+        if out is None and _any_autocast():  # torch.matmul(out=) is not cast
+            cast = _cast_by_autocast(a, b)
+            if cast is _TORCHS:
+                return _torch_product(linear, a, b, out)
+        key: tuple[Any, ...]
+        try:
+            key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device, linear)
+            low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
+            if out is not None:
+                key += (out.shape, out.stride(), out.dtype, out.device)
+        except RuntimeError:  # sparse and nested tensors have no strides
+            return _torch_product(linear, a, b, out)
+        if cast is not None:
+            key += (cast,)
+        elif low:
+            key += (low & -low,)
+        state = self._state
+        plan = state.plans.get(key)
+        if plan is None:
+            state, plan = self._plan(state, key, linear, a, b, out, cast)
+            if plan is None:
+                return _torch_product(linear, a, b, out)
+        left, right, result = a, b, out
+        if cast is not None:
+            left, right = _autocast(a, cast), _autocast(b, cast)
+            if left.dtype is not cast or right.dtype is not cast or not _aligned(left, right):
+                return _torch_product(linear, a, b, out)
+        if result is None:
+            result = left.new_empty(plan.out_shape, dtype=plan.out_dtype)
+        elif not _writable(plan, left, right, result):
+            return _torch_product(linear, a, b, out)
+        elif not result.is_inference():  # inference tensors count no versions
+            increment_version(result)
+        try:
+            _launch(plan, left, right.t() if linear else right, result)
+        except (RuntimeError, ValueError) as error:
+            self._drop(state, key, plan, error)
+            return _torch_product(linear, a, b, out)
+        if plan.at is not None and cast is None and not low:
+            self._remember(state, key, plan, linear, a, b, out)
+        return result
+
+    def _remember(
+        self, state: _State, key: tuple[Any, ...], plan: Plan, linear: bool, a: Any, b: Any, out: Any
+    ) -> None:
+        """Let the next call with this `b` find the plan without a key."""
+        if _TensorGuards is None or self._empty is None or plan.at is None:
+            return
+        if a is b or _any_autocast():
+            return  # the check wants distinct tensors, and does not know to what autocast casts
+        place = id(b) | (2 if out is not None else linear)
+        recent = state.checked.get(key)
+        if recent is None or state.recent.get(place) is recent:  # of another mode, such as inference mode
+            tensors = (a, b) if out is None else (a, b, out)
+            recent = state.checked[key] = Recent(
+                _check_of(tensors),
+                plan,
+                plan.at,
+                any(tensor.requires_grad for tensor in tensors),
+                out is not None and not out.is_inference(),
+                (plan.device.index or 0) if plan.guarded else -1,
+            )
+        if len(state.recent) >= MAX_PLANS:
+            state.recent.clear()
+        state.recent[place] = recent
 
     # Everything below runs on the first call of a key only.
 
@@ -173,25 +272,61 @@ class Dispatcher:
         self,
         state: _State,
         key: tuple[Any, ...],
+        linear: bool,
         a: torch.Tensor,
         b: torch.Tensor,
         out: torch.Tensor | None,
-        name: str,
-    ) -> Plan | None:
-        """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded."""
+        cast: torch.dtype | None,
+    ) -> tuple[_State, Plan | None]:
+        """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded.
+
+        Where the key is known to be torch's, this is but a look at the clock, and now and then at files.
+        """
         if self._enabled is None:
             self._enabled = self._read_mode()
-        if not self._enabled or _capturing(a.device):
-            return None
+        known = key in state.plans
+        if not self._enabled or (known and time.monotonic() < self._next_look):
+            return state, None
+        if _capturing(a.device) or (self._device_type == "cuda" and torch.cuda._is_in_bad_fork()):
+            return state, None
         with self._lock:
+            state = self._look() if known else self._state
             if key in state.plans:
-                return state.plans[key]
+                return state, state.plans[key]
             with torch.inference_mode(False), torch.no_grad():
-                plan = self._make_plan(state, a, b, out, name)
+                left, right = a, b
+                if cast is not None:
+                    left, right = a.to(cast), b.to(cast)
+                name = "linear" if linear else "matmul"
+                if (linear and b.ndim != 2) or (cast is not None and not _aligned(left, right)):
+                    plan = None
+                else:
+                    plan = self._make_plan(state, left, right.t() if linear else right, out, name)
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
+                state.checked.clear()
+                state.recent.clear()
             state.plans[key] = plan
-            return plan
+            return state, plan
+
+    def _look(self) -> _State:
+        """The state, without its misses if records were published since they were read.
+
+        Plans of tuned kernels stay, also for a thread that captures a graph meanwhile; a better record of
+        theirs waits for `refresh`.
+        """
+        if time.monotonic() < self._next_look:
+            return self._state
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        old = self._state
+        if old.snapshot is not None and self._modified() != old.modified:
+            new = _State()
+            new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
+            new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
+            new.checked, new.recent = old.checked, old.recent
+            new.devices, new.warned = old.devices, old.warned
+            self._state = new
+        return self._state
 
     def _make_plan(
         self, state: _State, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, name: str
@@ -221,11 +356,22 @@ class Dispatcher:
             return None
         if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
             return None
+        at = None
+        example = a.new_empty(operands.out_shape) if out is None else out
+        if isinstance(prepared.launch, AddressLauncher) and not example.data_ptr() % ALIGNMENT:
+            a_shape, b_shape, out_shape = operands.views
+            try:
+                at = prepared.launch.of(a.view(a_shape), b.view(b_shape), example.view(out_shape))
+            except ValueError as error:
+                self._warn(state, f"{problem}: {_one_line(error)}; tunegemm.{name} leaves it to torch")
+                return None
         return Plan(
             prepared.launch,
+            at,
             operands.out_shape,
-            operands.rows,
-            (problem.m, problem.n),
+            tuple(example.stride()),
+            example.dtype,
+            operands.views,
             operands.spans,
             prepared.address_bytes,
             a.device,
@@ -271,6 +417,8 @@ class Dispatcher:
         return state.devices[index]
 
     def _snapshot(self, state: _State, name: str) -> Snapshot:
+        state.modified = self._modified()
+        self._next_look = time.monotonic() + LOOK_SECONDS
         try:
             snapshot = self._read()
         except DatabaseError as error:
@@ -286,6 +434,8 @@ class Dispatcher:
             raise error
         with self._lock:
             state.plans[key] = None
+            state.checked.clear()
+            state.recent.clear()
         self._warn(
             state,
             f"the tuned kernel for {key[0]} x {key[1]} failed to launch ({_one_line(error)}); left to torch",
@@ -316,8 +466,7 @@ def _ordinary(a: Any, b: Any) -> bool:
     """Whether a launch means here what torch.matmul means.
 
     It does not under autograd (there is no backward yet), forward-mode AD, functorch transforms,
-    dispatch modes (fake tensors, FLOP counters), tracing, an autocast to another dtype, or when
-    deterministic algorithms are asked for.
+    dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
     """
     return (
         type(a) in _PLAIN
@@ -326,39 +475,86 @@ def _ordinary(a: Any, b: Any) -> bool:
         and not _deterministic()
         and not _dispatch_modes()
         and _functorch_level() is None
-        and _tracing_state() is None
+        and not _tracing()
         and forward_ad._current_level < 0
-        and not (_any_autocast() and _cast_by_autocast(a))
+        and not (a.is_neg() or b.is_neg())
     )
 
 
-def _cast_by_autocast(a: torch.Tensor) -> bool:
+def _check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
+    """Whether tensors are, but for their values and addresses, what these are."""
+    check: Callable[..., bool] = _TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+    return check
+
+
+def _cast_by_autocast(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """The dtype that autocast gives the operands, None where they have it, _TORCHS where it is not to say."""
     kind = a.device.type
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != a.dtype
+    if not torch.is_autocast_enabled(kind):
+        return None
+    cast = torch.get_autocast_dtype(kind)
+    if a.dtype is cast and b.dtype is cast:
+        return None
+    castable = all(
+        tensor.device.type == kind and tensor.is_floating_point() and tensor.dtype is not torch.float64
+        for tensor in (a, b)
+    )
+    return cast if castable else _TORCHS
+
+
+def _autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor as autocast casts it. Weights that it casts once per `with` come from its cache."""
+    if tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled():
+        return torch.einsum(
+            "...->...", tensor
+        )  # the plainest operator that returns its operand as it was cast
+    return tensor.to(dtype)
+
+
+def _aligned(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not (a.data_ptr() | b.data_ptr()) % ALIGNMENT
 
 
 def _launch(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    if plan.rows is not None:
-        a, out = a.view(plan.rows), out.view(plan.matrix)
     if plan.guarded and torch.cuda.current_device() != plan.device.index:
         with torch.cuda.device(plan.device):
-            plan.launch(a, b, out)
+            return _launch_here(plan, a, b, out)
+    return _launch_here(plan, a, b, out)
+
+
+def _launch_here(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    if plan.at is not None:
+        plan.at(a.data_ptr(), b.data_ptr(), out.data_ptr())
     else:
-        plan.launch(a, b, out)
+        a_shape, b_shape, out_shape = plan.views
+        plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape))
 
 
 def _writable(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether a kernel may write into `out`: allowed by autograd, aligned, apart from the operands."""
-    start = out.data_ptr()
-    a_start, b_start = a.data_ptr(), b.data_ptr()
+    return (
+        not (_grad_enabled() and out.requires_grad)
+        and not (out.is_inference() and not torch.is_inference_mode_enabled())  # torch forbids it
+        and _apart(plan, a.data_ptr(), b.data_ptr(), out.data_ptr())
+    )
+
+
+def _apart(plan: Plan, a: int, b: int, out: int) -> bool:
+    """Whether an output at an address is aligned, and shares no memory with the operands."""
     a_span, b_span, span = plan.spans
     return (
-        not start % plan.address_bytes
-        and not (_grad_enabled() and out.requires_grad)
-        and not (out.is_inference() and not torch.is_inference_mode_enabled())  # torch forbids it
-        and (start >= a_start + a_span or a_start >= start + span)
-        and (start >= b_start + b_span or b_start >= start + span)
+        not out % plan.address_bytes
+        and (out >= a + a_span or a >= out + span)
+        and (out >= b + b_span or b >= out + span)
     )
+
+
+def _torch_product(linear: bool, a: Any, b: Any, out: Any) -> Any:
+    return torch.nn.functional.linear(a, b) if linear else _torch_matmul(a, b, out)
 
 
 def _torch_matmul(a: Any, b: Any, out: Any) -> Any:
@@ -380,3 +576,17 @@ def _callers_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tunegemm.dispatch"):
         level, frame = level + 1, frame.f_back
     return level
+
+
+_dispatchers: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child starts anew: locks may have been held by threads it does not have, plans hold the parent's
+    CUDA context. If the parent used CUDA, the child cannot, and gets torch's own error for CUDA tensors."""
+    for dispatcher in _dispatchers:
+        dispatcher._lock = threading.RLock()
+        dispatcher._state = _State()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -6,6 +6,7 @@ for every later call with the same key. It runs once per key, off the hot path, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -28,8 +29,8 @@ class Operands:
     problem: Problem
     out_shape: tuple[int, ...]
     """Shape of what torch.matmul returns."""
-    rows: tuple[int, int] | None
-    """(m, k) when the first operand has leading dimensions to be folded into rows; else None."""
+    views: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    """Shapes in which a kernel sees a, b and the output: matrices, or batches of as many matrices."""
     tma_refusal: str
     """Why TMA cannot read or write these views; empty when it can (base addresses aside)."""
     packed: bool
@@ -49,40 +50,53 @@ class Refusal:
 def describe(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> Operands | Refusal:
     """What ``torch.matmul(a, b, out=out)`` asks for.
 
-    Handled: (m, k) x (k, n); (..., m, k) x (k, n) whose leading dimensions fold into rows; and
-    (l, m, k) x (l, k, n) with l > 1. Never raises: what torch would reject is a Refusal too.
+    Handled: whatever views make a product of two matrices or of two equal batches of them. Broadcasting a
+    matrix over a batch needs copies, or strides of 0, which TMA does not take. Never raises: what torch
+    would reject is a Refusal too.
     """
-    if 0 in a.shape or 0 in b.shape:
+    if a.dtype != b.dtype or (out is not None and out.dtype != a.dtype):
         return Refusal("")
-    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2] or a.dtype != b.dtype:
+    shapes = _matrices(tuple(a.shape), tuple(b.shape))
+    if shapes is None:
         return Refusal("")
-    if out is not None and out.dtype != a.dtype:
-        return Refusal("")
-    rows = None
-    matrix = a
-    if a.ndim > 2 and b.ndim == 2:
-        rows = (a.numel() // a.shape[-1], a.shape[-1])
-        try:
-            matrix = a.view(rows)
-        except RuntimeError:  # the leading dimensions have no common stride
-            return Refusal(f"operand of strides {a.stride()} has no single row stride")
-    elif a.ndim > 3 or a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2] or a.shape[:-2] == (1,):
-        return Refusal("")
+    a_shape, b_shape, out_shape = shapes
     try:
-        problem = Problem.from_tensors(matrix, b)
+        matrix, other = a.view(a_shape), b.view(b_shape)
+    except RuntimeError:  # the leading dimensions have no common stride
+        rows = f"operand of strides {a.stride()} has no single row stride"
+        return Refusal(rows if len(a_shape) == 2 else "")
+    try:
+        problem = Problem.from_tensors(matrix, other)
     except ProblemError as error:
         return Refusal(str(error))
-    out_shape = (*a.shape[:-1], b.shape[-1])
-    return _described(problem, matrix, b, out, out_shape, rows)
+    return _described(problem, matrix, other, out, out_shape)
+
+
+def _matrices(
+    a: tuple[int, ...], b: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """Shapes to view operands of these shapes in, both of 2 or both of 3 dimensions, and the result's shape.
+
+    None for what no view makes such a product, for empty extents, and for a dot product, which is no
+    matrix kernel's work.
+    """
+    if 0 in a or 0 in b or not a or not b or len(a) == len(b) == 1:
+        return None
+    left, right = (1, *a) if len(a) == 1 else a, (*b, 1) if len(b) == 1 else b
+    (*a_lead, m, k), (*b_lead, b_k, n) = left, right
+    if k != b_k:
+        return None
+    rank = max(len(a_lead), len(b_lead))
+    a_lead, b_lead = [1] * (rank - len(a_lead)) + a_lead, [1] * (rank - len(b_lead)) + b_lead
+    out = (*map(max, a_lead, b_lead), *(m,) * (len(a) > 1), *(n,) * (len(b) > 1))
+    batch, of_b = math.prod(a_lead), math.prod(b_lead)
+    if of_b == 1:
+        return (batch * m, k), (k, n), out
+    return ((batch, m, k), (batch, k, n), out) if a_lead == b_lead else None
 
 
 def _described(
-    problem: Problem,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor | None,
-    out_shape: tuple[int, ...],
-    rows: tuple[int, int] | None,
+    problem: Problem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, out_shape: tuple[int, ...]
 ) -> Operands | Refusal:
     d_shape = (*a.shape[:-1], b.shape[-1])
     if out is None:
@@ -90,12 +104,10 @@ def _described(
     else:
         if tuple(out.shape) != out_shape or out.is_conj() or out.is_neg():
             return Refusal("")
-        if rows is not None:
-            if not out.is_contiguous():
-                return Refusal("")
-            d_strides = _dense_strides(d_shape)
-        else:
-            d_strides = tuple(out.stride())
+        try:
+            d_strides = tuple(out.view(d_shape).stride())
+        except RuntimeError:
+            return Refusal("")
         if d_strides[-1] != 1 and d_strides[-2] == 1:
             problem = replace(problem, out_major="m")
     item = a.element_size()
@@ -114,7 +126,7 @@ def _described(
     return Operands(
         problem,
         out_shape,
-        rows,
+        (tuple(a.shape), tuple(b.shape), d_shape),
         next((refusal for refusal in refusals if refusal), ""),
         all(_is_packed(shape, strides, major) for _, shape, strides, major in views),
         (a_span, b_span, d_span),
@@ -124,13 +136,13 @@ def _described(
 def _tma_refusal(name: str, shape: Sequence[int], strides: Sequence[int], major: int, item: int) -> str:
     """Why a tensor map cannot describe the view; `major` is the index of its contiguous mode.
 
-    An extent of 1 does not excuse its stride: the tensor map is built from the strides as they are.
+    A mode of extent 1 is never stepped over: launchers give it a stride that TMA takes.
     """
     where = f"operand {name} of shape {tuple(shape)} and strides {tuple(strides)}"
     if strides[major] != 1:
         return f"{where} has no unit stride"
     for dim, stride in enumerate(strides):
-        if dim != len(strides) + major and stride * item % ALIGNMENT:
+        if dim != len(strides) + major and shape[dim] > 1 and stride * item % ALIGNMENT:
             return f"{where}: stride {stride} x {item} B is no multiple of the {ALIGNMENT} B that TMA needs"
     if _overlaps_itself(shape, strides):
         return f"{where} overlaps itself"
@@ -141,9 +153,10 @@ def _overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements may share an address (expanded or sliding-window views)."""
     reach = 1
     for stride, extent in sorted(zip(strides, shape, strict=True)):
-        if stride < reach:
-            return True
-        reach = stride * extent
+        if extent > 1:
+            if stride < reach:
+                return True
+            reach = stride * extent
     return False
 
 

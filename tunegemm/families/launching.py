@@ -19,6 +19,53 @@ _FP32, _FP32_BITS = struct.Struct("f"), struct.Struct("I")
 #: Addresses of A, B, D; their leading dimensions; the strides between their batch entries, in elements.
 Places = tuple[int, int, int, int, int, int, int, int, int]
 
+#: Launches one product on the current stream: addresses of A, B and D, then the words of what its epilogue
+#: takes, as a `words_reader` gives them. All else was fixed when it was made.
+AddressLaunch = Callable[..., None]
+
+_MAX_MADE = 1024
+
+
+class AddressLauncher:
+    """A `Launcher` whose launches take addresses, once the strides of its operands are known.
+
+    Reading strides off three tensors and putting the kernel's arguments together is much of what a call costs
+    the host. Dispatch knows the strides from its key: it takes the launch for them from `of` once.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, ...]],
+        make: Callable[..., AddressLaunch],
+        read_words: Callable[[Sequence[Any]], Sequence[int]] | None = None,
+    ) -> None:
+        """
+        read: the addresses of (a, b, out), then their strides, as an `operand_reader` gives them; raises
+        ValueError for what the kernel cannot read or write. make: the launch for such strides. read_words: of
+        the epilogue's operands, where there is an epilogue.
+        """
+        self._read = read
+        self._make = make
+        self._read_words = read_words
+        self._made: dict[tuple[Any, ...], AddressLaunch] = {}
+
+    def of(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> AddressLaunch:
+        """The launch for operands with the strides of these; addresses must be as aligned as theirs.
+
+        Raises ValueError for operands that the kernel cannot read or write.
+        """
+        _, _, _, *strides = self._read(a, b, out)
+        key = tuple(strides)
+        if (launch := self._made.get(key)) is None:
+            if len(self._made) >= _MAX_MADE:
+                self._made.clear()
+            launch = self._made[key] = self._make(*strides)
+        return launch
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
+        words = () if self._read_words is None else self._read_words(operands)
+        self.of(a, b, out)(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
+
 
 def tma_reader(problem: Problem) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Places]:
     """An `operand_reader` for TMA: addresses and strides are multiples of 16 bytes."""
@@ -191,22 +238,25 @@ class Workspace:
     """
 
     def __init__(self, partial_bytes: int, counter_bytes: int, index: int) -> None:
+        import torch
+
         self.partial_bytes = partial_bytes
         self.counter_bytes = counter_bytes
         self._place = f"cuda:{index}"
-        self._by_stream: dict[int, torch.Tensor] = {}
+        self._by_stream: dict[int, tuple[int, int, torch.Tensor]] = {}
+        self._capturing = torch.cuda.is_current_stream_capturing
 
     def addresses(self, stream: int) -> tuple[int, int]:
         """Where partial sums and zeroed counters are, for a launch that comes next on the current stream."""
-        import torch
-
-        if torch.cuda.is_current_stream_capturing():
+        if self._capturing():
             memory = self._allocate()  # replays zero its counters, too
-        elif (found := self._by_stream.get(stream)) is not None:
-            memory = found
-        else:
-            memory = self._by_stream.setdefault(stream, self._allocate())
-        return memory.data_ptr(), memory.data_ptr() + self.partial_bytes
+            return memory.data_ptr(), memory.data_ptr() + self.partial_bytes
+        found = self._by_stream.get(stream)
+        if found is None:
+            memory = self._allocate()
+            start = memory.data_ptr()
+            found = self._by_stream.setdefault(stream, (start, start + self.partial_bytes, memory))
+        return found[:2]
 
     def _allocate(self) -> torch.Tensor:
         import torch

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from tunegemm.families.cublaslt.operands import Matrix, Product, Strides, column_major, packed_strides
+from tunegemm.families.launching import AddressLaunch, AddressLauncher
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate, Value
 
@@ -101,56 +102,58 @@ def launcher(problem: Problem, candidate: Candidate, device_index: int) -> Launc
     Raises ValueError, which names the candidate, where this version of the library refuses it.
     """
     import torch
+    from torch._C import _cuda_getCurrentRawStream as current_stream
 
     lt = _bindings()
     alpha, beta = np.ones(1, np.float32), np.zeros(1, np.float32)
     alpha_pointer, beta_pointer = alpha.ctypes.data, beta.ctypes.data
     workspace_bytes = int(candidate["workspace_bytes"])
     workspaces: dict[int, torch.Tensor] = {}
-    # The array owns what the address points at.
-    plans: dict[Strides, tuple[_Plan, np.ndarray[Any, Any], int]] = {}
     first_is_b = problem.out_major == "n"
 
     with _errors(f"cuBLASLt refuses {label(candidate)} for {problem}", ValueError):
         handle = _handle(device_index)
 
-    def prepare(strides: Strides) -> tuple[_Plan, np.ndarray[Any, Any], int]:
+    def make(*strides: tuple[int, ...]) -> AddressLaunch:
         with _errors(f"cuBLASLt refuses {label(candidate)} for {problem}, strides {strides}", ValueError):
-            plan = _Plan(problem, strides)
+            plan = _Plan(problem, cast(Strides, strides))
             algorithm = _algorithm(handle, problem, plan, candidate, workspace_bytes)
-            plans[strides] = plan, algorithm, algorithm.ctypes.data
-        return plans[strides]
+        description, algorithm_pointer = plan.description, algorithm.ctypes.data
 
-    prepare(packed_strides(problem))
+        def launch(a: int, b: int, out: int) -> None:
+            stream = current_stream(device_index)
+            workspace_pointer = 0
+            if workspace_bytes:
+                # One per stream: launches on two streams may overlap and must not share it.
+                workspace = workspaces.get(stream)
+                if workspace is None:
+                    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=f"cuda:{device_index}")
+                    workspaces[stream] = workspace
+                workspace_pointer = workspace.data_ptr()
+            first, second = (b, a) if first_is_b else (a, b)
+            try:
+                lt.matmul(
+                    handle, description, alpha_pointer, first, plan.first, second, plan.second,
+                    beta_pointer, out, plan.out, out, plan.out,
+                    algorithm_pointer, workspace_pointer, workspace_bytes, stream,
+                )  # fmt: skip
+            except lt.cuBLASLtError as error:
+                raise RuntimeError(f"{label(candidate)}: {_status(error)}") from None
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        strides = (a.stride(), b.stride(), out.stride())
-        plan, _, algorithm_pointer = plans.get(strides) or prepare(strides)
-        a_pointer, b_pointer, out_pointer = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        if (a_pointer | b_pointer | out_pointer) % ALIGNMENT:
+        # The library reads them at each launch.
+        launch.keep = (alpha, beta, algorithm)  # type: ignore[attr-defined]
+        return launch
+
+    def read(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+        addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        if any(address % ALIGNMENT for address in addresses):
             raise ValueError(
                 f"{label(candidate)} needs operands aligned to {ALIGNMENT} B; copy the view first"
             )
-        stream = torch.cuda.current_stream(device_index).cuda_stream
-        workspace_pointer = 0
-        if workspace_bytes:
-            # One per stream: launches on two streams may overlap and must not share it.
-            if (workspace := workspaces.get(stream)) is None:
-                workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=a.device)
-                workspaces[stream] = workspace
-            workspace_pointer = workspace.data_ptr()
-        first, second = (b_pointer, a_pointer) if first_is_b else (a_pointer, b_pointer)
-        try:
-            lt.matmul(
-                handle, plan.description, alpha_pointer, first, plan.first, second, plan.second,
-                beta_pointer, out_pointer, plan.out, out_pointer, plan.out,
-                algorithm_pointer, workspace_pointer, workspace_bytes, stream,
-            )  # fmt: skip
-        except lt.cuBLASLtError as error:
-            raise RuntimeError(f"{label(candidate)}: {_status(error)}") from None
+        return *addresses, a.stride(), b.stride(), out.stride()
 
-    launch.keep = (alpha, beta)  # type: ignore[attr-defined]  # the library reads them at each launch
-    return launch
+    make(*packed_strides(problem))  # a refusal is to be heard now
+    return AddressLauncher(read, make)
 
 
 def label(candidate: Candidate) -> str:

@@ -14,15 +14,13 @@ from tunegemm.families.cute_object import compile_object, load_function
 from tunegemm.families.cute_sm80.config import KernelConfig
 from tunegemm.families.cute_sm80.rules import RULES, config_of
 from tunegemm.families.generator import Generator
-from tunegemm.families.launching import Workspace, operand_reader
+from tunegemm.families.launching import AddressLaunch, AddressLauncher, Workspace, operand_reader
 from tunegemm.families.tiles import balanced, tile_count
 from tunegemm.outcome import Resources
 from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
-    import torch
-
     from tunegemm.families import Launcher
 
 
@@ -91,15 +89,19 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
     )
     index = device.index if device.is_real else 0
     workspace = _workspace(problem, candidate, index) if candidate["split_k"] > 1 else None
+
+    def make(*strides: int) -> AddressLaunch:
+        fixed = (*extents, *strides, *walk)
+
+        def launch(a: int, b: int, d: int) -> None:
+            stream = current_stream(index)
+            scratch = (0, 0) if workspace is None else workspace.addresses(stream)
+            function(a, b, d, *fixed, *scratch, stream)
+
+        return launch
+
     read = operand_reader(problem, int(candidate["vector_bytes"]), DTYPE_BYTES[problem.out_dtype])
-
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        places = read(a, b, out)
-        stream = current_stream(index)
-        scratch = (0, 0) if workspace is None else workspace.addresses(stream)
-        function(*places[:3], *extents, *places[3:], *walk, *scratch, stream)
-
-    return launch
+    return AddressLauncher(read, make)
 
 
 def _workspace(problem: Problem, candidate: Candidate, index: int) -> Workspace:

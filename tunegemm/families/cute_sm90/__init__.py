@@ -12,15 +12,21 @@ from tunegemm.families.cute_object import compile_object, load_function
 from tunegemm.families.cute_sm90.config import KernelConfig
 from tunegemm.families.cute_sm90.rules import RULES, config_of
 from tunegemm.families.generator import Generator
-from tunegemm.families.launching import Workspace, through_aligned_copies, tma_reader, tma_takes, words_reader
+from tunegemm.families.launching import (
+    AddressLaunch,
+    AddressLauncher,
+    Workspace,
+    through_aligned_copies,
+    tma_reader,
+    tma_takes,
+    words_reader,
+)
 from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
-    import torch
-
     from tunegemm.families import Launcher
 
 
@@ -110,21 +116,21 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
     )
     index = device.index if device.is_real else 0
     workspace = _workspace(problem, candidate, index) if candidate["split_k"] > 1 else None
-    read = tma_reader(problem)
-    read_words = words_reader(problem) if problem.fused.words else None
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
-        a_address, b_address, d_address, lda, ldb, ldd, a_step, b_step, d_step = read(a, b, out)
-        if swap:
-            a_address, b_address, lda, ldb, a_step, b_step = b_address, a_address, ldb, lda, b_step, a_step
-        stream = current_stream(index)
-        scratch = (0, 0) if workspace is None else workspace.addresses(stream)
-        function(
-            a_address, b_address, d_address, *extents, lda, ldb, ldd, a_step, b_step, d_step, *walk, *scratch,
-            *(read_words(operands) if read_words is not None else ()), stream,
-        )  # fmt: skip
+    def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
+        strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
+        fixed = (*extents, *strides, *walk)
 
-    return launch
+        def launch(a: int, b: int, d: int, *words: int) -> None:
+            if swap:
+                a, b = b, a
+            stream = current_stream(index)
+            scratch = (0, 0) if workspace is None else workspace.addresses(stream)
+            function(a, b, d, *fixed, *scratch, *words, stream)
+
+        return launch
+
+    return AddressLauncher(tma_reader(problem), make, words_reader(problem) if problem.fused.words else None)
 
 
 def _workspace(problem: Problem, candidate: Candidate, index: int) -> Workspace:

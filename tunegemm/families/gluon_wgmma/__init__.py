@@ -10,7 +10,7 @@ from tunegemm.device import Device, package_version
 from tunegemm.families.generator import Generator
 from tunegemm.families.gluon_wgmma.config import KernelConfig
 from tunegemm.families.gluon_wgmma.rules import RULES, config_of
-from tunegemm.families.launching import Places, tma_reader
+from tunegemm.families.launching import AddressLaunch, AddressLauncher, tma_reader
 from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
 from tunegemm.families.triton_object import FORMAT
 from tunegemm.outcome import Resources
@@ -18,8 +18,6 @@ from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
-    import torch
-
     from tunegemm.families import Launcher
     from tunegemm.families.triton_launch import Kernel, View
 
@@ -101,25 +99,28 @@ def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int,
         "raster_along_m": int(candidate["raster_order"] == "along_m"),
         "swizzle_size": int(candidate["swizzle_size"]),
     }
-    read, kept = tma_reader(problem), Kept()
 
-    def arguments(places: Places) -> Arguments:
-        a, b, d, lda, ldb, ldd, a_step, b_step, d_step = places
+    def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
+        kept = Kept()
+
+        def arguments(a: int, b: int, d: int) -> Arguments:
+            maps: dict[str, int | View] = {
+                "a_desc": batch_view(a, batch, m, k, lda, a_step, config.a_major == "k"),
+                "b_desc": batch_view(b, batch, k, n, ldb, b_step, config.b_major == "n"),
+                "d_desc": batch_view(d, batch, m, n, ldd, d_step, config.out_major == "n"),
+            }
+            return Arguments(kernel.header, scalars | maps)
+
+        def launch(a: int, b: int, d: int) -> None:
+            key = (b, a, d) if swap else (a, b, d)
+            found = kept.get(key)
+            if found is None:
+                kernel.ensure_context()
+                found = kept.keep(key, arguments(*key))
+            kernel.launch(ctas, current_stream(index), found)
+
         if swap:
-            a, b, lda, ldb, a_step, b_step = b, a, ldb, lda, b_step, a_step
-        maps: dict[str, int | View] = {
-            "a_desc": batch_view(a, batch, m, k, lda, a_step, config.a_major == "k"),
-            "b_desc": batch_view(b, batch, k, n, ldb, b_step, config.b_major == "n"),
-            "d_desc": batch_view(d, batch, m, n, ldd, d_step, config.out_major == "n"),
-        }
-        return Arguments(kernel.header, scalars | maps)
+            lda, ldb, a_step, b_step = ldb, lda, b_step, a_step
+        return launch
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        places = read(a, b, out)
-        found = kept.get(places)
-        if found is None:
-            kernel.ensure_context()
-            found = kept.keep(places, arguments(places))
-        kernel.launch(ctas, current_stream(index), found)
-
-    return launch
+    return AddressLauncher(tma_reader(problem), make)

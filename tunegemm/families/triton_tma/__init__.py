@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tunegemm.device import Device, package_version
 from tunegemm.families.generator import Generator
-from tunegemm.families.launching import Places, Workspace, tma_reader
+from tunegemm.families.launching import AddressLaunch, AddressLauncher, Workspace, tma_reader
 from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
 from tunegemm.families.triton_object import FORMAT
 from tunegemm.families.triton_tma.config import KernelConfig
@@ -19,8 +19,6 @@ from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
-    import torch
-
     from tunegemm.families import Launcher
     from tunegemm.families.triton_launch import Kernel, View
 
@@ -97,30 +95,35 @@ def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int,
         workspace = Workspace(ctas * kernel.header.scratch_bytes, 0, index)
     elif split_k > 1:
         workspace = Workspace(tiles * split_k * config.tile_m * config.tile_n * 4, tiles * 4, index)
-    read, kept = tma_reader(problem), Kept()
 
-    def arguments(places: Places, memory: tuple[int, int]) -> Arguments:
-        a, b, d, lda, ldb, ldd, a_step, b_step, d_step = places
+    def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
+        kept = Kept()
+
+        def arguments(a: int, b: int, d: int, partials: int, counters: int) -> Arguments:
+            if config.specialized:
+                pointers = {"a": a, "b": b, "d": d, "lda": lda, "ldb": ldb, "ldd": ldd}
+                return Arguments(kernel.header, scalars | pointers, scratch=partials)
+            maps: dict[str, int | View] = {
+                "a_desc": batch_view(a, batch, m, k, lda, a_step, config.a_major == "k"),
+                "b_desc": batch_view(b, batch, k, n, ldb, b_step, config.b_major == "n"),
+                "d_desc": batch_view(d, batch, m, n, ldd, d_step, config.out_major == "n"),
+            }
+            return Arguments(kernel.header, scalars | maps | {"partials": partials, "counters": counters})
+
+        def launch(a: int, b: int, d: int) -> None:
+            if swap:
+                a, b = b, a
+            stream = current_stream(index)
+            memory = (0, 0) if workspace is None else workspace.addresses(stream)
+            key = (a, b, d, *memory)
+            found = kept.get(key)
+            if found is None:
+                kernel.ensure_context()
+                found = kept.keep(key, arguments(*key))
+            kernel.launch(ctas, stream, found)
+
         if swap:
-            a, b, lda, ldb, a_step, b_step = b, a, ldb, lda, b_step, a_step
-        if config.specialized:
-            pointers = {"a": a, "b": b, "d": d, "lda": lda, "ldb": ldb, "ldd": ldd}
-            return Arguments(kernel.header, scalars | pointers, scratch=memory[0])
-        maps: dict[str, int | View] = {
-            "a_desc": batch_view(a, batch, m, k, lda, a_step, config.a_major == "k"),
-            "b_desc": batch_view(b, batch, k, n, ldb, b_step, config.b_major == "n"),
-            "d_desc": batch_view(d, batch, m, n, ldd, d_step, config.out_major == "n"),
-        }
-        return Arguments(kernel.header, scalars | maps | {"partials": memory[0], "counters": memory[1]})
+            lda, ldb, a_step, b_step = ldb, lda, b_step, a_step
+        return launch
 
-    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        places, stream = read(a, b, out), current_stream(index)
-        memory = (0, 0) if workspace is None else workspace.addresses(stream)
-        key = (places, memory)
-        found = kept.get(key)
-        if found is None:
-            kernel.ensure_context()
-            found = kept.keep(key, arguments(places, memory))
-        kernel.launch(ctas, stream, found)
-
-    return launch
+    return AddressLauncher(tma_reader(problem), make)

@@ -1,0 +1,326 @@
+"""What a call costs the host, beside torch's own; what the first call and the import cost.
+
+    python -m benchmarks.dispatch                        # 128x128x64: the GPU never keeps the host waiting
+    python -m benchmarks.dispatch --shape 64x512x256 --families cute_sm90,gluon_wgmma
+
+Tunes the shape, its batch of four and half its M into a temporary database and object store, calls torch and
+tunegemm in turns, and writes results/GPU/dispatch.json: a row `{call, torch_us, tunegemm_us, ratio}` for
+each call, `ratio_to_torch_mm` of the first, `breakdown_us` of our own call's parts, and from processes of
+their own `import_ms` beyond torch, `first_call_ms` with `records` in the database, and `bytes_per_record` of
+host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import Results, meta, problem_fields, results_path
+from tunegemm.device import Device, find_device
+from tunegemm.errors import TunegemmError
+from tunegemm.problem import Problem
+
+#: Calls between two synchronisations: fewer than the launch queue takes, so that no call waits for the GPU.
+CALLS = 100
+ROUNDS = 101
+RECORDS = 10_000
+PROCESSES = 5
+METHOD = (
+    f"{CALLS} calls after a synchronisation, per call; torch's and tunegemm's of all rows in shuffled turns, "
+    f"median of {ROUNDS} rounds, ratio the median over rounds; garbage collection off; first call and import "
+    f"in {PROCESSES} fresh processes each, medians"
+)
+
+Call = Callable[[], Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dispatch", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--shape", default="128x128x64", help="a small one: the host's time is measured")
+    parser.add_argument("--families", default="cute_sm90", help="comma-separated, to be tuned")
+    parser.add_argument("--trials", type=int, default=6, help="candidates per problem")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--records", type=int, default=RECORDS, help="in the database of the first call")
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args(arguments)
+    try:
+        problem = Problem.parse(options.shape)
+        device = find_device(options.device)
+        results = Results(results_path(options.out, device, "dispatch.json"), meta(device, METHOD))
+        with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
+            place(Path(folder))
+            tune(problem, device, options.families.split(","), options.trials)
+            run(problem, device, options.rounds, options.records, results)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def place(folder: Path) -> None:
+    """Lets this process and its children read and write databases and kernels in the folder alone."""
+    for name, where in (
+        ("TUNEGEMM_DB", "tuning.sqlite"),
+        ("TUNEGEMM_CACHE_DIR", "cache"),
+        ("XDG_DATA_HOME", "data"),
+    ):
+        os.environ[name] = str(folder / where)
+
+
+def related(problem: Problem) -> tuple[Problem, Problem, Problem]:
+    """The problem, half its M, and a batch of four."""
+    return problem, replace(problem, m=max(problem.m // 2, 1)), replace(problem, batch=4)
+
+
+def tune(problem: Problem, device: Device, families: list[str], trials: int) -> None:
+    """Records for the three problems; of generators alone, so that no tie goes to the library."""
+    from tunegemm.database import Database
+    from tunegemm.tuning import Tuner
+
+    with Database.open() as database, Tuner(device, database, families=families) as tuner:
+        for each in related(problem):
+            best = tuner.tune(each, trials=trials).best
+            if best is None:
+                raise TunegemmError(f"no kernel for {each}; give another --shape or --families")
+            print(f"tuned {each}: {best.candidate.family}", flush=True)
+
+
+def run(problem: Problem, device: Device, rounds: int, records: int, results: Results) -> None:
+    """Times everything and writes the rows."""
+    import torch
+
+    pairs = calls(problem, device)
+    for _ in range(3):
+        for pair in pairs.values():
+            for call in pair:
+                call()
+    parts = breakdown(problem, device)
+    timed = {f"{name}/{which}": call for name, pair in pairs.items() for which, call in enumerate(pair)}
+    samples = host_times(timed | parts, rounds, torch.cuda.synchronize)
+    rows = []
+    for name in pairs:
+        own, reference = samples[f"{name}/0"], samples[f"{name}/1"]
+        ratio = statistics.median(mine / theirs for mine, theirs in zip(own, reference, strict=True))
+        row = problem_fields(problem) | {
+            "call": name,
+            "torch_us": round(statistics.median(reference), 3),
+            "tunegemm_us": round(statistics.median(own), 3),
+            "ratio": round(ratio, 4),
+        }
+        rows.append(row)
+        print(f"{name:45s} torch {row['torch_us']:7.2f}  tunegemm {row['tunegemm_us']:7.2f}  {ratio:.3f}")
+    results.summary["ratio_to_torch_mm"] = rows[0]["ratio"]
+    results.summary["breakdown_us"] = {name: round(statistics.median(samples[name]), 3) for name in parts}
+    results.summary |= fresh_processes(problem, device, records)
+    for row in rows:
+        results.put(row)
+    print(json.dumps(results.summary, indent=1), flush=True)
+
+
+def host_times(calls: Mapping[str, Call], rounds: int, synchronize: Call) -> dict[str, list[float]]:
+    """Microseconds of the host per call, a sample of each call in every round."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order, shuffle = list(calls), random.Random(0).shuffle
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            shuffle(order)
+            for name in order:
+                call = calls[name]
+                synchronize()
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    call()
+                samples[name].append((time.perf_counter() - start) / CALLS * 1e6)
+        synchronize()
+    finally:
+        gc.enable()
+    return samples
+
+
+def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
+    """By name: tunegemm's call and torch's for the same product."""
+    import torch
+    from torch.nn.functional import linear
+
+    import tunegemm
+
+    where, m, n, k = device.spec, problem.m, problem.n, problem.k
+    a = torch.rand(m, k, dtype=torch.bfloat16, device=where)
+    half = a[: max(m // 2, 1)]
+    weight = torch.rand(n, k, dtype=torch.bfloat16, device=where)
+    b, bias, out = weight.t(), weight.new_zeros(n), weight.new_empty(m, n)
+    folded = a.view(2, -1, k) if m % 2 == 0 else a.view(1, m, k)
+    batch, batch_b = a.expand(4, m, k).clone(), weight.expand(4, n, k).clone().mT
+    parameter = torch.nn.Parameter(weight.clone())
+
+    def inference(call: Call) -> Call:
+        def run() -> None:
+            with torch.inference_mode():
+                call()
+
+        return run
+
+    def fresh(product: Callable[..., Any]) -> Call:
+        return lambda: product(a, weight.t())
+
+    def alternating(product: Callable[..., Any]) -> Call:
+        turns = itertools.cycle((a, half))
+        return lambda: product(next(turns), b)
+
+    return {
+        "matmul": (lambda: tunegemm.matmul(a, b), lambda: torch.mm(a, b)),
+        "matmul out=": (lambda: tunegemm.matmul(a, b, out=out), lambda: torch.mm(a, b, out=out)),
+        "linear": (lambda: tunegemm.linear(a, weight), lambda: linear(a, weight)),
+        "linear, bias": (lambda: tunegemm.linear(a, weight, bias), lambda: linear(a, weight, bias)),
+        "linear, 3-D input": (lambda: tunegemm.linear(folded, weight), lambda: linear(folded, weight)),
+        "linear, Parameter, inference_mode": (
+            inference(lambda: tunegemm.linear(a, parameter)),
+            inference(lambda: linear(a, parameter)),
+        ),
+        "matmul, 3-D (bmm)": (lambda: tunegemm.matmul(batch, batch_b), lambda: torch.bmm(batch, batch_b)),
+        "matmul, b a new view each time": (fresh(tunegemm.matmul), fresh(torch.mm)),
+        "matmul, two m in turns": (alternating(tunegemm.matmul), alternating(torch.mm)),
+    }
+
+
+def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
+    """The parts of ``tunegemm.matmul(a, b)``, each as a call of its own, and the ways through it."""
+    import torch
+
+    from tunegemm.dispatch import api, dispatcher
+
+    a = torch.rand(problem.m, problem.k, dtype=torch.bfloat16, device=device.spec)
+    b = torch.rand(problem.n, problem.k, dtype=torch.bfloat16, device=device.spec).t()
+    for _ in range(3):
+        out = api.matmul(a, b)
+    served = api._dispatcher
+    recent = served._state.recent.get(id(b))
+    if recent is None:
+        raise TunegemmError(f"{problem} was not launched by a tuned kernel; tune it first")
+    plan, index = recent.plan, device.index
+    addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    stream = torch._C._cuda_getCurrentRawStream
+    return {
+        "nothing (a Python call)": lambda: None,
+        "check of the operands": lambda: recent.check(a, b),
+        "modes": lambda: (
+            dispatcher._dispatch_modes() or dispatcher._deterministic() or recent.trains,
+            recent.index >= 0 and recent.index != dispatcher._current_device(),
+        ),
+        "three addresses": lambda: (a.data_ptr(), b.data_ptr(), out.data_ptr()),
+        "output": lambda: served._empty(plan.out_shape, plan.out_strides, plan.out_dtype),
+        "output by torch.empty_like": lambda: torch.empty_like(out),
+        "stream": lambda: stream(index),
+        "launch": lambda: recent.at(*addresses),
+        "launch of tensors": lambda: plan.launch(a, b, out),
+        "dispatcher, known product": lambda: served.product(False, a, b),
+        "dispatcher, general way": lambda: served._general(False, a, b, None),
+        "key": lambda: (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device),
+    }
+
+
+# Fresh processes
+
+_IMPORT = """
+import time, torch
+start = time.perf_counter()
+import tunegemm
+imported = time.perf_counter()
+tunegemm.matmul
+print(1e3 * (imported - start), 1e3 * (time.perf_counter() - start))
+"""
+
+_FIRST_CALL = """
+import sys, time, torch, tunegemm
+m, n, k, spec = *map(int, sys.argv[1:4]), sys.argv[4]
+a = torch.rand(m, k, dtype=torch.bfloat16, device=spec)
+b = torch.rand(n, k, dtype=torch.bfloat16, device=spec).t()
+torch.mm(a, b)  # CUDA and cuBLAS start up, as they do in any program
+torch.cuda.synchronize() if torch.cuda.is_available() else None
+times = [time.perf_counter()]
+for _ in range(2):
+    tunegemm.matmul(a, b)
+    times.append(time.perf_counter())
+from tunegemm.dispatch import api
+kept = [plan for plan in api._dispatcher._state.plans.values() if plan is not None]
+print(1e3 * (times[1] - times[0]), 1e3 * (times[2] - times[1]), len(kept))
+"""
+
+_MEMORY = """
+import gc, tracemalloc
+import tunegemm.dispatch, tunegemm.database.store
+from tunegemm.dispatch.snapshot import read_snapshot
+read_snapshot()
+gc.collect()
+tracemalloc.start()
+snapshot = read_snapshot()
+gc.collect()
+print(tracemalloc.get_traced_memory()[0], len(snapshot))
+"""
+
+
+def fresh_processes(problem: Problem, device: Device, records: int) -> dict[str, Any]:
+    """`import_ms`, `first_call_ms` and `bytes_per_record`, each of processes of their own."""
+    imports = [_python(_IMPORT) for _ in range(PROCESSES)]
+    extents = (str(problem.m), str(problem.n), str(problem.k), device.spec)
+    few = [_python(_FIRST_CALL, *extents) for _ in range(PROCESSES)]
+    add_records(records)
+    many = [_python(_FIRST_CALL, *extents) for _ in range(PROCESSES)]
+    size, count = _python(_MEMORY)
+
+    def median(samples: list[list[float]], column: int) -> float:
+        return round(statistics.median(sample[column] for sample in samples), 3)
+
+    return {
+        "import_ms": median(imports, 0),
+        "import_and_matmul_ms": median(imports, 1),
+        "records": int(count),
+        "first_call_ms": median(many, 0),
+        "first_call_few_records_ms": median(few, 0),
+        "second_call_ms": median(many, 1),
+        "first_call_is_tuned": all(sample[2] > 0 for sample in many),
+        "bytes_per_record": round(size / count, 1),
+    }
+
+
+def add_records(count: int) -> None:
+    """Synthetic records of two GPUs and two toolchains, in the user's layer of this process's folder."""
+    from benchmarks import database
+    from tunegemm.database.layers import user_location
+
+    location = user_location()
+    location.parent.mkdir(parents=True, exist_ok=True)
+    database.build(location, shapes=-(-count // 4), toolchains=2, measured=1)
+
+
+def _python(code: str, *arguments: str) -> list[float]:
+    """The numbers that a program prints on its last line."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise TunegemmError(f"a measuring process failed: {done.stderr.strip().splitlines()[-1]}")
+    return [float(word) for word in done.stdout.split("\n")[-2].split()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
