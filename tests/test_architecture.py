@@ -19,8 +19,8 @@ PACKAGE = Path(tunegemm.__file__).parent
 ORDER = (
     "errors", "resources", "epilogue", "problem", "workload", "device", "space", "feasibility", "outcome",
     "model",
-    "families", "artifacts", "compile", "measure", "search", "database", "tuning", "spending", "verify",
-    "fleet", "dispatch", "report", "cli",
+    "families", "artifacts", "compile", "measure", "operation", "search", "database", "tuning", "spending",
+    "verify", "fleet", "dispatch", "report", "cli",
 )  # fmt: skip
 
 PUBLIC = [
@@ -28,6 +28,7 @@ PUBLIC = [
     "Database",
     "Device",
     "Epilogue",
+    "Operation",
     "Problem",
     "TunegemmError",
     "linear",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tunegemm.dispatch.recording import record
     from tunegemm.epilogue import Epilogue
     from tunegemm.errors import TunegemmError
+    from tunegemm.operation import Operation
     from tunegemm.problem import Problem
     from tunegemm.space import Candidate
     from tunegemm.tuning import tune
@@ -26,6 +27,7 @@ __all__ = [
     "Database",
     "Device",
     "Epilogue",
+    "Operation",
     "Problem",
     "TunegemmError",
     "linear",
@@ -39,6 +41,7 @@ _HOMES = {
     "Database": "database",
     "Device": "device",
     "Epilogue": "epilogue",
+    "Operation": "operation",
     "Problem": "problem",
     "TunegemmError": "errors",
     "linear": "dispatch",

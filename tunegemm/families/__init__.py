@@ -72,7 +72,7 @@ class Family(Protocol):
     def workspace(
         self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
     ) -> Workspace | None:
-        """The device memory that a launch needs beside its operands, none of it allocated yet; None for none."""
+        """The device memory that a launch needs beside its operands, not allocated yet; None for none."""
 
     def load(
         self,

@@ -231,14 +231,14 @@ def _word_reader(problem: Problem, operand: Operand) -> Callable[[Any, list[int]
     return read
 
 
-#: Bytes of which a lent workspace starts at a multiple, as what cudaMalloc gives does: kernels read partial sums
-#: in vectors of 16, a tensor map lies at 128, and cuBLAS wants 256.
+#: Bytes of which a lent workspace starts at a multiple, as what cudaMalloc gives does: kernels read partial
+#: sums in vectors of 16, Triton's descriptors lie at 128, and cuBLAS wants 256.
 WORKSPACE_ALIGNMENT = 256
 
 
 class Workspace:
-    """Device memory of a launcher: what a launch writes before it reads it, as split-K's fp32 partial sums; then
-    counters, which start as zeros and are zeros again when a launch ends.
+    """Device memory of a launcher: what a launch writes before it reads it, as split-K's fp32 partial sums;
+    then counters, which start as zeros and are zeros again when a launch ends.
 
     Kernels on one stream follow each other and share it; each stream has its own. During a capture it is a
     temporary of the graph as torch's own are: from the graph's pool, which lives as long as the graph, and

@@ -121,4 +121,3 @@ def _launcher(
 
     read = operand_reader(problem, int(candidate["vector_bytes"]), DTYPE_BYTES[problem.out_dtype])
     return AddressLauncher(read, make)
-

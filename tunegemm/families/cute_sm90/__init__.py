@@ -153,4 +153,3 @@ def _launcher(
         return launch
 
     return AddressLauncher(tma_reader(problem), make, words_reader(problem) if problem.fused.words else None)
-
