@@ -214,9 +214,9 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
         out = api.matmul(a, b)
     served = api._dispatcher
     recent = served._state.recent.get(id(b))
-    if recent is None:
+    if recent is None or recent.plan is None or recent.at is None:
         raise TunegemmError(f"{problem} was not launched by a tuned kernel; tune it first")
-    plan, index = recent.plan, device.index
+    plan, at, index = recent.plan, recent.at, device.index
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream
     return {
@@ -230,7 +230,7 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
         "output": lambda: served._empty(plan.out_shape, plan.out_strides, plan.out_dtype),
         "output by torch.empty_like": lambda: torch.empty_like(out),
         "stream": lambda: stream(index),
-        "launch": lambda: recent.at(*addresses),
+        "launch": lambda: at(*addresses),
         "launch of tensors": lambda: plan.launch(a, b, out),
         "dispatcher, known product": lambda: served.product(False, a, b),
         "dispatcher, general way": lambda: served._general(False, a, b, None),

@@ -111,13 +111,13 @@ def _brief(row: dict[str, Any]) -> str:
     return "  ".join(timed) + " us"
 
 
-def _tune(problem: Problem, tuner: Tuner, effort: Effort) -> float | None:
+def _tune(problem: Problem, tuner: Tuner, effort: Effort, trials: int | None = None) -> float | None:
     """Seconds of tuning; None for a problem that has a settled record already."""
     assert tuner.database is not None
     known = tuner.database.best(problem, tuner.device.fingerprint)
     if known is not None and known.settled:
         return None
-    return round(tuner.tune(problem, effort=effort).seconds, 2)
+    return round(tuner.tune(problem, effort=effort, trials=trials).seconds, 2)
 
 
 def measure(

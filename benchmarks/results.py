@@ -21,7 +21,10 @@ from tunegemm.problem import Problem
 
 #: Facts under `meta` that rows of one file must share.
 SHARED = ("gpu", "driver", "packages", "method")
-_KEY = ("m", "n", "k", "batch", "dtype", "layout", "epilogue", "effort", "call")
+_KEY = (
+    "m", "n", "k", "batch", "dtype", "accumulation", "layout", "epilogue", "effort", "call", "workload",
+    "mode", "layers",
+)  # fmt: skip
 _PACKAGES = (
     "tunegemm", "torch", "triton", "nvidia-cutlass-dsl", "nvmath-python", "quack-kernels",
     "nvidia-cublas", "apache-tvm-ffi",
@@ -99,13 +102,14 @@ class Results:
         """The row of the same problem, if there is one."""
         return next((old for old in self.rows if _key(old) == _key(row)), None)
 
-    def put(self, row: dict[str, Any]) -> None:
-        """Adds a row, or replaces the one of the same problem in its place, and writes the file."""
-        old = self.find(row)
-        if old is None:
-            self.rows.append(row)
-        else:
-            self.rows[self.rows.index(old)] = row
+    def put(self, *rows: dict[str, Any]) -> None:
+        """Adds rows, or replaces those of the same problems in their places, and writes the file."""
+        for row in rows:
+            old = self.find(row)
+            if old is None:
+                self.rows.append(row)
+            else:
+                self.rows[self.rows.index(old)] = row
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join("  " + json.dumps(row) for row in self.rows)
         summary = "".join(

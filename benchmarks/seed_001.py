@@ -53,7 +53,7 @@ def roofline_columns(problem: Problem, device: Device, median_us: float) -> dict
         "median_us": round(median_us, 3),
         "tflops": round(tflops, 2),
         "percent_of_peak": round(100 * tflops / device.peak_tflops, 2),
-        "percent_of_roofline": round(100 * device.roofline_us(problem.flops, problem.bytes) / median_us, 2),
+        "percent_of_roofline": round(100 * device.roofline_us(problem) / median_us, 2),
     }
 
 

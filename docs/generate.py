@@ -456,6 +456,61 @@ def tuning_time(results: Path) -> str:
     return "\n\n".join(part for part in (machine_line(data.get("meta", {})), table) if part)
 
 
+def clients(results: Path) -> str:
+    """A model end to end: milliseconds by workload and mode, with and without tunegemm."""
+    data = load(results, "clients.json")
+    if data is None:
+        return not_measured(results, "clients.json")
+    lines = []
+    for row in data["rows"]:
+        ours = [f"{row['tunegemm_us'] / 1e3:.3f}", f"{row['ratio']:.3f}"] if "ratio" in row else ["", ""]
+        errors = [
+            "" if row[name] is None else f"{row[name]:.2e}" for name in ("torch_error", "tunegemm_error")
+        ]
+        cells = [f"{row['workload']}, {row['mode']}", str(row["layers"]), f"{row['torch_us'] / 1e3:.3f}"]
+        lines.append([*cells, *ours, f"{100 * row['noise']:.1f} %", *errors])
+    header = [
+        "workload, mode", "layers", "torch, ms", "tunegemm, ms", "times torch", "noise", "torch's error",
+        "tunegemm's error",
+    ]  # fmt: skip
+    slower = [
+        f"{row['workload']} {row['mode']} ({row['ratio']:.3f})"
+        for row in data["rows"]
+        if "ratio" in row and 1 - row["ratio"] > row["noise"]
+    ]
+    told = f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), told])
+
+
+def decode(results: Path) -> str:
+    """Every M of a decode loop: per projection how it was served and how fast."""
+    data = load(results, "decode.json")
+    if data is None:
+        return not_measured(results, "decode.json")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        groups.setdefault(f"{row['n']}x{row['k']}", []).append(row)
+    lines = []
+    for name, rows in [*groups.items(), ("all", data["rows"])]:
+        found = [row["ratio"] for row in rows]
+        near = [row["ratio"] for row in rows if row["outcome"] == "near"]
+        lines.append(
+            [
+                name,
+                *(str(sum(row["outcome"] == outcome for row in rows)) for outcome in ("hit", "near", "miss")),
+                f"{geometric_mean(found):.3f}",
+                f"{geometric_mean(near):.3f}" if near else "",
+                str(sum(ratio < 0.99 for ratio in found)),
+                f"{min(found):.3f}",
+            ]
+        )
+    header = [
+        "N x K", "hits", "near hits", "torch's", "geometric mean", "of near hits", "slower by over 1 %",
+        "worst",
+    ]  # fmt: skip
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
 def cli(_: Path) -> str:
     """Every command with its options, from the commands themselves."""
     import typer.main
@@ -486,6 +541,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "peers": peers,
     "peers-odd": peers_odd,
     "tuning-time": tuning_time,
+    "clients": clients,
+    "decode": decode,
     "cli": cli,
     "families": families,
     **{

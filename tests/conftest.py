@@ -30,6 +30,7 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         "TUNEGEMM_DB": str(home / "tuning.sqlite"),
         "TUNEGEMM_CACHE_DIR": str(home / "cache"),
         "XDG_DATA_HOME": str(home / "data"),
+        "TUNEGEMM_PACK": "",
     }
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)

@@ -18,24 +18,14 @@ PACKAGE = Path(tunegemm.__file__).parent
 #: A module imports only from modules to its left.
 ORDER = (
     "errors", "resources", "epilogue", "problem", "workload", "device", "space", "feasibility", "outcome",
-    "model",
-    "families", "artifacts", "compile", "measure", "operation", "search", "database", "tuning", "spending",
-    "verify", "fleet", "dispatch", "report", "cli",
+    "model", "families", "artifacts", "packs", "compile", "measure", "operation", "search", "database",
+    "packing", "tuning", "spending", "verify", "fleet", "dispatch", "report", "cli",
 )  # fmt: skip
 
 PUBLIC = [
-    "Candidate",
-    "Database",
-    "Device",
-    "Epilogue",
-    "Operation",
-    "Problem",
-    "TunegemmError",
-    "linear",
-    "matmul",
-    "record",
-    "tune",
-]
+    "Candidate", "Database", "Device", "Epilogue", "Operation", "Problem", "TunegemmError", "addmm", "bmm",
+    "disable", "enable", "linear", "matmul", "patch", "record", "tune", "unpatch",
+]  # fmt: skip
 
 
 def room(path: Path, package: Path = PACKAGE) -> str:

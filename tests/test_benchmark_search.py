@@ -1,12 +1,12 @@
 """benchmarks/search.py runs on a sweep and reports what each strategy found. Its times are made up."""
 
 import json
-import os
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tests.processes import environment
 from tunegemm.device import PARTS, Fingerprint, device_from_part
 from tunegemm.measure.replay import write_sweep
 from tunegemm.outcome import Failure, Measurement, Outcome
@@ -41,9 +41,8 @@ def test_compares_strategies(tmp_path: Path) -> None:
     write_sweep(tmp_path, "h200", device, problem, rows, recorded_at=datetime.now(UTC), command="x")
     out = tmp_path / "results" / "search.json"
     command = [sys.executable, "benchmarks/search.py", "--sweeps", tmp_path, "--seeds", "2", "--out", out]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     text = subprocess.run(
-        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+        command, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True
     ).stdout
     assert text.count("512x6144x4096 bf16 tn") == 4 and "geometric mean" in text
     (row,) = json.loads(out.read_text())["rows"]

@@ -10,8 +10,9 @@ from tunegemm.device import find_device
 from tunegemm.errors import CompileError, SpaceError
 from tunegemm.families.cublaslt import FAMILY, TORCH_MM
 from tunegemm.families.cublaslt.operands import Matrix, column_major, packed_strides
+from tunegemm.measure import operands as data
 from tunegemm.measure.operands import make_operands
-from tunegemm.problem import LAYOUTS, Problem
+from tunegemm.problem import LAYOUTS, OUTPUT_DTYPES, Problem
 from tunegemm.space import Candidate, SearchSpace
 
 DEVICE = find_device("model:h200")
@@ -134,3 +135,36 @@ def test_without_the_bindings_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
 def test_nothing_to_compile(tmp_path) -> None:
     with pytest.raises(CompileError):
         FAMILY.compile({}, tmp_path / "object")
+
+
+@pytest.mark.parametrize("shape", ["32x48x64", "33x50x65", "5x24x40x2"])
+@pytest.mark.parametrize(
+    ("in_dtype", "out_dtype"), [(one, out) for one in OUTPUT_DTYPES for out in OUTPUT_DTYPES[one]]
+)
+def test_torchs_product_of_every_dtype(in_dtype: str, out_dtype: str, shape: str) -> None:
+    """On a CPU, which has them too: where torch refuses extents, on padded copies."""
+    if out_dtype == "fp32" and in_dtype in ("bf16", "fp16"):
+        pytest.skip("torch.mm with an out_dtype is for CUDA")
+    problem = Problem.parse(shape, dtype=in_dtype, out_dtype=out_dtype)
+    operands = make_operands(problem, torch.device("cpu"), 0)
+    FAMILY.load(problem, TORCH_MM, DEVICE, None)(operands.a, operands.b, operands.out)
+    wanted = data.expected(problem, operands)
+    assert data.check(operands, wanted).objection(data.tolerance(problem)) is None
+
+
+@pytest.mark.parametrize("shape", ["32x48x64", "33x50x65", "32x48x64x2"])
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp32", "fp8_e4m3"])
+@pytest.mark.parametrize("epilogue", ["scale_tensor", "scale_rowwise", "scale_rowwise+bias_n+gelu+amax"])
+def test_torchs_scaled_products(shape: str, out_dtype: str, epilogue: str) -> None:
+    problem = Problem.parse(shape, dtype="fp8_e4m3", out_dtype=out_dtype, epilogue=epilogue)
+    operands = make_operands(problem, torch.device("cpu"), 0)
+    launch = FAMILY.load(problem, TORCH_MM, DEVICE, None)
+    launch(operands.a, operands.b, operands.out, *operands.fused)
+    wanted = data.expected(problem, operands)
+    assert data.check(operands, wanted).objection(data.tolerance(problem)) is None
+
+
+def test_single_algorithms_are_of_16_bit_operands() -> None:
+    verdict = FAMILY.check(Problem.parse("64x64x64", dtype="int8"), ALGORITHM, DEVICE)
+    assert verdict.rule in ("library_dtypes", "library_installed") and not verdict
+    assert FAMILY.discover(Problem.parse("64x64x64", dtype="int8"), DEVICE) == [TORCH_MM]

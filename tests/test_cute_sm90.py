@@ -37,7 +37,14 @@ PROBLEMS = [
     Problem.parse(SHAPE, layout="nt"),
     Problem.parse("16x4096x4096"),
     Problem.parse("16x4096x4096", out_dtype="fp32", layout="tt"),
+    Problem.parse(SHAPE, dtype="fp8_e4m3"),
+    Problem.parse("16x4096x4096", dtype="fp8_e5m2_e4m3", out_dtype="fp8_e4m3"),
+    Problem.parse(SHAPE, dtype="fp8_e4m3", out_dtype="fp32", accumulation="two_level"),
+    Problem.parse(SHAPE, dtype="int8"),
+    Problem.parse(SHAPE, dtype="tf32"),
 ]
+FP8 = PROBLEMS[9]
+TWO_LEVEL = Problem.parse(SHAPE, dtype="fp8_e4m3", accumulation="two_level")
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +85,13 @@ def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200
         candidate(schedule="pingpong", tile_m=192, tile_n=128),
     ]
     pairs += [(PROBLEMS[0], corner) for corner in corners]
+    corners = [
+        candidate(tile_k=128, tile_n=224, stages=3),
+        candidate(tile_k=128, tile_m=256, tile_n=112, epi_n=16, stages=3),
+        candidate(tile_k=128, tile_m=192, tile_n=144, epi_n=16, stages=3),
+        candidate(tile_k=128, schedule="pingpong", tile_m=64, tile_n=224),
+    ]
+    pairs += [(TWO_LEVEL, corner) for corner in corners]
     for (problem, kernel), result in zip(pairs, compile_all(pool, h200, pairs), strict=True):
         assert FAMILY.check(problem, kernel, h200), (problem, kernel)
         assert result.failure == "", (problem, kernel)
@@ -101,13 +115,31 @@ REJECTED = [
     ("wgmma_operands", {"tile_m": 192, "tile_n": 208, "epi_n": 16, "stages": 3}, "C7602"),
     ("shared_memory", {"stages": 8}, ""),
 ]
+REJECTED_DTYPES = [
+    ("operand_majors", Problem.parse(SHAPE, dtype="fp8_e4m3", layout="nn"), {}, "MLIRError"),
+    ("operand_majors", Problem.parse(SHAPE, dtype="int8", layout="tt"), {}, "MLIRError"),
+    ("operand_majors", Problem.parse(SHAPE, dtype="tf32", layout="tt"), {"tile_k": 32}, "MLIRError"),
+    ("accumulators", TWO_LEVEL, {"tile_n": 240, "epi_n": 16, "stages": 3}, "spills"),
+    ("accumulators", TWO_LEVEL, {"tile_m": 192, "tile_n": 160, "stages": 3}, "spills"),
+    ("accumulators", TWO_LEVEL, {"schedule": "pingpong", "tile_m": 64, "tile_n": 240, "epi_n": 16}, "spills"),
+    ("shared_memory", FP8, {"stages": 8}, ""),
+]
 
 
-@pytest.mark.parametrize(("rule", "change", "verdict"), REJECTED)
+@pytest.mark.parametrize(
+    ("rule", "problem", "change", "verdict"),
+    [(rule, PROBLEMS[0], change, verdict) for rule, change, verdict in REJECTED]
+    + [(rule, problem, {"tile_k": 128} | change, says) for rule, problem, change, says in REJECTED_DTYPES],
+)
 def test_what_is_rejected_fails(
-    pool: CompilePool, h200: Device, rule: str, change: dict[str, int | str], verdict: str
+    pool: CompilePool,
+    h200: Device,
+    rule: str,
+    problem: Problem,
+    change: dict[str, int | str],
+    verdict: str,
 ) -> None:
-    problem, kernel = PROBLEMS[0], candidate(**change)
+    kernel = candidate(**change)
     assert FAMILY.check(problem, kernel, h200).rule == rule
     (result,) = compile_all(pool, h200, [(problem, kernel)])
     if verdict:
@@ -121,6 +153,9 @@ def test_what_is_rejected_fails(
     ("rule", "problem", "change"),
     [
         ("ring_depth", PROBLEMS[0], {"stages": 1}),
+        ("ring_rows", PROBLEMS[0], {"tile_k": 32}),
+        ("ring_rows", FP8, {"tile_k": 64}),
+        ("promotion", TWO_LEVEL, {"tile_k": 256, "stages": 2}),
         ("epilogue_tile", PROBLEMS[0], {"epi_n": 48}),
         ("epilogue_tile", PROBLEMS[0], {"epi_n": 16}),
         ("cluster", PROBLEMS[0], {"cluster_m": 4, "cluster_n": 4}),
@@ -143,10 +178,8 @@ def test_each_rule_names_its_numbers(
 
 def test_every_rule_can_object(h200: Device) -> None:
     """No dead rule: each rejects something, in the shipped space or in the cases above."""
-    seen = {rule for rule, _, _ in REJECTED} | {
-        "ring_depth",
-        "epilogue_tile",
-    }
+    seen = {rule for rule, _, _ in REJECTED} | {rule for rule, *_ in REJECTED_DTYPES}
+    seen |= {"ring_depth", "ring_rows", "promotion", "epilogue_tile"}
     seen |= {"cluster", "cluster_fits", "swap_fits", "split_fits", "architecture"}
     assert {rule.__name__ for rule in RULES} <= seen
     assert FAMILY.check(PROBLEMS[0], candidate(), find_device("model:a100-sxm-80gb")).rule == "architecture"
@@ -171,6 +204,30 @@ def test_register_budgets_fit_the_launch_allocation(h200: Device) -> None:
             allocated = 65536 // config.threads // 8 * 8 * (config.consumers + 1)
             assert load % 8 == mma % 8 == 0
             assert load + config.consumers * mma <= allocated
+
+
+def test_every_dtype_has_a_space_of_its_own(h200: Device) -> None:
+    """The list of tile_k serves all: each dtype has its two, and 16-bit operands those they always had."""
+    space = families.load_space("cute_sm90")
+    tiles: dict[str, set[object]] = {}
+    for dtype in ("bf16", "fp8_e4m3", "int8", "tf32"):
+        problem = Problem.parse(SHAPE, dtype=dtype)
+        tiles[dtype] = {k["tile_k"] for k in space.kernels() if FAMILY.check(problem, k, h200)}
+    assert tiles == {"bf16": {64, 128}, "fp8_e4m3": {128, 256}, "int8": {128, 256}, "tf32": {32, 64}}
+
+
+def test_a_swapped_kernel_has_its_operands_dtypes_swapped(h200: Device) -> None:
+    problem = Problem.parse("16x4096x4096", dtype="fp8_e4m3_e5m2")
+    assert config_of(problem, candidate(swap_ab=True)).in_dtype == "fp8_e5m2_e4m3"
+    assert config_of(problem, candidate()).in_dtype == "fp8_e4m3_e5m2"
+
+
+def test_other_families_say_which_dtypes_they_have(h200: Device) -> None:
+    for name in ("gluon_wgmma", "triton_tma", "cute_sm80"):
+        family, kernel = families.get(name), next(families.load_space(name).kernels())
+        for dtype in ("fp8_e4m3", "int8", "tf32"):
+            verdict = family.check(Problem.parse(SHAPE, dtype=dtype), kernel, h200)
+            assert verdict.rule == "half_operands" and dtype in verdict.reason, name
 
 
 def test_balanced_grid_has_no_more_waves_and_fewer_clusters(h200: Device) -> None:

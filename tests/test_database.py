@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, insert
 
+from tests.processes import environment
 from tests.stores import Location, Store, damage
 from tunegemm.database import Database, Record
 from tunegemm.database.models import SCHEMA_VERSION, VERSION_TABLE
@@ -299,9 +300,8 @@ def hold_lock(path: str, seconds: float) -> None:
 
 def child(call: str) -> subprocess.Popen[str]:
     """Another process that evaluates a call of one of the functions above, in this very file."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     return subprocess.Popen(
-        [sys.executable, __file__, call], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, __file__, call], stdout=subprocess.PIPE, text=True, env=environment()
     )
 
 
@@ -519,10 +519,8 @@ class TestPermissions:
             folder.chmod(0o755)
 
     def run(self, path: Path, mode: str) -> str:
-        source = Path(__file__).resolve().parents[1]
-        environment = os.environ | {"PYTHONPATH": str(source)}
         command = [sys.executable, "-c", _AS_NOBODY, str(path), mode]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)
         return done.stdout + done.stderr[-500:]
 
     def test_a_reader_works_in_a_read_only_folder(self, folder: Path) -> None:
@@ -618,9 +616,8 @@ class TestOlderSchemas:
 
 def test_the_package_loads_without_sqlalchemy() -> None:
     code = "import sys, tunegemm.database; print({'sqlalchemy', 'alembic', 'pandas'} & set(sys.modules))"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60
     )
     assert done.stdout == "set()\n", done.stderr
 
@@ -631,9 +628,8 @@ def test_opening_a_current_database_does_not_load_alembic(path: Path) -> None:
         "import sys; from tunegemm.database import Database\n"
         "Database.open(sys.argv[1]); print('alembic' in sys.modules)"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)
     assert done.stdout == "False\n", done.stderr
 
 

@@ -19,6 +19,7 @@ from tunegemm.device import (
     with_fingerprint,
 )
 from tunegemm.errors import DeviceError
+from tunegemm.problem import Problem
 
 
 class TestFindDevice:
@@ -90,13 +91,13 @@ class TestRoofline:
     H200 = find_device("model:h200")
 
     def test_compute_bound(self) -> None:
-        assert self.H200.roofline_us(2 * 8192**3, 3 * 2 * 8192**2) == pytest.approx(1111.3, rel=1e-4)
+        assert self.H200.roofline_us(Problem(8192, 8192, 8192)) == pytest.approx(1111.3, rel=1e-4)
 
     def test_memory_bound(self) -> None:
-        assert self.H200.roofline_us(1, 4_800_000_000) == pytest.approx(1000)
+        assert self.H200.roofline_us(Problem(1, 100_000, 24_000)) == pytest.approx(1000, rel=1e-3)
 
     def test_unknown_part(self) -> None:
-        assert dataclasses.replace(self.H200, peak_tflops=0.0).roofline_us(10**12, 10**9) == 0.0
+        assert dataclasses.replace(self.H200, peak_tflops=0.0).roofline_us(Problem(8, 8, 8)) == 0.0
 
 
 class TestFingerprint:

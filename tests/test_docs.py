@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.processes import environment
+
 ROOT = Path(__file__).parent.parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT = environment()
 GENERATOR = ROOT / "docs" / "generate.py"
 
 
@@ -142,6 +143,32 @@ class TestBlocks:
         table = generate.tuning_time(tmp_path)
         assert "| 64x64x64 | quick | 96 |  | 81.3 |  |  |  |" in table
         assert "| 64x64x128 | quick | 51 | 7 |  | 9.5 | 3.0 | 1.012 |" in table
+
+    def test_clients_and_decode(self, generate: ModuleType, tmp_path: Path) -> None:
+        shared = {
+            "layers": 2,
+            "torch_us": 2000.0,
+            "noise": 0.004,
+            "torch_error": 1e-2,
+            "tunegemm_error": None,
+        }
+        timed_too = {"tunegemm_us": 1900.0, "ratio": 1.05, "tunegemm_error": 9e-3}
+        rows = [
+            {"workload": "prefill", "mode": "eager"} | shared | timed_too,
+            {"workload": "prefill", "mode": "graph"} | shared | timed_too | {"ratio": 0.99},
+            {"workload": "prefill", "mode": "max-autotune"} | shared,
+        ]
+        (tmp_path / "clients.json").write_text(json.dumps({"meta": {}, "rows": rows}))
+        text = generate.clients(tmp_path)
+        assert "| prefill, eager | 2 | 2.000 | 1.900 | 1.050 | 0.4 % | 1.00e-02 | 9.00e-03 |" in text
+        assert "| prefill, max-autotune | 2 | 2.000 |  |  | 0.4 % | 1.00e-02 |  |" in text
+        assert text.endswith("more than the noise: prefill graph (0.990).")
+        rows = [
+            {"n": 8, "k": 4, "outcome": outcome, "ratio": ratio}
+            for outcome, ratio in (("hit", 1.0), ("near", 1.21), ("near", 1.0), ("miss", 0.98))
+        ]
+        (tmp_path / "decode.json").write_text(json.dumps({"meta": {}, "rows": rows}))
+        assert "| 8x4 | 1 | 2 | 1 | 1.044 | 1.100 | 1 | 0.980 |" in generate.decode(tmp_path)
 
     def test_every_command_is_listed(self, generate: ModuleType, tmp_path: Path) -> None:
         text = generate.cli(tmp_path)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks import database as benchmark
+from tests.processes import environment
 from tests.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
 from tunegemm.database import Database
 from tunegemm.database.connection import on_network
@@ -79,8 +80,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     if probe.returncode:
         pytest.skip("needs user name spaces, to mount a small disk; there are none here")
     command = [*inside, sys.executable, "-c", _ON_A_SMALL_DISK, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     published, difference, other, after = done.stdout.splitlines() or [done.stderr] * 4
     assert "t.sqlite: the disk is full; free some space and go on, everything published is kept" in published
     assert difference == "0"

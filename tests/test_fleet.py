@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.processes import environment
 from tests.stores import Location, Store, damage
 from tests.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
 from tunegemm import fleet
@@ -243,9 +242,8 @@ class TestCommands(Store):
 
 def child(role: str, location: Location) -> subprocess.Popen[str]:
     """Another process that runs one of the functions below."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     command = [sys.executable, "-m", "tests.test_fleet", role, str(location)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
 
 
 def tune_all(database: Database) -> None:

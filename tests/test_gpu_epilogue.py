@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.processes import compile_workers
 from tests.test_epilogue import EVERYTHING, candidate, capped
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.compile import CompilePool
@@ -47,7 +48,7 @@ def device() -> Device:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
+    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
         for text in TEXTS:  # all at once, on all cores
             for kernel in KERNELS:
                 for problem in PROBLEMS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import environment
 from tunegemm.database import Database
 from tunegemm.database.claims import Claims, Task
 from tunegemm.device import find_device
@@ -22,9 +22,8 @@ PROBLEMS = (Problem(512, 768, 1024), Problem(256, 384, 512))
 
 def worker(path: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tunegemm", "fleet", "work", "--db", str(path), "--lease", "5s"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
 
 

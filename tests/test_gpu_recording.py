@@ -76,6 +76,24 @@ def test_compiled_with_cuda_graphs() -> None:
     assert product.calls == 6 and product.replayed > 0
 
 
+def test_compiled_and_a_graph_of_it() -> None:
+    """Compiled code without CUDA graphs of its own, then captured by hand, as servers do."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda a, b: torch.relu(a @ b), fullgraph=True)
+    a, b = operands(256, 512, 128)
+    with tunegemm.record() as recording, torch.no_grad():
+        for _ in range(3):
+            compiled(a, b)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            compiled(a, b)
+        for _ in range(4):
+            graph.replay()
+    (product,) = recording.products
+    assert (product.calls, product.captured, product.replayed) == (7, 1, 4)
+
+
 def test_autotuning_counts_nothing() -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda a, b: torch.relu(a @ b), mode="max-autotune-no-cudagraphs")

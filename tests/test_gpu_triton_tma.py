@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.numerics import DTYPES, TOLERANCE, operand, relative_error
+from tests.processes import compile_workers
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.compile import CompilePool
 from tunegemm.device import Device, find_device
@@ -62,7 +63,7 @@ def device() -> Device:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory, device: Device) -> Iterator[CompilePool]:
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
+    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
         for layout, in_dtype, out_dtype in KINDS:  # all at once, on all cores
             problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
             for kernel in KERNELS:

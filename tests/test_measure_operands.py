@@ -107,3 +107,25 @@ def test_sets_pass_the_l2_within_a_quarter_of_the_memory() -> None:
     assert data.count_sets(small, L2, 100 * small.bytes) == 25
     assert data.count_sets(large, L2, large.bytes) == 1, "too large for a quarter: still measured"
     assert data.count_sets(Problem(16, 16, 16), L2, free) == data.MAX_SETS
+
+
+def test_int8_is_compared_to_the_bit() -> None:
+    problem = Problem.parse("32x48x4096", dtype="int8")
+    operands = data.make_operands(problem, CPU, 0)
+    assert (operands.a.min(), operands.a.max()) == (-128, 127)
+    wanted = data.expected(problem, operands)
+    assert wanted.dtype == torch.int32
+    limit = data.tolerance(problem)
+    assert data.check(operands, wanted).objection(limit), "an output that nobody wrote"
+    operands.out.copy_(wanted)
+    assert data.check(operands, wanted).objection(limit) is None
+    operands.out[3, 5] += 1
+    assert "relative error" in str(data.check(operands, wanted).objection(limit))
+
+
+@pytest.mark.parametrize("in_dtype", ["fp8_e4m3", "fp8_e5m2_e4m3"])
+def test_fp8_sums_of_a_long_k_may_be_less_exact(in_dtype: str) -> None:
+    short, long = (Problem.parse(f"64x64x{k}", dtype=in_dtype, out_dtype="fp32") for k in (128, 16384))
+    assert data.tolerance(short) < data.tolerance(long) < 0.05
+    promoted = Problem.parse("64x64x16384", dtype=in_dtype, out_dtype="fp32", accumulation="two_level")
+    assert data.tolerance(promoted) == data.tolerance(short)

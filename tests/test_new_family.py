@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import environment
 
 ROOT = Path(__file__).parent.parent
 NEW = Path(__file__).parent / "planted" / "new_family"
@@ -32,7 +33,7 @@ def tunegemm(checkout: Path, *words: str, code: int = 0) -> str:
     places = {name: str(checkout / name) for name in ("TUNEGEMM_DB", "TUNEGEMM_CACHE_DIR")}
     run = subprocess.run(
         [sys.executable, "-m", "tunegemm", *words],
-        cwd=checkout, env=os.environ | places | {"PYTHONPATH": str(checkout)}, capture_output=True, text=True,
+        cwd=checkout, env=environment(checkout, **places), capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == code, run.stdout + run.stderr
     return run.stdout + run.stderr

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from tunegemm.errors import ProblemError, TunegemmError
-from tunegemm.problem import DTYPE_BYTES, LAYOUTS, OUTPUT_DTYPES, Problem, normalize_dtype
+from tunegemm.problem import (
+    DTYPE_BYTES,
+    LAYOUTS,
+    OUTPUT_DTYPES,
+    Problem,
+    in_dtype_of,
+    normalize_dtype,
+    operand_dtypes,
+    swapped_dtype,
+)
 
 
 class TestParse:
@@ -54,8 +63,12 @@ class TestParse:
     @pytest.mark.parametrize(
         ("arguments", "named"),
         [
-            ({"dtype": "int8"}, "'int8'"),
-            ({"dtype": "fp32"}, "'fp32' has no kernels; use one of bf16, fp16"),
+            ({"dtype": "int4"}, "'int4'"),
+            ({"dtype": "int8", "out_dtype": "bf16"}, "output dtype 'bf16' for int8 inputs; use one of int32"),
+            ({"dtype": "int32"}, "'int32' has no kernels; use one of bf16, fp16"),
+            ({"dtype": "fp32"}, "'fp32' has no kernels; .* --dtype tf32; use one of bf16, fp16"),
+            ({"accumulation": "two_level"}, "'two_level' is for fp8 operands, not bf16"),
+            ({"dtype": "e4m3", "accumulation": "exact"}, "'exact' is not known; use one of fast, two_level"),
             ({"out_dtype": "fp8"}, "'fp8'"),
             ({"layout": "kk"}, "layout 'kk' is not known; use one of tn, tt, nn, nt"),
         ],
@@ -183,9 +196,9 @@ class TestFromTensors:
             (operand(32), operand(32, 24), "operands of 1 and 2 dimensions"),
             (operand(2, 16, 32), operand(32, 24), "operands of 3 and 2 dimensions"),
             (operand(2, 2, 4, 4), operand(2, 2, 4, 4), "operands of 4 and 4 dimensions"),
-            (operand(4, 4), operand(4, 4, dtype=torch.float16), "torch.bfloat16 and torch.float16; convert"),
-            (operand(4, 4, dtype=torch.int8), operand(4, 4, dtype=torch.int8), "'torch.int8' is not known"),
-            (operand(4, 4, dtype=torch.float32), operand(4, 4, dtype=torch.float32), "'fp32' has no kernels"),
+            (operand(4, 4), operand(4, 4, dtype=torch.float16), "bf16 and fp16; convert"),
+            (*2 * [operand(4, 4, dtype=torch.uint8)], "'torch.uint8' is not known"),
+            (operand(4, 4, dtype=torch.float32), operand(4, 4, dtype=torch.float32), "where tf32 is allowed"),
             (operand(0, 4), operand(4, 4), "m=0"),
             (operand(4, 0), operand(0, 4), "k=0"),
         ],
@@ -195,8 +208,8 @@ class TestFromTensors:
             Problem.from_tensors(a, b)
 
     def test_unknown_output_dtype(self) -> None:
-        with pytest.raises(ProblemError, match=r"'torch\.int32' is not known"):
-            Problem.from_tensors(operand(4, 4), operand(4, 4), out_dtype=torch.int32)
+        with pytest.raises(ProblemError, match=r"'torch\.int64' is not known"):
+            Problem.from_tensors(operand(4, 4), operand(4, 4), out_dtype=torch.int64)
 
 
 class TestAlignment:
@@ -256,3 +269,85 @@ class TestAlignment:
         assert Problem.from_tensors(shifted, b).alignment == 4
         padded = operand(16, 1008)[:, :1001]
         assert Problem.from_tensors(padded, operand(24, 1008)[:, :1001].T).alignment == 16
+
+
+class TestDtypes:
+    @pytest.mark.parametrize("in_dtype", OUTPUT_DTYPES)
+    def test_every_input_has_a_default_output(self, in_dtype: str) -> None:
+        problem = Problem.parse("64x64x64", dtype=in_dtype)
+        assert problem.out_dtype == OUTPUT_DTYPES[in_dtype][0]
+        assert str(problem) == f"64x64x64 {in_dtype} tn", "a default is not spelled out"
+        assert problem == Problem.parse("64x64x64", dtype=in_dtype, out_dtype=problem.out_dtype)
+
+    def test_words(self) -> None:
+        problem = Problem.parse("64x64x64", dtype="e5m2", out_dtype="half", accumulation="two_level")
+        assert str(problem) == "64x64x64 fp8_e5m2>fp16 two_level tn"
+        assert str(Problem.parse("64x64x8", dtype="int8")) == "64x64x8 int8 tn align8"
+
+    def test_bytes_and_rates(self) -> None:
+        rates = {"bf16": 1, "fp16": 1, "tf32": 0.5, "fp8_e4m3": 2, "fp8_e5m2_e4m3": 2, "int8": 2}
+        for in_dtype, rate in rates.items():
+            assert Problem.parse("8x8x8", dtype=in_dtype).relative_rate == rate
+        assert Problem.parse("16x32x64", dtype="int8").bytes == 16 * 64 + 64 * 32 + 16 * 32 * 4
+        assert Problem.parse("16x32x64", dtype="tf32").bytes == 4 * (16 * 64 + 64 * 32 + 16 * 32)
+        assert Problem.parse("64x64x65", dtype="fp8_e4m3").alignment == 1
+
+    @pytest.mark.parametrize("in_dtype", OUTPUT_DTYPES)
+    def test_swapping_twice_changes_nothing(self, in_dtype: str) -> None:
+        assert swapped_dtype(swapped_dtype(in_dtype)) == in_dtype
+        assert in_dtype_of(*operand_dtypes(in_dtype)) == in_dtype
+
+    def test_mixed_fp8(self) -> None:
+        assert operand_dtypes("fp8_e5m2_e4m3") == ("fp8_e5m2", "fp8_e4m3")
+        assert swapped_dtype("fp8_e5m2_e4m3") == "fp8_e4m3_e5m2"
+
+    @pytest.mark.parametrize(
+        ("a_dtype", "b_dtype", "in_dtype"),
+        [
+            (torch.float8_e4m3fn, torch.float8_e4m3fn, "fp8_e4m3"),
+            (torch.float8_e4m3fn, torch.float8_e5m2, "fp8_e4m3_e5m2"),
+            (torch.int8, torch.int8, "int8"),
+        ],
+    )
+    def test_of_tensors(self, a_dtype: torch.dtype, b_dtype: torch.dtype, in_dtype: str) -> None:
+        a, b = torch.ones(16, 32).to(a_dtype), torch.ones(24, 32).to(b_dtype).T
+        assert Problem.from_tensors(a, b) == Problem.parse("16x24x32", dtype=in_dtype)
+
+    def test_fp32_is_tf32_where_torch_may_say_so(self) -> None:
+        a, b = torch.ones(16, 32), torch.ones(24, 32).T
+        matmul = torch.backends.cuda.matmul
+        before = matmul.fp32_precision
+        try:
+            matmul.fp32_precision = "tf32"
+            assert Problem.from_tensors(a, b) == Problem.parse("16x24x32", dtype="tf32")
+            matmul.fp32_precision = "ieee"
+            with pytest.raises(ProblemError, match="where tf32 is allowed"):
+                Problem.from_tensors(a, b)
+        finally:
+            matmul.fp32_precision = before
+
+
+class TestBackward:
+    """That autograd asks for these is in test_torch.py."""
+
+    @pytest.mark.parametrize(
+        ("layout", "of_a", "of_b"),
+        [("tn", "tt", "nt"), ("tt", "tn", "nt"), ("nn", "nn", "nn"), ("nt", "tn", "tt")],
+    )
+    def test_layouts(self, layout: str, of_a: str, of_b: str) -> None:
+        problem = Problem.parse("64x48x32x2", layout=layout)
+        gradients = problem.backward()
+        assert {gradient.flops for gradient in gradients} == {problem.flops}
+        assert tuple(gradient.layout for gradient in gradients) == (of_a, of_b)
+
+    def test_an_epilogue_has_its_derivative_before_them(self) -> None:
+        forward = Problem.parse("64x48x32", epilogue="bias_n+relu")
+        assert forward.backward() == Problem.parse("64x48x32").backward()
+
+    def test_gaps_lower_the_alignment(self) -> None:
+        forward = Problem.parse("64x48x32", alignment=4)
+        assert [gradient.alignment for gradient in forward.backward()] == [4, 4]
+
+    def test_other_output_dtypes_have_none(self) -> None:
+        with pytest.raises(ProblemError, match="another dtype"):
+            Problem.parse("64x48x32", out_dtype="fp32").backward()

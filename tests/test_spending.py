@@ -50,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 def test_headroom_orders_not_calls_or_time_alone() -> None:
-    floor = H200.roofline_us(BIG.flops, BIG.bytes)
+    floor = H200.roofline_us(BIG)
     at_its_roofline = Demand(BIG, 1000, floor)
     slow = Demand(SMALL, 10, 30.0)
     assert [s.demand for s in standings([at_its_roofline, slow], H200)] == [slow, at_its_roofline]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunegemm.database import Database
     from tunegemm.device import Device
-    from tunegemm.dispatch import linear, matmul
+    from tunegemm.dispatch import addmm, bmm, linear, matmul
     from tunegemm.dispatch.recording import record
+    from tunegemm.dispatch.takeover import disable, enable, patch, unpatch
     from tunegemm.epilogue import Epilogue
     from tunegemm.errors import TunegemmError
     from tunegemm.operation import Operation
@@ -30,10 +31,16 @@ __all__ = [
     "Operation",
     "Problem",
     "TunegemmError",
+    "addmm",
+    "bmm",
+    "disable",
+    "enable",
     "linear",
     "matmul",
+    "patch",
     "record",
     "tune",
+    "unpatch",
 ]
 
 _HOMES = {
@@ -44,10 +51,16 @@ _HOMES = {
     "Operation": "operation",
     "Problem": "problem",
     "TunegemmError": "errors",
+    "addmm": "dispatch",
+    "bmm": "dispatch",
+    "disable": "dispatch.takeover",
+    "enable": "dispatch.takeover",
     "linear": "dispatch",
     "matmul": "dispatch",
+    "patch": "dispatch.takeover",
     "record": "dispatch.recording",
     "tune": "tuning",
+    "unpatch": "dispatch.takeover",
 }
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tunegemm.errors import DeviceError
+from tunegemm.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -149,14 +150,20 @@ class Device:
         """The CUDA ordinal of a real device."""
         return int(self.spec.partition(":")[2] or 0)
 
-    def roofline_us(self, flops: int, num_bytes: int) -> float:
+    def peak_tflops_of(self, problem: Problem) -> float:
+        """Datasheet dense rate for the problem's operands; 0 when the part is not in `PARTS`."""
+        return self.peak_tflops * problem.relative_rate
+
+    def roofline_us(self, problem: Problem) -> float:
         """The floor in us: the larger of arithmetic and memory time at datasheet peaks; 0 if unknown.
 
         S. Williams et al., "Roofline: an insightful visual performance model", CACM 52(4), 2009.
         """
         if not self.peak_tflops:
             return 0.0
-        return max(flops / (self.peak_tflops * 1e6), num_bytes / (self.bandwidth_gbps * 1e3))
+        return max(
+            problem.flops / (self.peak_tflops_of(problem) * 1e6), problem.bytes / (self.bandwidth_gbps * 1e3)
+        )
 
 
 @dataclass(frozen=True)

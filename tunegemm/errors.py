@@ -8,6 +8,7 @@
     ├── WorkloadError     a list of shapes that cannot be read or written, or a recording that cannot begin
     ├── SpaceError        a search-space file that cannot be read as one
     ├── ArtifactError     a compiled object that is missing, foreign or damaged
+    │   └── PackError     a pack that is cut, edited, of another format, or not loaded
     ├── CompileError      the compile pool itself cannot work (one failed candidate is a Failure)
     ├── OperationError    a chosen kernel that cannot run, or a workspace that does not do
     ├── MeasureError      the measuring worker itself cannot work (one failed candidate is a Failure)
@@ -40,6 +41,10 @@ class SpaceError(TunegemmError, ValueError):
 
 class ArtifactError(TunegemmError):
     """A compiled object that is missing, was changed on disk, or belongs to someone else."""
+
+
+class PackError(ArtifactError):
+    """A pack that is cut, edited, of another format or not loaded, or that cannot be written."""
 
 
 class CompileError(TunegemmError):

@@ -47,6 +47,13 @@ def apply_rules(rules: Sequence[Rule], problem: Problem, candidate: Candidate, d
     return FEASIBLE
 
 
+def half_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """For families whose kernels multiply 16-bit operands only."""
+    if problem.in_dtype not in ("bf16", "fp16"):
+        return f"{candidate.family} has kernels for bf16 and fp16, not for {problem.in_dtype} operands"
+    return None
+
+
 def tma_alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """TMA needs 16-byte strides: the contiguous extent of each operand, in bytes, is a multiple of 16.
 

@@ -50,6 +50,9 @@ _COOPERATIVE_EFFICIENCY = 0.94
 _BARRIER_CYCLES = 12
 # Cycles per k-step and further CTA of a cluster: a slot is free again when all its readers say so.
 _CLUSTER_CYCLES = 13
+# Two-level accumulation adds the tensor cores' sums in registers, 128 a cycle; they wait meanwhile, unless
+# the other warpgroup of a cooperative tile has work for them. Not fitted: no sweep has it.
+_ADDS_PER_CYCLE = 128
 # L2 to SM bytes per cycle and SM, at full clock. DeepGEMM's constants are 64 per SM, at most 6154 (47 per SM)
 # on 132 SMs; the sweeps want more, since main loops of large squares lose nothing without a cluster.
 _L2_BYTES_PER_CYCLE_AND_SM = 78
@@ -158,6 +161,8 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     issuing_warpgroups = 1 if pingpong or tile_m == 64 else 2
     barrier_cycles = _BARRIER_CYCLES / issuing_warpgroups**2 + _CLUSTER_CYCLES * (grid.cluster_size - 1)
     step_cycles = max(mma_cycles, smem_cycles) + barrier_cycles
+    if problem.accumulation == "two_level":
+        step_cycles += tile_m * tile_n / _ADDS_PER_CYCLE / issuing_warpgroups
     if not pingpong:
         step_cycles /= _COOPERATIVE_EFFICIENCY
     # One slot is being computed on; the others are in flight and must cover the latency of a load.

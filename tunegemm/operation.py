@@ -18,7 +18,7 @@ from tunegemm.families.launching import WORKSPACE_ALIGNMENT, Workspace
 from tunegemm.feasibility import Verdict
 from tunegemm.measure.operands import torch_dtype
 from tunegemm.outcome import Resources
-from tunegemm.problem import Problem, overlaps_itself
+from tunegemm.problem import Problem, operand_dtypes, overlaps_itself
 from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
@@ -233,11 +233,12 @@ class Operation:
         import torch
 
         p = self.problem
+        a_dtype, b_dtype = operand_dtypes(p.in_dtype)
         lead = () if p.batch == 1 else (p.batch,)
         place = torch.device("cuda", self.device.index)
         for name, tensor, shape, major, row_major, dtype in (
-            ("a", a, (*lead, p.m, p.k), p.a_major, p.a_major == "k", p.in_dtype),
-            ("b", b, (*lead, p.k, p.n), p.b_major, p.b_major == "n", p.in_dtype),
+            ("a", a, (*lead, p.m, p.k), p.a_major, p.a_major == "k", a_dtype),
+            ("b", b, (*lead, p.k, p.n), p.b_major, p.b_major == "n", b_dtype),
             ("out", out, (*lead, p.m, p.out_n), p.out_major, p.out_major == "n", p.out_dtype),
         ):
             if tuple(tensor.shape) != shape or tensor.dtype != torch_dtype(dtype) or tensor.device != place:

@@ -75,7 +75,7 @@ class Standing:
 
 def standings(demands: Sequence[Demand], device: Device) -> list[Standing]:
     """The demands before any tuning, the most headroom first."""
-    found = [Standing(d, device.roofline_us(d.problem.flops, d.problem.bytes)) for d in demands]
+    found = [Standing(d, device.roofline_us(d.problem)) for d in demands]
     return sorted(found, key=_order)
 
 

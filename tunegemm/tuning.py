@@ -257,7 +257,7 @@ class Tuner:
         """Those of a generator's space. Of its 100,000 kernels most are ruled out for all extents alike."""
         family = families.get(name)
         majors = (problem.a_major, problem.b_major, problem.out_major)
-        kind = (name, problem.in_dtype, problem.out_dtype, *majors, problem.alignment)
+        kind = (name, problem.in_dtype, problem.out_dtype, problem.accumulation, *majors, problem.alignment)
         known = self._possible.get(kind)
         possible, feasible, learned = [], [], False
         for kernel in self.space(name).kernels() if known is None else known:

@@ -92,6 +92,17 @@ class TestTune:
         first = run.stderr.splitlines()[0]
         assert first.startswith("No CUDA GPU here: candidates are really compiled for sm_90a;")
 
+    def test_with_backward_tunes_the_products_of_the_backward_pass(self) -> None:
+        from tunegemm.problem import Problem
+
+        forward = Problem.parse("512x768x1024")
+        command = [*TUNEGEMM, "tune", "--shape", forward.shape, "--with-backward", "--device", "model:h200"]
+        command += ["--families", "cute_sm90", "--compiled-only", "--json"]  # whatever is compiled by now
+        run = subprocess.run(command, capture_output=True, text=True, timeout=170)
+        tuned = [Problem(**json.loads(line)["problem"]) for line in run.stdout.splitlines()]
+        assert tuned == [forward, *forward.backward()], run.stderr
+        assert [problem.layout for problem in tuned] == ["tn", "tt", "nt"]
+
     def test_interrupt(self) -> None:
         """Ctrl-C ends it within seconds, with the command that goes on and exit code 130."""
         command = [

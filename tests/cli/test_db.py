@@ -58,6 +58,21 @@ def test_an_export_that_cannot_be(
     assert not file.exists()
 
 
+def test_an_export_for_inductor_says_what_it_leaves_out(database: Path, tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    arguments = ("db", "export", "--db", database, "--out", file, "--format", "inductor")
+    assert "Inductor's table can hold" in run(*arguments, code=2)[1]
+    assert not file.exists()
+    with Database.open(database) as opened:
+        opened.settle(SMALL, DEVICE, measurement(1.0, TORCH_MM), label="torch.mm")
+    stdout, stderr = run(*arguments)
+    assert f"left out: {PROBLEM} on {DEVICE.name}: pp128x256 is none of Inductor's kernels" in stderr
+    assert "1 products for torch._inductor.config.lookup_table" in stdout
+    assert list(json.loads(file.read_text()).values()) == [[{"template_id": "aten::mm"}]]
+    assert "Inductor's table" in run(*arguments, "--shape", PROBLEM.shape, code=2)[1]
+    assert "inductor" not in run("db", "import", "--help")[0]
+
+
 def test_records_are_not_filtered(database: Path, tmp_path: Path) -> None:
     arguments = ("db", "export", "--db", database, "--records", tmp_path / "records")
     assert "to choose some, use --out" in run(*arguments, "--shape", PROBLEM.shape, code=2)[1]

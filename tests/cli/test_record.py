@@ -164,6 +164,7 @@ class TestTuneFrom:
             ((), "give either --shape or --from"),
             (("--from", "x", "--shape", "8x8x8"), "give either --shape or --from"),
             (("--from", "x", "--layout", "tt"), "--layout with --from"),
+            (("--from", "x", "--with-backward"), "--with-backward with --from"),
             (("--from", "x"), "x: No such file"),
         ],
     )

@@ -9,7 +9,20 @@ import typer
 from typer.core import TyperGroup
 
 import tunegemm
-from tunegemm.cli import db, doctor, explain, fleet, history, leaderboard, record, report, space, tune, verify
+from tunegemm.cli import (
+    db,
+    doctor,
+    explain,
+    fleet,
+    history,
+    leaderboard,
+    pack,
+    record,
+    report,
+    space,
+    tune,
+    verify,
+)
 from tunegemm.errors import TunegemmError
 
 #: Exit codes: 0 done, 1 done but nothing usable came of it, 2 bad input, 130 interrupted by Ctrl-C.
@@ -76,6 +89,9 @@ app.command("tune")(tune.command)
 app.command("record", context_settings={"allow_interspersed_args": False})(record.command)
 app.command("leaderboard")(leaderboard.command)
 app.command("verify")(verify.command)
+app.command("pack")(pack.pack_command)
+app.command("load")(pack.load_command)
+app.command("unload")(pack.unload_command)
 app.command("history")(history.history)
 app.command("regress")(history.regress)
 app.add_typer(db.app, name="db")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +16,7 @@ from tunegemm.cli.options import UsageError
 if TYPE_CHECKING:
     from tunegemm.database.exchange import Conflict, Report
     from tunegemm.database.formats import Format
+    from tunegemm.database.record import Record
     from tunegemm.device import Device
 
 app = typer.Typer(help="Exchange and merge tuning databases.", rich_markup_mode=None, no_args_is_help=True)
@@ -25,6 +28,8 @@ FormatName = Annotated[
         "--format", metavar="NAME", help=f"{', '.join(FORMATS)}. Default: by the file's ending, else json."
     ),
 ]
+#: Export alone: its table holds choices, no measurements.
+INDUCTOR = "inductor"
 #: Bad rows that are named one by one; the rest is counted.
 _NAMED = 20
 
@@ -34,7 +39,14 @@ def export_command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The file; for vllm, a folder.")
     ] = None,
-    format: FormatName = None,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help=f"{', '.join(FORMATS)}, inductor. Default: by the file's ending, else json.",
+        ),
+    ] = None,
     shape: options.SomeShapes = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of A and B. Default: any.")] = None,
     layout: Annotated[str | None, typer.Option("--layout", help="tn, tt, nn or nt. Default: any.")] = None,
@@ -65,6 +77,18 @@ def export_command(
 
     wanted_dtype = normalize_dtype(dtype) if dtype else None
     with Database.open(db, read_only=True) as database:
+        if format == INDUCTOR:
+            assert out is not None
+            wanted = [
+                record
+                for record in database.records()
+                if (not shapes or record.problem.shape in shapes)
+                and wanted_dtype in (None, record.problem.in_dtype)
+                and (layout or record.problem.layout).lower() == record.problem.layout
+                and record.fingerprint.digest.startswith(fingerprint or "")
+            ]
+            _export_for_inductor(wanted, out)
+            return
         if records is not None:
             from tunegemm.database.shipped import latest_settled, write_records
 
@@ -157,6 +181,7 @@ def layers_command() -> None:
     """List the layers that dispatch reads, the widest first, and their records."""
     from collections import Counter
 
+    from tunegemm import packs
     from tunegemm.database.layers import project_location, read_records, user_location
     from tunegemm.resources import data_path
 
@@ -164,6 +189,7 @@ def layers_command() -> None:
     counts = Counter(record.layer for record in records)
     places = {
         "system": data_path("db", "records"),
+        "pack": ", ".join(str(pack.folder) for pack in packs.loaded([])) or "none: see `tunegemm load`",
         "user": user_location(),
         "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite in this folder",
     }
@@ -171,6 +197,22 @@ def layers_command() -> None:
         typer.echo(f"{layer:8} {counts[layer]:6} records  {place}")
     for warning in warnings:
         typer.echo(f"tunegemm: {warning}", err=True)
+
+
+def _export_for_inductor(records: Sequence[Record], out: Path) -> None:
+    from tunegemm.database.inductor import lookup_table
+
+    table, left_out = lookup_table(records)
+    for line in left_out[:_NAMED]:
+        typer.echo(f"left out: {line}", err=True)
+    if len(left_out) > _NAMED:
+        typer.echo(f"left out: {len(left_out) - _NAMED} more", err=True)
+    if not table:
+        raise UsageError(
+            "no record that Inductor's table can hold: its kernels are torch.mm and Triton's templates"
+        )
+    options.write_text(out, json.dumps(table, indent=1) + "\n")
+    typer.echo(f"wrote {out}: {len(table)} products for torch._inductor.config.lookup_table")
 
 
 def _racing_device(spec: str | None) -> Device:

@@ -24,6 +24,7 @@ def command(
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
     epilogue: options.EpilogueText = "",
+    accumulation: options.Accumulation = "fast",
     candidate: Annotated[
         str | None,
         typer.Option(
@@ -40,7 +41,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
     """Show the roofline of a shape, of a tile, and which kernel tunegemm.matmul would use."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue)
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue, accumulation)
     from tunegemm.report.explain import explain
 
     chosen = _candidate(candidate)
@@ -68,11 +69,12 @@ def _candidate(text: str | None) -> Candidate | None:
 
 def _lines(found: Explanation) -> Iterator[tuple[str, str]]:
     device = found.device
+    peak_tflops = device.peak_tflops_of(found.problem)
     yield "work", f"{found.flops / 1e9:.3g} GFLOP, at least {found.bytes / 1e6:.3g} MB of device memory"
     yield (
         "intensity",
         f"{found.flops_per_byte:.0f} FLOP/B, ridge point {found.ridge_flops_per_byte:.0f}: "
-        f"{found.bound}-bound ({device.peak_tflops:g} TFLOP/s, {device.bandwidth_gbps:g} GB/s)",
+        f"{found.bound}-bound ({peak_tflops:g} TFLOP/s, {device.bandwidth_gbps:g} GB/s)",
     )
     yield "roofline", f"{found.roofline_us:.1f} us, {found.roofline_tflops:.0f} TFLOP/s"
     if (tile := found.tile) is not None:

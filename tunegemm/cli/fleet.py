@@ -34,6 +34,7 @@ def add(
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
     epilogue: options.EpilogueText = "",
+    accumulation: options.Accumulation = "fast",
     effort: Annotated[Effort, typer.Option("--effort", help="How much of the space to try.")] = Effort.quick,
     trials: Annotated[
         int | None, options.count_option("--trials", "Most candidates to measure per shape.")
@@ -45,7 +46,7 @@ def add(
     db: options.DatabaseLocation = None,
 ) -> None:
     """Ask for shapes to be tuned."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue)
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue, accumulation)
     seconds = options.parse_seconds(budget) if budget is not None else None
 
     from tunegemm.database import Database

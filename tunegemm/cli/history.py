@@ -25,11 +25,12 @@ def history(
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
     epilogue: options.EpilogueText = "",
+    accumulation: options.Accumulation = "fast",
     as_json: AsJson = False,
     db: options.DatabaseLocation = None,
 ) -> None:
     """Print every record that a shape ever had, oldest first."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue)
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue, accumulation)
     from tunegemm.database import Database
 
     with Database.open(db, read_only=True) as database:

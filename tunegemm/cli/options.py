@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem
+from tunegemm.problem import OUTPUT_DTYPES, Problem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,10 +25,21 @@ ShapesOrFile = Annotated[
 SomeShapes = Annotated[
     list[str] | None, typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated. Default: all.")
 ]
-Dtype = Annotated[str, typer.Option("--dtype", help="Element type of A and B: bf16 or fp16.")]
+Dtype = Annotated[str, typer.Option("--dtype", help=f"Element type of A and B: {', '.join(OUTPUT_DTYPES)}.")]
 OutDtype = Annotated[
     str | None,
-    typer.Option("--out-dtype", help="Element type of D: bf16, fp16 or fp32. Default: as A and B."),
+    typer.Option(
+        "--out-dtype",
+        help="Element type of D: bf16, fp16 or fp32; of fp8 operands also fp8_e4m3 or fp8_e5m2. "
+        "Default: as A and B; of fp8 bf16, of tf32 fp32, of int8 int32.",
+    ),
+]
+Accumulation = Annotated[
+    str,
+    typer.Option(
+        "--accumulation",
+        help="How sums of fp8 products are kept: fast, or two_level, in fp32 from every 128 of k on.",
+    ),
 ]
 Layout = Annotated[
     str,
@@ -97,11 +108,18 @@ def parse_problems(
     layout: str,
     alignment: int | None = None,
     epilogue: str = "",
+    accumulation: str = "fast",
 ) -> list[Problem]:
     """The problems of a command line, in order, without repetitions. Raises ProblemError."""
     problems = [
         Problem.parse(
-            shape, dtype=dtype, out_dtype=out_dtype, layout=layout, alignment=alignment, epilogue=epilogue
+            shape,
+            dtype=dtype,
+            out_dtype=out_dtype,
+            layout=layout,
+            alignment=alignment,
+            epilogue=epilogue,
+            accumulation=accumulation,
         )
         for shape in shapes
     ]

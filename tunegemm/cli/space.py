@@ -31,6 +31,7 @@ def command(
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
     epilogue: options.EpilogueText = "",
+    accumulation: options.Accumulation = "fast",
     family: Annotated[
         str | None, typer.Option("--family", metavar="NAME[,NAME]", help="Kernel families. Default: all.")
     ] = None,
@@ -45,7 +46,7 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue)
+    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue, accumulation)
     from tunegemm.report.census import take_census
 
     spaces = _spaces(options.parse_families(family), space_file)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tunegemm.cli import options
+from tunegemm.problem import default_out_dtype
 from tunegemm.workload import read
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def command(
     layout: options.Layout = "tn",
     alignment: options.Alignment = None,
     epilogue: options.EpilogueText = "",
+    accumulation: options.Accumulation = "fast",
     effort: Annotated[
         Effort | None,
         typer.Option(
@@ -77,6 +79,10 @@ def command(
     workers: Annotated[
         int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
     ] = None,
+    with_backward: Annotated[
+        bool,
+        typer.Option("--with-backward", help="Tune the two products of each shape's backward pass, too."),
+    ] = False,
     compiled_only: Annotated[
         bool, typer.Option("--compiled-only", help="Compile nothing: try the kernels that the cache holds.")
     ] = False,
@@ -98,14 +104,22 @@ def command(
                 ("--out-dtype", out_dtype),
                 ("--alignment", alignment),
                 ("--epilogue", epilogue),
+                ("--accumulation", accumulation != "fast"),
             )
             if value
         ]
         given += ["--dtype"] * (dtype != "bf16") + ["--layout"] * (layout != "tn")
+        given += ["--with-backward"] * with_backward
         if given:
             raise options.UsageError(f"{', '.join(given)} with --from: the file says that of each product")
     demands, refused = read(from_file) if from_file is not None else ([], [])
-    problems = options.parse_problems(shape or [], dtype, out_dtype, layout, alignment, epilogue)
+    asked_for = options.parse_problems(
+        shape or [], dtype, out_dtype, layout, alignment, epilogue, accumulation
+    )
+    problems: dict[Problem, Problem] = {}  # each with the first that asks for it
+    for forward in asked_for:
+        for problem in (forward, *(forward.backward() if with_backward else ())):
+            problems.setdefault(problem, forward)
     budget_seconds = options.parse_seconds(budget) if budget is not None else None
     names = options.parse_families(families)
 
@@ -150,7 +164,7 @@ def command(
                     as_json=as_json,
                 )
                 raise typer.Exit(ended)
-            for position, problem in enumerate(problems):
+            for problem, forward in problems.items():
                 with ProgressView(log) as view:
                     result = tuner.tune(
                         problem,
@@ -165,7 +179,7 @@ def command(
                 else:
                     show_result(out, result, top, where=display(database.location) if database else "")
                 if result.interrupted:
-                    again = resume_command(context, problems[position:])
+                    again = resume_command(context, asked_for[asked_for.index(forward) :])
                     log.print(interruption(result, again), soft_wrap=True, highlight=False)
                     raise typer.Exit(130)
     finally:
@@ -291,8 +305,10 @@ def tune_command(problem: Problem) -> str:
     words = ["tunegemm", "tune", "--shape", problem.shape]
     if problem.in_dtype != "bf16":
         words += ["--dtype", problem.in_dtype]
-    if problem.out_dtype != problem.in_dtype:
+    if problem.out_dtype != default_out_dtype(problem.in_dtype):
         words += ["--out-dtype", problem.out_dtype]
+    if problem.accumulation != "fast":
+        words += ["--accumulation", problem.accumulation]
     if problem.layout != "tn":
         words += ["--layout", problem.layout]
     return shlex.join(words)
@@ -350,7 +366,7 @@ def measurement_figures(measurement: Any, problem: Problem, device: Device) -> d
     """The figures of one measurement; what a replay or a model cannot tell is null, never NaN."""
     median = measurement.median_us
     has_baseline = bool(measurement.baseline_us)
-    floor = device.roofline_us(problem.flops, problem.bytes)
+    floor = device.roofline_us(problem)
     return {
         "median_us": median,
         "tflops": problem.flops / median * 1e-6,

@@ -27,7 +27,7 @@ BAD = (TunegemmError, TypeError, ValueError, KeyError, AttributeError)
 _LONGEST = 4096
 
 #: Fields that documents of an earlier version lack; they then have their defaults.
-_ADDED = {"epilogue"}
+_ADDED = {"epilogue", "accumulation"}
 
 
 def typed(kind: type[Value], data: Any) -> Value:

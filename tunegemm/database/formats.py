@@ -269,7 +269,11 @@ def _write_vllm(rows: Iterable[Row], folder: Path) -> list[Path]:
             continue  # a library's algorithm has no tile
         layout = Problem(**problem).layout
         device = row["fingerprint"]["device_name"].replace(" ", "_")
-        dtype = problem["in_dtype"] + ("" if layout == "tn" else f"_{layout}")
+        accumulation = problem.get("accumulation", "fast")
+        words = (
+            [problem["in_dtype"]] + [layout] * (layout != "tn") + [accumulation] * (accumulation != "fast")
+        )
+        dtype = "_".join(words)
         name = f"N={problem['n']},K={problem['k']},device_name={device},dtype={dtype}.json"
         known = files.setdefault(name, {}).get(problem["m"])
         if known is None or _ratio(row) > _ratio(known["tunegemm"]):

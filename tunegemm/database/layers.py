@@ -1,6 +1,7 @@
-"""The layers of the database: system, user, project; of records that are worth the same, the narrower wins.
+"""The layers of the database: system, pack, user, project; of records worth the same, the narrower wins.
 
 - *system*: `db/records/*.json`, shipped with the package for known GPUs; text, read-only.
+- *pack*: what `tunegemm load` or ``TUNEGEMM_PACK`` brought, with its compiled kernels; read-only.
 - *user*: `tunegemm.sqlite` in the user's data folder.
 - *project*: ``TUNEGEMM_DB``, a path or URL; else `tunegemm.sqlite` in the working directory, if there is one.
 
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from tunegemm import packs
 from tunegemm.errors import DatabaseError
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Names of the layers, by how narrow they are: a larger number wins.
-NARROWNESS = {"system": 1, "user": 2, "project": 3}
+NARROWNESS = {"system": 1, "pack": 2, "user": 3, "project": 4}
 
 _FILE_NAME = "tunegemm.sqlite"
 
@@ -64,30 +66,38 @@ def modified() -> tuple[tuple[int, int], ...]:
 
 def read_records() -> tuple[list[Record], list[str]]:
     """The records of every layer, and one line for each layer that could not be read."""
-    from tunegemm.database.shipped import read_shipped
-
-    records, warnings = read_shipped()
+    records, warnings = read_texts()
     for found in of_databases(lambda database: database.records(), warnings):
         records += found
     return records, warnings
 
 
 def read_lookups() -> tuple[list[Record], list[Lookup], list[str]]:
-    """As `read_records`: the system layer's records, and the others' to look up."""
+    """As `read_records`: the records of the layers that are text, and the others' to look up."""
+    records, warnings = read_texts()
+    return records, of_databases(lambda database: database.lookup(), warnings), warnings
+
+
+def read_texts() -> tuple[list[Record], list[str]]:
+    """The records of the system layer and of packs, and one line for each file that could not be read."""
     from tunegemm.database.shipped import read_shipped
 
     records, warnings = read_shipped()
-    return records, of_databases(lambda database: database.lookup(), warnings), warnings
+    for pack in packs.loaded(warnings):
+        found, bad = read_shipped(pack.records, layer="pack")
+        records += found
+        warnings += bad
+    return records, warnings
 
 
 def of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
     """What is read of the user's and of the project's layer; adds a line for one that cannot be."""
-    from tunegemm.database.store import Database  # SQLAlchemy loads here, on the first call, and never later
-
     found = []
     for layer, location in (("user", user_location()), ("project", project_location())):
         if location is None or (layer == "user" and not _exists(location)):
             continue
+        from tunegemm.database.store import Database  # a host that only has packs needs no SQLAlchemy
+
         try:
             with Database.open(location, read_only=True, layer=layer) as database:
                 found.append(read(database))

@@ -28,7 +28,7 @@ from sqlalchemy.types import TypeDecorator
 
 #: The newest revision under db/migrations/versions. Held here so that opening an up-to-date database
 #: does not load Alembic; a test compares it with Alembic's head.
-SCHEMA_VERSION = "0004"
+SCHEMA_VERSION = "0005"
 
 #: The policy of records that are chosen by speed alone.
 FASTEST = "fastest"
@@ -137,7 +137,7 @@ class ProblemRow(Base):
     __table_args__ = (
         UniqueConstraint(
             *("m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major"),
-            *("alignment", "epilogue"),
+            *("alignment", "epilogue", "accumulation"),
             name="uq_problems_all",  # the convention's name would exceed PostgreSQL's 63 letters
         ),
     )
@@ -147,18 +147,21 @@ class ProblemRow(Base):
     n: Mapped[int] = mapped_column(doc="Columns of B and D.")
     k: Mapped[int] = mapped_column(doc="Columns of A, rows of B: the reduced extent.")
     batch: Mapped[int] = mapped_column(doc="Number of independent products.")
-    in_dtype: Mapped[str] = mapped_column(String(16), doc="Element type of A and B: bf16, fp16.")
-    out_dtype: Mapped[str] = mapped_column(String(16), doc="Element type of D: bf16, fp16, fp32.")
+    in_dtype: Mapped[str] = mapped_column(String(16), doc="Element type of A and B, such as bf16.")
+    out_dtype: Mapped[str] = mapped_column(String(16), doc="Element type of D, such as fp32.")
     a_major: Mapped[str] = mapped_column(String(1), doc="Contiguous mode of A: k or m.")
     b_major: Mapped[str] = mapped_column(String(1), doc="Contiguous mode of B: k or n.")
     out_major: Mapped[str] = mapped_column(String(1), doc="Contiguous mode of D: n or m.")
     alignment: Mapped[int] = mapped_column(
-        server_default="16", doc="Bytes that divide the addresses and strides of A and B: 2, 4, 8 or 16."
+        server_default="16", doc="Bytes that divide the addresses and strides of A and B: 1, 2, 4, 8 or 16."
     )
     epilogue: Mapped[str] = mapped_column(
         String(128),
         server_default="",
         doc="What becomes of the product before it is stored, such as bias_n+gelu; empty: nothing.",
+    )
+    accumulation: Mapped[str] = mapped_column(
+        String(16), server_default="fast", doc="How sums over k are kept: fast, or for fp8 two_level."
     )
 
 

@@ -38,7 +38,7 @@ class Record:
     kernel_source: str
     """Hash of the sources of the candidate's family when it was measured; empty for a library's kernels."""
     layer: str = ""
-    """Where it was read from: system, user or project; empty for a database that was opened by name."""
+    """Where it was read from: system, pack, user or project; empty for a database that was opened by name."""
 
 
 @dataclass(frozen=True)

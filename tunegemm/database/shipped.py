@@ -22,7 +22,7 @@ FORMAT = "tunegemm-records/1"
 _NUMBERS = ("median_us", "baseline_median_us", "ratio", "noise", "relative_error")
 
 
-def read_shipped(folder: Path | None = None) -> tuple[list[Record], list[str]]:
+def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[list[Record], list[str]]:
     """The records of a folder, by default the shipped one, and one line for each bad file or record."""
     records: list[Record] = []
     problems: list[str] = []
@@ -42,7 +42,7 @@ def read_shipped(folder: Path | None = None) -> tuple[list[Record], list[str]]:
             continue
         for number, row in enumerate(rows, 1):
             try:
-                records.append(_record(row, fingerprints))
+                records.append(_record(row, fingerprints, layer))
             except BAD as error:
                 problems.append(f"{path}: record {number} is left out: {one_line(error)}")
     return records, problems
@@ -103,7 +103,7 @@ def _line(record: Record, names: Mapping[Fingerprint, str]) -> str:
     return json.dumps(row)
 
 
-def _record(row: Any, fingerprints: Mapping[str, Fingerprint]) -> Record:
+def _record(row: Any, fingerprints: Mapping[str, Fingerprint], layer: str) -> Record:
     median_us, baseline_median_us, ratio, noise, relative_error = (number_of(row, name) for name in _NUMBERS)
     if not min(median_us, baseline_median_us, ratio) > 0:
         raise ValueError("its times are not positive")
@@ -120,5 +120,5 @@ def _record(row: Any, fingerprints: Mapping[str, Fingerprint]) -> Record:
         row["settled"] is True,
         moment_of(row["measured_at"]),
         text_of(row, "kernel_source", longest=16),
-        "system",
+        layer,
     )

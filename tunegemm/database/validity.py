@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from enum import IntEnum
@@ -89,10 +90,17 @@ def judge(
 
 
 def judge_stored(stored: Stored, here: Fingerprint) -> Judgement:
-    """The grade of a record or row on a device of fingerprint `here`, with this program's kernel sources."""
+    """The grade of a record or row on a device of fingerprint `here`, with this program's kernel sources.
+
+    A pack brings its kernels along. Triton's are launched without Triton, so that it does not matter which
+    one is here, if any; the CuTe DSL loads its own, and counts.
+    """
     family = stored.candidate.family
+    there = stored.fingerprint
+    if getattr(stored, "layer", "") == "pack":
+        there = dataclasses.replace(there, triton=here.triton)
     return judge(
-        stored.fingerprint,
+        there,
         here,
         family=family,
         source_there=stored.kernel_source,

@@ -30,6 +30,7 @@ from torch.autograd.graph import increment_version
 
 from tunegemm.database.layers import modified
 from tunegemm.device import Device, find_device
+from tunegemm.dispatch.autograd import DTYPES, PLAIN, is_simple, multiply_differentiably
 from tunegemm.dispatch.launchers import Prepared, prepare
 from tunegemm.dispatch.operands import ALIGNMENT, Refusal, describe, seen_as
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
@@ -37,9 +38,6 @@ from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmW
 from tunegemm.families import Launcher
 from tunegemm.families.launching import AddressLaunch, AddressLauncher
 from tunegemm.problem import Problem
-
-# Subclasses (fake tensors, DTensor, quantized and user-made ones) give torch.matmul their own meaning.
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 # Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
 _grad_enabled = torch.is_grad_enabled
@@ -61,6 +59,9 @@ MAX_PLANS = 65536
 LOOK_SECONDS = 5.0
 
 _TORCHS: Any = object()
+
+#: Kinds of call: as of torch.matmul, of torch.nn.functional.linear, and of `Dispatcher.recorded`.
+MATMUL, LINEAR, RECORDED = 0, 1, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,9 @@ class Recent:
     """
 
     check: Callable[..., bool]
-    plan: Plan
-    at: AddressLaunch
+    plan: Plan | None
+    at: AddressLaunch | None
+    """That of the plan; None where products are torch's."""
     trains: bool
     """Whether an operand requires grad: torch's in grad mode."""
     counts: bool
@@ -113,11 +115,18 @@ class _State:
         """By the key of the plan."""
         self.recent: dict[int, Recent] = {}
         """By the identity of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
+        self.earlier: dict[tuple[int, int], Recent] = {}
+        """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
         self.snapshot: Snapshot | None = None
         self.modified: Hashable = None
         self.devices: dict[int, Device | None] = {}
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
         self.warned: set[str] = set()
+
+    def forget_checks(self) -> None:
+        """Every call makes a key again."""
+        for kept in (self.checked, self.recent, self.earlier):
+            kept.clear()
 
 
 class Dispatcher:
@@ -152,24 +161,36 @@ class Dispatcher:
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """See `tunegemm.matmul`."""
-        return self.product(False, a, b, out)
+        return self.product(MATMUL, a, b, out)
 
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         """See `tunegemm.linear`."""
         if bias is None:
-            return self.product(True, x, weight)
+            return self.product(LINEAR, x, weight)
         return torch.nn.functional.linear(x, weight, bias)
 
-    def product(self, linear: bool, a: Any, b: Any, out: Any = None) -> Any:
-        """torch.matmul(a, b), or if `linear`, torch.nn.functional.linear(a, b)."""
+    def recorded(self, a: Any, b: Any, out: Any = None) -> Any:
+        """The product ``a @ b`` by a recorded kernel, or None where torch shall compute it.
+
+        For callers below autograd, transforms and modes. What the user did not write in so many words draws
+        no warning of its strides: only a record that is missing does.
+        """
+        return self.product(RECORDED, a, b, out)
+
+    def product(self, kind: int, a: Any, b: Any, out: Any = None) -> Any:
+        """Of any kind of call."""
         if out is None:
-            recent = self._state.recent.get(id(b) | linear)  # identities are multiples of 16
-            if recent is None or not recent.check(a, b):
-                return self._general(linear, a, b, None)
+            place = id(b) | kind  # identities are multiples of 16
+            recent = self._state.recent.get(place)
+            known = recent is not None and recent.check(a, b)
         else:
-            recent = self._state.recent.get(id(b) | 2)
-            if recent is None or not recent.check(a, b, out):
-                return self._general(linear, a, b, out)
+            place = id(b) | 2 | kind
+            recent = self._state.recent.get(place)
+            known = recent is not None and recent.check(a, b, out)
+        if not known:
+            recent = self._earlier(place, a, b, out)
+        if recent is None:
+            return self._general(kind, a, b, out)
         a_address, b_address = a.data_ptr(), b.data_ptr()
         if (
             (a_address | b_address) & (ALIGNMENT - 1)
@@ -179,40 +200,62 @@ class Dispatcher:
             or forward_ad._current_level >= 0
             or (recent.index >= 0 and recent.index != _current_device())
         ):
-            return self._general(linear, a, b, out)
-        plan = recent.plan
+            return self._general(kind, a, b, out)
+        plan, at = recent.plan, recent.at
+        if plan is None or at is None:
+            if time.monotonic() < self._next_look:
+                return _torch_product(kind, a, b, out)
+            return self._general(kind, a, b, out)
         try:
             if out is None:
                 result = self._empty(plan.out_shape, plan.out_strides, plan.out_dtype)
-                recent.at(a_address, b_address, result.data_ptr())
+                at(a_address, b_address, result.data_ptr())
                 return result
             out_address = out.data_ptr()
             if _apart(plan, a_address, b_address, out_address):
                 if recent.counts:
                     increment_version(out)
-                recent.at(a_address, b_address, out_address)
+                at(a_address, b_address, out_address)
                 return out
         except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
             pass
-        return self._general(linear, a, b, out)
+        return self._general(kind, a, b, out)
 
-    def _general(self, linear: bool, a: Any, b: Any, out: Any) -> Any:
+    def _earlier(self, place: int, a: Any, b: Any, out: Any) -> Recent | None:
+        """What was done before the last time with this `b`, for as many rows of `a`."""
+        state = self._state
+        if type(a) not in PLAIN:
+            return None
+        recent = state.earlier.get((place, a.numel()))
+        if recent is None or not (recent.check(a, b) if out is None else recent.check(a, b, out)):
+            return None
+        state.recent[place] = recent
+        return recent
+
+    def _general(self, kind: int, a: Any, b: Any, out: Any) -> Any:
         """The same of any operands."""
-        if not _ordinary(a, b) or (out is not None and type(out) not in _PLAIN):
-            return _torch_product(linear, a, b, out)
+        if kind == RECORDED:
+            if type(a) not in PLAIN or type(b) not in PLAIN or _deterministic():
+                return None
+        elif not _ordinary(a, b):
+            if out is None and self._is_differentiable(a, b) and (kind == MATMUL or b.ndim == 2):
+                return multiply_differentiably(self.recorded, a, b.t() if kind == LINEAR else b)
+            return _torch_product(kind, a, b, out)
+        if out is not None and type(out) not in PLAIN:
+            return _torch_product(kind, a, b, out)
         cast = None
-        if out is None and _any_autocast():  # torch.matmul(out=) is not cast
+        if out is None and kind != RECORDED and _any_autocast():  # torch.matmul(out=) is not cast
             cast = _cast_by_autocast(a, b)
             if cast is _TORCHS:
-                return _torch_product(linear, a, b, out)
+                return _torch_product(kind, a, b, out)
         key: tuple[Any, ...]
         try:
-            key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device, linear)
+            key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device, kind)
             low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
             if out is not None:
                 key += (out.shape, out.stride(), out.dtype, out.device)
         except RuntimeError:  # sparse and nested tensors have no strides
-            return _torch_product(linear, a, b, out)
+            return _torch_product(kind, a, b, out)
         if cast is not None:
             key += (cast,)
         elif low:
@@ -220,52 +263,71 @@ class Dispatcher:
         state = self._state
         plan = state.plans.get(key)
         if plan is None:
-            state, plan = self._plan(state, key, linear, a, b, out, cast)
+            state, plan = self._plan(state, key, kind, a, b, out, cast)
             if plan is None:
-                return _torch_product(linear, a, b, out)
+                if cast is None and not low and key in state.plans:
+                    self._remember(state, key, None, kind, a, b, out)
+                return _torch_product(kind, a, b, out)
         left, right, result = a, b, out
         if cast is not None:
             left, right = _autocast(a, cast), _autocast(b, cast)
             if left.dtype is not cast or right.dtype is not cast or not _aligned(left, right):
-                return _torch_product(linear, a, b, out)
+                return _torch_product(kind, a, b, out)
         if result is None:
-            result = left.new_empty(plan.out_shape, dtype=plan.out_dtype)
+            result = left.new_empty(plan.out_shape)
         elif not _writable(plan, left, right, result):
-            return _torch_product(linear, a, b, out)
+            return _torch_product(kind, a, b, out)
         elif not result.is_inference():  # inference tensors count no versions
             increment_version(result)
         try:
-            _launch(plan, left, right.t() if linear else right, result)
+            _launch(plan, left, right.t() if kind == LINEAR else right, result)
         except (RuntimeError, ValueError) as error:
             self._drop(state, key, plan, error)
-            return _torch_product(linear, a, b, out)
+            return _torch_product(kind, a, b, out)
         if plan.at is not None and cast is None and not low:
-            self._remember(state, key, plan, linear, a, b, out)
+            self._remember(state, key, plan, kind, a, b, out)
         return result
 
     def _remember(
-        self, state: _State, key: tuple[Any, ...], plan: Plan, linear: bool, a: Any, b: Any, out: Any
+        self, state: _State, key: tuple[Any, ...], plan: Plan | None, kind: int, a: Any, b: Any, out: Any
     ) -> None:
         """Let the next call with this `b` find the plan without a key."""
-        if _TensorGuards is None or self._empty is None or plan.at is None:
+        if _TensorGuards is None or self._empty is None:
             return
-        if a is b or _any_autocast():
+        if a is b or (kind != RECORDED and _any_autocast()):
             return  # the check wants distinct tensors, and does not know to what autocast casts
-        place = id(b) | (2 if out is not None else linear)
+        tensors = (a, b) if out is None else (a, b, out)
         recent = state.checked.get(key)
-        if recent is None or state.recent.get(place) is recent:  # of another mode, such as inference mode
-            tensors = (a, b) if out is None else (a, b, out)
+        if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
             recent = state.checked[key] = Recent(
                 _check_of(tensors),
                 plan,
-                plan.at,
-                any(tensor.requires_grad for tensor in tensors),
+                plan.at if plan is not None else None,
+                kind != RECORDED and any(tensor.requires_grad for tensor in tensors),
                 out is not None and not out.is_inference(),
-                (plan.device.index or 0) if plan.guarded else -1,
+                (plan.device.index or 0) if plan is not None and plan.guarded else -1,
             )
-        if len(state.recent) >= MAX_PLANS:
+        if len(state.earlier) >= MAX_PLANS:
             state.recent.clear()
-        state.recent[place] = recent
+            state.earlier.clear()
+        place = id(b) | kind | (2 if out is not None else 0)
+        state.recent[place] = state.earlier[place, a.numel()] = recent
+
+    def _is_differentiable(self, a: Any, b: Any) -> bool:
+        """Whether `_ordinary` said no because of gradients, tangents or transforms alone."""
+        return (
+            type(a) in PLAIN
+            and type(b) in PLAIN
+            and a.dtype == b.dtype
+            and a.dtype in DTYPES
+            and a.device.type == b.device.type == self._device_type
+            and is_simple(a, b)
+            and not _deterministic()
+            and not _dispatch_modes()
+            and not _tracing()
+            and not (a.is_neg() or b.is_neg())
+            and not (_any_autocast() and _cast_by_autocast(a, b) is not None)
+        )
 
     # Everything below runs on the first call of a key only.
 
@@ -273,7 +335,7 @@ class Dispatcher:
         self,
         state: _State,
         key: tuple[Any, ...],
-        linear: bool,
+        kind: int,
         a: torch.Tensor,
         b: torch.Tensor,
         out: torch.Tensor | None,
@@ -288,7 +350,7 @@ class Dispatcher:
         known = key in state.plans
         if not self._enabled or (known and time.monotonic() < self._next_look):
             return state, None
-        if _capturing(a.device) or (self._device_type == "cuda" and torch.cuda._is_in_bad_fork()):
+        if torch.cuda._is_in_bad_fork() or _capturing(a.device):
             return state, None
         with self._lock:
             state = self._look() if known else self._state
@@ -298,15 +360,14 @@ class Dispatcher:
                 left, right = a, b
                 if cast is not None:
                     left, right = a.to(cast), b.to(cast)
-                name = "linear" if linear else "matmul"
-                if (linear and b.ndim != 2) or (cast is not None and not _aligned(left, right)):
+                name = {MATMUL: "matmul", LINEAR: "linear", RECORDED: ""}[kind]
+                if (kind == LINEAR and b.ndim != 2) or (cast is not None and not _aligned(left, right)):
                     plan = None
                 else:
-                    plan = self._make_plan(state, left, right.t() if linear else right, out, name)
+                    plan = self._make_plan(state, left, right.t() if kind == LINEAR else right, out, name)
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
-                state.checked.clear()
-                state.recent.clear()
+                state.forget_checks()
             state.plans[key] = plan
             return state, plan
 
@@ -324,7 +385,6 @@ class Dispatcher:
             new = _State()
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
-            new.checked, new.recent = old.checked, old.recent
             new.devices, new.warned = old.devices, old.warned
             self._state = new
         return self._state
@@ -336,7 +396,7 @@ class Dispatcher:
             return None
         operands = describe(a, b, out)
         if isinstance(operands, Refusal):
-            if operands.reason:
+            if operands.reason and name:
                 self._warn(state, f"{operands.reason}; tunegemm.{name} leaves it to torch")
             return None
         problem = operands.problem
@@ -351,7 +411,8 @@ class Dispatcher:
         if prepared is None or prepared.launch is None:
             return None
         if prepared.tma and operands.tma_refusal:
-            self._warn(state, f"{problem}: {operands.tma_refusal}; tunegemm.{name} leaves it to torch")
+            if name:
+                self._warn(state, f"{problem}: {operands.tma_refusal}; tunegemm.{name} leaves it to torch")
             return None
         if prepared.packed and not operands.packed:
             return None
@@ -364,7 +425,7 @@ class Dispatcher:
             try:
                 at = prepared.launch.of(seen_as(a, a_shape), seen_as(b, b_shape), example.view(out_shape))
             except ValueError as error:
-                self._warn(state, f"{problem}: {_one_line(error)}; tunegemm.{name} leaves it to torch")
+                self._warn(state, f"{problem}: {_one_line(error)}; {_who(name)} leaves it to torch")
                 return None
         if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
             launch, views = _expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
@@ -405,7 +466,7 @@ class Dispatcher:
                 why = _one_line(error)
         self._warn(
             state,
-            f"{problem} on {known.name}: {why}; tunegemm.{name} leaves it to torch. "
+            f"{problem} on {known.name}: {why}; {_who(name)} leaves it to torch. "
             f"Tune it with: {tune_command(problem)}",
         )
         return None
@@ -416,7 +477,7 @@ class Dispatcher:
                 state.devices[index] = self._find(f"{self._device_type}:{index}")
             except DeviceError as error:
                 state.devices[index] = None
-                self._warn(state, f"{_one_line(error)}; tunegemm.{name} leaves its products to torch")
+                self._warn(state, f"{_one_line(error)}; {_who(name)} leaves its products to torch")
         return state.devices[index]
 
     def _snapshot(self, state: _State, name: str) -> Snapshot:
@@ -425,10 +486,10 @@ class Dispatcher:
         try:
             snapshot = self._read()
         except DatabaseError as error:
-            self._warn(state, f"{_one_line(error)}; tunegemm.{name} leaves every product to torch")
+            self._warn(state, f"{_one_line(error)}; {_who(name)} leaves every product to torch")
             return Snapshot()
         for warning in snapshot.warnings:
-            self._warn(state, f"{warning}; tunegemm.{name} does without its records")
+            self._warn(state, f"{warning}; {_who(name)} does without its records")
         return snapshot
 
     def _drop(self, state: _State, key: tuple[Any, ...], plan: Plan, error: Exception) -> None:
@@ -437,8 +498,7 @@ class Dispatcher:
             raise error
         with self._lock:
             state.plans[key] = None
-            state.checked.clear()
-            state.recent.clear()
+            state.forget_checks()
         self._warn(
             state,
             f"the tuned kernel for {key[0]} x {key[1]} failed to launch ({_one_line(error)}); left to torch",
@@ -468,12 +528,12 @@ def tune_command(problem: Problem) -> str:
 def _ordinary(a: Any, b: Any) -> bool:
     """Whether a launch means here what torch.matmul means.
 
-    It does not under autograd (there is no backward yet), forward-mode AD, functorch transforms,
+    It does not under autograd, forward-mode AD and functorch transforms (which are `autograd.Product`'s),
     dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
     """
     return (
-        type(a) in _PLAIN
-        and type(b) in _PLAIN
+        type(a) in PLAIN
+        and type(b) in PLAIN
         and not (_grad_enabled() and (a.requires_grad or b.requires_grad))
         and not _deterministic()
         and not _dispatch_modes()
@@ -566,8 +626,10 @@ def _apart(plan: Plan, a: int, b: int, out: int) -> bool:
     )
 
 
-def _torch_product(linear: bool, a: Any, b: Any, out: Any) -> Any:
-    return torch.nn.functional.linear(a, b) if linear else _torch_matmul(a, b, out)
+def _torch_product(kind: int, a: Any, b: Any, out: Any) -> Any:
+    if kind == RECORDED:
+        return None
+    return torch.nn.functional.linear(a, b) if kind == LINEAR else _torch_matmul(a, b, out)
 
 
 def _torch_matmul(a: Any, b: Any, out: Any) -> Any:
@@ -576,6 +638,10 @@ def _torch_matmul(a: Any, b: Any, out: Any) -> Any:
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _who(name: str) -> str:
+    return f"tunegemm.{name}" if name else "tunegemm"
 
 
 def _one_line(error: BaseException) -> str:

@@ -54,15 +54,15 @@ def prepare(record: Record, device: Device) -> Prepared:
     if is_torch(candidate):
         return TORCH
     family = families.get(candidate.family)
-    if (missing := family.unavailable()) is not None:
+    if (missing := family.unavailable(launching=True)) is not None:
         raise ArtifactError(missing)
     if not (verdict := family.check(problem, candidate, device)):
         raise ArtifactError(f"its record cannot run here: {verdict}")
     path = None
     if family.compiled:
-        from tunegemm.artifacts import ArtifactStore
+        from tunegemm import packs
 
-        artifact = ArtifactStore().find(family.kernel_key(problem, candidate, device))
+        artifact = packs.find(family.kernel_key(problem, candidate, device))
         if artifact is None:
             raise ArtifactError("its compiled kernel is not in the object store")
         path = artifact.path

@@ -73,6 +73,9 @@ def describe(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
         problem = Problem.from_tensors(matrix, other)
     except ProblemError as error:
         return Refusal(str(error))
+    if problem.in_dtype not in ("bf16", "fp16"):
+        # torch.matmul multiplies fp32 as its precision is set at each call, fp8 and int8 not at all on a GPU.
+        return Refusal(f"{problem.in_dtype} operands: only bf16 and fp16 have tuned products here")
     return _described(problem, matrix, other, out, out_shape)
 
 

@@ -1,9 +1,7 @@
 """Counts the products of a program where they reach ATen: eager, autograd, compiled and captured code alike.
 
-While a recording runs, the CPU and CUDA kernels of ATen's matrix products are wrapped (`torch.library`). That
-is below autograd, autocast, functorch and torch.compile, so that nothing is traced or run differently: a
-`TorchDispatchMode` would make torch.compile fall back to eager code. Inductor's output calls the same kernels
-(`extern_kernels.mm`). docs/recording.md says what is not seen.
+While a recording runs, the CPU and CUDA kernels of ATen's matrix products are wrapped (`aten`).
+docs/recording.md says what is not seen.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import statistics
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -27,6 +24,8 @@ import torch
 from torch._guards import CompileContext
 
 from tunegemm.dispatch import api
+from tunegemm.dispatch.aten import Layer, replacements
+from tunegemm.dispatch.dispatcher import LINEAR
 from tunegemm.errors import ProblemError, WorkloadError
 from tunegemm.problem import MAX_ALIGNMENT, alignment_of, contiguous_mode, normalize_dtype
 from tunegemm.workload import Product, Workload, merge
@@ -158,8 +157,8 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
     Counts all threads' products, by shape, dtypes, majors, alignment and what is added, and times the first
     calls of each. At the end, after an exception, too, they are written to `path`, if one is given, for
     ``tunegemm tune --from``; `recording.products` has them at any time. Meanwhile `tunegemm.matmul` and
-    `linear` leave products to torch, so that theirs are seen, too. Raises WorkloadError when torch cannot do
-    it or the file cannot be written.
+    `linear` leave products to torch, so that theirs are seen, too. Raises WorkloadError when the file cannot
+    be written, and TunegemmError when torch cannot do it.
     """
     return Recording(Path(path) if path is not None else None)
 
@@ -220,11 +219,13 @@ class _Writer:
 class _Leave:
     """Stands for the dispatcher during a recording: every product is torch's."""
 
-    def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
+    def product(self, kind: int, a: Any, b: Any, out: Any = None) -> Any:
+        if kind == LINEAR:
+            return torch.nn.functional.linear(a, b)
         return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
 
-    def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
-        return torch.nn.functional.linear(x, weight, bias)
+    def recorded(self, a: Any, b: Any, out: Any = None) -> Any:
+        return None
 
     def refresh(self) -> None:
         pass
@@ -271,33 +272,16 @@ class _Interception:
         self._pending.clear()
 
     def _install(self) -> None:
-        get_kernel = getattr(torch.library, "get_kernel", None)
-        if get_kernel is None:
-            raise WorkloadError(
-                f"torch {torch.__version__} cannot wrap its kernels (torch.library.get_kernel); update torch"
-            )
-        library = torch.library.Library("aten", "IMPL")
-        self._undo.append(library._destroy)
-        for name, first in _FIRST_OPERAND.items():
-            packet = getattr(torch.ops.aten, name, None)
-            for overload in packet.overloads() if packet is not None else ():
-                operator = getattr(packet, overload)
-                for key in ("CPU", "CUDA") if torch.backends.cuda.is_built() else ("CPU",):
-                    try:
-                        original = get_kernel(operator, key)
-                    except RuntimeError:  # this overload has none there
-                        continue
-                    with warnings.catch_warnings():
-                        # torch warns of every kernel that is replaced, which is the intent.
-                        warnings.filterwarnings("ignore", message=r"(?s).*[Oo]verrid")
-                        library.impl(
-                            operator,
-                            self._wrap(name, first, original),
-                            key,
-                            with_keyset=True,
-                            allow_override=True,
-                        )
-        self._replace(api, "_dispatcher", _Leave())
+        layer = Layer(
+            tuple(_FIRST_OPERAND),
+            ("CPU", "CUDA"),
+            lambda name, kernel: self._wrap(name, _FIRST_OPERAND[name], kernel),
+        )
+        replacements.put("recording", layer)
+        self._undo.append(lambda: replacements.remove("recording"))
+        leave = _Leave()
+        self._replace(api, "_dispatcher", leave)
+        self._replace(api, "_product", leave.product)
         if torch.backends.cuda.is_built():
             self._watch_graphs()
 

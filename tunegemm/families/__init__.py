@@ -49,8 +49,11 @@ class Family(Protocol):
     tma: bool
     """Whether kernels read and write through TMA, which wants 16-byte addresses and strides."""
 
-    def unavailable(self) -> str | None:
-        """None when the family's packages are installed; else one line that names the missing one."""
+    def unavailable(self, *, launching: bool = False) -> str | None:
+        """None when the family's packages are installed; else one line that names the missing one.
+
+        launching: ask only for what loads and launches a compiled object, as on a host that compiles nothing.
+        """
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
         """Whether the candidate can be compiled and launched for this problem on this device."""

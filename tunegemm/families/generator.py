@@ -15,7 +15,7 @@ from tunegemm.errors import ArtifactError
 from tunegemm.families.tiles import majors
 from tunegemm.feasibility import Rule, Verdict, apply_rules
 from tunegemm.outcome import Resources
-from tunegemm.problem import Problem
+from tunegemm.problem import Problem, swapped_dtype
 from tunegemm.space import Candidate, Value
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tunegemm.families.launching import Workspace
 
 #: Fields of a config that come from the problem.
-_OF_PROBLEM = ("in_dtype", "out_dtype", "a_major", "b_major", "out_major")
+_OF_PROBLEM = ("in_dtype", "out_dtype", "accumulation", "a_major", "b_major", "out_major")
 
 
 class Config(Protocol):
@@ -61,9 +61,10 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
 
     def config_of(problem: Problem, candidate: Candidate) -> AnyConfig:
         swapped = bool(candidate.params.get("swap_ab", False))
+        in_dtype = swapped_dtype(problem.in_dtype) if swapped else problem.in_dtype
         return make(
             candidate.compile_params, problem.epilogue if fuses else "", swapped,
-            problem.in_dtype, problem.out_dtype, *majors(problem, swapped),
+            in_dtype, problem.out_dtype, problem.accumulation, *majors(problem, swapped),
         )  # fmt: skip
 
     return config_of
@@ -75,7 +76,9 @@ class Generator(ABC):
     compiled = True
     name: str
     packages: tuple[tuple[str, str], ...]
-    """A module of each package that is needed, and the package's name."""
+    """A module of each package that loading and launching an object needs, and the package's name."""
+    compiler_packages: tuple[tuple[str, str], ...] = ()
+    """As `packages`: what only compiling needs."""
     config: type[Config]
     rules: Sequence[Rule]
     fuses = False
@@ -103,8 +106,8 @@ class Generator(ABC):
     @abstractmethod
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources: ...
 
-    def unavailable(self) -> str | None:
-        for module, package in self.packages:
+    def unavailable(self, *, launching: bool = False) -> str | None:
+        for module, package in self.packages if launching else (*self.compiler_packages, *self.packages):
             try:
                 found = find_spec(module)
             except ModuleNotFoundError:  # of the parent, such as `cuda`

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from tunegemm.device import Device
-from tunegemm.problem import Problem
+from tunegemm.problem import Problem, swapped_dtype
 from tunegemm.space import Candidate
 
 _SWAP_MAX_M = 128
@@ -23,7 +23,14 @@ def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
         return problem
     a_major, b_major, out_major = majors(problem, True)
     return replace(
-        problem, m=problem.n, n=problem.m, a_major=a_major, b_major=b_major, out_major=out_major, epilogue=""
+        problem,
+        m=problem.n,
+        n=problem.m,
+        in_dtype=swapped_dtype(problem.in_dtype),
+        a_major=a_major,
+        b_major=b_major,
+        out_major=out_major,
+        epilogue="",
     )
 
 

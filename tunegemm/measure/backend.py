@@ -80,7 +80,7 @@ class CudaBackend:
         import torch
 
         torch.cuda.set_device(self._device.index)
-        torch.backends.cuda.matmul.allow_tf32 = False  # the reference is fp32; 16-bit products ignore it
+        torch.backends.cuda.matmul.fp32_precision = "ieee"  # for the reference; others' products ignore it
         self._stream = torch.cuda.Stream()
         torch.cuda.set_stream(self._stream)
         self._reader = TelemetryReader(self._device.index)

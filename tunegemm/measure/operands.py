@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.epilogue import Operand, operand_dtype
-from tunegemm.problem import DTYPE_BYTES, Problem
+from tunegemm.problem import DTYPE_BYTES, Problem, operand_dtypes
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,17 @@ MAX_SETS = 128
 #: adds up in the output dtype doubles that. 4 u leaves room and still is under the 1.6e-2 of a single
 #: wrong 128x128 tile in 8192x8192. fp32 shows the tensor cores' truncating accumulation, which grows
 #: with K; 5e-4 is under the 1.1e-3 of a result that was rounded to bf16 on its way.
-_TOLERANCES = {"bf16": 4 * 2.0**-9, "fp16": 4 * 2.0**-12, "fp32": 5e-4}
+#: fp8 outputs round so much that 2 u must do. tf32 operands lose what an output of 11 bits would. int8
+#: products are exact.
+_TOLERANCES = {
+    "bf16": 4 * 2.0**-9, "fp16": 4 * 2.0**-12, "fp32": 5e-4, "tf32": 4 * 2.0**-11, "fp8_e4m3": 2 * 2.0**-5,
+    "fp8_e5m2": 2 * 2.0**-4, "int32": 0.0,
+}  # fmt: skip
+
+#: Most that Hopper's tensor cores lose of a sum of fp8 products with each 32 of k, which is one instruction:
+#: half a unit of 14 bits on average, always towards zero.
+_FP8_LOSS_PER_INSTRUCTION = 2.0**-14
+_PROMOTED_K = 128
 
 #: Largest |D - ref| of one element, in units of tolerance x root mean square of the reference. An
 #: element of a product of random operands stays under 6 rms, so its rounding error under 6/4 of the
@@ -87,16 +97,26 @@ class Check:
 
 def tolerance(problem: Problem) -> float:
     """Largest relative error of a right result. bf16 in and fp16 out: torch rounds to both, so bf16's."""
-    if problem.out_dtype == "fp32":
-        return _TOLERANCES["fp32"]
-    return max(_TOLERANCES[problem.in_dtype], _TOLERANCES[problem.out_dtype])
+    limit = _TOLERANCES[problem.out_dtype]
+    if problem.in_dtype == "tf32":
+        return limit + _TOLERANCES["tf32"]
+    if problem.in_dtype.startswith("fp8"):
+        summed = min(problem.k, _PROMOTED_K) if problem.accumulation == "two_level" else problem.k
+        return limit + math.ceil(summed / 32) * _FP8_LOSS_PER_INSTRUCTION
+    if problem.out_dtype in ("fp32", "int32"):
+        return limit
+    return max(_TOLERANCES[problem.in_dtype], limit)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of `bf16`, `fp16` or `fp32`."""
+    """The torch dtype of one element type, such as `bf16`."""
     import torch
 
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+    return {
+        "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32,
+        "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8,
+        "int32": torch.int32,
+    }[name]  # fmt: skip
 
 
 def count_sets(problem: Problem, l2_bytes: int, free_bytes: int) -> int:
@@ -107,7 +127,9 @@ def count_sets(problem: Problem, l2_bytes: int, free_bytes: int) -> int:
 
 
 def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands:
-    """One set with a, b uniform in [-1, 1), the same for the same seed and device; out is NaN.
+    """One set with a, b uniform in [-1, 1), int8 over all its values, and out poisoned.
+
+    The same for the same seed and device.
 
     a and b have the problem's alignment, neither more nor less: packed where that gives it, else by gaps
     between lines, or by their addresses where there are none to step over. With an epilogue, a is scaled so
@@ -116,18 +138,19 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
     import torch
 
     generator = torch.Generator(device=device).manual_seed(seed)
-    dtype = torch_dtype(problem.in_dtype)
     unit = problem.alignment // DTYPE_BYTES[problem.in_dtype]
 
     fused = problem.fused
     spread_of_a = 3 / math.sqrt(problem.k) if fused else 1.0
 
-    def random(rows: int, columns: int, row_major: bool, spread: float = 1.0) -> torch.Tensor:
+    def random(
+        rows: int, columns: int, row_major: bool, dtype: torch.dtype, spread: float = 1.0
+    ) -> torch.Tensor:
         lines, extent = (rows, columns) if row_major else (columns, rows)
         pitch = _pitch(problem, extent)
         start = unit if lines == problem.batch == 1 and problem.alignment < problem.packed_alignment else 0
-        room = torch.empty(start + problem.batch * lines * pitch, dtype=dtype, device=device)
-        values = room.uniform_(-spread, spread, generator=generator)[start:].view(problem.batch, lines, pitch)
+        room = _uniform(start + problem.batch * lines * pitch, dtype, device, generator, spread)
+        values = room[start:].view(problem.batch, lines, pitch)
         values = (values[0] if problem.batch == 1 else values)[..., :extent]
         return values if row_major else values.mT
 
@@ -145,11 +168,28 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
         return value.mT if turned else value
 
     out, guards = _guarded_output(problem, device)
-    a = random(problem.m, problem.k, problem.a_major == "k", spread_of_a)
-    b = random(problem.k, problem.n, problem.b_major == "n")
+    a_dtype, b_dtype = map(torch_dtype, operand_dtypes(problem.in_dtype))
+    a = random(problem.m, problem.k, problem.a_major == "k", a_dtype, spread_of_a)
+    b = random(problem.k, problem.n, problem.b_major == "n", b_dtype)
     operands = tuple(map(given, fused.operands))
     amax = operands[-1] if "amax" in fused.steps else None
     return Operands(a, b, out, guards, operands, amax)
+
+
+def _uniform(
+    elements: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, spread: float
+) -> torch.Tensor:
+    import torch
+
+    room = torch.empty(elements, dtype=dtype, device=device)
+    if dtype == torch.int8:
+        return room.random_(-128, 128, generator=generator)
+    if dtype.itemsize > 1:
+        return room.uniform_(-spread, spread, generator=generator)
+    for part in room.split(_MIB << 8):  # torch has no random fp8; the values rounded to it stay small
+        values = torch.empty(part.shape, dtype=torch.float32, device=device)
+        part.copy_(values.uniform_(-spread, spread, generator=generator))
+    return room
 
 
 def _pitch(problem: Problem, extent: int) -> int:
@@ -181,12 +221,18 @@ def _guarded_output(
         region.fill_(_GUARD_BYTE)
     shape = (other, contiguous) if problem.batch == 1 else (problem.batch, other, contiguous)
     out = memory[guard : guard + size].view(torch_dtype(problem.out_dtype)).view(shape)
-    out.fill_(math.nan)
+    _poison(out)
     return (out if problem.out_major == "n" else out.mT), guards
 
 
+def _poison(out: torch.Tensor) -> None:
+    """NaN, or the integer that no sum over less than 131072 of k reaches."""
+    out.fill_(math.nan if out.dtype.is_floating_point else -(2**31))
+
+
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product in fp32, from upcast operands, in blocks whose upcast copies stay under 1 GiB each.
+    """The product in fp32, from upcast operands, in blocks whose upcast copies stay under 1 GiB each; of int8
+    the int32 product, exact by way of fp64.
 
     The caller sees to it that fp32 products are not computed in tf32.
     """
@@ -195,12 +241,18 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.ndim == 3:
         return torch.stack([reference(a[i], b[i]) for i in range(a.shape[0])])
     (m, k), n = a.shape, b.shape[1]
-    result = torch.empty((m, n), dtype=torch.float32, device=a.device)
+    exact = a.dtype == torch.int8
+    wide = torch.float64 if exact else torch.float32
+    result = torch.empty((m, n), dtype=torch.int32 if exact else wide, device=a.device)
     step = max(1, (1 << 28) // k)
     for column in range(0, n, step):
-        right = b[:, column : column + step].float()
+        right = b[:, column : column + step].to(wide)
         for row in range(0, m, step):
-            torch.mm(a[row : row + step].float(), right, out=result[row : row + step, column : column + step])
+            block = result[row : row + step, column : column + step]
+            if exact:
+                block.copy_(torch.mm(a[row : row + step].to(wide), right))
+            else:
+                torch.mm(a[row : row + step].to(wide), right, out=block)
     return result
 
 
@@ -225,7 +277,9 @@ def check(operands: Operands, wanted: torch.Tensor) -> Check:
     facts = torch.zeros(4, dtype=torch.float64, device=wanted.device)
     for row in range(0, wanted.shape[0], step):
         block = wanted[row : row + step]
-        difference = out[row : row + step].float() - block
+        if block.dtype == torch.int32:  # fp32 would not show a difference of 1
+            block = block.double()
+        difference = out[row : row + step].to(block.dtype) - block
         facts[0] += difference.square().sum(dtype=torch.float64)
         facts[1] += block.square().sum(dtype=torch.float64)
         facts[2] = torch.maximum(facts[2], difference.abs().max().double())  # keeps NaN
@@ -241,7 +295,7 @@ def check(operands: Operands, wanted: torch.Tensor) -> Check:
 
 def restore(operands: Operands) -> None:
     """Poison the output and, where a kernel broke them, mend the guards."""
-    operands.out.fill_(math.nan)
+    _poison(operands.out)
     if operands.amax is not None:
         operands.amax.zero_()
     for region in operands.guards:

@@ -20,14 +20,16 @@ from typing import Any, Protocol, get_args
 from tunegemm.device import ARCHITECTURES, PARTS, Device, Fingerprint, kernel_source_hash
 from tunegemm.errors import DeviceError, ProblemError
 from tunegemm.outcome import Failure, Measurement, Outcome, Stage
-from tunegemm.problem import Problem
+from tunegemm.problem import DTYPE_BYTES, Problem, default_out_dtype
 from tunegemm.resources import data_path
 from tunegemm.space import Candidate, Value
 
 FORMAT = 2
 _SUFFIX = ".json.xz"
+_DTYPES = "|".join(DTYPE_BYTES)
 _STEM = re.compile(
-    r"(?P<shape>[\dx]+)-(?P<dtype>[a-z0-9]+)(?:_(?P<out_dtype>[a-z0-9]+))?-(?P<layout>[nt]{2})(?P<out_m>-outm)?(?:-align(?P<alignment>\d+))?"
+    rf"(?P<shape>[\dx]+)-(?P<dtype>{_DTYPES})(?:_(?P<out_dtype>{_DTYPES}))?-(?P<layout>[nt]{{2}})(?P<out_m>-outm)?"
+    r"(?:-align(?P<alignment>\d+))?(?:-(?P<accumulation>two_level))?"
 )
 #: What reading a damaged or foreign file raises: no xz, cut off, no JSON, a missing or misshapen column.
 _UNREADABLE = (OSError, lzma.LZMAError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -334,11 +336,12 @@ def _fingerprint(data: Mapping[str, Any]) -> Fingerprint:
 
 
 def _stem(problem: Problem) -> str:
-    out = "" if problem.out_dtype == problem.in_dtype else f"_{problem.out_dtype}"
+    out = "" if problem.out_dtype == default_out_dtype(problem.in_dtype) else f"_{problem.out_dtype}"
     major = "-outm" if problem.out_major == "m" else ""
     packed = problem.alignment == problem.packed_alignment
     alignment = "" if packed else f"-align{problem.alignment}"
-    return f"{problem.shape}-{problem.in_dtype}{out}-{problem.layout}{major}{alignment}"
+    accumulation = "" if problem.accumulation == "fast" else f"-{problem.accumulation}"
+    return f"{problem.shape}-{problem.in_dtype}{out}-{problem.layout}{major}{alignment}{accumulation}"
 
 
 def _problem_of(path: Path) -> Problem:
@@ -348,6 +351,8 @@ def _problem_of(path: Path) -> Problem:
             raise ProblemError("its name is not MxNxK-DTYPE-LAYOUT")
         shape, dtype, out_dtype, layout = match.group("shape", "dtype", "out_dtype", "layout")
         problem = Problem.parse(shape, dtype=dtype, out_dtype=out_dtype, layout=layout)
+        if match["accumulation"]:
+            problem = replace(problem, accumulation=match["accumulation"])
         if match["alignment"]:
             problem = replace(problem, alignment=int(match["alignment"]))
         return replace(problem, out_major="m") if match["out_m"] else problem

@@ -41,13 +41,16 @@ class Check:
 
 
 def examine(database: str | None = None) -> list[Check]:
-    """Every check, in the order in which things depend on each other. Changes nothing."""
+    """Every check, in the order in which things depend on each other. Changes nothing, but for unpacking
+    TUNEGEMM_PACK.
+    """
     return [
         Check("tunegemm", "ok", f"{tunegemm.__version__} on Python {platform.python_version()}"),
         _packages(),
         *_devices(),
         *_families(),
         _database(database),
+        *_packs(),
         _cache(),
         _workers(),
     ]
@@ -101,15 +104,31 @@ def _devices() -> list[Check]:
 def _families() -> list[Check]:
     from tunegemm import families
 
-    reasons = {name: families.get(name).unavailable() for name in families.NAMES}
+    known = {name: families.get(name) for name in families.NAMES}
+    reasons = {name: family.unavailable() for name, family in known.items()}
     # One family that works is enough to tune with; none is a failure.
     status: Status = "note" if None in reasons.values() else "fail"
-    return [
-        Check(f"family {name}", "ok", "available")
-        if reason is None
-        else Check(f"family {name}", status, reason, "see the packages above")
-        for name, reason in reasons.items()
-    ]
+    checks = []
+    for name, reason in reasons.items():
+        if reason is None:
+            checks.append(Check(f"family {name}", "ok", "available"))
+        elif known[name].unavailable(launching=True) is None:
+            detail = f"launches the kernels of packs; compiles none: {reason}"
+            checks.append(Check(f"family {name}", status, detail, "see the packages above"))
+        else:
+            checks.append(Check(f"family {name}", status, reason, "see the packages above"))
+    return checks
+
+
+def _packs() -> list[Check]:
+    from tunegemm import packs
+
+    warnings: list[str] = []
+    checks = []
+    for pack in packs.loaded(warnings):
+        detail = f"{pack.folder}: {pack.objects()} kernels, made by tunegemm {pack.version}"
+        checks.append(Check("pack", "ok", detail))
+    return checks + [Check("pack", "note", line, "load another, or unload it") for line in warnings]
 
 
 def _database(location: str | None) -> Check:

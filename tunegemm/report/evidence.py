@@ -71,8 +71,7 @@ class Winner:
     @property
     def dtypes(self) -> str:
         """Of inputs and output, as in a problem's name."""
-        inputs, output = self.problem.in_dtype, self.problem.out_dtype
-        return inputs if inputs == output else f"{inputs}>{output}"
+        return self.problem.dtypes
 
     @property
     def tflops(self) -> float:
@@ -302,7 +301,7 @@ def _winner(
     temperature_c: float | None, throttle_reasons: tuple[str, ...],
 ) -> Winner:  # fmt: skip
     low, high = ratio_interval(measurement)
-    floor_us = device.roofline_us(problem.flops, problem.bytes)
+    floor_us = device.roofline_us(problem)
     return Winner(
         problem, measurement.candidate, label or str(measurement.candidate), measurement.median_us,
         measurement.baseline_median_us, measurement.ratio, low, high, measurement.noise,

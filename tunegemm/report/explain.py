@@ -83,7 +83,7 @@ class Explanation:
         """Of the device's arithmetic peak, by the record's measured time."""
         if self.record is None:
             return None
-        return 100 * self.flops / self.record.median_us / 1e6 / self.device.peak_tflops
+        return 100 * self.flops / self.record.median_us / 1e6 / self.device.peak_tflops_of(self.problem)
 
     def asdict(self) -> dict[str, Any]:
         """For JSON."""
@@ -122,8 +122,8 @@ def explain(
         )
     record, why_not = _record(problem, device, database)
     shown = candidate or (record.candidate if record is not None else None)
-    ridge = device.peak_tflops * 1e3 / device.bandwidth_gbps
-    roofline_us = device.roofline_us(problem.flops, problem.bytes)
+    ridge = device.peak_tflops_of(problem) * 1e3 / device.bandwidth_gbps
+    roofline_us = device.roofline_us(problem)
     return Explanation(
         problem=problem,
         device=device,
@@ -178,7 +178,7 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
         label=family.label(candidate),
         verdict=str(family.check(problem, candidate, device)),
         flops_per_smem_byte=intensity,
-        tile_tflops=min(device.peak_tflops, intensity * device.bandwidth_gbps / 1e3),
+        tile_tflops=min(device.peak_tflops_of(problem), intensity * device.bandwidth_gbps / 1e3),
         tiles=work,
         waves=waves,
         wave_efficiency=work / (waves * device.sm_count),

@@ -228,7 +228,7 @@ class Leaderboard:
         flops = [problem.flops for problem in problems]
         devices = {name: _device_named(name) for name in found["device_name"].unique()}
         floors = [
-            devices[name].roofline_us(problem.flops, problem.bytes) or math.nan
+            devices[name].roofline_us(problem) or math.nan
             for problem, name in zip(problems, found["device_name"], strict=True)
         ]
         # Where nothing beat torch.mm, that is the best, and the vendor's best is at least that.
@@ -452,7 +452,7 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
         first = ordered[ranks[-1] - 1] if ranks else row
         tied = bool(ranks) and abs(row.ratio / first.ratio - 1) <= max(row.noise, first.noise)
         ranks.append(ranks[-1] if tied else position + 1)
-    roofline_us = device.roofline_us(problem.flops, problem.bytes) if device else 0.0
+    roofline_us = device.roofline_us(problem) if device else 0.0
     return pandas.DataFrame(
         {
             "rank": ranks,

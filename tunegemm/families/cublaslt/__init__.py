@@ -59,8 +59,14 @@ def library_installed(problem: Problem, candidate: Candidate, device: Device) ->
 
 
 def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """cuBLASLt, table of supported types for cublasLtMatmul: 16-bit inputs give their own dtype or fp32."""
-    if candidate["algorithm"] == "cublaslt" and problem.out_dtype not in (problem.in_dtype, "fp32"):
+    """cuBLASLt, table of supported types for cublasLtMatmul: 16-bit inputs give their own dtype or fp32. Its
+    products of other inputs are asked for through torch only.
+    """
+    if candidate["algorithm"] != "cublaslt":
+        return None
+    if DTYPE_BYTES[problem.in_dtype] != 2:
+        return f"single algorithms are for bf16 and fp16 operands, not for {problem.in_dtype}"
+    if problem.out_dtype not in (problem.in_dtype, "fp32"):
         return f"cuBLASLt has no {problem.in_dtype} product with {problem.out_dtype} output"
     return None
 
@@ -111,7 +117,7 @@ class CublasLt:
     compiled = False
     tma = False
 
-    def unavailable(self) -> str | None:
+    def unavailable(self, *, launching: bool = False) -> str | None:
         """None when nvmath-python is installed. Without it torch.mm is the family's only candidate."""
         if importlib.util.find_spec("nvmath") is None:
             return "cuBLASLt's algorithms need nvmath-python: pip install nvmath-python"

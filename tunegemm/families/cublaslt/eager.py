@@ -7,6 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.epilogue import GATED
+from tunegemm.families.cublaslt.baseline import (
+    fits_library,
+    fp8_product,
+    library_multiplies_fp8,
+    with_tf32,
+)
 from tunegemm.problem import Problem
 
 if TYPE_CHECKING:
@@ -14,6 +20,8 @@ if TYPE_CHECKING:
 
 #: (value so far, operands by name, where to put the result or None).
 _Step = Callable[[Any, dict[str, Any], Any], Any]
+
+_FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def torch_fused(problem: Problem) -> Launcher:
@@ -24,24 +32,30 @@ def torch_fused(problem: Problem) -> Launcher:
     def launch(a: Any, b: Any, out: Any, *operands: Any) -> None:
         compute(a, b, *operands, out=out)
         if writes_amax:
-            operands[-1].copy_(out.abs().amax())
+            shown = out.float() if problem.out_dtype in _FP8 else out  # torch has no abs of fp8
+            operands[-1].copy_(shown.abs().amax())
 
-    return launch
+    return with_tf32(launch) if problem.in_dtype == "tf32" else launch
 
 
 def composed(problem: Problem) -> Callable[..., Any]:
     """A function of (a, b, operands ..., out=None) that returns D, without its amax.
 
-    alpha, C and a column bias go into ``torch.addmm`` (`baddbmm` with a batch) where dtypes allow; all else
-    follows. Of a user's function every operation is a kernel of its own.
+    alpha, C and a column bias go into ``torch.addmm`` (`baddbmm` with a batch) where dtypes allow, scales of
+    fp8 operands into ``torch._scaled_mm``; all else follows. Of a user's function every operation is a kernel
+    of its own.
     """
+    import torch
+
     fused = problem.fused
     names = [operand.name for operand in fused.operands]
     steps = [step for step in fused.steps if step != "amax"]
     multiply, added = _product(problem, steps)
-    rest = [_step(step) for step in steps if step not in added]
+    rest = [_step(step, _working_dtype(problem)) for step in steps if step not in added]
     if fused.function is not None:
         rest = [lambda x, given, out: _into(out, fused.reference(x, given).to(x.dtype))]
+    if rest and problem.out_dtype in _FP8:
+        rest.append(lambda x, given, out: _into(out, x.to(getattr(torch, _FP8[problem.out_dtype]))))
 
     def compute(a: Any, b: Any, *operands: Any, out: Any = None) -> Any:
         given = dict(zip(names, operands, strict=True))
@@ -61,8 +75,10 @@ def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tu
     """The library's call, and the steps that it takes."""
     import torch
 
+    if problem.in_dtype.startswith("fp8"):
+        return _fp8_product(problem, steps)
     many = problem.batch > 1
-    same = problem.in_dtype == problem.out_dtype
+    same = problem.out_dtype == ("fp32" if problem.in_dtype == "tf32" else problem.in_dtype)
     if "beta_c" in steps and same and not {"scale_tensor", "scale_rowwise"} & set(steps):
         add = torch.baddbmm if many else torch.addmm
 
@@ -82,14 +98,53 @@ def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tu
     return lambda a, b, given, out: mm(a, b) if out is None else mm(a, b, out=out), ()
 
 
-def _step(name: str) -> _Step:
-    """One step as torch's own operation."""
+def _working_dtype(problem: Problem) -> Any:
+    """The output's, or bf16 for an fp8 output, which torch converts to but does not compute in."""
+    import torch
+
+    return {"fp16": torch.float16, "fp32": torch.float32}.get(problem.out_dtype, torch.bfloat16)
+
+
+def _fp8_product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """``torch._scaled_mm`` with the scales, where it takes them: those of rows and columns for bf16 only."""
+    import torch
+
+    own = _working_dtype(problem)
+    first = steps[0] if steps else ""
+    scaled = first == "scale_tensor" or (first == "scale_rowwise" and own == torch.bfloat16)
+    if scaled and problem.batch == 1 and library_multiplies_fp8(problem) and fits_library(problem):
+
+        def with_scales(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
+            scale_a, scale_b = given["scale_a"], given["scale_b"]
+            if first == "scale_rowwise":
+                scale_a, scale_b = scale_a[:, None], scale_b[None, :]
+            fast = problem.accumulation == "fast"
+            dtype = own if out is None else out.dtype
+            return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
+
+        return with_scales, (first,)
+    launch = fp8_product(problem)
+
+    def product(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
+        value = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=own, device=a.device) if out is None else out
+        launch(a, b, value)
+        return value
+
+    return product, ()
+
+
+def _step(name: str, dtype: Any) -> _Step:
+    """One step as torch's own operation; dtype: what products are computed in."""
     import torch
 
     aten = torch.ops.aten
 
     def column(vector: Any) -> Any:
         return vector[:, None]
+
+    def scale(x: Any, factor: Any, out: Any) -> Any:
+        # An fp32 factor makes the product fp32; what follows wants the output's dtype.
+        return (x * factor).to(dtype) if out is None else torch.mul(x, factor, out=out)
 
     def activate(which: str, x: Any, out: Any) -> Any:
         if which.startswith("gelu"):
@@ -109,10 +164,8 @@ def _step(name: str) -> _Step:
 
     steps: dict[str, _Step] = {
         "alpha": lambda x, given, out: torch.mul(x, given["alpha"], out=out),
-        "scale_tensor": lambda x, given, out: torch.mul(x, given["scale_a"] * given["scale_b"], out=out),
-        "scale_rowwise": lambda x, given, out: torch.mul(
-            x * column(given["scale_a"]), given["scale_b"], out=out
-        ),
+        "scale_tensor": lambda x, given, out: scale(x, given["scale_a"] * given["scale_b"], out),
+        "scale_rowwise": lambda x, given, out: scale(x * column(given["scale_a"]), given["scale_b"], out),
         "beta_c": lambda x, given, out: torch.add(x, given["c"], alpha=given["beta"], out=out),
         "bias_n": lambda x, given, out: torch.add(x, given["bias"], out=out),
         "bias_m": lambda x, given, out: torch.add(x, column(given["bias"]), out=out),

@@ -39,7 +39,7 @@ class CuteSm80(Generator):
 
     limited_launch = ("split_k",)
     extent_rules = frozenset({"accumulation_fits", "split_fits"})
-    packages = (("cutlass", "nvidia-cutlass-dsl"),)
+    packages = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi"))
     config = KernelConfig
     rules = RULES
 

@@ -6,6 +6,7 @@ from tunegemm.device import Device
 from tunegemm.families.cute_sm80.config import MMA_K, MMA_M, MMA_N, KernelConfig
 from tunegemm.families.generator import config_maker
 from tunegemm.families.tiles import split_fits
+from tunegemm.feasibility import half_operands
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -138,6 +139,7 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
 #: and runs, but repeats another candidate, computes nothing, or is worth less than another.
 RULES = (
     architecture,
+    half_operands,
     alignment,
     vector_fits,
     accumulation,

@@ -45,6 +45,8 @@ class KernelConfig:
     """The problem's, as `tunegemm.epilogue` writes it."""
     transposed: bool = False
     """Whether that epilogue's rows are the kernel's columns: with swap_ab. False without an epilogue."""
+    accumulation: str = "fast"
+    """``fast``, or ``two_level``: see `tunegemm.problem.ACCUMULATIONS`."""
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
@@ -80,8 +82,13 @@ class KernelConfig:
 
     @property
     def accumulator_registers(self) -> int:
-        """fp32 accumulators of one consumer thread."""
+        """32-bit accumulators of one consumer thread that hold one tile."""
         return self.tile_m * self.tile_n // (WARPGROUP_THREADS * self.tile_warpgroups)
+
+    @property
+    def sum_registers(self) -> int:
+        """Registers of one consumer thread for sums: two-level accumulation holds the tile twice."""
+        return self.accumulator_registers * (2 if self.accumulation == "two_level" else 1)
 
     @property
     def threads(self) -> int:
@@ -94,7 +101,7 @@ class KernelConfig:
         if self.consumers == 3:  # 32 + 3 x 160 = 4 x 128, the allocation of 512 threads
             return 32, 160
         # 2 consumers: 24 + 2 x 240 = 40 + 2 x 232 = 3 x 168, the allocation of 384 threads
-        return (24, 240) if self.accumulator_registers >= 200 else (40, 232)
+        return (24, 240) if self.sum_registers >= 200 else (40, 232)
 
     @property
     def stage_bytes(self) -> int:

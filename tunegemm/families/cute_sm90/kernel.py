@@ -8,9 +8,9 @@ consumer warpgroups multiply them by WGMMA and store through shared memory by TM
                every CTA that this CTA's tiles reach   multicasts into the released stage
     order[w]   named barrier, pingpong only: warpgroup w may issue its mainloop
 
-With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. A warpgroup leaves
-its partial sums in a workspace; the last to arrive adds all of them, in the order of k, and stores: the
-result does not depend on who was last, and nobody waits.
+With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. Their sums meet in
+pairs in a workspace, where the later of two goes on with the total; the last one stores: the result does not
+depend on who was late, and nobody waits.
 
 An epilogue (`tunegemm.epilogue`) works on a warpgroup's accumulators, fp32 and in registers, one subtile at a
 time between the mainloop and the staging buffers; its vectors and matrices are read from global memory where
@@ -33,8 +33,14 @@ from tunegemm.families.cute_sm90.config import (
     WARPGROUP_THREADS,
     KernelConfig,
 )
+from tunegemm.families.cute_sm90.kernel_tf32 import MmaTf32
+from tunegemm.problem import operand_dtypes
 
-DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
+DTYPES = {
+    "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "tf32": cutlass.TFloat32,
+    "fp8_e4m3": cutlass.Float8E4M3FN, "fp8_e5m2": cutlass.Float8E5M2, "int8": cutlass.Int8,
+    "int32": cutlass.Int32,
+}  # fmt: skip
 WARPS = WARPGROUP_THREADS // 32
 
 # Named barriers; 0 is the whole block's.
@@ -52,9 +58,9 @@ class Gemm:
 
     def __init__(self, config: KernelConfig):
         self.config = config
-        self.in_dtype = DTYPES[config.in_dtype]
+        self.a_dtype, self.b_dtype = (DTYPES[name] for name in operand_dtypes(config.in_dtype))
         self.out_dtype = DTYPES[config.out_dtype]
-        self.acc_dtype = cutlass.Float32
+        self.acc_dtype = cutlass.Int32 if config.in_dtype == "int8" else cutlass.Float32
         self.epilogue = config.fused
         # Vectors and matrices of an epilogue have the output's dtype, but that of fp8 outputs is too coarse.
         self.operand_dtype = DTYPES[operand_dtype(Operand("", "matrix"), config.out_dtype)]
@@ -108,8 +114,8 @@ class Gemm:
     ):  # fmt: skip
         """See `__call__`; words: what an epilogue's operands are (see `FusedGemm`)."""
         config = self.config
-        mA = self.operand(a_address, self.in_dtype, (m, k, batch), config.a_major == "k", lda, a_batch_stride)
-        mB = self.operand(b_address, self.in_dtype, (n, k, batch), config.b_major == "k", ldb, b_batch_stride)
+        mA = self.operand(a_address, self.a_dtype, (m, k, batch), config.a_major == "k", lda, a_batch_stride)
+        mB = self.operand(b_address, self.b_dtype, (n, k, batch), config.b_major == "k", ldb, b_batch_stride)
         out_n = n
         if const_expr(self.epilogue.gated):
             out_n = n // 2
@@ -118,35 +124,23 @@ class Gemm:
         )
         a_layout, b_layout = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
 
-        tiled_mma = sm90.make_trivial_tiled_mma(
-            self.in_dtype,
-            self.in_dtype,
-            a_layout.sm90_mma_major_mode(),
-            b_layout.sm90_mma_major_mode(),
-            self.acc_dtype,
-            (config.tile_warpgroups, 1, 1),
-            tiler_mn=(MMA_ATOM_M, config.tile_n),
-        )
-        sA_layout = self.ring_layout(a_layout, config.tile_m)
-        sB_layout = self.ring_layout(b_layout, config.tile_n)
+        tiled_mma = self.tiled_mma(a_layout, b_layout, config.tile_warpgroups, config.tile_n)
+        sA_layout = self.ring_layout(a_layout, self.a_dtype, config.tile_m, config.stages)
+        sB_layout = self.ring_layout(b_layout, self.b_dtype, config.tile_n, config.stages)
 
-        tma_a, gA = self.tma_load(mA, sA_layout, (config.tile_m, config.tile_k), config.cluster_n)
-        tma_b, gB = self.tma_load(mB, sB_layout, (config.tile_n, config.tile_k), config.cluster_m)
+        # Layouts of one stage are made anew: a slice of tf32's ring aborts the compiler where a stage is no
+        # multiple of 1024 elements (nvidia-cutlass-dsl 4.8.1).
+        stage_a = self.ring_layout(a_layout, self.a_dtype, config.tile_m)
+        stage_b = self.ring_layout(b_layout, self.b_dtype, config.tile_n)
+        tma_a, gA = self.tma_load(mA, stage_a, (config.tile_m, config.tile_k), config.cluster_n)
+        tma_b, gB = self.tma_load(mB, stage_b, (config.tile_n, config.tile_k), config.cluster_m)
         epilogue_mma = None
         sD_layout = None
         tma_d = None
         gD = mD
         if const_expr(config.epi_n > 0):
             # The same atom, one subtile wide: which thread holds which element of a subtile.
-            epilogue_mma = sm90.make_trivial_tiled_mma(
-                self.in_dtype,
-                self.in_dtype,
-                a_layout.sm90_mma_major_mode(),
-                b_layout.sm90_mma_major_mode(),
-                self.acc_dtype,
-                (1, 1, 1),
-                tiler_mn=(MMA_ATOM_M, config.epi_n),
-            )
+            epilogue_mma = self.tiled_mma(a_layout, b_layout, 1, config.epi_n)
             sD_layout = self.staging_layout(LayoutEnum.from_tensor(mD))
             tma_d, gD = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileS2GOp(),
@@ -193,6 +187,22 @@ class Gemm:
         pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
         return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
 
+    def tiled_mma(self, a_layout, b_layout, warpgroups, columns):
+        """WGMMAs of 64 rows and so many columns, one per warpgroup along m."""
+        a_major, b_major = a_layout.sm90_mma_major_mode(), b_layout.sm90_mma_major_mode()
+        if self.config.in_dtype == "tf32":
+            op = MmaTf32(columns, a_major, b_major)
+            return cute.make_tiled_mma(cute.make_mma_atom(op), (warpgroups, 1, 1))
+        return sm90.make_trivial_tiled_mma(
+            self.a_dtype,
+            self.b_dtype,
+            a_major,
+            b_major,
+            self.acc_dtype,
+            (warpgroups, 1, 1),
+            tiler_mn=(MMA_ATOM_M, columns),
+        )
+
     def shared_storage(self, a_elements, b_elements):
         """Barriers, rings and staging buffers: what `KernelConfig.smem_bytes` counts."""
         config = self.config
@@ -201,8 +211,8 @@ class Gemm:
             full: cute.struct.MemRange[Int64, config.stages]
             empty: cute.struct.MemRange[Int64, config.stages]
             arrived: cute.struct.MemRange[Int32, 4]
-            a: cute.struct.Align[cute.struct.MemRange[self.in_dtype, a_elements], SMEM_ALIGNMENT]
-            b: cute.struct.Align[cute.struct.MemRange[self.in_dtype, b_elements], SMEM_ALIGNMENT]
+            a: cute.struct.Align[cute.struct.MemRange[self.a_dtype, a_elements], SMEM_ALIGNMENT]
+            b: cute.struct.Align[cute.struct.MemRange[self.b_dtype, b_elements], SMEM_ALIGNMENT]
 
         if config.epi_n > 0:
             staged = config.epilogue_bytes * 8 // self.out_dtype.width
@@ -211,17 +221,16 @@ class Gemm:
             ]
         return cute.struct(Storage)
 
-    def ring_layout(self, layout, rows):
-        """Swizzled (rows, tile_k, stages) layout of an operand's ring."""
-        config = self.config
+    def ring_layout(self, layout, dtype, rows, *stages):
+        """Swizzled (rows, tile_k, stages) layout of an operand's ring, or of one stage."""
+        shape = (rows, self.config.tile_k, *stages)
         k_major = layout.sm90_mma_major_mode() == warpgroup.OperandMajorMode.K
         atom = warpgroup.make_smem_layout_atom(
-            sm90.get_smem_layout_atom(layout, self.in_dtype, config.tile_k if k_major else rows),
-            self.in_dtype,
+            sm90.get_smem_layout_atom(layout, dtype, self.config.tile_k if k_major else rows),
+            dtype,
         )
-        return cute.tile_to_shape(
-            atom, (rows, config.tile_k, config.stages), order=(0, 1, 2) if k_major else (1, 0, 2)
-        )
+        order = (0, 1, 2) if k_major else (1, 0, 2)
+        return cute.tile_to_shape(atom, shape, order=order[: len(shape)])
 
     def staging_layout(self, layout):
         """Swizzled (64, epi_n, buffers) layout of the output's staging buffers, all warpgroups' in a row."""
@@ -237,14 +246,13 @@ class Gemm:
             order=(0, 1, 2) if n_major else (1, 0, 2),
         )
 
-    def tma_load(self, tensor, staged_layout, box, multicast):
+    def tma_load(self, tensor, stage_layout, box, multicast):
         """TMA load atom of one stage; with a cluster each CTA loads its share and multicasts it."""
         op = (
             cpasync.CopyBulkTensorTileG2SOp()
             if multicast == 1
             else cpasync.CopyBulkTensorTileG2SMulticastOp()
         )
-        stage_layout = cute.slice_(staged_layout, (None, None, 0))
         return cpasync.make_tiled_tma_atom(op, tensor, stage_layout, box, num_multicast=multicast)
 
     # ---- device side --------------------------------------------------------------------------------
@@ -466,6 +474,7 @@ class Gemm:
         """One consumer warpgroup: multiply, convert, store."""
         config = self.config
         pingpong = const_expr(config.schedule == "pingpong")
+        two_level = const_expr(config.accumulation == "two_level")
         cta_m, cta_n, cluster = cute.arch.block_idx()
         _, _, clusters = cute.arch.grid_dim()
         group_thread = thread % WARPGROUP_THREADS
@@ -479,6 +488,10 @@ class Gemm:
         accumulators = cute.make_rmem_tensor(
             slice_mma.partition_shape_C((config.tile_m, config.tile_n)), self.acc_dtype
         )
+
+        partial = None
+        if const_expr(two_level):
+            partial = cute.make_rmem_tensor(accumulators.layout, self.acc_dtype)
 
         # Which CTAs wait for this CTA's release of a stage: those that multicast into it.
         signal = lane == 0
@@ -508,43 +521,50 @@ class Gemm:
             if const_expr(pingpong):
                 cute.arch.barrier(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP_THREADS)
 
-            # The first k tile overwrites the accumulators, the others add to them. One WGMMA group stays
-            # in flight, so that the tensor cores have work while a stage is released and the next awaited.
-            cute.arch.mbarrier_wait(full + stage, phase)
-            warpgroup.fence()
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-            for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                self.multiply(tiled_mma, accumulators, tCrA, tCrB, block, stage)
-                tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.commit_group()
-            previous = stage
-            stage += 1
-            if stage == config.stages:
-                stage = Int32(0)
-                phase ^= 1
-            for _ in cutlass.range(k_tiles - 1, unroll=1):
+            if const_expr(two_level):
+                stage, phase = self.sum_two_level(
+                    tiled_mma, accumulators, partial, tCrA, tCrB, full, empty, stage, phase, k_tiles, signal,
+                    peer,
+                )  # fmt: skip
+            else:
+                # The first k tile overwrites the accumulators, the others add to them. One WGMMA group stays
+                # in flight, so that the tensor cores have work while a stage is released and one awaited.
                 cute.arch.mbarrier_wait(full + stage, phase)
                 warpgroup.fence()
+                tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
                 for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                     self.multiply(tiled_mma, accumulators, tCrA, tCrB, block, stage)
+                    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
                 warpgroup.commit_group()
-                warpgroup.wait_group(1)
-                if signal:
-                    cute.arch.mbarrier_arrive(empty + previous, peer)
                 previous = stage
                 stage += 1
                 if stage == config.stages:
                     stage = Int32(0)
                     phase ^= 1
+                for _ in cutlass.range(k_tiles - 1, unroll=1):
+                    cute.arch.mbarrier_wait(full + stage, phase)
+                    warpgroup.fence()
+                    for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                        self.multiply(tiled_mma, accumulators, tCrA, tCrB, block, stage)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(1)
+                    if signal:
+                        cute.arch.mbarrier_arrive(empty + previous, peer)
+                    previous = stage
+                    stage += 1
+                    if stage == config.stages:
+                        stage = Int32(0)
+                        phase ^= 1
             if const_expr(pingpong):
                 cute.arch.barrier_arrive(
                     barrier_id=ORDER_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP_THREADS
                 )
             # The divisions of the tile's coordinates run under the last WGMMAs.
             tile_m, tile_n, entry, part = self.tile_of(work, walk)
-            warpgroup.wait_group(0)
-            if signal:
-                cute.arch.mbarrier_arrive(empty + previous, peer)
+            if const_expr(not two_level):
+                warpgroup.wait_group(0)
+                if signal:
+                    cute.arch.mbarrier_arrive(empty + previous, peer)
 
             holds_sum = cutlass.Boolean(True)
             if walk[3] > 1:
@@ -592,11 +612,46 @@ class Gemm:
         cute.gemm(tiled_mma, accumulators, tCrA[index], tCrB[index], accumulators)
 
     @cute.jit
+    def sum_two_level(
+        self, tiled_mma, sums, partial, tCrA, tCrB, full, empty, stage, phase, k_tiles, signal, peer
+    ):  # fmt: skip
+        """The main loop where the tensor cores add up one k tile only, and fp32 registers all of them.
+
+        Nothing stays in flight while a warpgroup adds; with two at one tile the other's WGMMAs run then.
+        """
+        config = self.config
+        sums.fill(0)
+        for _ in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            warpgroup.fence()
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+            for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                self.multiply(tiled_mma, partial, tCrA, tCrB, block, stage)
+                tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            if signal:
+                cute.arch.mbarrier_arrive(empty + stage, peer)
+            for value in cutlass.range_constexpr(config.accumulator_registers):
+                sums[value] = sums[value] + partial[value]
+            stage += 1
+            if stage == config.stages:
+                stage = Int32(0)
+                phase ^= 1
+        return stage, phase
+
+    @cute.jit
     def reduce(self, accumulators, partials, counters, arrived, tile, part, parts, group, group_thread):
-        """Leave this part's sums in the workspace; true for the last part, which then holds the total.
+        """Add up the parts of a tile along a tree; true for the one that then holds the total.
+
+        Parts 0 and 1 meet, 2 and 3, then 0-1 and 2-3, and so on: the later of two adds the earlier's sums to
+        its own, the earlier is done. Nobody waits, and the sums are the same whoever is late. A part that is
+        late at each meeting reads log2(parts) sums; one that read them all would take 9 us longer of 63 for 8
+        parts of 128x128 (H200, 512x512x65536, 2026-11-21).
 
         Only the same warpgroup of other CTAs touches these sums, thread by thread at the same place, so
-        that their layout is free: four neighbours of a thread, then threads, for 16-byte accesses.
+        that their layout is free: four neighbours of a thread, then threads, for 16-byte accesses. Each
+        meeting has a counter, that of the first part on its right side.
         """
         config = self.config
         values = config.accumulator_registers
@@ -606,31 +661,49 @@ class Gemm:
         layout = cute.make_layout((4, values // 4), stride=(1, 4 * WARPGROUP_THREADS))
         own = cute.make_tensor(accumulators.iterator, cute.make_layout((4, values // 4)))
         first = partials + Int64(tile_group * parts) * (values * WARPGROUP_THREADS) + group_thread * 4
-        mine = cute.make_tensor(first + Int64(part) * (values * WARPGROUP_THREADS), layout)
-        for chunk in cutlass.range_constexpr(values // 4):
-            cute.autovec_copy(own[(None, chunk)], mine[(None, chunk)])
-        # Each thread's sums are visible before the one thread counts, and counting orders it before the
-        # readers: release and acquire at device scope on both sides of the barrier.
-        cute.arch.fence_acq_rel_gpu()
-        self.epilogue_barrier(group)
-        if group_thread == 0:
-            before = cute.arch.atomic_add(counters + tile_group, Int32(1), sem="acq_rel", scope="gpu")
-            cute.make_tensor(arrived, cute.make_layout(1))[0] = before
-        self.epilogue_barrier(group)
-        last = cute.make_tensor(arrived, cute.make_layout(1))[0] == parts - 1
-        if last:
-            cute.arch.fence_acq_rel_gpu()
-            if group_thread == 0:
-                cute.make_tensor(counters + tile_group, cute.make_layout(1))[0] = Int32(0)
-            accumulators.fill(0.0)
-            for index in cutlass.range(parts, unroll=1):
-                theirs = cute.make_tensor(first + Int64(index) * (values * WARPGROUP_THREADS), layout)
-                for chunk in cutlass.range_constexpr(values // 4):
-                    piece = cute.make_rmem_tensor(4, self.acc_dtype)
-                    cute.autovec_copy(theirs[(None, chunk)], piece)
-                    for value in cutlass.range_constexpr(4):
-                        own[value, chunk] = own[value, chunk] + piece[value]
-        return last
+        answer = cute.make_tensor(arrived, cute.make_layout(1))
+        holds = cutlass.Boolean(True)
+        side = Int32(1)  # parts on each side of a meeting
+        while holds and side < parts:
+            left = part & ~(2 * side - 1)
+            right = left + side
+            if right < parts:
+                counter = counters + tile_group * parts + right
+                mine = part & ~(side - 1)
+                # Sums that nobody will read need not be written: first a look whether the other is there.
+                if group_thread == 0:
+                    answer[0] = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                self.epilogue_barrier(group)
+                late = answer[0] == 1
+                self.epilogue_barrier(group)
+                if not late:
+                    place = cute.make_tensor(first + Int64(mine) * (values * WARPGROUP_THREADS), layout)
+                    for chunk in cutlass.range_constexpr(values // 4):
+                        cute.autovec_copy(own[(None, chunk)], place[(None, chunk)])
+                    # Each thread's sums are visible before the one thread counts, and counting orders it
+                    # before the reader: release and acquire at device scope on both sides of the barrier.
+                    cute.arch.fence_acq_rel_gpu()
+                    self.epilogue_barrier(group)
+                    if group_thread == 0:
+                        answer[0] = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+                    self.epilogue_barrier(group)
+                    late = answer[0] == 1
+                    self.epilogue_barrier(group)
+                if late:
+                    cute.arch.fence_acq_rel_gpu()
+                    if group_thread == 0:
+                        cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
+                    theirs = cute.make_tensor(
+                        first + Int64(left + right - mine) * (values * WARPGROUP_THREADS), layout
+                    )
+                    for chunk in cutlass.range_constexpr(values // 4):
+                        piece = cute.make_rmem_tensor(4, self.acc_dtype)
+                        cute.autovec_copy(theirs[(None, chunk)], piece)
+                        for value in cutlass.range_constexpr(4):
+                            own[value, chunk] = own[value, chunk] + piece[value]
+                holds = late
+            side *= 2
+        return holds
 
     @cute.jit
     def store(

@@ -6,13 +6,19 @@ from tunegemm.device import Device
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
 from tunegemm.families.generator import config_maker
 from tunegemm.families.tiles import seen_by_kernel, split_fits, swap_fits
-from tunegemm.problem import Problem
+from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
 
 #: Registers a consumer thread needs beside its accumulators: descriptors, barriers, addresses, the
 #: epilogue's fragment. Of a budget of 240, 208 accumulators leave 32 and compile without spills; 216 leave
 #: 24 and spill (both in tests/test_cute_sm90.py, nvidia-cutlass-dsl 4.8.1).
 _OVERHEAD_REGISTERS = 32
+#: The same beside both sums of two-level accumulation, of which the epilogue needs but one: 224 of 240 and
+#: 144 of 160 leave 16 and compile without spills; 240 and 160 spill (same tests).
+_MAIN_LOOP_REGISTERS = 16
+#: k that the tensor cores add up before two-level accumulation takes it over.
+_PROMOTED_K = 128
+_SWIZZLE_ROW_BYTES = 128
 
 #: More of them where pairs of columns gate each other: both halves of a fragment beside the accumulators. 160
 #: accumulators compile without spills, 192 spill 384 B (tests/test_epilogue.py).
@@ -52,13 +58,43 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
     return None
 
 
+def operand_majors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """WGMMA transposes 16-bit operands only (PTX ISA, wgmma.mma_async: imm-trans-a and -b are for them)."""
+    if DTYPE_BYTES[problem.in_dtype] != 2 and (problem.a_major, problem.b_major) != ("k", "k"):
+        return (
+            f"layout {problem.layout} of {problem.in_dtype}: WGMMA reads all but 16-bit operands as tn only"
+        )
+    return None
+
+
+def ring_rows(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A stage has one or two rows of the 128-byte smem swizzle along k. Half a row would be half the work for
+    a barrier, as any other dtype has it at another tile_k, and more than two only make stages few.
+    """
+    row_bytes = candidate["tile_k"] * DTYPE_BYTES[problem.in_dtype]
+    if row_bytes not in (_SWIZZLE_ROW_BYTES, 2 * _SWIZZLE_ROW_BYTES):
+        return f"tile_k {candidate['tile_k']} of {problem.in_dtype} = {row_bytes} B, not 128 or 256 B"
+    return None
+
+
+def promotion(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Two-level accumulation means the same for every kernel: a k tile is what the tensor cores add up."""
+    if problem.accumulation == "two_level" and candidate["tile_k"] != _PROMOTED_K:
+        return f"tile_k {candidate['tile_k']}: two-level sums take over every {_PROMOTED_K} of k"
+    return None
+
+
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills."""
     config = config_of(problem, candidate)
     overhead = _OVERHEAD_REGISTERS + (_GATE_REGISTERS if config.fused.gated else 0)
     budget = config.registers[1]
-    if config.accumulator_registers + overhead > budget:
-        return f"{config.accumulator_registers} accumulators + {overhead} > setmaxnreg {budget}"
+    for sums, others in (
+        (config.accumulator_registers, overhead),
+        (config.sum_registers, _MAIN_LOOP_REGISTERS),
+    ):
+        if sums + others > budget:
+            return f"{sums} accumulators + {others} > setmaxnreg {budget}"
     return None
 
 
@@ -131,6 +167,9 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
 #: candidate or computes nothing.
 RULES = (
     architecture,
+    operand_majors,
+    ring_rows,
+    promotion,
     fused_store,
     epilogue_tile,
     cluster,

@@ -39,12 +39,13 @@ class GluonWgmma(Generator):
     }  # fmt: skip
     limited_launch = ("ctas",)
     extent_rules = frozenset({"tma_alignment", "swap_fits", "grid_fits"})
-    packages = (("triton", "triton"), ("cuda.bindings", "cuda-bindings"))
+    packages = (("cuda.bindings", "cuda-bindings"),)
+    compiler_packages = (("triton", "triton"),)
     config = KernelConfig
     rules = RULES
 
-    def unavailable(self) -> str | None:
-        if (missing := super().unavailable()) is not None:
+    def unavailable(self, *, launching: bool = False) -> str | None:
+        if (missing := super().unavailable(launching=launching)) is not None or launching:
             return missing
         version = package_version("triton")
         if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TRITON:

@@ -11,7 +11,7 @@ from tunegemm.device import Device
 from tunegemm.families.generator import config_maker
 from tunegemm.families.gluon_wgmma.config import MMA_ATOM_M, SCHEDULES, WARPGROUP_WARPS, KernelConfig
 from tunegemm.families.tiles import swap_fits
-from tunegemm.feasibility import tma_alignment
+from tunegemm.feasibility import half_operands, tma_alignment
 from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
 
@@ -171,6 +171,7 @@ def grid_fits(problem: Problem, candidate: Candidate, device: Device) -> str | N
 #: Cheapest first. Those named `..._fits` reject what runs, but repeats another candidate or gains nothing.
 RULES = (
     architecture,
+    half_operands,
     tma_alignment,
     narrow_lines,
     ring,

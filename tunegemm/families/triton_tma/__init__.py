@@ -34,7 +34,8 @@ class TritonTma(Generator):
     }
     limited_launch = ("ctas", "split_k")
     extent_rules = frozenset({"tma_alignment", "warp_specialization", "two_fits", "swap_fits", "split_fits"})
-    packages = (("triton", "triton"), ("cuda.bindings", "cuda-bindings"))
+    packages = (("cuda.bindings", "cuda-bindings"),)
+    compiler_packages = (("triton", "triton"),)
     config = KernelConfig
     rules = RULES
 

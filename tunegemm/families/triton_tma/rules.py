@@ -6,7 +6,7 @@ from tunegemm.device import Device
 from tunegemm.families.generator import config_maker
 from tunegemm.families.tiles import split_fits, swap_fits, tile_count
 from tunegemm.families.triton_tma.config import SPECIALIZED_BYTES, KernelConfig
-from tunegemm.feasibility import tma_alignment
+from tunegemm.feasibility import half_operands, tma_alignment
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -142,6 +142,7 @@ def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | No
 #: Cheapest first. Those named `..._fits` reject what runs, but repeats another candidate or gains nothing.
 RULES = (
     architecture,
+    half_operands,
     tma_alignment,
     block_shape,
     warps,

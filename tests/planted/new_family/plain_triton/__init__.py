@@ -65,8 +65,9 @@ class PlainTriton:
     limited_launch = ()
     extent_rules = frozenset({"operands"})
 
-    def unavailable(self) -> str | None:
-        return None if find_spec("triton") else "triton is not installed; pip install triton"
+    def unavailable(self, *, launching: bool = False) -> str | None:
+        missing = not launching and find_spec("triton") is None
+        return "triton is not installed; pip install triton" if missing else None
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
         return apply_rules((operands, smem, registers), problem, candidate, device)

@@ -1,0 +1,443 @@
+"""Times a Llama model of `transformers` end to end, with and without tunegemm, in one interleave each.
+
+    python -m benchmarks.clients --tune 60                        # tunes the model's products first, for 60 s
+    python -m benchmarks.clients --workloads decode-16 --modes graph,max-autotune
+    python -m benchmarks.clients --device cpu --tiny              # without a GPU: the results alone, no times
+
+The layers are those of an 8B model with random weights; nothing is downloaded. Prefill is one prompt of 4096
+tokens, decode one token for each of 16 or 64 sequences behind 512 tokens of context, train one step of AdamW
+on 4096 tokens. Each runs eagerly, in a CUDA graph of the eager code, and under torch.compile. The mode
+`max-autotune`, which is to be asked for, is torch.compile's own tuning, without tunegemm, in a CUDA graph.
+Writes results/GPU/clients.json after each workload, so that it can run in slices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import math
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import tunegemm
+from benchmarks.results import Results, meta, results_path
+from tunegemm.device import Device, find_device, package_version
+from tunegemm.errors import TunegemmError, TunegemmWarning
+from tunegemm.measure.statistics import aa_noise
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+    from transformers.cache_utils import Cache
+
+METHOD = (
+    "wall time of a step with the device idle before and after, several steps a sample where one is short; "
+    "with and without tunegemm in shuffled order in each round, medians, ratio the median over rounds of "
+    "torch's sample to tunegemm's; noise of timing torch's step twice a round; errors are relative to the "
+    "same model in fp32, of logits, for train of a weight's gradient; AdamW has a learning rate of 0"
+)
+MODES = ("eager", "graph", "compile", "max-autotune")
+#: Of the modes, the one that has nothing of ours in it.
+_TORCH_ONLY = "max-autotune"
+CONTEXT = 512
+#: A sample is made of as many steps as take so long.
+_SAMPLE_MS = 20.0
+#: A result may be this much further from fp32 than torch's own.
+_TOLERANCE = 1.25
+
+Step = Callable[[], torch.Tensor]
+
+
+class ClientError(TunegemmError):
+    """A model or mode that cannot be run here."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and its inputs."""
+
+    layers: int
+    hidden: int = 4096
+    intermediate: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    vocabulary: int = 128256
+    prompt: int = 4096
+    context: int = CONTEXT
+
+    @classmethod
+    def tiny(cls, layers: int) -> Size:
+        """For a test of the parts: says nothing of speed."""
+        return cls(layers, 128, 256, 4, 2, 512, 64, 16)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input, 1 where a result is further from fp32 than torch's allows."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.clients", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: 2; the model has 32)")
+    parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
+    parser.add_argument(
+        "--modes",
+        default=",".join(MODES[:-1]),
+        help=f"default: %(default)s; also {_TORCH_ONLY}, which takes long",
+    )
+    parser.add_argument("--tune", type=float, metavar="SECONDS", help="first tune what has no settled record")
+    parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds")
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
+    options = parser.parse_args(arguments)
+    try:
+        for name, known in (("workloads", tuple(WORKLOADS)), ("modes", MODES)):
+            setattr(options, name, _chosen(getattr(options, name), known, name))
+        return run(options)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        raise ClientError(f"--{what} {unknown[0]!r} is not known; use some of {','.join(known)}")
+    return names
+
+
+def run(options: argparse.Namespace) -> int:
+    """Checks and times what was asked for, a row for each workload and mode; prints and writes them."""
+    place = torch.device(options.device)
+    size = Size.tiny(options.layers) if options.tiny else Size(options.layers)
+    device = find_device(options.device) if place.type == "cuda" else None
+    if device is None and options.tune:
+        raise ClientError("--tune needs a GPU; leave it out with --device cpu")
+    results = None
+    if device is not None:
+        torch.cuda.set_device(place)
+        facts = meta(device, METHOD)
+        facts["packages"] |= {"transformers": package_version("transformers")}
+        results = Results(results_path(options.out, device, "clients.json"), facts)
+    model = build(size, place)
+    # The same weights under tuned layers: nothing has to be switched on and off between steps.
+    tuned = copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+    print(f"{tunegemm.patch(tuned)} linear layers patched", flush=True)
+    if options.tune:
+        assert device is not None
+        tune([WORKLOADS[name](model, size, place) for name in options.workloads], device, options.tune)
+    wrong = 0
+    for name in options.workloads:
+        rows = measure(name, model, tuned, size, place, options.modes, options.rounds)
+        if results is not None:
+            results.put(*rows)
+        wrong += sum(not row["right"] for row in rows)
+        print(*map(_brief, rows), sep="\n", flush=True)
+    if results is not None:
+        print(f"written: {results.path}")
+    return 1 if wrong else 0
+
+
+def build(size: Size, place: torch.device) -> LlamaForCausalLM:
+    """The model in bf16 with random weights."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise ClientError(f"{error}; pip install 'tunegemm[bench]'") from None
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=2 * size.prompt,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with place:
+        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
+    """Records the products of a run of each step, and tunes those without a settled record."""
+    from tunegemm.database import Database
+    from tunegemm.spending import spend, standings
+    from tunegemm.tuning import Tuner
+    from tunegemm.workload import demands
+
+    with tunegemm.record() as recording:
+        for step in steps:
+            step()
+    found, refused = demands(recording.products)
+    torch.cuda.empty_cache()
+    with Database.open() as database, Tuner(device, database) as tuner:
+
+        def settled(problem: tunegemm.Problem) -> bool:
+            known = database.best(problem, device.fingerprint)
+            return known is not None and known.settled
+
+        missing = [demand for demand in found if not settled(demand.problem)]
+        print(f"{len(found)} products, {len(missing)} to tune; not tunable: {'; '.join(refused) or 'none'}")
+        for standing in spend(tuner, standings(missing, device), budget_seconds=seconds, effort="quick"):
+            best = standing.result.best if standing.result else None
+            told = f"{best.ratio:.3f} x torch.mm" if best else "nothing measured"
+            print(f"  {standing.demand.problem}: {told}", flush=True)
+    from tunegemm import dispatch
+
+    dispatch.refresh()
+
+
+def prefill(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
+    """One prompt; the logits of its last token."""
+    ids = _tokens((1, size.prompt), size, place)
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+
+    return step
+
+
+def decode(batch: int, model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
+    """The next token of each sequence; the same one each time, at the end of a full cache."""
+    ids = _tokens((batch, 1), size, place)
+    positions = torch.full((batch, 1), size.context, device=place)
+    cache = _context(model, batch, size, place)
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
+
+    return step
+
+
+def train(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
+    """Forward, backward and optimizer; the gradient of the first layer's first weight."""
+    ids = _tokens((1, size.prompt), size, place)
+    on_gpu = place.type == "cuda"
+    # A learning rate of 0 does all the work and leaves the weights as they are, for the next variant.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True, capturable=on_gpu)
+    watched = model.model.layers[0].self_attn.q_proj.weight
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        assert watched.grad is not None
+        return watched.grad
+
+    return step
+
+
+WORKLOADS: Mapping[str, Callable[[Any, Size, torch.device], Step]] = {
+    "prefill": prefill,
+    "decode-16": partial(decode, 16),
+    "decode-64": partial(decode, 64),
+    "train": train,
+}
+
+
+def _tokens(shape: tuple[int, int], size: Size, place: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(size.vocabulary, shape, generator=generator).to(place)
+
+
+def _context(model: LlamaForCausalLM, batch: int, size: Size, place: torch.device) -> Cache:
+    """A cache that is full but for the last token, which each step writes anew."""
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    class Layer(CacheLayerMixin):  # type: ignore[misc]
+        is_compileable = True
+        is_sliding = False
+
+        def lazy_initialization(self, *_: Any) -> None: ...
+
+        def update(self, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            self.keys[:, :, -1:].copy_(keys)
+            self.values[:, :, -1:].copy_(values)
+            return self.keys, self.values
+
+        def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+            return size.context + 1, 0
+
+        def get_seq_length(self, *_: Any) -> int:
+            return size.context
+
+        def get_max_length(self) -> int:
+            return size.context + 1
+
+    generator = torch.Generator(place).manual_seed(1)
+    shape = (batch, size.kv_heads, size.context + 1, size.hidden // size.heads)
+    layers = []
+    for _ in range(size.layers):
+        layer = Layer()
+        layer.keys, layer.values = (
+            torch.randn(shape, generator=generator, device=place, dtype=next(model.parameters()).dtype)
+            for _ in range(2)
+        )
+        layer.is_initialized = True
+        layers.append(layer)
+    return Cache(layers=layers)
+
+
+def measure(
+    workload: str,
+    model: LlamaForCausalLM,
+    tuned: LlamaForCausalLM,
+    size: Size,
+    place: torch.device,
+    modes: Sequence[str],
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """A row for each mode; without times on a CPU."""
+    make = WORKLOADS[workload]
+    reference = copy.deepcopy(model).float()
+    expected = make(reference, size, place)().float().clone()
+    del reference
+    steps: dict[tuple[str, str], Step] = {}
+    errors: dict[tuple[str, str], float] = {}
+    left: set[str] = set()
+    for mode in modes:
+        for library, which in (("torch", model), ("tunegemm", tuned)):
+            if mode == _TORCH_ONLY and library == "tunegemm":
+                continue
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", TunegemmWarning)
+                step = prepare(mode, make, which, size, place)
+                got = step().float()
+            left |= {str(warning.message) for warning in caught if warning.category is TunegemmWarning}
+            errors[mode, library] = ((got - expected).norm() / expected.norm()).item()
+            steps[mode, library] = step
+            del got
+    for message in sorted(left):
+        print(f"  {workload}: {message}")
+    samples = interleave(steps, rounds) if place.type == "cuda" else {}
+    rows = []
+    for mode in modes:
+        bound = max(_TOLERANCE * errors[mode, "torch"], 1e-6)
+        error = errors.get((mode, "tunegemm"))
+        row: dict[str, Any] = {"workload": workload, "mode": mode, "layers": size.layers, "dtype": "bf16"}
+        row |= {"torch_error": errors[mode, "torch"], "tunegemm_error": error}
+        row["right"] = error is None or error <= bound
+        if samples:
+            row |= _times(samples, mode)
+            row |= {"rounds": rounds, "left_to_torch": len(left)}
+        rows.append(row)
+    steps.clear()
+    torch.compiler.reset()
+    gc.collect()
+    if place.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def prepare(
+    mode: str, make: Callable[[Any, Size, torch.device], Step], model: Any, size: Size, place: torch.device
+) -> Step:
+    """The step of a workload in a mode, warm."""
+    captured = mode in ("graph", "max-autotune")
+    if captured and place.type != "cuda":
+        raise ClientError(f"--modes {mode} needs a GPU; use eager,compile with --device {place}")
+    if mode in ("compile", "max-autotune"):
+        # In a CUDA graph of ours, so that what is captured is the same as elsewhere.
+        how = "max-autotune-no-cudagraphs" if mode == "max-autotune" else "default"
+        model = _Compiled(model, torch.compile(model, mode=how, dynamic=False))
+    step = make(model, size, place)
+    if not captured:
+        for _ in range(3):
+            step()
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # workspaces and autotuning, outside the capture
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+class _Compiled:
+    """A compiled model whose parts are found as those of the model it was made of."""
+
+    def __init__(self, model: Any, compiled: Callable[..., Any]) -> None:
+        self._model, self._compiled = model, compiled
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._compiled(*arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+#: Name of torch's second timing in a round, for the noise.
+_AGAIN = "again"
+
+
+def interleave(steps: Mapping[tuple[str, str], Step], rounds: int) -> dict[tuple[str, str], list[float]]:
+    """Microseconds per step of each variant, a sample a round."""
+    timed = dict(steps) | {
+        (mode, _AGAIN): step for (mode, library), step in steps.items() if library == "torch"
+    }
+    calls = {key: max(1, math.ceil(_SAMPLE_MS * 1e3 / _time_us(step, 1))) for key, step in timed.items()}
+    samples: dict[tuple[str, str], list[float]] = {key: [] for key in timed}
+    generator = random.Random(0)
+    for _ in range(rounds):
+        for key in generator.sample(list(timed), len(timed)):
+            samples[key].append(_time_us(timed[key], calls[key]))
+    return samples
+
+
+def _time_us(step: Step, calls: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def _times(samples: Mapping[tuple[str, str], Sequence[float]], mode: str) -> dict[str, Any]:
+    torchs = samples[mode, "torch"]
+    times: dict[str, Any] = {
+        "torch_us": round(statistics.median(torchs), 1),
+        "noise": round(aa_noise(samples[mode, _AGAIN], torchs), 5),
+    }
+    if ours := samples.get((mode, "tunegemm")):
+        times["tunegemm_us"] = round(statistics.median(ours), 1)
+        times["ratio"] = round(statistics.median(t / o for t, o in zip(torchs, ours, strict=True)), 4)
+    return times
+
+
+def _brief(row: Mapping[str, Any]) -> str:
+    words = [f"{row['workload']} {row['mode']}:"]
+    if "torch_us" in row:
+        words.append(f"torch {row['torch_us'] / 1e3:.3f} ms")
+    if "ratio" in row:
+        words.append(f"tunegemm {row['tunegemm_us'] / 1e3:.3f} ms, {row['ratio']:.3f} x torch")
+        words.append(f"(noise {100 * row['noise']:.1f} %)")
+    words.append(f"error {row['torch_error']:.2e}")
+    if row["tunegemm_error"] is not None:
+        words.append(f"tunegemm {row['tunegemm_error']:.2e}{'' if row['right'] else ' WRONG'}")
+    return " ".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Every dtype beside torch's own call for it, one interleave per product.
+
+    python -m benchmarks.dtypes                            # tunes what is not recorded
+    python -m benchmarks.dtypes --dtypes int8,tf32 --shapes 4096x4096x4096 --trials 24
+
+Writes results/GPU/dtypes.json after each product and adds to what is there, so that it can run in slices: per
+product `torch`, its call, and `tunegemm_cute`, the best kernel of `cute_sm90` that tuning found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.epilogues import eager
+from benchmarks.peers import _tune, measure
+from benchmarks.results import Results, meta, peers_table, ratio, results_path
+from tunegemm.device import find_device
+from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.problem import Problem
+
+if TYPE_CHECKING:
+    from benchmarks.providers import Provider
+    from tunegemm.device import Device
+
+#: Squares, DeepSeek-V3's projections, and of Llama-3-8B QKV, the output at decode and gate with up.
+SHAPES = (
+    "8192x8192x8192", "4096x4096x4096", "4096x7168x2048", "128x7168x16384", "4096x2112x7168", "512x6144x4096",
+    "64x4096x4096", "4096x28672x4096",
+)  # fmt: skip
+
+#: Input dtype, how sums are kept, epilogue. torch's calls: `torch.mm` for fp16 and, where it is allowed,
+#: tf32; `torch._scaled_mm` with two scales or one for each row and column, fast accumulation or not;
+#: `torch._int_mm`.
+KINDS = {
+    "fp16": ("fp16", "fast", ""),
+    "fp8": ("fp8_e4m3", "fast", "scale_tensor"),
+    "fp8_two_level": ("fp8_e4m3", "two_level", "scale_tensor"),
+    "fp8_rowwise": ("fp8_e4m3", "fast", "scale_rowwise"),
+    "tf32": ("tf32", "fast", ""),
+    "int8": ("int8", "fast", ""),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dtypes", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--dtypes", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (default: all)")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,... (default: the eight)")
+    parser.add_argument("--trials", type=int, default=32, help="candidates per product (default: 32)")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per product")
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args(arguments)
+    try:
+        names = options.dtypes.split(",")
+        if unknown := [name for name in names if name not in KINDS]:
+            raise ProblemError(f"dtypes {unknown[0]!r} is not known; use {', '.join(KINDS)}")
+        problems = [_problem(name, shape) for name in names for shape in options.shapes.split(",")]
+        run(problems, find_device(options.device), options)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _problem(kind: str, shape: str) -> Problem:
+    dtype, accumulation, epilogue = KINDS[kind]
+    return Problem.parse(shape, dtype=dtype, accumulation=accumulation, epilogue=epilogue)
+
+
+def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:
+    """Tunes and times every product, writes the file and prints the table and the means."""
+    from benchmarks.interleave import METHOD
+    from benchmarks.providers import Options, family_best
+    from tunegemm.database import Database
+    from tunegemm.measure.backend import CudaBackend
+    from tunegemm.tuning import Tuner
+
+    providers: dict[str, Provider] = {"torch": eager, "tunegemm_cute": family_best("cute_sm90")}
+    results = Results(results_path(options.out, device, "dtypes.json"), meta(device, METHOD))
+    backend = CudaBackend(device)
+    backend.open()
+    settings = Options(0.0, options.db)
+    with ExitStack() as stack:
+        database = stack.enter_context(Database.open(options.db))
+        tuner = stack.enter_context(Tuner(device, database, families=["cute_sm90"]))
+        for problem in problems:
+            started = time.perf_counter()
+            seconds = _tune(problem, tuner, "quick", options.trials)
+            row = measure(problem, device, backend, [*providers], settings, options.rounds, providers)
+            results.put(row | {"accumulation": problem.accumulation, "tune_seconds": seconds})
+            speed = ratio(row, "tunegemm_cute") or row["providers"]["tunegemm_cute"].get("skipped")
+            print(f"{problem}: {speed} of torch ({time.perf_counter() - started:.1f} s)", flush=True)
+    for kind, (dtype, accumulation, epilogue) in KINDS.items():
+        key = dtype, accumulation, epilogue or "none"
+        rows = [row for row in results.rows if (row["dtype"], row["accumulation"], row["epilogue"]) == key]
+        if rows:
+            print(f"\n{kind}\n{peers_table(rows)}")
+    print(f"written: {results.path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

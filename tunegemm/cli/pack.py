@@ -1,0 +1,118 @@
+"""`tunegemm pack`, `load`, `unload`: records and their compiled kernels, for hosts that compile nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tunegemm.cli import options
+from tunegemm.cli.options import UsageError
+
+if TYPE_CHECKING:
+    from tunegemm.packs import Pack
+
+
+def pack_command(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The pack; replaced as a whole.")],
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="NAME", help="Of records: h200, or a part of the name. Default: all."),
+    ] = None,
+    shape: options.SomeShapes = None,
+    from_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Only a program's products, as `tune --from` reads them."
+        ),
+    ] = None,
+    families: Annotated[
+        str | None, typer.Option("--families", metavar="A,B", help="Of records. Default: all.")
+    ] = None,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Refuse where a kernel is not in the store.")
+    ] = False,
+    workers: Annotated[
+        int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
+    ] = None,
+    db: options.OneDatabase = None,
+) -> None:
+    """Write records and their compiled kernels to one file, for `tunegemm load` on a serving host."""
+    shapes, names = options.parse_shapes(shape), options.parse_families(families)
+    from tunegemm import packing, workload
+    from tunegemm.database import Database
+    from tunegemm.database.layers import read_records
+
+    problems = None
+    if from_file is not None:
+        problems = {demand.problem for demand in workload.read(from_file)[0]}
+    if db is None:
+        records, warnings = read_records()
+        for warning in warnings:
+            typer.echo(f"tunegemm: {warning}", err=True)
+    else:
+        with Database.open(db, read_only=True) as database:
+            records = database.records()
+    chosen = packing.select(records, gpu=gpu, shapes=shapes, problems=problems, families=names)
+    if not chosen:
+        raise UsageError(f"none of {len(records)} records is of that kind; see `tunegemm db layers`")
+    packed = packing.pack(chosen, out, compile_missing=not no_compile, workers=workers)
+    for reason, count in packed.left_out.items():
+        typer.echo(f"left out: {count} records, {reason}", err=True)
+    typer.echo(
+        f"wrote {out}: {packed.records} records of {', '.join(packed.gpus)}, {packed.objects} kernels "
+        f"({packed.compiled} compiled now), {out.stat().st_size / 1e6:.1f} MB"
+    )
+    typer.echo(f"sha256 {packed.sha256}")
+
+
+def load_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Made by `tunegemm pack`.")],
+    sha256: Annotated[
+        str | None, typer.Option("--sha256", metavar="HEX", help="Refuse another file than this one.")
+    ] = None,
+) -> None:
+    """Verify packs and serve from them, read-only, until `tunegemm unload`. Nothing is compiled."""
+    if sha256 is not None and len(files) > 1:
+        raise UsageError("--sha256 is of one file; load the others apart")
+    from tunegemm import packs
+
+    for file in files:
+        pack = packs.install(file, sha256=sha256)
+        typer.echo(f"loaded {file} as {pack.name}: {_describe(pack)}")
+
+
+def unload_command(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME...", help="As `load` printed it, or its start.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every loaded pack.")] = False,
+) -> None:
+    """Take loaded packs away."""
+    if bool(names) == everything:
+        raise UsageError("give the names of packs, or --all; `tunegemm db layers` lists them")
+    from tunegemm import packs
+
+    for name in [folder.name for folder in packs.installed()] if everything else names or []:
+        typer.echo(f"unloaded {packs.remove(name)}")
+
+
+def _describe(pack: Pack) -> str:
+    """What a pack holds and, with a GPU, how much of it is of use here; what is missing goes to stderr."""
+    from tunegemm.database.validity import judge_stored
+    from tunegemm.device import cuda_device_count, find_device
+    from tunegemm.packing import cannot_launch, contents
+
+    records, warnings = contents(pack)
+    for line in [*warnings, *(f"{name}: {why}" for name, why in cannot_launch(records).items())]:
+        typer.echo(f"tunegemm: {line}", err=True)
+    gpus = ", ".join(sorted({record.fingerprint.device_name for record in records}))
+    text = f"{len(records)} records of {gpus}, {pack.objects()} kernels"
+    if not cuda_device_count():
+        return text
+    here = find_device("cuda:0").fingerprint
+    judgements = [judge_stored(record, here) for record in records]
+    if refused := [judgement for judgement in judgements if not judgement.usable]:
+        text += f"; {len(records) - len(refused)} usable on this GPU, others not: {refused[0].reason}"
+    return text

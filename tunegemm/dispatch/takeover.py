@@ -1,0 +1,112 @@
+"""`enable`, which serves every product of a program, and `patch`, which serves those of a model's layers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+
+from tunegemm.dispatch import api
+from tunegemm.dispatch.aten import Layer, replacements
+from tunegemm.dispatch.autograd import DTYPES
+
+_KEYS = ("CUDA",)
+
+
+class Takeover:
+    """What `enable` returns: a context manager, at whose end torch has its products back."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            if self in _active:
+                _active.remove(self)
+                if not _active:
+                    replacements.remove("takeover")
+
+
+_active: list[Takeover] = []
+_lock = threading.RLock()
+
+
+def enable() -> Takeover:
+    """From now on ATen's products of CUDA tensors run the tuned kernel where one is recorded.
+
+    Of the whole process: ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``nn.Linear``, eager, under
+    autograd (all three products) and autocast, in the output of torch.compile, and in CUDA graphs captured
+    meanwhile. Products that add a bias stay torch's. ``with tunegemm.enable():`` ends with its block, a call
+    by itself with `disable`. Blocks may be nested. Meanwhile every product that is torch's after all costs a
+    look-up more. Raises TunegemmError when this torch cannot replace its kernels.
+    """
+    takeover = Takeover()
+    with _lock:
+        if not _active:
+            replacements.put(
+                "takeover", Layer(tuple(_SERVED), _KEYS, lambda name, kernel: _SERVED[name](kernel))
+            )
+        _active.append(takeover)
+    return takeover
+
+
+def disable() -> None:
+    """Torch has its products back, however often `enable` was called. Nothing happens when it was not."""
+    with _lock:
+        _active.clear()
+        replacements.remove("takeover")
+
+
+def _plain(kernel: Any) -> Callable[..., Any]:
+    """For ``mm(a, b)`` and ``bmm(a, b)``, and these with ``out``."""
+
+    def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any) -> Any:
+        # Overloads with further arguments (`out_dtype`) are torch's, and dtypes that have no kernels: whoever
+        # enables tunegemm for a program wants to hear of shapes to be tuned, not of every float32 product.
+        if a.dtype in DTYPES and not more and (not keywords or (len(keywords) == 1 and "out" in keywords)):
+            if a.ndim == 3 and a.shape[0] == 1 and not keywords:  # as einsum writes a single product
+                result = api._dispatcher.recorded(a[0], b[0])
+                result = None if result is None else result[None]
+            else:
+                result = api._dispatcher.recorded(a, b, keywords.get("out"))
+            if result is not None:
+                return result
+        return kernel.call_boxed(keyset, a, b, *more, **keywords)
+
+    return serve
+
+
+#: What is taken over. `addmm`, `baddbmm` (`linear` with a bias) and `_scaled_mm` join when there are records
+#: of kernels that add and scale: until then a function in their place would only cost time.
+_SERVED = {"mm": _plain, "bmm": _plain}
+
+
+class TunedLinear(torch.nn.Linear):
+    """`torch.nn.Linear` by `tunegemm.linear`: what `patch` makes of one. Has nothing of its own to store."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return api.linear(input, self.weight, self.bias)
+
+
+def patch(model: torch.nn.Module) -> int:
+    """Lets a model's linear layers call `tunegemm.linear`; the number of layers that now do and did not.
+
+    Of `torch.nn.Linear` itself; subclasses keep their own ways. Only the class of a layer changes, to a
+    subclass of `torch.nn.Linear`: parameters, their sharing, hooks, `state_dict`, copying and pickling stay
+    as they are.
+    """
+    return _reclass(model, torch.nn.Linear, TunedLinear)
+
+
+def unpatch(model: torch.nn.Module) -> int:
+    """Undoes `patch`; the number of layers that are torch's again."""
+    return _reclass(model, TunedLinear, torch.nn.Linear)
+
+
+def _reclass(model: torch.nn.Module, before: type, after: type) -> int:
+    layers = [module for module in model.modules() if type(module) is before]
+    for layer in layers:
+        layer.__class__ = after
+    return len(layers)
