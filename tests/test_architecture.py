@@ -18,13 +18,13 @@ PACKAGE = Path(tunegemm.__file__).parent
 #: A module imports only from modules to its left.
 ORDER = (
     "errors", "resources", "epilogue", "problem", "workload", "device", "space", "feasibility", "outcome",
-    "model", "families", "artifacts", "packs", "compile", "measure", "search", "database", "packing",
-    "tuning", "spending", "verify", "fleet", "dispatch", "report", "cli",
+    "model", "families", "artifacts", "packs", "compile", "measure", "operation", "search", "database",
+    "packing", "tuning", "spending", "verify", "fleet", "dispatch", "report", "cli",
 )  # fmt: skip
 
 PUBLIC = [
-    "Candidate", "Database", "Device", "Epilogue", "Problem", "TunegemmError", "addmm", "bmm", "disable",
-    "enable", "explain", "linear", "matmul", "patch", "policy", "record", "tune", "unpatch",
+    "Candidate", "Database", "Device", "Epilogue", "Operation", "Problem", "TunegemmError", "addmm", "bmm",
+    "disable", "enable", "explain", "linear", "matmul", "patch", "policy", "record", "tune", "unpatch",
 ]  # fmt: skip
 
 

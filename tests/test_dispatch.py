@@ -147,6 +147,10 @@ def test_leading_dimensions_fold_into_rows(shape):
      ((5, 32, 64), (1, 64, 48), ((160, 64), (64, 48)), (5, 32, 48)),
      ((32, 64), (1, 1, 64, 48), ((32, 64), (64, 48)), (1, 1, 32, 48)),
      ((2, 3, 32, 64), (2, 3, 64, 48), ((6, 32, 64), (6, 64, 48)), (2, 3, 32, 48)),
+     ((32, 64), (2, 64, 8), ((2, 32, 64), (2, 64, 8)), (2, 32, 8)),
+     ((1, 32, 64), (2, 64, 8), ((2, 32, 64), (2, 64, 8)), (2, 32, 8)),
+     ((1, 1, 32, 64), (2, 3, 64, 8), ((6, 32, 64), (6, 64, 8)), (2, 3, 32, 8)),
+     ((64,), (2, 64, 8), ((2, 1, 64), (2, 64, 8)), (2, 8)),
      ((3, 32, 64), (1, 3, 64, 48), ((3, 32, 64), (3, 64, 48)), (1, 3, 32, 48))],
 )  # fmt: skip
 def test_views_make_products_of_matrices(serve, kernel, a_shape, b_shape, views, out_shape):
@@ -185,9 +189,8 @@ def test_views_that_tma_cannot_describe():
 
 @pytest.mark.parametrize(
     "a_shape, b_shape",
-    [((64,), (64,)), ((), (64, 48)), ((2, 32, 64), (3, 64, 8)), ((1, 32, 64), (2, 64, 8)),
-     ((32, 64), (2, 64, 8)), ((64,), (2, 64, 8)), ((2, 1, 8, 64), (1, 2, 64, 8)), ((0, 64), (64, 48)),
-     ((32, 0), (0, 48)), ((32, 64), (64, 0)), ((32, 64), (32, 48))],
+    [((64,), (64,)), ((), (64, 48)), ((2, 32, 64), (3, 64, 8)), ((2, 1, 8, 64), (1, 2, 64, 8)),
+     ((0, 64), (64, 48)), ((32, 0), (0, 48)), ((32, 64), (64, 0)), ((32, 64), (32, 48))],
 )  # fmt: skip
 def test_what_is_always_torchs(a_shape, b_shape):
     assert describe(torch.empty(a_shape, dtype=BF16), torch.empty(b_shape, dtype=BF16)) == Refusal("")
@@ -198,8 +201,33 @@ def test_operands_without_a_problem_say_why():
     assert "kernels where tf32 is allowed" in describe(a.float(), b.float()).reason
     assert "float64" in describe(a.double(), b.double()).reason
     assert "contiguous" in describe(a[::2, ::2], b[::2]).reason
-    assert "row stride" in describe(torch.empty(2, 4, 64, dtype=BF16).transpose(0, 1), b).reason
+    swapped = torch.empty(2, 3, 4, 64, dtype=BF16).transpose(0, 1)
+    assert "row stride" in describe(swapped, b).reason
     assert describe(a, b.to(torch.float16)) == Refusal("")
+
+
+def test_rows_of_no_single_stride_are_a_batch_of_one_b():
+    _, b = operands()
+    for a in (torch.empty(4, 2, 64, dtype=BF16).transpose(0, 1), torch.empty(2, 6, 64, dtype=BF16)[:, :4]):
+        found = describe(a, b)
+        assert isinstance(found, Operands) and not found.tma_refusal and not found.packed
+        assert found.problem == Problem(4, 48, 64, 2) and found.out_shape == (2, 4, 48)
+        assert found.views == ((2, 4, 64), (2, 64, 48), (2, 4, 48))
+        assert found.spans[1] == b.numel() * 2
+
+
+def test_entries_may_share_memory_in_operands_but_not_in_the_output():
+    a, b = torch.empty(3, 32, 64, dtype=BF16), torch.empty(64, 48, dtype=BF16)
+    for left, right in (
+        (a, b.expand(3, 64, 48)),
+        (a[:1].expand(3, 32, 64), b.expand(3, 64, 48)),
+        (a.view(-1).as_strided((3, 32, 64), (8 * 64, 64, 1)), torch.empty(3, 64, 48, dtype=BF16)),
+    ):
+        found = describe(left, right)
+        assert isinstance(found, Operands) and not found.tma_refusal and not found.packed
+        assert found.problem == Problem(32, 48, 64, 3, b_major="n")
+    shared = torch.empty(32, 48, dtype=BF16).expand(3, 32, 48)
+    assert describe(a, b.expand(3, 64, 48), shared) == Refusal("")
 
 
 # Results: the same as torch, whoever computes
@@ -803,6 +831,29 @@ def by_address(serve):
     """A kernel of addresses and a dispatcher that serves it for 32x48x64."""
     kernel = ByAddress(Problem(32, 48, 64))
     return kernel, serve(kernel.problem, prepared=Prepared(kernel.launcher, tma=True))
+
+
+def test_one_matrix_for_a_batch_is_a_stride_of_zero(serve):
+    """The kernel gets the one matrix's address, on the first call and when the product is known."""
+    problem = Problem(32, 48, 64, 3)
+    kernel = ByAddress(problem)
+    dispatcher = serve(problem, prepared=Prepared(kernel.launcher, tma=True))
+    a, b = operands()
+    many_a = torch.stack([a, a + 1, a - 1])
+    many_b = torch.stack([b.t(), b.t() + 1, b.t() - 1]).mT
+    padded = torch.cat([many_a, many_a], 1)[:, :32]  # rows have no single stride
+    for left, right in ((a, many_b), (a[None], many_b), (many_a, b.expand(3, 64, 48)), (padded, b)):
+        kernel.calls.clear()
+        out = torch.zeros(3, 32, 48, dtype=BF16)
+        for _ in range(2):
+            assert torch.equal(quietly(dispatcher.matmul, left, right), torch.matmul(left, right))
+            assert quietly(dispatcher.matmul, left, right, out=out) is out
+            assert torch.equal(out, torch.matmul(left, right))
+        assert {call[:2] for call in kernel.calls} == {(left.data_ptr(), right.data_ptr())}
+        assert len(kernel.calls) == 4
+    kernel.calls.clear()
+    assert torch.equal(dispatcher.linear(padded, b.t()), torch.nn.functional.linear(padded, b.t()))
+    assert len(kernel.calls) == 1
 
 
 def calls_of(call) -> tuple[list[str], list[str]]:

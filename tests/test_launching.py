@@ -1,9 +1,9 @@
-"""Operands that TMA refuses: what a launcher behind `through_aligned_copies` gets to see."""
+"""What launchers share: operands that TMA refuses, as the kernel gets to see them, and lent memory."""
 
 import pytest
 import torch
 
-from tunegemm.families.launching import through_aligned_copies, tma_reader, tma_takes
+from tunegemm.families.launching import Workspace, through_aligned_copies, tma_reader, tma_takes
 from tunegemm.measure.operands import make_operands
 from tunegemm.problem import Problem
 
@@ -35,6 +35,25 @@ def test_the_kernel_sees_aligned_operands_and_the_result_comes_back(problem: Pro
     through_aligned_copies(problem, kernel)(operands.a, operands.b, operands.out)
     expected = (operands.a.float() @ operands.b.float()).to(operands.out.dtype)
     assert torch.equal(operands.out, expected)
+
+
+def test_one_matrix_for_a_batch_is_copied_once() -> None:
+    problem = Problem.parse("5x7x11x3", layout="tt")
+    operands = make_operands(problem, torch.device("cpu"), 0)
+    seen: list[torch.Tensor] = []
+    launch = through_aligned_copies(problem, lambda *given: seen.extend(given))
+    launch(operands.a, operands.b[1].expand_as(operands.b), operands.out)
+    assert seen[1].stride(0) == 0 and seen[1].data_ptr() % 16 == seen[1].stride(1) % 8 == 0
+    assert torch.equal(seen[1], operands.b[1].expand_as(operands.b))
+
+
+def test_lent_memory_serves_every_stream() -> None:
+    workspace = Workspace(partial_bytes=512, counter_bytes=64, index=0)
+    assert workspace.num_bytes == 576
+    workspace.lend(4096)
+    assert workspace.addresses(0) == workspace.addresses(7) == (4096, 4608)
+    workspace.lend(1 << 20)
+    assert workspace.addresses(0) == (1 << 20, (1 << 20) + 512)
 
 
 def test_aligned_operands_are_not_copied() -> None:

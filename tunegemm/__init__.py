@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tunegemm.dispatch.takeover import disable, enable, patch, unpatch
     from tunegemm.epilogue import Epilogue
     from tunegemm.errors import TunegemmError
+    from tunegemm.operation import Operation
     from tunegemm.problem import Problem
     from tunegemm.report.explain import explain
     from tunegemm.space import Candidate
@@ -28,6 +29,7 @@ __all__ = [
     "Database",
     "Device",
     "Epilogue",
+    "Operation",
     "Problem",
     "TunegemmError",
     "addmm",
@@ -49,6 +51,7 @@ _HOMES = {
     "Database": "database",
     "Device": "device",
     "Epilogue": "epilogue",
+    "Operation": "operation",
     "Problem": "problem",
     "TunegemmError": "errors",
     "addmm": "dispatch",

@@ -11,6 +11,7 @@
     ├── ArtifactError     a compiled object that is missing, foreign or damaged
     │   └── PackError     a pack that is cut, edited, of another format, or not loaded
     ├── CompileError      the compile pool itself cannot work (one failed candidate is a Failure)
+    ├── OperationError    a chosen kernel that cannot run, or a workspace that does not do
     ├── MeasureError      the measuring worker itself cannot work (one failed candidate is a Failure)
     └── DatabaseError     a database that cannot be opened, read or written
 
@@ -53,6 +54,10 @@ class PackError(ArtifactError):
 
 class CompileError(TunegemmError):
     """The compile pool cannot work at all, for example because the compiler is not installed."""
+
+
+class OperationError(TunegemmError):
+    """A chosen kernel that cannot run its problem or is not initialized, or a workspace that does not do."""
 
 
 class MeasureError(TunegemmError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -385,6 +386,17 @@ def alignment_of(a: torch.Tensor, b: torch.Tensor, a_major: str, b_major: str) -
     """Bytes, at most 16, that divide the operands' addresses and the steps between lines and batches."""
     steps = _steps(a, -2 if a_major == "k" else -1) + _steps(b, -1 if b_major == "k" else -2)
     return math.gcd(MAX_ALIGNMENT, a.data_ptr(), b.data_ptr(), *steps)
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may share an address (expanded or sliding-window views)."""
+    reach = 1
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent > 1:
+            if stride < reach:
+                return True
+            reach = stride * extent
+    return False
 
 
 def contiguous_mode(tensor: torch.Tensor, *, row_mode: str, column_mode: str, prefer: str) -> str:

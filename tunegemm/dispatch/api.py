@@ -17,12 +17,13 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None)
     """The product ``a @ b``, with the meaning of ``torch.matmul``, by the tuned kernel where one is recorded.
 
     Tuned kernels serve bf16 and fp16 on CUDA: (m, k) x (k, n), and what views make such a product or a batch
-    of them, as leading dimensions and vectors are. So they do for the gradients, which are products, too,
-    and in graphs of torch.compile and torch.export, which hold the operator `tunegemm::mm`. Autocast casts as
-    it does for torch. Everything else is `torch.matmul`: other dtypes, broadcasting over a batch, dispatch
-    modes, views that the kernel cannot read, and deterministic mode. A problem without a record for this
-    device warns once (`TunegemmWarning`) and names the command that tunes it; a record that another process
-    publishes is found within seconds. ``TUNEGEMM_MODE=off``, read on the first call, leaves all to torch.
+    of them, as leading dimensions, vectors and one matrix for a batch are. So they do for the gradients,
+    which are products, too, and in graphs of torch.compile and torch.export, which hold the operator
+    `tunegemm::mm`. Autocast casts as it does for torch. Everything else is `torch.matmul`: other dtypes,
+    broadcasting between batches, gradients of a matrix that a batch shares, dispatch modes, views that the
+    kernel cannot read, and deterministic mode. A problem without a record for this device warns once
+    (`TunegemmWarning`) and names the command that tunes it; a record that another process publishes is found
+    within seconds. ``TUNEGEMM_MODE=off``, read on the first call, leaves all to torch.
 
     Runs on the current stream of the operands' device, and within CUDA-graph capture for shapes that
     were called before it. Raises what torch.matmul raises.

@@ -12,6 +12,7 @@ then, that plan is right, whatever `b` is now.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -33,7 +34,7 @@ from tunegemm.dispatch.autograd import DTYPES, PLAIN, is_simple, multiply_differ
 from tunegemm.dispatch.launchers import Prepared, prepare
 from tunegemm.dispatch.modes import Mode, begin_recording, read_mode, read_policy
 from tunegemm.dispatch.online import OnlineTuning
-from tunegemm.dispatch.operands import ALIGNMENT, Refusal, describe
+from tunegemm.dispatch.operands import ALIGNMENT, Refusal, describe, seen_as
 from tunegemm.dispatch.policies import FASTEST, Policy
 from tunegemm.dispatch.selection import Rival, read_rivals, select
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
@@ -470,22 +471,24 @@ class Dispatcher:
             return None
         if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
             return None
-        at = None
+        at, launch, views = None, prepared.launch, operands.views
         example = a.new_empty(operands.out_shape) if out is None else out
         if isinstance(prepared.launch, AddressLauncher) and not example.data_ptr() % ALIGNMENT:
-            a_shape, b_shape, out_shape = operands.views
+            a_shape, b_shape, out_shape = views
             try:
-                at = prepared.launch.of(a.view(a_shape), b.view(b_shape), example.view(out_shape))
+                at = prepared.launch.of(seen_as(a, a_shape), seen_as(b, b_shape), example.view(out_shape))
             except ValueError as error:
                 self._warn(state, f"{problem}: {_one_line(error)}; {_who(name)} leaves it to torch")
                 return None
+        if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
+            launch, views = _expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
         return Plan(
-            prepared.launch,
+            launch,
             at,
             operands.out_shape,
             tuple(example.stride()),
             example.dtype,
-            operands.views,
+            views,
             operands.spans,
             prepared.address_bytes,
             a.device,
@@ -664,6 +667,16 @@ def _launch_here(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
     else:
         a_shape, b_shape, out_shape = plan.views
         plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape))
+
+
+def _expanding(launch: Launcher, views: tuple[tuple[int, ...], ...]) -> Launcher:
+    """A launcher of operands one of which is a single matrix."""
+    a_shape, b_shape, _ = views
+
+    def launch_on_views(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        launch(seen_as(a, a_shape), seen_as(b, b_shape), out)
+
+    return launch_on_views
 
 
 def _writable(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tunegemm.errors import ProblemError
-from tunegemm.problem import Problem
+from tunegemm.problem import Problem, overlaps_itself
 
 if TYPE_CHECKING:
     import torch
@@ -50,21 +50,25 @@ class Refusal:
 def describe(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> Operands | Refusal:
     """What ``torch.matmul(a, b, out=out)`` asks for.
 
-    Handled: whatever views make a product of two matrices or of two equal batches of them. Broadcasting a
-    matrix over a batch needs copies, or strides of 0, which TMA does not take. Never raises: what torch
-    would reject is a Refusal too.
+    Handled: whatever views make a product of two matrices, of two equal batches of them, or of one matrix and
+    a batch, where the matrix is a batch of stride 0. Never raises: what torch would reject is a Refusal too.
     """
     if a.dtype != b.dtype or (out is not None and out.dtype != a.dtype):
         return Refusal("")
-    shapes = _matrices(tuple(a.shape), tuple(b.shape))
-    if shapes is None:
+    choices, out_shape = _matrices(tuple(a.shape), tuple(b.shape))
+    if not choices or (out is not None and tuple(out.shape) != out_shape):
         return Refusal("")
-    a_shape, b_shape, out_shape = shapes
-    try:
-        matrix, other = a.view(a_shape), b.view(b_shape)
-    except RuntimeError:  # the leading dimensions have no common stride
+    for a_shape, b_shape in choices:
+        try:
+            matrix, other = seen_as(a, a_shape), seen_as(b, b_shape)
+            if out is not None:
+                out.view(*a_shape[:-1], b_shape[-1])
+            break
+        except RuntimeError:  # the leading dimensions have no common stride
+            continue
+    else:
         rows = f"operand of strides {a.stride()} has no single row stride"
-        return Refusal(rows if len(a_shape) == 2 else "")
+        return Refusal(rows if b.ndim == 2 and out is None else "")
     try:
         problem = Problem.from_tensors(matrix, other)
     except ProblemError as error:
@@ -75,27 +79,41 @@ def describe(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
     return _described(problem, matrix, other, out, out_shape)
 
 
+def seen_as(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A view of a tensor in a shape; of one matrix in the shape of a batch, as many times the same.
+
+    Raises RuntimeError where no view is so.
+    """
+    if tensor.numel() == math.prod(shape):
+        return tensor.view(shape)
+    return tensor.view(shape[1:]).expand(shape)
+
+
 def _matrices(
     a: tuple[int, ...], b: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Shapes to view operands of these shapes in, both of 2 or both of 3 dimensions, and the result's shape.
+) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], tuple[int, ...]]:
+    """Shapes to see operands of these shapes in, both of 2 or both of 3 dimensions, and the result's shape.
 
-    None for what no view makes such a product, for empty extents, and for a dot product, which is no
-    matrix kernel's work.
+    The best comes first: one product rather than a batch. None at all for what no view makes such a product,
+    for empty extents, and for a dot product, which is no matrix kernel's work.
     """
     if 0 in a or 0 in b or not a or not b or len(a) == len(b) == 1:
-        return None
+        return [], ()
     left, right = (1, *a) if len(a) == 1 else a, (*b, 1) if len(b) == 1 else b
     (*a_lead, m, k), (*b_lead, b_k, n) = left, right
     if k != b_k:
-        return None
+        return [], ()
     rank = max(len(a_lead), len(b_lead))
     a_lead, b_lead = [1] * (rank - len(a_lead)) + a_lead, [1] * (rank - len(b_lead)) + b_lead
     out = (*map(max, a_lead, b_lead), *(m,) * (len(a) > 1), *(n,) * (len(b) > 1))
     batch, of_b = math.prod(a_lead), math.prod(b_lead)
+    entries = max(batch, of_b)
+    choices: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     if of_b == 1:
-        return (batch * m, k), (k, n), out
-    return ((batch, m, k), (batch, k, n), out) if a_lead == b_lead else None
+        choices.append(((batch * m, k), (k, n)))
+    if entries > 1 and (batch == 1 or of_b == 1 or a_lead == b_lead):
+        choices.append(((entries, m, k), (entries, k, n)))
+    return choices, out
 
 
 def _described(
@@ -105,12 +123,9 @@ def _described(
     if out is None:
         d_strides = _dense_strides(d_shape)
     else:
-        if tuple(out.shape) != out_shape or out.is_conj() or out.is_neg():
+        if out.is_conj() or out.is_neg():
             return Refusal("")
-        try:
-            d_strides = tuple(out.view(d_shape).stride())
-        except RuntimeError:
-            return Refusal("")
+        d_strides = tuple(out.view(d_shape).stride())
         if d_strides[-1] != 1 and d_strides[-2] == 1:
             problem = replace(problem, out_major="m")
     item = a.element_size()
@@ -120,7 +135,7 @@ def _described(
         ("out", d_shape, d_strides, -1 if problem.out_major == "n" else -2),
     )
     refusals = [_tma_refusal(name, shape, strides, major, item) for name, shape, strides, major in views]
-    if out is not None and _overlaps_itself(d_shape, d_strides):
+    if out is not None and overlaps_itself(d_shape, d_strides):
         return Refusal("")
     _, shape, strides, major = views[2]
     if strides[major] != 1 and shape[major] > 1:
@@ -139,7 +154,8 @@ def _described(
 def _tma_refusal(name: str, shape: Sequence[int], strides: Sequence[int], major: int, item: int) -> str:
     """Why a tensor map cannot describe the view; `major` is the index of its contiguous mode.
 
-    A mode of extent 1 is never stepped over: launchers give it a stride that TMA takes.
+    A mode of extent 1 is never stepped over: launchers give it a stride that TMA takes. Batch entries may
+    share memory: a stride of 0 is a multiple of 16 bytes, too.
     """
     where = f"operand {name} of shape {tuple(shape)} and strides {tuple(strides)}"
     if strides[major] != 1:
@@ -147,20 +163,9 @@ def _tma_refusal(name: str, shape: Sequence[int], strides: Sequence[int], major:
     for dim, stride in enumerate(strides):
         if dim != len(strides) + major and shape[dim] > 1 and stride * item % ALIGNMENT:
             return f"{where}: stride {stride} x {item} B is no multiple of the {ALIGNMENT} B that TMA needs"
-    if _overlaps_itself(shape, strides):
+    if overlaps_itself(shape[-2:], strides[-2:]):
         return f"{where} overlaps itself"
     return ""
-
-
-def _overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may share an address (expanded or sliding-window views)."""
-    reach = 1
-    for stride, extent in sorted(zip(strides, shape, strict=True)):
-        if extent > 1:
-            if stride < reach:
-                return True
-            reach = stride * extent
-    return False
 
 
 def _is_packed(shape: Sequence[int], strides: Sequence[int], major: int) -> bool:

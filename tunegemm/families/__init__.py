@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tunegemm.device import Device
 from tunegemm.errors import SpaceError
@@ -17,6 +17,9 @@ from tunegemm.feasibility import Verdict
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate, SearchSpace
+
+if TYPE_CHECKING:
+    from tunegemm.families.launching import Workspace
 
 #: The families that ship, in the order in which they are tried.
 _SHIPPED = ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "cublaslt")
@@ -69,8 +72,22 @@ class Family(Protocol):
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
         """Compile the kernel of a `kernel_key` into the object file `out`. Runs in a worker without a GPU."""
 
-    def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
+    def workspace(
+        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
+    ) -> Workspace | None:
+        """The device memory that a launch needs beside its operands, not allocated yet; None for none."""
+
+    def load(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device,
+        artifact: Path | None,
+        workspace: Workspace | None = None,
+    ) -> Launcher:
         """A prepared launcher for operands of exactly this problem's extents and majors.
+
+        workspace: what `workspace` gave, for a caller that lends memory; else the launcher has its own.
 
         Raises TunegemmError subclasses, ValueError or RuntimeError when the candidate cannot run here.
         """

@@ -20,6 +20,7 @@ from tunegemm.space import Candidate, Value
 
 if TYPE_CHECKING:
     from tunegemm.families import Launcher
+    from tunegemm.families.launching import Workspace
 
 #: Fields of a config that come from the problem.
 _OF_PROBLEM = ("in_dtype", "out_dtype", "accumulation", "a_major", "b_major", "out_major")
@@ -92,8 +93,15 @@ class Generator(ABC):
         """What of the compiler an object depends on."""
 
     @abstractmethod
-    def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
-        """See `load`, which calls it with an object."""
+    def launcher(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device,
+        artifact: Path,
+        workspace: Workspace | None,
+    ) -> Launcher:
+        """See `load`, which calls it with an object and a workspace, if one is needed."""
 
     @abstractmethod
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources: ...
@@ -144,7 +152,20 @@ class Generator(ABC):
             words.append(f"h{str(hint).removesuffix('_first')}")
         return " ".join(words)
 
-    def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
+    def workspace(
+        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
+    ) -> Workspace | None:
+        return None
+
+    def load(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device,
+        artifact: Path | None,
+        workspace: Workspace | None = None,
+    ) -> Launcher:
         if artifact is None:
             raise ArtifactError(f"{self.label(candidate)} has no compiled object; run tunegemm tune again")
-        return self.launcher(problem, candidate, device, artifact)
+        workspace = workspace or self.workspace(problem, candidate, device, artifact)
+        return self.launcher(problem, candidate, device, artifact, workspace)

@@ -20,6 +20,7 @@ from tunegemm.space import Candidate, SearchSpace
 
 if TYPE_CHECKING:
     from tunegemm.families import Launcher
+    from tunegemm.families.launching import Workspace
 
 #: What names one algorithm of cuBLASLt.
 ALGORITHM_PARAMETERS = (
@@ -173,7 +174,23 @@ class CublasLt:
         """Never called: `compiled` is False."""
         raise CompileError("family 'cublaslt' has nothing to compile: its kernels ship with the library")
 
-    def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
+    def workspace(
+        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
+    ) -> Workspace | None:
+        """What the algorithm was chosen with; torch.mm has torch's own."""
+        from tunegemm.families.launching import Workspace
+
+        num_bytes = int(candidate.params.get("workspace_bytes", 0))
+        return Workspace(num_bytes, 0, device.index if device.is_real else 0) if num_bytes else None
+
+    def load(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device,
+        artifact: Path | None,
+        workspace: Workspace | None = None,
+    ) -> Launcher:
         """A launcher. ValueError where the installed library refuses the stored algorithm."""
         if verdict := self.check(problem, candidate, device):
             if candidate["algorithm"] == "torch.mm":
@@ -182,7 +199,8 @@ class CublasLt:
                 return torch_mm(problem)
             from tunegemm.families.cublaslt import library
 
-            return library.launcher(problem, candidate, device.index)
+            workspace = workspace or self.workspace(problem, candidate, device, artifact)
+            return library.launcher(problem, candidate, device.index, workspace)
         raise ValueError(f"{candidate} cannot run: {verdict}")
 
 

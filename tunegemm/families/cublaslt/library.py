@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from tunegemm.families.cublaslt.operands import Matrix, Product, Strides, column_major, packed_strides
-from tunegemm.families.launching import AddressLaunch, AddressLauncher
+from tunegemm.families.launching import AddressLaunch, AddressLauncher, Workspace
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate, Value
 
@@ -96,19 +96,19 @@ def _is_whole(handle: int, problem: Problem, plan: _Plan, candidate: Candidate) 
     return True
 
 
-def launcher(problem: Problem, candidate: Candidate, device_index: int) -> Launcher:
+def launcher(
+    problem: Problem, candidate: Candidate, device_index: int, workspace: Workspace | None
+) -> Launcher:
     """A launcher of one named algorithm. Descriptors are made once per set of strides.
 
     Raises ValueError, which names the candidate, where this version of the library refuses it.
     """
-    import torch
     from torch._C import _cuda_getCurrentRawStream as current_stream
 
     lt = _bindings()
     alpha, beta = np.ones(1, np.float32), np.zeros(1, np.float32)
     alpha_pointer, beta_pointer = alpha.ctypes.data, beta.ctypes.data
     workspace_bytes = int(candidate["workspace_bytes"])
-    workspaces: dict[int, torch.Tensor] = {}
     first_is_b = problem.out_major == "n"
 
     with _errors(f"cuBLASLt refuses {label(candidate)} for {problem}", ValueError):
@@ -122,14 +122,7 @@ def launcher(problem: Problem, candidate: Candidate, device_index: int) -> Launc
 
         def launch(a: int, b: int, out: int) -> None:
             stream = current_stream(device_index)
-            workspace_pointer = 0
-            if workspace_bytes:
-                # One per stream: launches on two streams may overlap and must not share it.
-                workspace = workspaces.get(stream)
-                if workspace is None:
-                    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=f"cuda:{device_index}")
-                    workspaces[stream] = workspace
-                workspace_pointer = workspace.data_ptr()
+            workspace_pointer = 0 if workspace is None else workspace.addresses(stream)[0]
             first, second = (b, a) if first_is_b else (a, b)
             try:
                 lt.matmul(

@@ -57,8 +57,26 @@ class CuteSm80(Generator):
 
         return compile_object(make, 4, str(key["target"]), out)
 
-    def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
-        return _launcher(problem, candidate, device, load_function(artifact))
+    def workspace(
+        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
+    ) -> Workspace | None:
+        """Partial sums of every part of every tile, and one counter per tile."""
+        split_k = int(candidate["split_k"])
+        if split_k == 1:
+            return None
+        config, tiles = config_of(problem, candidate), tile_count(problem, candidate)
+        index = device.index if device.is_real else 0
+        return Workspace(tiles * split_k * config.tile_m * config.tile_n * 4, tiles * 4, index)
+
+    def launcher(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device,
+        artifact: Path,
+        workspace: Workspace | None,
+    ) -> Launcher:
+        return _launcher(problem, candidate, device, load_function(artifact), workspace)
 
 
 FAMILY = CuteSm80()
@@ -77,7 +95,9 @@ def grid_ctas(problem: Problem, candidate: Candidate, device: Device) -> int:
     return balanced(work, resident) if candidate["ctas"] == "balanced" else min(resident, work)
 
 
-def _launcher(problem: Problem, candidate: Candidate, device: Device, function) -> Launcher:  # type: ignore[no-untyped-def]
+def _launcher(
+    problem: Problem, candidate: Candidate, device: Device, function: Any, workspace: Workspace | None
+) -> Launcher:
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
     extents = (problem.m, problem.n, problem.k, problem.batch)
@@ -88,7 +108,6 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
         int(candidate["split_k"]),
     )
     index = device.index if device.is_real else 0
-    workspace = _workspace(problem, candidate, index) if candidate["split_k"] > 1 else None
 
     def make(*strides: int) -> AddressLaunch:
         fixed = (*extents, *strides, *walk)
@@ -102,9 +121,3 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
 
     read = operand_reader(problem, int(candidate["vector_bytes"]), DTYPE_BYTES[problem.out_dtype])
     return AddressLauncher(read, make)
-
-
-def _workspace(problem: Problem, candidate: Candidate, index: int) -> Workspace:
-    """Partial sums of every part of every tile, and one counter per tile."""
-    config, tiles = config_of(problem, candidate), tile_count(problem, candidate)
-    return Workspace(tiles * candidate["split_k"] * config.tile_m * config.tile_n * 4, tiles * 4, index)

@@ -76,8 +76,29 @@ class CuteSm90(Generator):
             return {**key, "epilogue_source": function.source}
         return key
 
-    def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
-        launch = _launcher(problem, candidate, device, load_function(artifact))
+    def workspace(
+        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
+    ) -> Workspace | None:
+        """Partial sums of every part of every tile, and one counter per tile and warpgroup."""
+        split_k = int(candidate["split_k"])
+        if split_k == 1:
+            return None
+        config, tiles = config_of(problem, candidate), tile_count(problem, candidate)
+        return Workspace(
+            tiles * split_k * config.tile_m * config.tile_n * 4,
+            tiles * config.tile_warpgroups * 4,
+            device.index if device.is_real else 0,
+        )
+
+    def launcher(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device,
+        artifact: Path,
+        workspace: Workspace | None,
+    ) -> Launcher:
+        launch = _launcher(problem, candidate, device, load_function(artifact), workspace)
         return launch if tma_takes(problem) else through_aligned_copies(problem, launch)
 
 
@@ -102,7 +123,9 @@ def l2_hint(candidate: Candidate) -> int:
     return 3 - operand if operand and candidate["swap_ab"] else operand
 
 
-def _launcher(problem: Problem, candidate: Candidate, device: Device, function) -> Launcher:  # type: ignore[no-untyped-def]
+def _launcher(
+    problem: Problem, candidate: Candidate, device: Device, function: Any, workspace: Workspace | None
+) -> Launcher:
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
     seen, swap = seen_by_kernel(problem, candidate), bool(candidate["swap_ab"])
@@ -115,7 +138,6 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
         l2_hint(candidate),
     )
     index = device.index if device.is_real else 0
-    workspace = _workspace(problem, candidate, index) if candidate["split_k"] > 1 else None
 
     def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
         strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
@@ -131,13 +153,3 @@ def _launcher(problem: Problem, candidate: Candidate, device: Device, function) 
         return launch
 
     return AddressLauncher(tma_reader(problem), make, words_reader(problem) if problem.fused.words else None)
-
-
-def _workspace(problem: Problem, candidate: Candidate, index: int) -> Workspace:
-    """Partial sums of every part of every tile, and one counter per tile and warpgroup."""
-    config, tiles = config_of(problem, candidate), tile_count(problem, candidate)
-    return Workspace(
-        tiles * candidate["split_k"] * config.tile_m * config.tile_n * 4,
-        tiles * config.tile_warpgroups * 4,
-        index,
-    )

@@ -281,7 +281,7 @@ class Gemm:
         """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band.
 
         `fused`, where there is an epilogue: columns of the product, of which D has half where they gate each
-        other, and the words of its operands. Without one it is empty: a plain product's kernel is what it was.
+        other, and the words of its operands. Without one it is empty.
         """
         config = self.config
         thread, _, _ = cute.arch.thread_idx()

@@ -19,6 +19,7 @@ from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
     from tunegemm.families import Launcher
+    from tunegemm.families.launching import Workspace
     from tunegemm.families.triton_launch import Kernel, View
 
 _OLDEST_TRITON = (3, 6)
@@ -62,7 +63,14 @@ class GluonWgmma(Generator):
 
         return build(KernelConfig.from_mapping(key), out)
 
-    def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
+    def launcher(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device,
+        artifact: Path,
+        workspace: Workspace | None,
+    ) -> Launcher:
         from tunegemm.families.triton_launch import load
 
         index = device.index if device.is_real else 0

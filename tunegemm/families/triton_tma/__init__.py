@@ -11,7 +11,7 @@ from tunegemm.device import Device, package_version
 from tunegemm.families.generator import Generator
 from tunegemm.families.launching import AddressLaunch, AddressLauncher, Workspace, tma_reader
 from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
-from tunegemm.families.triton_object import FORMAT
+from tunegemm.families.triton_object import FORMAT, read_object
 from tunegemm.families.triton_tma.config import KernelConfig
 from tunegemm.families.triton_tma.rules import RULES, config_of
 from tunegemm.outcome import Resources
@@ -50,11 +50,34 @@ class TritonTma(Generator):
 
         return build(KernelConfig.from_mapping(key), out)
 
-    def launcher(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path) -> Launcher:
+    def workspace(
+        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
+    ) -> Workspace | None:
+        """Descriptors that blocks make for themselves, or split-K's partial sums and counters; never both."""
+        config, split_k = config_of(problem, candidate), int(candidate["split_k"])
+        index = device.index if device.is_real else 0
+        if config.specialized and artifact is not None:  # their size is known to the object alone
+            header, _ = read_object(artifact.read_bytes())
+            num_bytes = grid(problem, candidate, device) * header.scratch_bytes
+            return Workspace(num_bytes, 0, index) if num_bytes else None
+        if split_k == 1:
+            return None
+        tiles = tile_count(problem, candidate)
+        return Workspace(tiles * split_k * config.tile_m * config.tile_n * 4, tiles * 4, index)
+
+    def launcher(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device,
+        artifact: Path,
+        workspace: Workspace | None,
+    ) -> Launcher:
         from tunegemm.families.triton_launch import load
 
         index = device.index if device.is_real else 0
-        return _launcher(problem, candidate, load(artifact, index), grid(problem, candidate, device), index)
+        ctas = grid(problem, candidate, device)
+        return _launcher(problem, candidate, load(artifact, index), ctas, index, workspace)
 
 
 FAMILY = TritonTma()
@@ -71,7 +94,14 @@ def grid(problem: Problem, candidate: Candidate, device: Device) -> int:
     return min(work, device.sm_count * (2 if candidate["ctas"] == "two_per_sm" else 1))
 
 
-def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int, index: int) -> Launcher:
+def _launcher(
+    problem: Problem,
+    candidate: Candidate,
+    kernel: Kernel,
+    ctas: int,
+    index: int,
+    workspace: Workspace | None,
+) -> Launcher:
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
     from tunegemm.families.triton_launch import Arguments, Kept, batch_view
@@ -89,13 +119,6 @@ def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int,
         "swizzle": int(candidate["swizzle_size"]),
         "split_k": split_k,
     }
-    tiles = tile_count(problem, candidate)
-    # Descriptors that blocks make for themselves, or split-K's sums and counters; never both.
-    workspace = None
-    if kernel.header.scratch_bytes:
-        workspace = Workspace(ctas * kernel.header.scratch_bytes, 0, index)
-    elif split_k > 1:
-        workspace = Workspace(tiles * split_k * config.tile_m * config.tile_n * 4, tiles * 4, index)
 
     def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
         kept = Kept()

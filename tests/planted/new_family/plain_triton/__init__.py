@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from tunegemm.families import Launcher
+    from tunegemm.families.launching import Workspace
 
 #: Elements of 16 bytes.
 VECTOR = 8
@@ -105,7 +106,19 @@ class PlainTriton:
             num_warps=config.warps, num_stages=config.stages, aligned=("a", "b"),
         )  # fmt: skip
 
-    def load(self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None) -> Launcher:
+    def workspace(
+        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
+    ) -> Workspace | None:
+        return None
+
+    def load(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device,
+        artifact: Path | None,
+        workspace: Workspace | None = None,
+    ) -> Launcher:
         if artifact is None:
             raise ArtifactError(f"{self.label(candidate)} has no compiled object; run tunegemm tune again")
         from torch._C import _cuda_getCurrentRawStream as current_stream
