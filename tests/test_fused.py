@@ -86,7 +86,7 @@ def _clean() -> Iterator[None]:
 
 def close(result: torch.Tensor, expected: torch.Tensor, bound: float = 2e-2) -> None:
     assert result.shape == expected.shape and result.dtype == expected.dtype
-    error = (result.float() - expected.float()).norm() / expected.float().norm()
+    error = (result.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-9)
     assert error <= bound, float(error)
 
 
@@ -113,7 +113,7 @@ def layer(*lead: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 @pytest.mark.parametrize("lead", [(32,), (2, 16), (2, 2, 4)])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-@pytest.mark.parametrize("has_bias, has_residual", itertools.product((False, True), repeat=2))
+@pytest.mark.parametrize("has_bias, has_residual", list(itertools.product((False, True), repeat=2)))
 def test_linear(serve, kernel, lead, activation, has_bias, has_residual):
     snapshot = serve()
     x, weight, bias, residual = layer(*lead)
@@ -240,7 +240,7 @@ def test_wrong_epilogues_name_the_remedy(serve):
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("out_dtype", [BF16, torch.float32, None])
-@pytest.mark.parametrize("rowwise, bias", itertools.product((False, True), repeat=2))
+@pytest.mark.parametrize("rowwise, bias", list(itertools.product((False, True), repeat=2)))
 def test_scaled_mm(serve, kernel, rowwise, bias, out_dtype, fast):
     snapshot = serve()
     a, b = (operand.to(FP8) for operand in operands())
@@ -360,6 +360,7 @@ def test_the_command_names_all_that_tells_problems_apart():
     "change",
     [
         lambda bias: bias.float(),
+        lambda bias: bias.double(),
         lambda bias: torch.ones(1, 48, dtype=BF16),
         lambda bias: torch.ones(96, dtype=BF16)[::2],
     ],
@@ -453,7 +454,7 @@ def test_a_known_call_is_one_check_one_allocation_and_one_launch(by_address):
         python, c = calls_of(call)
         dispatcher._lock = lock
         python = python[1 : python.index("launch")]
-        assert python == ["linear", "is_compiling", "fused", "bind_one"]
+        assert python == ["linear", "is_compiling", "is_scripting", "fused", "bind_one"]
         before = c[: c.index("append")]
         assert len(before) <= 11 and "check" in before
         assert not {"stride", "acquire", "execute", "open", "format"} & set(before)
@@ -508,7 +509,6 @@ def test_what_a_known_call_minds(by_address):
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(kernel.words) == 3
-    assert torch.equal(tunegemm.linear(x[:16], weight[:, :64], bias), functional.linear(x[:16], weight, bias)) if False else True
     learned = bias.clone().requires_grad_()
     assert tunegemm.linear(x, weight, learned).requires_grad
     with torch.no_grad():
@@ -596,12 +596,15 @@ def test_transforms_are_torchs(serve, kernel):
 
 def test_autocast(serve, kernel):
     serve()
-    layer_ = torch.nn.Linear(64, 48)
-    x = torch.randn(32, 64)
+    module = torch.nn.Linear(64, 48)
+    x, weight, bias = torch.randn(32, 64), module.weight.detach(), module.bias.detach()
     with torch.autocast("cpu", dtype=BF16), torch.no_grad():
         for _ in range(2):
-            close(tunegemm.linear(x, layer_.weight, layer_.bias), layer_(x))
-    assert len(kernel.calls) == 2
+            close(tunegemm.linear(x, weight, bias, "relu"), torch.relu(module(x)))
+            close(tunegemm.linear(x, weight.to(BF16), bias), module(x))
+        assert len(kernel.calls) == 4
+        close(tunegemm.linear(x, module.weight, module.bias), module(x))  # torch's cache holds its cast
+    assert len(kernel.calls) == 4
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

@@ -47,11 +47,19 @@ from tunegemm.dispatch.policies import FASTEST, Policy
 from tunegemm.dispatch.selection import Rival, read_rivals, select
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
 from tunegemm.dispatch.unfused import absorbs, unfused
-from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning, WorkloadError
+from tunegemm.epilogue import operand_dtype
+from tunegemm.errors import (
+    DatabaseError,
+    DeviceError,
+    ProblemError,
+    TunegemmError,
+    TunegemmWarning,
+    WorkloadError,
+)
 from tunegemm.families import Launcher
 from tunegemm.families.cublaslt import is_torch
 from tunegemm.families.launching import AddressLaunch, AddressLauncher, WordsOf, words_binder
-from tunegemm.problem import MAX_ALIGNMENT, Problem, default_out_dtype
+from tunegemm.problem import MAX_ALIGNMENT, Problem, default_out_dtype, normalize_dtype
 
 # Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
 _grad_enabled = torch.is_grad_enabled
@@ -425,11 +433,10 @@ class Dispatcher:
         cast = None
         if out is None and kind != RECORDED and a.dtype.itemsize > 1 and _any_autocast():
             cast = _cast_by_autocast(a, b)
-            if cast is _TORCHS:
-                return _torchs(form, a, b, tensors, numbers, out)
+            if cast is _TORCHS or (cast is not None and b.requires_grad and b.dtype is not cast):
+                return _torchs(form, a, b, tensors, numbers, out)  # a weight is cast once for many calls
             if cast is not None:
-                a, b = _autocast(a, cast), _autocast(b, cast)
-                tensors = tuple(map(_autocast, tensors, (cast,) * len(tensors)))
+                a, b, *tensors = (tensor.to(cast) for tensor in (a, b, *tensors))
         everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)
         try:
             low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
@@ -458,7 +465,7 @@ class Dispatcher:
         if plan is None:
             if key in state.of_tuned_products:
                 return unfused(form, a, b, tensors, numbers, out, multiply=partial(self.product, kind))
-            if cast is None and not low and key in state.plans:
+            if cast is None and not (low or below) and key in state.plans:
                 self._remember(state, key, None, kind, *everything, form=form, has_out=out is not None)
             return _torchs(form, a, b, tensors, numbers, out)
         result = out
@@ -1006,6 +1013,8 @@ def _operand_views(
         return None
     shapes = []
     takes = [operand for operand in form.epilogue.operands if operand.kind != "number"]
+    if len(takes) != len(tensors):
+        return None
     for operand, tensor in zip(takes, tensors, strict=True):
         shape = problem.operand_shape(operand)
         if operand.kind == "scalar":
@@ -1019,8 +1028,10 @@ def _operand_views(
         if not fits or tensor.numel() != math.prod(shape):
             return None
         try:
+            if normalize_dtype(str(tensor.dtype)) != operand_dtype(operand, problem.out_dtype):
+                return None
             tensor.view(shape)
-        except RuntimeError:
+        except (ProblemError, RuntimeError):  # a dtype without a name here, or strides without such a view
             return None
         shapes.append(shape)
     return tuple(shapes)
