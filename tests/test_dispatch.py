@@ -1079,7 +1079,11 @@ def test_a_product_with_itself_is_served(serve):
     a = torch.randint(-3, 4, (64, 64)).to(BF16)
     for _ in range(3):
         assert torch.equal(quietly(dispatcher.matmul, a, a), torch.matmul(a, a))
-    assert not kernel.calls and not dispatcher._state.recent
+    dispatcher._lock = None  # the next one finds the plan without a key
+    assert "_general" not in calls_of(lambda: dispatcher.matmul(a, a))[0]
+    other = a.clone()
+    assert torch.equal(quietly(dispatcher.matmul, other, a), torch.matmul(other, a))
+    assert torch.equal(quietly(dispatcher.matmul, a, a), torch.matmul(a, a))
 
 
 def test_without_torchs_guards_every_call_goes_the_general_way(by_address, monkeypatch):

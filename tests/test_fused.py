@@ -147,16 +147,17 @@ def test_gated_linear(serve, kernel, activation, has_bias):
     assert kernel.calls == [((32, 64), (64, 96), (32, 48))]
 
 
-@pytest.mark.parametrize("shape", ["row", "one row", "matrix", "column"])
+@pytest.mark.parametrize("shape", ["row", "expanded row", "one row", "matrix", "column"])
 @pytest.mark.parametrize("beta, alpha", [(1, 1), (0.5, 1), (1, -2), (0.5, 3), (0, 2), (0, 1)])
 def test_addmm_and_baddbmm(serve, kernel, shape, beta, alpha):
     serve()
     a, b = operands()
-    c = {"row": (48,), "one row": (1, 48), "matrix": (32, 48), "column": (32, 1)}[shape]
+    c = {"one row": (1, 48), "matrix": (32, 48), "column": (32, 1)}.get(shape, (48,))
     c = torch.linspace(-4, 4, torch.Size(c).numel()).to(BF16).view(c)
+    c = c.expand(32, 48) if shape == "expanded row" else c
     expected = torch.addmm(c.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(BF16)
     close(tunegemm.addmm(c, a, b, beta=beta, alpha=alpha), expected)
-    served = beta == 0 or shape == "matrix" or (beta == 1 and shape != "column")
+    served = beta == 0 or shape == "matrix" or (beta == 1 and "row" in shape and shape != "one row")
     assert len(kernel.calls) == served
     if shape == "matrix":
         many = (torch.stack((c, -c)), torch.stack((a, -a)), torch.stack((b, b)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -85,8 +86,7 @@ def linear(
         if bias is None:
             return _product(LINEAR, x, weight)
         return _dispatcher.fused(_WITH_BIAS, x, weight, (bias,))
-    text = _text(bias is not None, activation, residual is not None)
-    return _fused(LINEAR, text, x, weight, tuple(each for each in (bias, residual) if each is not None))
+    return _fused(LINEAR, _text(bias is None, activation, residual is None), x, weight, _given(bias, residual))
 
 
 def gated_linear(
@@ -100,7 +100,7 @@ def gated_linear(
     """
     if activation not in GATE_OF:
         raise ProblemError(f"activation {activation!r} gates nothing; use one of {', '.join(GATE_OF)}")
-    text = _text(bias is not None, GATE_OF[activation], False)
+    text = _text(bias is None, GATE_OF[activation], True)
     return _fused(LINEAR, text, x, weight, () if bias is None else (bias,))
 
 
@@ -124,8 +124,9 @@ def addmm(
     Served as `matmul` is. Problems are told apart by their epilogue: ``bias_n`` for a row, ``beta_c`` for a
     matrix, with ``alpha+`` before it where alpha is not 1, and none where beta is 0, as C is not read then.
     """
-    if a.ndim == 2 and b.ndim == 2 and (asked := ops.addmm_steps(c, a, b, beta, alpha)) is not None:
-        return _fused(MATMUL, asked[0], a, b, *asked[1:]) if asked[0] else matmul(a, b)
+    if a.ndim == 2 and b.ndim == 2:
+        text, tensors, numbers = ops.addmm_steps(c, a, beta, alpha)
+        return _fused(MATMUL, text, a, b, tensors, numbers) if text else matmul(a, b)
     return torch.addmm(c, a, b, beta=beta, alpha=alpha)
 
 
@@ -133,8 +134,9 @@ def baddbmm(
     c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
     """`addmm` for each entry of a batch: ``torch.baddbmm``."""
-    if a.ndim == 3 and b.ndim == 3 and (asked := ops.addmm_steps(c, a, b, beta, alpha)) is not None:
-        return _fused(MATMUL, asked[0], a, b, *asked[1:]) if asked[0] else matmul(a, b)
+    if a.ndim == 3 and b.ndim == 3 and a.shape[0] == b.shape[0]:
+        text, tensors, numbers = ops.addmm_steps(c, a, beta, alpha)
+        return _fused(MATMUL, text, a, b, tensors, numbers) if text else matmul(a, b)
     return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
 
 
@@ -179,11 +181,10 @@ def _matmul_and_more(
     if epilogue is None:
         if operands:
             raise ProblemError("operands without an epilogue; give the epilogue that takes them")
-        text = _text(bias is not None, activation, residual is not None)
+        text = _text(bias is None, activation, residual is None)
         if not text and out_dtype in (None, a.dtype):
             return matmul(a, b, out=out)
-        tensors = tuple(each for each in (bias, residual) if each is not None)
-        return _fused(MATMUL, text, a, b, tensors, (), out, out_dtype)
+        return _fused(MATMUL, text, a, b, _given(bias, residual), (), out, out_dtype)
     if bias is not None or activation is not None or residual is not None:
         raise ProblemError(
             f"epilogue {epilogue} beside bias, activation or residual; make them steps of the epilogue"
@@ -195,14 +196,17 @@ def _matmul_and_more(
     return _fused(MATMUL, str(epilogue), a, b, tensors, numbers, out, out_dtype)
 
 
-def _text(bias: bool, activation: str | None, residual: bool) -> str:
+@cache
+def _text(no_bias: bool, activation: str | None, no_residual: bool) -> str:
     """The epilogue of keywords."""
-    if activation is None:
-        return _TEXTS[bias, residual]
-    return ("bias_n+" if bias else "") + activation + ("+residual" if residual else "")
+    steps = ("" if no_bias else "bias_n", activation or "", "" if no_residual else "residual")
+    return "+".join(step for step in steps if step)
 
 
-_TEXTS = {(False, False): "", (True, False): "bias_n", (False, True): "residual", (True, True): "bias_n+residual"}
+def _given(bias: Any, residual: Any) -> tuple[Any, ...]:
+    if residual is None:
+        return () if bias is None else (bias,)
+    return (residual,) if bias is None else (bias, residual)
 
 
 def _fused(

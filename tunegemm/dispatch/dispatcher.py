@@ -528,8 +528,6 @@ class Dispatcher:
         if kind != RECORDED and _any_autocast():
             return  # the check does not know to what autocast casts
         tensors = (a, b, *others)
-        if len(set(map(id, tensors))) < len(tensors):
-            return  # it wants distinct ones
         recent = state.checked.get(key)
         if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
             recent = state.checked[key] = Recent(
@@ -880,15 +878,29 @@ def _ordinary(a: Any, b: Any) -> bool:
 
 def _check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
     """Whether tensors are, but for their values and addresses, what these are."""
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
     check: Callable[..., bool] = _TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+        *distinct,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in distinct],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in distinct],
     ).check
+    if len(distinct) < len(tensors):  # torch's check wants no tensor twice
+        check = _check_of_repeated(tensors, check)
     if tensors[0].dtype is torch.float32:  # kernels compute it in tf32, where the program allows that now
         allowed = tf32_allowed()
         return lambda *others: tf32_allowed() == allowed and check(*others)
     return check
+
+
+def _check_of_repeated(tensors: tuple[torch.Tensor, ...], check: Callable[..., bool]) -> Callable[..., bool]:
+    first = [next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]
+    kept = sorted(set(first))
+
+    def check_repeated(*others: torch.Tensor) -> bool:
+        repeat = all(other is others[i] for other, i in zip(others, first, strict=True))
+        return repeat and check(*(others[i] for i in kept))
+
+    return check_repeated
 
 
 def _cast_by_autocast(a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -1020,7 +1032,7 @@ def _operand_views(
         if operand.kind == "scalar":
             fits = tensor.numel() == 1
         elif operand.kind == "matrix":
-            fits = tensor.shape[-1:] == shape[-1:] and tensor.ndim > 1 and tensor.shape[-2] <= shape[-2]
+            fits = tensor.ndim > 1 and tensor.shape[-1] == shape[-1] and 0 not in tensor.stride()
         elif operand.name in ("scale_a", "scale_b"):  # (m, 1) and (1, n), as torch has them
             fits = tensor.ndim == 2
         else:

@@ -207,21 +207,21 @@ def traced_fused(
 
 
 def addmm_steps(
-    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
-) -> tuple[str, tuple[torch.Tensor, ...], tuple[float, ...]] | None:
-    """The epilogue of ``beta * c + alpha * a @ b`` and its operands; None for what only torch's functions do."""
-    if not a.dtype.is_floating_point or c.dtype != a.dtype or isinstance(beta, complex) or isinstance(alpha, complex):
-        return None
-    first, scalars = ("", ()) if alpha == 1 else ("alpha+", (alpha,))
-    m, n = a.shape[-2], b.shape[-1]
+    c: torch.Tensor, a: torch.Tensor, beta: float, alpha: float
+) -> tuple[str, tuple[torch.Tensor, ...], tuple[float, ...]]:
+    """The epilogue of ``beta * c + alpha * a @ b`` and its operands.
+
+    Whether C has a shape that a kernel takes is for dispatch to say: torch has more, which it broadcasts.
+    """
+    first, scalars = ("", ()) if alpha == 1 else ("alpha+", (float(alpha),))
     if beta == 0:
         return first[:-1], (), scalars
-    is_row = c.ndim == 1 or (c.ndim == 2 and a.ndim == 2 and (c.shape[0] == 1 or c.stride(0) == 0) and m > 1)
-    if is_row and beta == 1 and c.shape[-1] == n and c.stride(-1) == 1:
-        return first + "bias_n", (c if c.ndim == 1 else c[0],), scalars
-    if c.shape == (*a.shape[:-1], n):
-        return first + "beta_c", (c,), (*scalars, beta)
-    return None
+    if beta == 1:
+        if c.ndim == 1:
+            return first + "bias_n", (c,), scalars
+        if c.ndim == a.ndim == 2 and c.stride(0) == 0:  # as Inductor expands a row
+            return first + "bias_n", (c[0],), scalars
+    return first + "beta_c", (c,), (*scalars, float(beta))
 
 
 def scale_steps(

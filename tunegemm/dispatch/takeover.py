@@ -85,13 +85,11 @@ def _adding(kernel: Any) -> Callable[..., Any]:
 
     def serve(keyset: Any, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any) -> Any:
         if not more and _is_served_dtype(a):  # with more there is an `out_dtype`
-            asked = addmm_steps(c, a, b, keywords.get("beta", 1), keywords.get("alpha", 1))
-            if asked is not None:
-                text, tensors, numbers = asked
-                form, out = form_of(RECORDED, text), keywords.get("out")
-                result = api._dispatcher.fused(form, a, b, tensors, numbers, out)
-                if result is not None:
-                    return result
+            text, tensors, numbers = addmm_steps(c, a, keywords.get("beta", 1), keywords.get("alpha", 1))
+            form, out = form_of(RECORDED, text), keywords.get("out")
+            result = api._dispatcher.fused(form, a, b, tensors, numbers, out)
+            if result is not None:
+                return result
         return kernel.call_boxed(keyset, c, a, b, *more, **keywords)
 
     return serve

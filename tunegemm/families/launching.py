@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -246,7 +247,11 @@ def words_binder(problem: Problem, operands: Sequence[Any]) -> WordsOf:
 
 @functools.lru_cache(maxsize=4096)
 def _bits(number: float) -> int:
-    return int(_FP32_BITS.unpack(_FP32.pack(number))[0])
+    try:
+        packed = _FP32.pack(number)
+    except OverflowError:  # infinite in fp32
+        packed = _FP32.pack(math.copysign(math.inf, number))
+    return int(_FP32_BITS.unpack(packed)[0])
 
 
 def _address_bytes(operand: Operand, dtype: str) -> int:
