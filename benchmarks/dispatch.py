@@ -4,10 +4,10 @@
     python -m benchmarks.dispatch --shape 64x512x256 --families cute_sm90,gluon_wgmma
 
 Tunes the shape, its batch of four, half its M and three fused products of it into a temporary database and
-object store, calls torch and tunegemm in turns, and writes results/GPU/dispatch.json: a row `{call, torch_us, tunegemm_us, ratio}` for
-each call, `ratio_to_torch_mm` of the first, `breakdown_us` of our own call's parts, and from processes of
-their own `import_ms` beyond torch, `first_call_ms` with `records` in the database, and `bytes_per_record` of
-host memory.
+object store, calls torch and tunegemm in turns, and writes results/GPU/dispatch.json: a row `{call, torch_us,
+tunegemm_us, ratio}` for each call, `ratio_to_torch_mm` of the first, `breakdown_us` of our own call's parts,
+and from processes of their own `import_ms` beyond torch, `first_call_ms` with `records` in the database, and
+`bytes_per_record` of host memory.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def place(folder: Path) -> None:
 
 
 def related(problem: Problem) -> list[Problem]:
-    """The problem, half its M, a batch of four, with a bias, with a bias and gelu, and of scaled fp8 operands."""
+    """The problem, half its M, a batch of four; it with a bias, with gelu too, and of scaled fp8 operands."""
     scaled = {"in_dtype": "fp8_e4m3", "epilogue": "scale_tensor", "accumulation": "two_level"}
     return [
         problem,

@@ -65,7 +65,9 @@ class Kernel:
         with torch.no_grad():
             value = torch.matmul(a.float(), b.float())
             if problem is not None and problem.epilogue:
-                named = {each.name: given for each, given in zip(problem.fused.operands, operands, strict=True)}
+                named = {
+                    each.name: given for each, given in zip(problem.fused.operands, operands, strict=True)
+                }
                 value = problem.fused.reference(value, named)
                 if "amax" in named:
                     named["amax"].copy_(torch.maximum(named["amax"], value.abs().max()))
@@ -1066,8 +1068,6 @@ def test_outputs_of_known_products(by_address):
 
 
 def test_a_product_with_itself_is_served(serve):
-    kernel = ByAddress(Problem(64, 64, 64))
-
     def make(lda: int, ldb: int, ldd: int, *_: int) -> AddressLaunch:
         return lambda a, b, d: at(d, (64, 64), (ldd, 1)).copy_(
             at(a, (64, 64), (lda, 1)).float() @ at(b, (64, 64), (ldb, 1)).float()

@@ -5,7 +5,6 @@ The kernels are torch's arithmetic; test_gpu_fused.py has the real ones.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import struct
 import warnings
@@ -20,7 +19,6 @@ from tests.test_dispatch import BF16, Kernel, Row, at, calls_of, operands, quiet
 from tunegemm.device import find_device
 from tunegemm.dispatch import api, ops, takeover
 from tunegemm.dispatch.dispatcher import Dispatcher, tune_command
-from tunegemm.dispatch.forms import LINEAR, MATMUL, form_of
 from tunegemm.dispatch.launchers import TORCH, Prepared
 from tunegemm.dispatch.snapshot import Snapshot
 from tunegemm.epilogue import MAX_WORDS, Epilogue, Matrix, Number, PerColumn, maximum, tanh
@@ -126,8 +124,8 @@ def test_linear(serve, kernel, lead, activation, has_bias, has_residual):
     extras = {"bias": bias, "activation": activation, "residual": residual}
     close(tunegemm.matmul(x, weight.t(), **extras), expected.to(BF16))
     assert len(kernel.calls) == 3
-    steps = [word for word, given in (("bias_n", has_bias), (activation, activation), ("residual", has_residual)) if given]  # fmt: skip
-    assert {problem.epilogue for problem in snapshot.asked} == {"+".join(steps)}
+    steps = ("bias_n" * has_bias, activation, "residual" * has_residual)
+    assert {problem.epilogue for problem in snapshot.asked} == {"+".join(filter(None, steps))}
     assert {problem.m for problem in snapshot.asked} == {x.numel() // 64}
 
 
@@ -137,12 +135,17 @@ def test_gated_linear(serve, kernel, activation, has_bias):
     serve()
     x, gate, _, _ = layer()
     up = gate.flip(0).contiguous()
-    biases = (torch.linspace(-1, 1, 48).to(BF16), torch.linspace(1, 0, 48).to(BF16)) if has_bias else (None,) * 2
+    biases = (
+        (torch.linspace(-1, 1, 48).to(BF16), torch.linspace(1, 0, 48).to(BF16)) if has_bias else (None,) * 2
+    )
     weight = tunegemm.interleave(gate, up)
     assert torch.equal(weight[0::2], gate) and torch.equal(weight[1::2], up)
     bias = tunegemm.interleave(*biases) if has_bias else None
     result = tunegemm.gated_linear(x, weight, bias, activation)
-    halves = [functional.linear(x.float(), w.float(), None if b is None else b.float()) for w, b in zip((gate, up), biases, strict=True)]  # fmt: skip
+    halves = [
+        functional.linear(x.float(), half.float(), None if added is None else added.float())
+        for half, added in zip((gate, up), biases, strict=True)
+    ]
     close(result, (ACTIVATIONS[activation](halves[0]) * halves[1]).to(BF16))
     assert kernel.calls == [((32, 64), (64, 96), (32, 48))]
 
@@ -175,7 +178,9 @@ def test_what_beta_0_leaves_out_is_not_read(serve, kernel):
     assert len(kernel.calls) == 1
 
 
-@pytest.mark.parametrize("text", ["alpha+beta_c+bias_m+relu", "bias_m", "silu+residual", "alpha+bias_n+swiglu"])
+@pytest.mark.parametrize(
+    "text", ["alpha+beta_c+bias_m+relu", "bias_m", "silu+residual", "alpha+bias_n+swiglu"]
+)
 def test_epilogues_by_their_text(serve, kernel, text):
     serve()
     a, b = operands()
@@ -200,8 +205,7 @@ def test_a_function_of_the_users_own(serve, kernel):
     assert len(kernel.calls) == 1 and snapshot.asked[0].epilogue == str(bent)
     monkey = Problem(32, 48, 64, epilogue=str(bent))
     assert tune_command(monkey) == (
-        "tunegemm.tune(Problem.parse('32x48x64', dtype='bf16', layout='tn', "
-        f"epilogue='{bent}'))"
+        f"tunegemm.tune(Problem.parse('32x48x64', dtype='bf16', layout='tn', epilogue='{bent}'))"
     )
 
 
@@ -252,7 +256,9 @@ def test_scaled_mm(serve, kernel, rowwise, bias, out_dtype, fast):
     wide = (a.float() * scale_a) @ (b.float() * scale_b)
     wide = wide + added.float() if bias else wide
     for _ in range(2):
-        result = tunegemm.scaled_mm(a, b, scale_a, scale_b, bias=added, out_dtype=out_dtype, use_fast_accum=fast)
+        result = tunegemm.scaled_mm(
+            a, b, scale_a, scale_b, bias=added, out_dtype=out_dtype, use_fast_accum=fast
+        )
         assert result.dtype == (out_dtype or FP8)
         close(result.float(), wide, 5e-2 if out_dtype is None else 1e-2)
     (problem,) = set(snapshot.asked)
@@ -264,7 +270,11 @@ def test_scaled_mm(serve, kernel, rowwise, bias, out_dtype, fast):
 def test_scales_that_only_torch_has(serve, kernel):
     serve()
     a, b = (operand.to(FP8) for operand in operands())
-    for scales in ((torch.ones(32), torch.ones(48)), (torch.ones(2, 1), torch.ones(1, 1)), (torch.ones(32, 2),) * 2):
+    for scales in (
+        (torch.ones(32), torch.ones(48)),
+        (torch.ones(2, 1), torch.ones(1, 1)),
+        (torch.ones(32, 2),) * 2,
+    ):
         with pytest.raises((RuntimeError, ValueError)) as expected:
             torch._scaled_mm(a, b, *scales, out_dtype=BF16)
         with pytest.raises(type(expected.value)) as raised:
@@ -350,7 +360,15 @@ def test_where_torch_won_torch_computes_all(serve, kernel, monkeypatch):
 
 
 def test_the_command_names_all_that_tells_problems_apart():
-    problem = Problem(32, 48, 64, in_dtype="fp8_e4m3", out_dtype="fp16", epilogue="scale_tensor+bias_n", accumulation="two_level")  # fmt: skip
+    problem = Problem(
+        32,
+        48,
+        64,
+        in_dtype="fp8_e4m3",
+        out_dtype="fp16",
+        epilogue="scale_tensor+bias_n",
+        accumulation="two_level",
+    )
     assert tune_command(problem) == (
         "tunegemm tune --shape 32x48x64 --dtype fp8_e4m3 --out-dtype fp16 --layout tn "
         "--epilogue scale_tensor+bias_n --accumulation two_level"
@@ -463,7 +481,9 @@ def test_a_known_call_is_one_check_one_allocation_and_one_launch(by_address):
     assert all(words[0] == bias.data_ptr() and not any(words[1:]) for words in kernel.words)
 
 
-@pytest.mark.parametrize("text", ["bias_n+gelu", "residual", "bias_n+relu+residual", "alpha+beta_c+bias_n", "silu"])
+@pytest.mark.parametrize(
+    "text", ["bias_n+gelu", "residual", "bias_n+relu+residual", "alpha+beta_c+bias_n", "silu"]
+)
 def test_words_are_those_of_the_call(by_address, text):
     """Other tensors and numbers than those that the plan was made with."""
     kernel = by_address(text)
@@ -560,7 +580,9 @@ def test_gradients_in_double_precision():
     everything = [tensor.requires_grad_() for tensor in (x, w, bias, residual)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)
-        assert torch.autograd.gradcheck(lambda *given: tunegemm.linear(*given[:3], "silu", given[3]), everything)
+        assert torch.autograd.gradcheck(
+            lambda *given: tunegemm.linear(*given[:3], "silu", given[3]), everything
+        )
         assert torch.autograd.gradcheck(lambda *given: tunegemm.gated_linear(*given), everything[:3])
 
 
@@ -581,7 +603,7 @@ def test_gradients_of_a_bias_twice(serve, kernel):
 
 def test_transforms_are_torchs(serve, kernel):
     serve()
-    x, weight, bias, residual = layer()
+    x, weight, bias, _ = layer()
     many = torch.stack((x, -x))
 
     def ours(x):
@@ -637,7 +659,10 @@ def test_graphs_without_records_are_torchs_operators(serve, kernel, mode, dynami
     x, weight, bias, _ = layer()
     backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=compiler)
     function = torch.compile(
-        lambda x, w, bias: tunegemm.linear(x, w, bias, "relu"), backend=backend, fullgraph=True, dynamic=dynamic
+        lambda x, w, bias: tunegemm.linear(x, w, bias, "relu"),
+        backend=backend,
+        fullgraph=True,
+        dynamic=dynamic,
     )
     with mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)
@@ -699,6 +724,7 @@ def test_enable_serves_what_adds_and_scales(serve, kernel):
     x, weight, bias, c = layer()
     many = torch.stack((x, x)), torch.stack((weight.t(), weight.t())), torch.stack((c, c))
     a, b, one = x.to(FP8), weight.to(FP8).t(), torch.ones(())
+    rows, columns = torch.ones(32, 1), torch.ones(1, 48)
     small = (x * 8).to(torch.int8)
     out = torch.empty_like(c)
     ways = (
@@ -707,7 +733,7 @@ def test_enable_serves_what_adds_and_scales(serve, kernel):
         lambda: torch.addmm(bias, x, weight.t(), out=out),
         lambda: torch.baddbmm(many[2], *many[:2], alpha=0.5),
         lambda: torch._scaled_mm(a, b, one, one, out_dtype=BF16),
-        lambda: torch._scaled_mm(a, b, torch.ones(32, 1), torch.ones(1, 48), bias=bias, out_dtype=BF16, use_fast_accum=True),
+        lambda: torch._scaled_mm(a, b, rows, columns, bias=bias, out_dtype=BF16, use_fast_accum=True),
         lambda: torch._int_mm(small, weight.to(torch.int8).t()),
     )  # fmt: skip
     for way in ways:

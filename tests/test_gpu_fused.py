@@ -1,4 +1,4 @@
-"""Fused calls by real kernels: each against torch in fp32, captured, compiled, of views, scaled, and timed."""
+"""Fused calls by real kernels: each against torch in fp64, captured, compiled, of views, scaled."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def softcapped(acc, bias: PerColumn, cap: Number):  # type: ignore[no-untyped-de
 
 
 TEXTS = [
-    "bias_n", "bias_n+gelu", "bias_n+gelu_tanh+residual", "silu", "residual", "swiglu", "beta_c", "alpha+beta_c",
-    "alpha+bias_n", str(softcapped),
+    "bias_n", "bias_n+gelu", "bias_n+gelu_tanh+residual", "silu", "residual", "swiglu", "beta_c",
+    "alpha+beta_c", "alpha+bias_n", str(softcapped),
 ]  # fmt: skip
 BATCHED = Problem(M, N, K, 3, b_major="n", epilogue="alpha+beta_c")
 FP32_OUT = Problem(M, N, K, out_dtype="fp32")
@@ -217,7 +217,9 @@ def test_views(only_ours, name):
 
     def inside(tensor: torch.Tensor, pad: int = 16) -> torch.Tensor:
         rows, columns = tensor.shape
-        return torch.zeros(rows + 1, columns + pad, device="cuda", dtype=BF16)[1:, 8 : 8 + columns].copy_(tensor)
+        return torch.zeros(rows + 1, columns + pad, device="cuda", dtype=BF16)[1:, 8 : 8 + columns].copy_(
+            tensor
+        )
 
     longer = torch.zeros(N + 2, device="cuda", dtype=BF16)[2:].copy_(b)  # 4 bytes in
     given = (inside(x), inside(w), longer, inside(r))

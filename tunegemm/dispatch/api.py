@@ -47,15 +47,16 @@ def matmul(
     any `epilogue` with its `operands`, and `out_dtype`. Where no kernel is recorded for the whole, torch's
     functions do it one by one.
 
-    Tuned kernels serve bf16 and fp16 on CUDA, and fp32 where ``torch.backends.cuda.matmul.fp32_precision``
-    is ``tf32``: (m, k) x (k, n), and what views make such a product or a batch of them, as leading dimensions,
-    vectors and one matrix for a batch are. So they do for the gradients of 16-bit operands, which are products,
-    too, and in graphs of torch.compile and torch.export, which hold the operators `tunegemm::mm` and `fused`.
-    Autocast casts as it does for torch. Everything else is `torch.matmul`: other dtypes, broadcasting between
-    batches, gradients of a matrix that a batch shares, dispatch modes, views that the kernel cannot read, and
-    deterministic mode. A problem without a record for this device warns once (`TunegemmWarning`) and names
-    the command that tunes it; a record that another process publishes is found within seconds.
-    ``TUNEGEMM_MODE=off``, read on the first call, leaves all to torch.
+    Tuned kernels serve bf16 and fp16 on CUDA, and fp32 where
+    ``torch.backends.cuda.matmul.fp32_precision`` is ``tf32``: (m, k) x (k, n), and what views make such a
+    product or a batch of them, as leading dimensions, vectors and one matrix for a batch are. So they do
+    for the gradients of 16-bit operands, which are products, too, and in graphs of torch.compile and
+    torch.export, which hold the operators `tunegemm::mm` and `tunegemm::fused`. Autocast casts as it does
+    for torch. Everything else is `torch.matmul`: other dtypes, broadcasting between batches, gradients of
+    a matrix that a batch shares, dispatch modes, views that the kernel cannot read, and deterministic
+    mode. A problem without a record for this device warns once (`TunegemmWarning`) and names the command
+    that tunes it; a record that another process publishes is found within seconds. ``TUNEGEMM_MODE=off``,
+    read on the first call, leaves all to torch.
 
     Runs on the current stream of the operands' device, and within CUDA-graph capture for shapes that
     were called before it. Raises what torch.matmul raises, and ProblemError for an epilogue that is not known
@@ -86,17 +87,18 @@ def linear(
         if bias is None:
             return _product(LINEAR, x, weight)
         return _dispatcher.fused(_WITH_BIAS, x, weight, (bias,))
-    return _fused(LINEAR, _text(bias is None, activation, residual is None), x, weight, _given(bias, residual))
+    return _fused(
+        LINEAR, _text(bias is None, activation, residual is None), x, weight, _given(bias, residual)
+    )
 
 
 def gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "silu"
 ) -> torch.Tensor:
-    """``activation(x @ gate.T) * (x @ up.T)`` in one kernel, such as SwiGLU: half as many columns as `weight`
-    has rows.
+    """``activation(x @ gate.T) * (x @ up.T)``, such as SwiGLU: half as many columns as `weight` has rows.
 
-    `weight`, and `bias` if any, have the rows of gate and up in turns, as `interleave` makes them. activation:
-    silu, gelu, gelu_tanh or relu.
+    `weight`, and `bias` if any, have the rows of gate and up in turns, as `interleave` makes them.
+    activation: silu, gelu, gelu_tanh or relu.
     """
     if activation not in GATE_OF:
         raise ProblemError(f"activation {activation!r} gates nothing; use one of {', '.join(GATE_OF)}")
@@ -105,7 +107,7 @@ def gated_linear(
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The rows of two weights (or biases) in turns, as `gated_linear` wants them: gate[0], up[0], gate[1], ..."""
+    """The rows of two weights (or biases) in turns, as `gated_linear` wants them: gate[0], up[0], ..."""
     return torch.stack((gate, up), 1).flatten(0, 1)
 
 
@@ -154,8 +156,8 @@ def scaled_mm(
 
     Scales are fp32: of one element each, or (m, 1) and (1, n), one for each row of a and column of b; torch
     computes other ones. out_dtype: by default that of a. use_fast_accum: whether sums may be kept with the 14
-    bits or so that the tensor cores have; else every 128 of k are added up in fp32. Served as `matmul` is; the
-    problems' epilogues are ``scale_tensor`` and ``scale_rowwise``, and ``+bias_n``.
+    bits or so that the tensor cores have; else every 128 of k are added up in fp32. Served as `matmul` is;
+    the problems' epilogues are ``scale_tensor`` and ``scale_rowwise``, and ``+bias_n``.
     """
     text = ops.scale_steps(a, b, scale_a, scale_b, bias is not None)
     if not text:

@@ -443,8 +443,12 @@ class Dispatcher:
             below = 0
             for tensor in tensors:
                 below |= tensor.data_ptr() % MAX_ALIGNMENT
-            key = (form, low & -low, below & -below, a.dtype is torch.float32 and tf32_allowed()) + tuple(
-                (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in everything
+            key = (
+                form,
+                low & -low,
+                below & -below,
+                a.dtype is torch.float32 and tf32_allowed(),
+                *((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in everything),
             )
         except RuntimeError:  # sparse and nested tensors have no strides
             return _torchs(form, a, b, tensors, numbers, out)
@@ -456,9 +460,9 @@ class Dispatcher:
                 if kind == LINEAR and b.ndim != 2:
                     return None
                 found = self._make_plan(state, form, a, b, tensors, numbers, out)
-                if found is None and kind != RECORDED and not absorbs(form):
-                    if self._has_tuned_product(state, form, a, b):
-                        state.of_tuned_products.add(key)
+                composed = found is None and kind != RECORDED and not absorbs(form)
+                if composed and self._has_tuned_product(state, form, a, b):
+                    state.of_tuned_products.add(key)
                 return found
 
             state, plan = self._plan(state, key, a.device, make)
@@ -812,7 +816,8 @@ class Dispatcher:
             state.forget_checks()
         self._warn(
             state,
-            f"the tuned kernel for {a.shape} x {b.shape} failed to launch ({_one_line(error)}); left to torch",
+            f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "
+            f"({_one_line(error)}); left to torch",
         )
 
     def _begin(self) -> None:
@@ -838,7 +843,7 @@ class Dispatcher:
 
 
 def tune_command(problem: Problem) -> str:
-    """What tunes the problem: a command line, or for a user's epilogue, which only its program knows, a call."""
+    """What tunes the problem: a command line; for a user's epilogue a call, as only its program knows it."""
     options = {
         "shape": problem.shape,
         "dtype": problem.in_dtype,
@@ -1049,9 +1054,7 @@ def _operand_views(
     return tuple(shapes)
 
 
-def _torchs(
-    form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any
-) -> Any:
+def _torchs(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
     return None if form.kind == RECORDED else unfused(form, a, b, tensors, numbers, out)
 
 

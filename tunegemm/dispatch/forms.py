@@ -1,11 +1,11 @@
-"""What a call asks for besides a product of two operands: a `Form`, made once for all calls that ask alike."""
+"""What a call asks for besides a product: a `Form`, made once for all calls that ask alike."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,7 +43,9 @@ class Form:
         for operand, given in zip(self.epilogue.operands, operands, strict=True):
             if (operand.kind == "number") == isinstance(given, torch.Tensor):
                 kind = "a number" if operand.kind == "number" else "a tensor"
-                raise ProblemError(f"operand {operand.name} of epilogue {self.text} is {kind}, not {given!r:.40}")
+                raise ProblemError(
+                    f"operand {operand.name} of epilogue {self.text} is {kind}, not {given!r:.40}"
+                )
 
     def join(self, tensors: Sequence[Any], numbers: Sequence[float]) -> list[Any]:
         """The operands in the epilogue's order again."""
@@ -60,10 +62,7 @@ class Form:
         return a.dtype if self.out_dtype is None else self.out_dtype
 
 
-@lru_cache(maxsize=None)
-def form_of(
-    kind: int, text: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast"
-) -> Form:
+@cache
+def form_of(kind: int, text: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast") -> Form:
     """The form. Raises ProblemError for an epilogue that is not known."""
     return Form(kind, Epilogue.parse(text), text, out_dtype, accumulation)
-

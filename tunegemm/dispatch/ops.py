@@ -174,7 +174,8 @@ def _is_served(dispatcher: Any, form: Form, a: torch.Tensor, b: torch.Tensor) ->
     symbolic = any(isinstance(extent, torch.SymInt) for extent in (*a.shape, *b.shape))
     with _disable_current_modes():
         left, right = (
-            torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in places
+            torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            for shape, strides, dtype in places
         )
         return bool(dispatcher.serves(form, left, right, a.device.index or 0, any_m=symbolic))
 

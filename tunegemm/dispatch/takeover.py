@@ -41,9 +41,10 @@ def enable() -> Takeover:
 
     Of the whole process: ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``, ``baddbmm``,
     ``nn.Linear``, ``torch._scaled_mm`` and ``_int_mm``, eager, under autograd (all three products) and
-    autocast, in the output of torch.compile, and in CUDA graphs captured meanwhile. ``with tunegemm.enable():`` ends with its block, a call
-    by itself with `disable`. Blocks may be nested. Meanwhile every product that is torch's after all costs a
-    look-up more. Raises TunegemmError when this torch cannot replace its kernels.
+    autocast, in the output of torch.compile, and in CUDA graphs captured meanwhile. ``with
+    tunegemm.enable():`` ends with its block, a call by itself with `disable`. Blocks may be nested.
+    Meanwhile every product that is torch's after all costs a look-up more. Raises TunegemmError when this
+    torch cannot replace its kernels.
     """
     takeover = Takeover()
     with _lock:
@@ -83,7 +84,9 @@ def _plain(kernel: Any) -> Callable[..., Any]:
 def _adding(kernel: Any) -> Callable[..., Any]:
     """For ``addmm(c, a, b, *, beta, alpha)`` and ``baddbmm``, and these with ``out``."""
 
-    def serve(keyset: Any, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any) -> Any:
+    def serve(
+        keyset: Any, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any
+    ) -> Any:
         if not more and _is_served_dtype(a):  # with more there is an `out_dtype`
             text, tensors, numbers = addmm_steps(c, a, keywords.get("beta", 1), keywords.get("alpha", 1))
             form, out = form_of(RECORDED, text), keywords.get("out")
@@ -129,7 +132,7 @@ def _of_int8(kernel: Any) -> Callable[..., Any]:
 
 
 def _is_served_dtype(a: torch.Tensor) -> bool:
-    # Whoever enables tunegemm for a program wants to hear of shapes to be tuned, not of every float32 product.
+    # Whoever enables tunegemm for a program wants to hear of shapes to be tuned, not of every fp32 product.
     return a.dtype in DTYPES or (a.dtype is torch.float32 and tf32_allowed())
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from tunegemm.dispatch.forms import LINEAR, Form
 from tunegemm.families.cublaslt.eager import step_of
 
-#: Functions that stand for torch's: a product of (a, b) as the form's kind means it, and one with a column bias.
+#: Functions in the place of torch's: a product of (a, b) as the form's kind means it; one with a column bias.
 Multiply = Callable[[Any, Any], Any]
 MultiplyAndAdd = Callable[[Any, Any, Any], Any]
 
@@ -114,7 +114,7 @@ def _product(
 
 
 def _in_fp32(a: Any, b: Any) -> Any:
-    """The product of 16-bit operands as it was summed; torch has that on a GPU, for two or three dimensions."""
+    """The product of 16-bit operands as it was summed; torch has that on a GPU, of matrices and batches."""
     if not a.is_cuda:
         return torch.matmul(a.float(), b.float())
     if a.ndim == b.ndim == 3:

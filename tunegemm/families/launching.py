@@ -25,7 +25,7 @@ Places = tuple[int, int, int, int, int, int, int, int, int]
 #: takes, as a `words_reader` gives them. All else was fixed when it was made.
 AddressLaunch = Callable[..., None]
 
-#: The words of a launch of tensors and numbers; None where a tensor lies at an address that kernels cannot read.
+#: The words of a launch for tensors and numbers; None where kernels cannot read a tensor at its address.
 WordsOf = Callable[[Sequence["torch.Tensor"], Sequence[float]], Sequence[int] | None]
 
 _MAX_MADE = 1024
@@ -255,7 +255,7 @@ def _bits(number: float) -> int:
 
 
 def _address_bytes(operand: Operand, dtype: str) -> int:
-    """What its address must be a multiple of: kernels read vectors in pairs, matrices in lines of 16 bytes."""
+    """What its address must be a multiple of: kernels read vectors in pairs, matrices by 16 bytes."""
     if operand.kind == "matrix":
         return 16
     return (2 if operand.kind in ("n", "m") else 1) * DTYPE_BYTES[dtype]
@@ -284,7 +284,12 @@ def _word_reader(problem: Problem, operand: Operand) -> Callable[[Any, list[int]
             return
         leading = tensor.stride(-2 if mode == -1 else -1) if lines > 1 else -(-extent // unit) * unit
         step = tensor.stride(0) if tensor.ndim == 3 else 0
-        if address % address_bytes or leading % unit or step % unit or (extent > 1 and tensor.stride(mode) != 1):
+        if (
+            address % address_bytes
+            or leading % unit
+            or step % unit
+            or (extent > 1 and tensor.stride(mode) != 1)
+        ):
             raise ValueError(f"{operand.name} of strides {tensor.stride()} has no lines of 16 bytes as D has")
         words += [address, leading, step]
 
