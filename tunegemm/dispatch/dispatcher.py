@@ -1047,6 +1047,8 @@ def _operand_views(
         try:
             if normalize_dtype(str(tensor.dtype)) != operand_dtype(operand, problem.out_dtype):
                 return None
+            if len(shape) == 1 and shape[0] > 1 and tensor.view(shape).stride(0) != 1:
+                return None
             tensor.view(shape)
         except (ProblemError, RuntimeError):  # a dtype without a name here, or strides without such a view
             return None
