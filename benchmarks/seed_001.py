@@ -83,7 +83,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
     from tunegemm.artifacts import ArtifactStore
     from tunegemm.compile import CompilePool
     from tunegemm.measure.backend import CudaBackend
-    from tunegemm.report.explain import explain
+    from tunegemm.report.explain import explain_problem
 
     results = Results(results_path(options.out, device, "seed-001.json"), meta(device, METHOD))
     family = families.get("cute_sm80")
@@ -114,7 +114,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
             "ratio": round(timing.ratio_to(found.timings["torch"]), 4),
             "relative_error": timing.relative_error,
         }
-    facts = explain(PROBLEM, device, candidate=candidates()["seed, fp32 accumulators"])
+    facts = explain_problem(PROBLEM, device, candidate=candidates()["seed, fp32 accumulators"])
     assert facts.tile is not None
     results.put(
         problem_fields(PROBLEM)

@@ -24,7 +24,7 @@ ORDER = (
 
 PUBLIC = [
     "Candidate", "Database", "Device", "Epilogue", "Operation", "Problem", "TunegemmError", "addmm", "bmm",
-    "disable", "enable", "linear", "matmul", "patch", "record", "tune", "unpatch",
+    "disable", "enable", "explain", "linear", "matmul", "patch", "policy", "record", "tune", "unpatch",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from tunegemm.database.exchange import dump, load, merge
 from tunegemm.database.formats import Format, read, write
 from tunegemm.errors import DatabaseError
 from tunegemm.outcome import Failure
-from tunegemm.problem import Problem
+from tunegemm.problem import OUTPUT_DTYPES, Problem
 from tunegemm.resources import data_path
 
 RAGGED = Problem.parse("64x64x1001", dtype="fp16", layout="tt")
@@ -62,6 +62,22 @@ def test_everything_comes_back(source: Database, target: Database, tmp_path: Pat
     again = load(target, read(path, format), origin="colleague")
     assert (again.added, again.known) == (0, 4)
     assert len(target.history(PROBLEM)) == 2
+
+
+@pytest.mark.parametrize("format", [Format.json, Format.csv, Format.parquet])
+@pytest.mark.parametrize("in_dtype", OUTPUT_DTYPES)
+def test_every_dtype_comes_back(tmp_path: Path, target: Database, in_dtype: str, format: Format) -> None:
+    if format is Format.parquet:
+        pytest.importorskip("pyarrow")
+    fast = Problem.parse("64x96x128", dtype=in_dtype)
+    kinds = ("fast", "two_level") if in_dtype.startswith("fp8") else ("fast",)
+    problems = [replace(fast, accumulation=kind) for kind in kinds]
+    with Database.open(tmp_path / "dtypes.sqlite") as source:
+        for problem in problems:
+            source.settle(problem, DEVICE, measurement(1.05))
+        (path,) = write(dump(source), tmp_path / f"export.{format}", format)
+    load(target, read(path, format), origin="colleague")
+    assert sorted(record.problem for record in target.records()) == sorted(problems)
 
 
 def test_the_json_schema_describes_the_export(source: Database, tmp_path: Path) -> None:

@@ -118,6 +118,9 @@ def test_a_triton_kernel_is_the_template_nearest_to_it_beside_torchs(database: D
         (Problem.parse("64x48x32"), TRITON.with_launch(split_k=4), "no split-K"),
         (replace(Problem.parse("64x48x32"), alignment=2), TORCH_MM, "gaps and addresses"),
         (Problem.parse("64x48x32", out_dtype="fp32"), TORCH_MM, "outputs of the operands' dtype"),
+        (Problem.parse("64x48x32", dtype="tf32"), TORCH_MM, "products of tf32"),
+        (Problem.parse("64x48x32", dtype="int8"), TORCH_MM, "products of int8"),
+        (Problem.parse("64x48x32", dtype="fp8_e4m3", out_dtype="fp8_e4m3"), TORCH_MM, "of fp8_e4m3"),
         (Problem.parse("64x48x32", epilogue="relu"), TORCH_MM, "fuses what follows"),
     ],
 )  # fmt: skip

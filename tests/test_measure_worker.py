@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,19 @@ def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not alive(pid)
+
+
+def test_energy_is_metered_where_it_is_asked_for(worker: MeasureWorker) -> None:
+    """The planted chip draws 10 W: the energy of a product is 10 mJ for each millisecond of it."""
+    jobs = [planted("good"), planted("slow"), planted("wrong")]
+    policy = replace(QUICK, energy_ms=100.0, race_margin=1e3)
+    good, slow = [
+        outcome for outcome in worker.measure(PROBLEM, jobs, policy) if isinstance(outcome, Measurement)
+    ]
+    assert slow.evidence["energy_mj"] == pytest.approx(10 * slow.median_us * 1e-3, rel=0.5)
+    assert 0 < good.evidence["energy_mj"] < slow.evidence["energy_mj"]
+    (plain,) = worker.measure(PROBLEM, [planted("good")], QUICK)
+    assert isinstance(plain, Measurement) and "energy_mj" not in plain.evidence
 
 
 def test_measures_correct_candidates_and_names_each_failure(worker: MeasureWorker) -> None:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunegemm.database import Database
     from tunegemm.device import Device
-    from tunegemm.dispatch import addmm, bmm, linear, matmul
+    from tunegemm.dispatch import addmm, bmm, linear, matmul, policy
     from tunegemm.dispatch.recording import record
     from tunegemm.dispatch.takeover import disable, enable, patch, unpatch
     from tunegemm.epilogue import Epilogue
     from tunegemm.errors import TunegemmError
     from tunegemm.operation import Operation
     from tunegemm.problem import Problem
+    from tunegemm.report.explain import explain
     from tunegemm.space import Candidate
     from tunegemm.tuning import tune
 
@@ -35,9 +36,11 @@ __all__ = [
     "bmm",
     "disable",
     "enable",
+    "explain",
     "linear",
     "matmul",
     "patch",
+    "policy",
     "record",
     "tune",
     "unpatch",
@@ -55,9 +58,11 @@ _HOMES = {
     "bmm": "dispatch",
     "disable": "dispatch.takeover",
     "enable": "dispatch.takeover",
+    "explain": "report.explain",
     "linear": "dispatch",
     "matmul": "dispatch",
     "patch": "dispatch.takeover",
+    "policy": "dispatch",
     "record": "dispatch.recording",
     "tune": "tuning",
     "unpatch": "dispatch.takeover",

@@ -141,9 +141,20 @@ class Device:
         """Clusters of so many blocks that run at once, with one block per multiprocessor."""
         if cluster_size == 1:
             return self.sm_count
+        if self.fingerprint.sm_budget < self.fingerprint.sm_count:  # so that no launch fills more
+            return max(1, self.sm_count // cluster_size)
         if self.is_real and (told := _active_clusters(self.index, cluster_size)) is not None:
             return told
         return even_cut(self.sm_count, cluster_size)
+
+    def with_sm_budget(self, sm_budget: int) -> Device:
+        """The device as if it had so few multiprocessors; its fingerprint says so."""
+        return replace(
+            self,
+            sm_count=sm_budget,
+            peak_tflops=self.peak_tflops * sm_budget / self.sm_count,
+            fingerprint=replace(self.fingerprint, sm_budget=sm_budget),
+        )
 
     @property
     def index(self) -> int:
@@ -393,6 +404,11 @@ class TelemetryReader:
             temperature_c=self._ask("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU),
             throttle_reasons=self._throttle_reasons(),
         )
+
+    def energy_mj(self) -> float | None:
+        """The board's energy since the driver was loaded; None when NVML does not answer."""
+        energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        return None if energy_mj is None else float(energy_mj)
 
     def _ask(self, function: str, *arguments: Any) -> Any:
         if self._handle is None:

@@ -6,6 +6,7 @@
     ├── ProblemError      a shape, dtype, layout or tensor that is no matrix product
     ├── DeviceError       a device that is not there, or not known
     ├── WorkloadError     a list of shapes that cannot be read or written, or a recording that cannot begin
+    ├── PolicyError       a policy of dispatch that is not known
     ├── SpaceError        a search-space file that cannot be read as one
     ├── ArtifactError     a compiled object that is missing, foreign or damaged
     │   └── PackError     a pack that is cut, edited, of another format, or not loaded
@@ -33,6 +34,10 @@ class DeviceError(TunegemmError):
 
 class WorkloadError(TunegemmError):
     """A list of shapes that cannot be read or written, or a recording that cannot begin."""
+
+
+class PolicyError(TunegemmError, ValueError):
+    """A policy of dispatch that is not known, or a number that it cannot have."""
 
 
 class SpaceError(TunegemmError, ValueError):

@@ -43,6 +43,8 @@ _BATCH = 32
 _FINALISTS = 12
 _LAUNCHES_PER_FINALIST = 2
 _LIBRARY_FINALISTS = 6
+#: Ten steps and more of NVML's energy meter.
+_ENERGY_MS = 1000.0
 #: Kernels compiled where nothing can be timed, to show that the model's best are real.
 _MODELLED = 16
 
@@ -129,6 +131,7 @@ class Tuner:
         seed: int = 0,
         cache: Path | str | None = None,
         compiled_only: bool = False,
+        energy: bool = False,
     ) -> None:
         """
         device: from `open_device`.
@@ -138,12 +141,14 @@ class Tuner:
         seed: of operands, of the order of rounds and of the sampler.
         cache: folder of compiled objects; default the user's cache directory.
         compiled_only: try no kernel that is not in that folder yet.
+        energy: meter the finalists' energy, too, a second each.
         """
         self.device = device
         self.database = database
         self.families = _usable(families)
         self.seed = seed
         self.compiled_only = compiled_only
+        self.final = replace(FINAL, seed=seed, energy_ms=_ENERGY_MS if energy else 0.0)
         self.pool = CompilePool(ArtifactStore(cache), workers=workers)
         self._spaces: dict[str, SearchSpace] = {}
         self._possible: dict[tuple[str | int, ...], list[Candidate]] = {}
@@ -195,7 +200,7 @@ class Tuner:
                 run.stage = search.stage
                 for outcome in run.evaluate(measurer, batch, replace(SCREEN, seed=self.seed)):
                     search.tell(outcome.candidate, run.value(outcome))
-            return run.settle(run.race(measurer, run.finalists(), replace(FINAL, seed=self.seed)))
+            return run.settle(run.race(measurer, run.finalists(), self.final))
         except KeyboardInterrupt:
             return run.interrupt()
         finally:
@@ -221,7 +226,7 @@ class Tuner:
             runners = [c for c in dict.fromkeys(candidates) if run.is_feasible(c)]
             if TORCH_MM not in runners:
                 runners.append(TORCH_MM)
-            return run.settle(run.race(measurer, runners, replace(FINAL, seed=self.seed)))
+            return run.settle(run.race(measurer, runners, self.final))
         except KeyboardInterrupt:
             return run.interrupt()
         finally:

@@ -49,7 +49,7 @@ def the_line(code: int, output: str, errors: str) -> str:
     [
         (("--shape", "0x4x4"), "m=0 in 0x4x4: every extent must be from 1"),
         (("--shape", "4096"), "shape '4096' is not MxNxK or MxNxKxL; for example 4096x4096x4096"),
-        ((*SHAPE, "--dtype", "int8"), "dtype 'int8' is not known; use one of bf16, fp16, fp32"),
+        ((*SHAPE, "--dtype", "int4"), "dtype 'int4' is not known; use one of bf16, fp16, fp32"),
         ((*SHAPE, "--device", "cuda:77"), "device 'cuda:77': "),
     ],
 )
@@ -64,9 +64,9 @@ def test_in_a_process(arguments: tuple[str, ...], named: str) -> None:
         (("--shape", "0x4x4"), "m=0 in 0x4x4: every extent must be from 1"),
         (("--shape", "4096"), "shape '4096' is not MxNxK or MxNxKxL; for example 4096x4096x4096"),
         (("--shape", "64x64x64", "--shape", "9x9"), "shape '9x9' is not"),
-        ((*SHAPE, "--dtype", "int8"), "dtype 'int8' is not known; use one of bf16, fp16, fp32"),
-        ((*SHAPE, "--dtype", "fp32"), "input dtype 'fp32' has no kernels; use one of bf16, fp16"),
-        ((*SHAPE, "--out-dtype", "int8"), "dtype 'int8' is not known"),
+        ((*SHAPE, "--dtype", "int4"), "dtype 'int4' is not known; use one of bf16, fp16, fp32"),
+        ((*SHAPE, "--dtype", "fp32"), "input dtype 'fp32' has no kernels; fp32 operands have them"),
+        ((*SHAPE, "--out-dtype", "int4"), "dtype 'int4' is not known"),
         ((*SHAPE, "--layout", "rc"), "layout 'rc' is not known; use one of tn, tt, nn, nt"),
         ((*SHAPE, "--device", "tpu:0"), "device 'tpu:0' is not known; use cuda:N, replay:NAME or model:NAME"),
         ((*SHAPE, "--device", "cuda:77"), "device 'cuda:77': "),

@@ -86,6 +86,9 @@ def command(
     compiled_only: Annotated[
         bool, typer.Option("--compiled-only", help="Compile nothing: try the kernels that the cache holds.")
     ] = False,
+    energy: Annotated[
+        bool, typer.Option("--energy", help="Meter the finalists' energy, a second each, for min_energy.")
+    ] = False,
     top: Annotated[int, options.count_option("--top", "Rows to print per shape.")] = 10,
     as_json: Annotated[
         bool,
@@ -150,6 +153,7 @@ def command(
             workers=workers,
             seed=seed,
             compiled_only=compiled_only,
+            energy=energy,
         ) as tuner:
             if demands:
                 ended = tune_program(

@@ -20,6 +20,8 @@ Table = dict[str, list[dict[str, Any]]]
 
 #: Families whose kernels Inductor has a template like.
 _TEMPLATES = {"triton_tma": "triton::mm_persistent_tma"}
+#: Operands of `aten::mm`, which has neither fp8 nor int8, and for which tf32 is a setting.
+_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
 def lookup_table(records: Iterable[Record]) -> tuple[Table, list[str]]:
@@ -43,6 +45,8 @@ def lookup_table(records: Iterable[Record]) -> tuple[Table, list[str]]:
 def _refusal(record: Record) -> str:
     problem, candidate = record.problem, record.candidate
     params = candidate.params
+    if problem.in_dtype not in _DTYPES:
+        return f"Inductor's products of {problem.in_dtype} are other operators"
     if problem.out_dtype != problem.in_dtype or problem.out_major != "n":
         return "Inductor asks for outputs of the operands' dtype, row by row"
     if problem.epilogue:
@@ -94,7 +98,7 @@ def _key(problem: Problem, device_name: str) -> str:
     """As `torch._inductor.lookup_table` writes it: device, operands, operator."""
     m, n, k = problem.m, problem.n, problem.k
     lead = [problem.batch] if problem.batch > 1 else []
-    dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}[problem.in_dtype]
+    dtype = _DTYPES.get(problem.in_dtype, "")
     a = f"({dtype}, {[*lead, m, k]}, {_strides(lead, m, k, problem.a_major == 'k')})"
     b = f"({dtype}, {[*lead, k, n]}, {_strides(lead, k, n, problem.b_major == 'n')})"
     return f"{device_name}+({a}, {b})+{'bmm' if lead else 'mm'}"

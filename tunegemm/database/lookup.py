@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from tunegemm.device import Fingerprint
 from tunegemm.errors import SpaceError
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
+
+#: A problem as the tuple of its fields, as rows have it.
+problem_fields: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(field.name for field in fields(Problem)))
 
 _log = logging.getLogger(__name__)
 
@@ -55,11 +59,15 @@ class Lookup:
     def __len__(self) -> int:
         return sum(map(len, self._records.values()))
 
+    def problems(self) -> list[tuple[Any, ...]]:
+        """The fields of every problem that has a record."""
+        return [fields for fields, key in self._keys.items() if key in self._records]
+
     def find(self, problem: Problem) -> list[Found]:
         """The problem's records under all fingerprints. One that cannot be read is left out and logged."""
         found = []
         for _, fingerprint, candidate, ratio, source in self._records.get(
-            self._keys.get(astuple(problem), 0), ()
+            self._keys.get(problem_fields(problem), 0), ()
         ):
             try:
                 found.append(

@@ -6,6 +6,7 @@ import torch
 
 from tunegemm.dispatch import ops
 from tunegemm.dispatch.dispatcher import LINEAR, MATMUL, Dispatcher
+from tunegemm.dispatch.policies import Policy, Preference
 
 _dispatcher = Dispatcher()
 ops.define(lambda: _dispatcher)
@@ -70,3 +71,23 @@ def refresh() -> None:
     records by themselves, every few seconds.
     """
     _dispatcher.refresh()
+
+
+class policy:
+    """Serve by this policy from now on, ``tunegemm.policy("deterministic")``; in a ``with``, until its end.
+
+    It holds for all threads. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
+    ``no_workspace`` (no memory beyond operands and output) or ``min_energy`` (least measured energy).
+    `max_sms`: how many multiprocessors a launch may fill, for communication beside it. What a policy
+    excludes is served by the next best measured candidate, else by torch. Raises PolicyError for an unknown
+    one.
+    """
+
+    def __init__(self, prefer: Preference = "fastest", *, max_sms: int | None = None) -> None:
+        self._before = _dispatcher.use(Policy(prefer, max_sms))
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        _dispatcher.use(self._before)

@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,9 +32,13 @@ from tunegemm.database.layers import modified
 from tunegemm.device import Device, find_device
 from tunegemm.dispatch.autograd import DTYPES, PLAIN, is_simple, multiply_differentiably
 from tunegemm.dispatch.launchers import Prepared, prepare
+from tunegemm.dispatch.modes import Mode, begin_recording, read_mode, read_policy
+from tunegemm.dispatch.online import OnlineTuning
 from tunegemm.dispatch.operands import ALIGNMENT, Refusal, describe, seen_as
+from tunegemm.dispatch.policies import FASTEST, Policy
+from tunegemm.dispatch.selection import Rival, read_rivals, select
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
-from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
+from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning, WorkloadError
 from tunegemm.families import Launcher
 from tunegemm.families.launching import AddressLaunch, AddressLauncher
 from tunegemm.problem import Problem
@@ -107,9 +111,12 @@ class Recent:
 
 
 class _State:
-    """What is read from disk and made of it; replaced as a whole by `Dispatcher.refresh`."""
+    """What is read from disk and made of it under one policy; replaced as a whole by `Dispatcher.refresh`."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, policy: Policy = FASTEST, snapshot: Snapshot | None = None, modified: Hashable = None
+    ) -> None:
+        self.policy = policy
         self.plans: dict[tuple[Any, ...], Plan | None] = {}
         self.checked: dict[tuple[Any, ...], Recent] = {}
         """By the key of the plan."""
@@ -117,11 +124,13 @@ class _State:
         """By the identity of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
         self.earlier: dict[tuple[int, int], Recent] = {}
         """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
-        self.snapshot: Snapshot | None = None
-        self.modified: Hashable = None
+        self.snapshot = snapshot
+        self.modified = modified
         self.devices: dict[int, Device | None] = {}
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
         self.warned: set[str] = set()
+        self.untuned: tuple[Problem, Device] | None = None
+        """What the plan that is being made would gain from tuning online."""
 
     def forget_checks(self) -> None:
         """Every call makes a key again."""
@@ -140,16 +149,24 @@ class Dispatcher:
         find: Callable[[str], Device] = find_device,
         prepare: Callable[[Record, Device], Prepared] = prepare,
         modified: Callable[[], Hashable] = modified,
+        rivals: Callable[[Problem], Sequence[Rival]] = read_rivals,
+        online: OnlineTuning | None = None,
     ) -> None:
-        """The arguments say where records, devices and launchers come from, and what changes with records."""
+        """The arguments say where records, devices and launchers come from, what changes with records, and
+        who tunes online.
+        """
         self._device_type = device_type
         self._read = read
         self._find = find
         self._prepare = prepare
         self._modified = modified
         self._lock = threading.RLock()
+        self._rivals = rivals
+        self._online = online or OnlineTuning()
         self._state = _State()
-        self._enabled: bool | None = None
+        self._others: dict[Policy, _State] = {}
+        """Of policies that were left: plans are kept for when one comes back."""
+        self._mode: Mode | None = None
         self._next_look = 0.0
         self._empty: Any = getattr(_guards, f"_empty_strided_{device_type}", None)
         _dispatchers.add(self)
@@ -157,7 +174,27 @@ class Dispatcher:
     def refresh(self) -> None:
         """Forget all plans; the database is read again on the next call."""
         with self._lock:
-            self._state = _State()
+            self._others.clear()
+            self._state = _State(self._state.policy)
+
+    @property
+    def policy(self) -> Policy:
+        """By which products are served now."""
+        if self._mode is None:
+            self._begin()
+        return self._state.policy
+
+    def use(self, policy: Policy) -> Policy:
+        """Serve by this policy from now on; the one before is returned. A policy has plans of its own."""
+        if self._mode is None:
+            self._begin()
+        with self._lock:
+            before = self._state
+            if policy != before.policy:
+                self._others[before.policy] = before
+                known = self._others.pop(policy, None)
+                self._state = _State(policy, before.snapshot, before.modified) if known is None else known
+            return before.policy
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """See `tunegemm.matmul`."""
@@ -345,10 +382,10 @@ class Dispatcher:
 
         Where the key is known to be torch's, this is but a look at the clock, and now and then at files.
         """
-        if self._enabled is None:
-            self._enabled = self._read_mode()
+        if self._mode is None:
+            self._begin()
         known = key in state.plans
-        if not self._enabled or (known and time.monotonic() < self._next_look):
+        if self._mode in ("off", "record") or (known and time.monotonic() < self._next_look):
             return state, None
         if torch.cuda._is_in_bad_fork() or _capturing(a.device):
             return state, None
@@ -369,20 +406,36 @@ class Dispatcher:
                 state.plans.clear()
                 state.forget_checks()
             state.plans[key] = plan
+            untuned, state.untuned = state.untuned, None
+        if untuned is None or self._mode != "online" or not self._tune_online(state, key, *untuned):
             return state, plan
+        return self._plan(state, key, kind, a, b, out, cast)
+
+    def _tune_online(self, state: _State, key: tuple[Any, ...], problem: Problem, device: Device) -> bool:
+        """Whether the key's plan is to be made anew. Other threads go on meanwhile, with this key, too."""
+        tuned = self._online.attempt(problem, device)
+        if self._online.warning:
+            self._warn(state, self._online.warning)
+        if tuned:
+            with self._lock:
+                state.snapshot = self._snapshot(state, "matmul")
+                state.prepared = {place: one for place, one in state.prepared.items() if place[0] != problem}
+                state.plans.pop(key, None)
+                state.forget_checks()
+        return tuned
 
     def _look(self) -> _State:
         """The state, without its misses if records were published since they were read.
 
-        Plans of tuned kernels stay, also for a thread that captures a graph meanwhile; a better record of
-        theirs waits for `refresh`.
+        Plans of tuned kernels and near hits stay, also for a thread that captures a graph meanwhile; a better
+        record of theirs waits for `refresh`.
         """
         if time.monotonic() < self._next_look:
             return self._state
         self._next_look = time.monotonic() + LOOK_SECONDS
         old = self._state
         if old.snapshot is not None and self._modified() != old.modified:
-            new = _State()
+            new = _State(old.policy)
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
             new.devices, new.warned = old.devices, old.warned
@@ -455,20 +508,30 @@ class Dispatcher:
             return None
         if state.snapshot is None:
             state.snapshot = self._snapshot(state, name)
-        record = state.snapshot.find(problem, known.fingerprint)
-        if record is None:
-            why = state.snapshot.why_not(problem, known.fingerprint)
-        else:
+        selection = select(
+            state.snapshot,
+            problem,
+            known,
+            near=self._mode != "exact",
+            policy=state.policy,
+            rivals=self._rivals,
+        )
+        if selection.outcome != "hit":
+            state.untuned = problem, known
+        why = selection.why
+        for record in selection.options:
             try:
                 with torch.cuda.device(index) if self._device_type == "cuda" else nullcontext():
-                    return self._prepare(record, known)
+                    return self._prepare(record, state.policy.device(known))
             except (TunegemmError, ValueError, RuntimeError) as error:
                 why = _one_line(error)
-        self._warn(
-            state,
-            f"{problem} on {known.name}: {why}; {_who(name)} leaves it to torch. "
-            f"Tune it with: {tune_command(problem)}",
-        )
+        # In mode online the product is tuned next, or a warning says why it could not be.
+        if selection.options or (selection.advises_tuning and self._mode != "online"):
+            self._warn(
+                state,
+                f"{problem} on {known.name}: {why}; {_who(name)} leaves it to torch. "
+                f"Tune it with: {tune_command(problem)}",
+            )
         return None
 
     def _device(self, state: _State, index: int, name: str) -> Device | None:
@@ -504,13 +567,21 @@ class Dispatcher:
             f"the tuned kernel for {key[0]} x {key[1]} failed to launch ({_one_line(error)}); left to torch",
         )
 
-    def _read_mode(self) -> bool:
-        mode = os.environ.get("TUNEGEMM_MODE", "")
-        if mode not in ("", "off"):
-            self._warn(
-                self._state, f"TUNEGEMM_MODE={mode!r} is not known and has no effect; use 'off' or unset it"
-            )
-        return mode != "off"
+    def _begin(self) -> None:
+        """Read mode and policy: on the first product, or when a policy is chosen before it."""
+
+        def warn(message: str) -> None:
+            self._warn(self._state, message)
+
+        with self._lock:
+            if self._mode is None:
+                self._mode = read_mode(warn)
+                self.use(read_policy(warn))
+                if self._mode == "record":
+                    try:
+                        begin_recording()
+                    except WorkloadError as error:
+                        warn(f"TUNEGEMM_MODE=record counts nothing: {error}")
 
     def _warn(self, state: _State, message: str) -> None:
         if message not in state.warned:
@@ -522,7 +593,8 @@ def tune_command(problem: Problem) -> str:
     """The command line that tunes the problem."""
     alignment = "" if problem.alignment == problem.packed_alignment else f" --alignment {problem.alignment}"
     words = f"--shape {problem.shape} --dtype {problem.in_dtype} --layout {problem.layout}"
-    return f"tunegemm tune {words}{alignment}"
+    epilogue = f" --epilogue '{problem.epilogue}'" if problem.epilogue else ""
+    return f"tunegemm tune {words}{alignment}{epilogue}"
 
 
 def _ordinary(a: Any, b: Any) -> bool:
@@ -665,7 +737,7 @@ def _after_fork() -> None:
     CUDA context. If the parent used CUDA, the child cannot, and gets torch's own error for CUDA tensors."""
     for dispatcher in _dispatchers:
         dispatcher._lock = threading.RLock()
-        dispatcher._state = _State()
+        dispatcher._state, dispatcher._others = _State(dispatcher._state.policy), {}
 
 
 os.register_at_fork(after_in_child=_after_fork)

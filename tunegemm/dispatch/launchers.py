@@ -41,7 +41,7 @@ TORCH = Prepared(None)
 
 #: Every launcher ever served. They stay, also when records are read anew: captured graphs run their code (the
 #: compiler's runtime unloads a kernel with its last reference), and streams their workspaces.
-_served: dict[tuple[Problem, Candidate, str, Path | None], Launcher] = {}
+_served: dict[tuple[Problem, Candidate, str, int, Path | None], Launcher] = {}
 
 
 def prepare(record: Record, device: Device) -> Prepared:
@@ -53,21 +53,30 @@ def prepare(record: Record, device: Device) -> Prepared:
     problem, candidate = record.problem, record.candidate
     if is_torch(candidate):
         return TORCH
+    family, path = families.get(candidate.family), find_object(record, device)
+    key = (problem, candidate, device.spec, device.sm_count, path)
+    if (launch := _served.get(key)) is None:
+        launch = _served[key] = family.load(problem, candidate, device, path)
+    # Where TMA does not take a problem's operands, its family copies them.
+    return Prepared(launch, tma=family.tma and tma_takes(problem), packed=not family.compiled)
+
+
+def find_object(record: Record, device: Device) -> Path | None:
+    """The compiled object that the record's kernel is in; None for a library's, which needs none.
+
+    Raises an ArtifactError that says why the kernel cannot run here.
+    """
+    problem, candidate = record.problem, record.candidate
     family = families.get(candidate.family)
     if (missing := family.unavailable(launching=True)) is not None:
         raise ArtifactError(missing)
     if not (verdict := family.check(problem, candidate, device)):
         raise ArtifactError(f"its record cannot run here: {verdict}")
-    path = None
-    if family.compiled:
-        from tunegemm import packs
+    if not family.compiled:
+        return None
+    from tunegemm import packs
 
-        artifact = packs.find(family.kernel_key(problem, candidate, device))
-        if artifact is None:
-            raise ArtifactError("its compiled kernel is not in the object store")
-        path = artifact.path
-    key = (problem, candidate, device.spec, path)
-    if (launch := _served.get(key)) is None:
-        launch = _served[key] = family.load(problem, candidate, device, path)
-    # Where TMA does not take a problem's operands, its family copies them.
-    return Prepared(launch, tma=family.tma and tma_takes(problem), packed=not family.compiled)
+    artifact = packs.find(family.kernel_key(problem, candidate, device))
+    if artifact is None:
+        raise ArtifactError("its compiled kernel is not in the object store")
+    return artifact.path

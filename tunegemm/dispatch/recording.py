@@ -6,6 +6,7 @@ docs/recording.md says what is not seen.
 
 from __future__ import annotations
 
+import atexit
 import os
 import statistics
 import sys
@@ -26,6 +27,7 @@ from torch._guards import CompileContext
 from tunegemm.dispatch import api
 from tunegemm.dispatch.aten import Layer, replacements
 from tunegemm.dispatch.dispatcher import LINEAR
+from tunegemm.dispatch.policies import Policy
 from tunegemm.errors import ProblemError, WorkloadError
 from tunegemm.problem import MAX_ALIGNMENT, alignment_of, contiguous_mode, normalize_dtype
 from tunegemm.workload import Product, Workload, merge
@@ -175,6 +177,27 @@ def record_process(folder: str) -> None:
     writer.start()
 
 
+def record_until_exit(path: Path) -> None:
+    """Record this process, not its forked children, into a file that is written and named when it ends."""
+    recording = Recording(path)
+    recording.__enter__()
+
+    def finish() -> None:
+        try:
+            recording.__exit__()
+        except WorkloadError as error:
+            print(f"tunegemm: {error}", file=sys.stderr)
+            return
+        if os.getpid() == recording._pid:
+            print(
+                f"tunegemm: {len(recording.products)} products in {path}. "
+                f"Tune them: tunegemm tune --from {path}",
+                file=sys.stderr,
+            )
+
+    atexit.register(finish)
+
+
 class _Writer:
     """Writes a recording again and again: whoever ends the process with a signal loses seconds, not all."""
 
@@ -229,6 +252,9 @@ class _Leave:
 
     def refresh(self) -> None:
         pass
+
+    def use(self, policy: Policy) -> Policy:
+        return policy
 
 
 class _Interception:

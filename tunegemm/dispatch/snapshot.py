@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Protocol
 
 from tunegemm.database.layers import NARROWNESS
-from tunegemm.database.lookup import Lookup
+from tunegemm.database.lookup import Lookup, problem_fields
 from tunegemm.database.validity import Judgement, judge_stored
 from tunegemm.device import Fingerprint
 from tunegemm.problem import Problem
@@ -56,6 +61,39 @@ class Snapshot:
 
     def __len__(self) -> int:
         return sum(map(len, self._records.values())) + sum(map(len, self._lookups))
+
+    @cached_property
+    def _extents(self) -> dict[tuple[Any, ...], dict[tuple[int, int], set[int]]]:
+        """Per kind of problem, which is all but its extents, and per n and k the recorded m.
+
+        Made for the first product without a record: a program whose products are all recorded does without.
+        """
+        found: dict[tuple[Any, ...], dict[tuple[int, int], set[int]]] = {}
+        lookups = (lookup.problems() for lookup in self._lookups)
+        for m, n, k, *kind in itertools.chain(map(problem_fields, self._records), *lookups):
+            found.setdefault(tuple(kind), {}).setdefault((n, k), set()).add(m)
+        return found
+
+    def extents(self, problem: Problem) -> frozenset[int]:
+        """The recorded m of problems that differ from this one in m at most."""
+        _, n, k, *kind = problem_fields(problem)
+        return frozenset(self._extents.get(tuple(kind), {}).get((n, k), ()))
+
+    def around(self, problem: Problem, doublings: float) -> Iterator[Problem]:
+        """Recorded problems of the same kind, m, n, k at most so many doublings away, the nearest first."""
+        m, n, k, *kind = problem_fields(problem)
+        groups = self._extents.get(tuple(kind), {})
+        apart = ((abs(math.log2(one[0] / n)) + abs(math.log2(one[1] / k)), *one, 0) for one in groups)
+        heap = [group for group in apart if group[0] <= doublings]
+        heapq.heapify(heap)
+        while heap:  # a group is as near as its nearest m can be
+            distance, other_n, other_k, other_m = heapq.heappop(heap)
+            if other_m:
+                yield replace(problem, m=other_m, n=other_n, k=other_k)
+                continue
+            for one in groups[other_n, other_k]:
+                if (whole := distance + abs(math.log2(one / m))) <= doublings:
+                    heapq.heappush(heap, (whole, other_n, other_k, one))
 
     def judged(self, problem: Problem, fingerprint: Fingerprint) -> list[tuple[Judgement, Record]]:
         """The problem's records and what each is worth on a device of that fingerprint, best first.

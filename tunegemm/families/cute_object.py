@@ -7,6 +7,7 @@ and majors.
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -64,8 +65,18 @@ def compile_object(
 
 
 def load_function(artifact: Path):  # type: ignore[no-untyped-def]
-    """The launch function in a compiled object."""
+    """The launch function in a compiled object, for the current device.
+
+    Launchers of one kernel share it: they differ in numbers only, and a program that decodes has hundreds.
+    """
+    import torch
+
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+    return _load(str(artifact), artifact.stat().st_mtime_ns, device)
+
+
+@functools.lru_cache(maxsize=64)  # a search loads thousands of kernels once, and must not keep them
+def _load(path: str, modified_ns: int, device: int):  # type: ignore[no-untyped-def]
     import cutlass.cute as cute
 
-    module = cute.runtime.load_module(str(artifact), enable_tvm_ffi=True)
-    return module[FUNCTION_NAME]
+    return cute.runtime.load_module(path, enable_tvm_ffi=True)[FUNCTION_NAME]

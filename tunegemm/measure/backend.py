@@ -54,6 +54,9 @@ class Backend(Protocol):
     def telemetry(self) -> dict[str, Any]:
         """Clocks, power, temperature, now."""
 
+    def energy_mj(self) -> float | None:
+        """The device's energy meter, millijoules since some beginning; None where it has none."""
+
     def release(self) -> None:
         """Give cached device memory back."""
 
@@ -143,6 +146,9 @@ class CudaBackend:
             "temperature_c": now.temperature_c,
             "throttle_reasons": list(now.throttle_reasons),
         }
+
+    def energy_mj(self) -> float | None:
+        return None if self._reader is None else self._reader.energy_mj()
 
     def release(self) -> None:
         import torch

@@ -34,6 +34,8 @@ class Policy:
     """How surely: confidence of the interval of the median ratio to the leader."""
     interleave: int = 96
     """Most candidates in one interleave; further ones form another, with its own baseline."""
+    energy_ms: float = 0.0
+    """Time over which the energy of each candidate that stays is metered after the rounds; 0: not at all."""
     seed: int = 0
     """Of the operands and of the order of rounds."""
 

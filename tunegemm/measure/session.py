@@ -13,6 +13,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -219,6 +220,8 @@ class Session:
         }
         for entry, own in zip(entries, samples[2:], strict=True):
             evidence = common | {"rounds": len(own), "products_per_replay": entry.products}
+            if len(own) == policy.rounds and (energy_mj := self._energy_mj(entry, policy)) is not None:
+                evidence["energy_mj"] = energy_mj
             measurement = Measurement(
                 candidate=entry.candidate,
                 samples_us=tuple(own),
@@ -320,6 +323,32 @@ class Session:
         for replay in replays:
             replay.finish()
         return reading
+
+    def _energy_mj(self, entry: _Entry, policy: Policy) -> float | None:
+        """Energy of one product, by the board's meter; None where there is none, or it was not asked for.
+
+        The meter moves in steps of 20 to 100 ms: products are counted from one step to another.
+        """
+        if not policy.energy_ms or self._backend.energy_mj() is None:
+            return None
+        longest_s = 4 * policy.energy_ms * 1e-3
+        self._step(entry.job, "launch", longest_s)
+        started = time.monotonic()
+        last, first, first_s, replays = self._backend.energy_mj(), None, 0.0, 0
+        while time.monotonic() - started < longest_s:
+            entry.replay.start()
+            entry.replay.finish()
+            replays += 1
+            now = self._backend.energy_mj()
+            if now is None:
+                return None
+            if now != last:
+                last, now_s = now, time.monotonic()
+                if first is None:
+                    first, first_s, replays = now, now_s, 0
+                elif (now_s - first_s) * 1e3 >= policy.energy_ms:
+                    return (now - first) / (replays * entry.products)
+        return None
 
     def _step(self, job: int | None, stage: Stage, device_seconds: float = 0.0) -> None:
         self._job = job

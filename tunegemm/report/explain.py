@@ -1,4 +1,4 @@
-"""The roofline of a problem and of one candidate for it, and what dispatch would do.
+"""The roofline of a problem and of one candidate for it, what dispatch would do, and what would change that.
 
 Arithmetic intensity counts twice: *globally*, every operand once through device memory, and *per tile*, what
 a block must bring into shared memory for the flops of one step of k. The second bounds a kernel without an
@@ -7,21 +7,33 @@ L2; the truth lies between the two. See S. Williams et al., "Roofline", CACM 52(
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tunegemm import families
 from tunegemm.database import Database
 from tunegemm.database import Record as StoredRecord
 from tunegemm.database.layers import read_records
+from tunegemm.database.record import Entry
+from tunegemm.database.validity import judge_stored
 from tunegemm.device import Device
+from tunegemm.dispatch.dispatcher import tune_command
+from tunegemm.dispatch.launchers import find_object
+from tunegemm.dispatch.modes import read_mode, read_policy
+from tunegemm.dispatch.neighbours import Near
+from tunegemm.dispatch.policies import Policy
+from tunegemm.dispatch.selection import Outcome, Selection, read_rivals, select
 from tunegemm.dispatch.snapshot import Snapshot
-from tunegemm.errors import DatabaseError, DeviceError
+from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ProblemError
+from tunegemm.families.cublaslt import is_torch
 from tunegemm.families.tiles import tile_count
 from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
+
+if TYPE_CHECKING:
+    import torch
 
 Bound = Literal["compute", "memory"]
 
@@ -49,6 +61,17 @@ class TileFacts:
 
 
 @dataclass(frozen=True)
+class RunnerUp:
+    """The best other measured candidate of a problem."""
+
+    label: str
+    family: str
+    ratio: float
+    """Speed relative to torch.mm, as for the record."""
+    median_us: float
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What is known of a problem before and after tuning."""
 
@@ -67,21 +90,33 @@ class Explanation:
     roofline_tflops: float
     """The rate at that floor."""
     tile: TileFacts | None
-    """Of the candidate asked about, or else of the record; None when neither cuts tiles."""
+    """Of the candidate asked about, or else of what dispatch would launch; None when neither cuts tiles."""
+    outcome: Outcome
+    """What dispatch makes of the problem: ``hit``, ``near`` or ``miss``."""
     record: StoredRecord | None
-    """What dispatch would launch; None when it would leave the product to torch."""
+    """What dispatch would launch, or where a near hit takes its kernel from; None where torch computes."""
+    near: Near | None
+    """What is expected of a near hit."""
+    runner_up: RunnerUp | None
+    """None where the database keeps no other measurement of the problem, as for shipped records."""
+    why: str
+    """Of a hit what there is to say, of a near hit the rule's figures; empty for a miss and a plain hit."""
     why_not: str
-    """Why there is no record, in one clause; empty when there is one."""
+    """Why torch computes the product, in one clause; empty when it does not, or is the recorded winner."""
+    change: str
+    """What would change the outcome."""
 
     @property
     def percent_of_roofline(self) -> float | None:
-        """Of the record's measured time."""
-        return None if self.record is None else 100 * self.roofline_us / self.record.median_us
+        """Of the record's measured time; None for a near hit, which was not measured."""
+        if self.record is None or self.near is not None:
+            return None
+        return 100 * self.roofline_us / self.record.median_us
 
     @property
     def percent_of_peak(self) -> float | None:
         """Of the device's arithmetic peak, by the record's measured time."""
-        if self.record is None:
+        if self.record is None or self.near is not None:
             return None
         return 100 * self.flops / self.record.median_us / 1e6 / self.device.peak_tflops_of(self.problem)
 
@@ -89,7 +124,8 @@ class Explanation:
         """For JSON."""
         names = ("flops", "bytes", "flops_per_byte", "ridge_flops_per_byte", "bound", "roofline_us")
         facts: dict[str, Any] = {"problem": asdict(self.problem), "device": self.device.spec}
-        facts |= {name: getattr(self, name) for name in (*names, "roofline_tflops", "why_not")}
+        words = ("outcome", "why", "why_not", "change")
+        facts |= {name: getattr(self, name) for name in (*names, "roofline_tflops", *words)}
         facts["tile"] = None
         if self.tile is not None:
             facts["tile"] = asdict(self.tile) | {"candidate": dict(self.tile.candidate.params)}
@@ -100,28 +136,125 @@ class Explanation:
                 "candidate": dict(self.record.candidate.params),
                 "label": self.record.label,
                 "layer": self.record.layer,
+                "shape": self.record.problem.shape,
                 "median_us": self.record.median_us,
                 "ratio": self.record.ratio,
+                "noise": self.record.noise,
+                "settled": self.record.settled,
+                "measured_at": self.record.measured_at.isoformat(timespec="seconds"),
                 "percent_of_roofline": self.percent_of_roofline,
                 "percent_of_peak": self.percent_of_peak,
             }
+        facts["expected_ratio"] = self.near.record.ratio if self.near is not None else None
+        facts["runner_up"] = asdict(self.runner_up) if self.runner_up is not None else None
         return facts
 
+    def __str__(self) -> str:
+        lines = [f"{self.problem} on {self.device.name}"]
+        lines += [f"  {name:<10}{text}" for name, text in self._lines()]
+        return "\n".join(lines)
 
-def explain(
-    problem: Problem, device: Device, *, candidate: Candidate | None = None, database: str | None = None
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        device = self.device
+        yield "work", f"{self.flops / 1e9:.3g} GFLOP, at least {self.bytes / 1e6:.3g} MB of device memory"
+        yield (
+            "intensity",
+            f"{self.flops_per_byte:.0f} FLOP/B, ridge point {self.ridge_flops_per_byte:.0f}: "
+            f"{self.bound}-bound ({device.peak_tflops:g} TFLOP/s, {device.bandwidth_gbps:g} GB/s)",
+        )
+        yield "roofline", f"{self.roofline_us:.1f} us, {self.roofline_tflops:.0f} TFLOP/s"
+        if (tile := self.tile) is not None:
+            yield "tile", f"{tile.candidate.family} {tile.label}: {tile.verdict}"
+            yield (
+                "",
+                f"{tile.flops_per_smem_byte:.0f} FLOP per byte of shared memory filled: "
+                f"{tile.tile_tflops:.0f} TFLOP/s from device memory alone, without L2",
+            )
+            yield (
+                "",
+                f"{tile.tiles} tiles on {device.sm_count} multiprocessors: {tile.waves} waves, "
+                f"{tile.wave_efficiency:.0%} busy; {tile.smem_bytes} B of shared memory",
+            )
+        if (record := self.record) is None:
+            yield "dispatch", f"torch: {self.why_not}"
+        else:
+            yield "dispatch", self._served(record)
+            if self.why_not:
+                yield "", f"but torch computes it: {self.why_not}"
+            elif self.why:
+                yield "", self.why
+            yield (
+                "evidence",
+                f"{record.median_us:.1f} us, torch.mm {record.baseline_median_us:.1f} us, noise "
+                f"{record.noise:.1%}, {'won a final race' if record.settled else 'of an unfinished search'}, "
+                f"{record.measured_at:%Y-%m-%d}" + (f"  [{record.layer} layer]" if record.layer else ""),
+            )
+        if (second := self.runner_up) is not None:
+            yield "runner-up", f"{second.label}: {second.median_us:.1f} us, {second.ratio:.3f} x torch.mm"
+        yield "change", self.change
+
+    def _served(self, record: StoredRecord) -> str:
+        if self.near is not None:
+            return f"near hit, {record.label} {self.near}"
+        return (
+            f"{record.label}: {record.median_us:.1f} us, {record.ratio:.3f} x torch.mm, "
+            f"{self.percent_of_roofline:.1f} % of the roofline, {self.percent_of_peak:.1f} % of peak"
+        )
+
+
+def explain(a: torch.Tensor, b: torch.Tensor) -> Explanation:
+    """What `tunegemm.matmul(a, b)` does and why; print it. Nothing is multiplied.
+
+    On CPU tensors it tells of ``cuda:0``, or of an H200 where there is no GPU. It reads the databases anew,
+    and heeds the mode and policy that the environment or `tunegemm.policy` set. Raises ProblemError for
+    operands that are torch's whatever was recorded.
+    """
+    from tunegemm.dispatch import api
+    from tunegemm.dispatch.operands import Refusal, describe
+    from tunegemm.tuning import open_device
+
+    operands = describe(a, b)
+    if isinstance(operands, Refusal):
+        reason = operands.reason or f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} are torch's"
+        raise ProblemError(f"{reason}; torch.matmul computes their product")
+    device = open_device(f"cuda:{a.device.index or 0}" if a.device.type == "cuda" else None)
+    return explain_problem(operands.problem, device, policy=getattr(api._dispatcher, "policy", None))
+
+
+def explain_problem(
+    problem: Problem,
+    device: Device,
+    *,
+    candidate: Candidate | None = None,
+    database: str | None = None,
+    policy: Policy | None = None,
 ) -> Explanation:
-    """The roofline of a problem on a device, of a candidate or else of the record, and the record itself.
+    """The roofline of a problem on a device, of a candidate or else of what dispatch would launch, and why.
 
-    database: where to look for the record; in all layers, as dispatch does, when None.
+    database: where to look for records; in all layers, as dispatch does, when None. policy: by default that
+    of the environment.
     Raises DeviceError for a device whose peaks are not known.
     """
     if not device.peak_tflops:
         raise DeviceError(
             f"{device.name}: its peak and bandwidth are not known to tunegemm; use --device model:h200"
         )
-    record, why_not = _record(problem, device, database)
-    shown = candidate or (record.candidate if record is not None else None)
+    ignored: list[str] = []  # the environment's mistakes, which dispatch warns of
+    policy = policy or read_policy(ignored.append)
+    mode = read_mode(ignored.append)
+    records, entries, warnings = _read(problem, database)
+    selection = select(
+        Snapshot(records), problem, device, near=mode != "exact", policy=policy, rivals=lambda _: entries
+    )
+    near = selection.nears[0] if selection.nears else None
+    chosen = selection.options[0] if selection.options else None
+    record = _stored(near.origin if near is not None else chosen, records, entries)
+    why_not = "; ".join([selection.why, *warnings]) if chosen is None else ""
+    if mode in ("off", "record"):
+        why_not = f"TUNEGEMM_MODE={mode}"
+    elif chosen is not None and device.is_real and not is_torch(chosen.candidate):
+        why_not = _object_refusal(chosen, device)
+    shown = candidate or (chosen.candidate if chosen is not None else None)
     ridge = device.peak_tflops_of(problem) * 1e3 / device.bandwidth_gbps
     roofline_us = device.roofline_us(problem)
     return Explanation(
@@ -135,8 +268,13 @@ def explain(
         roofline_us=roofline_us,
         roofline_tflops=problem.flops / roofline_us / 1e6,
         tile=None if shown is None or "tile_m" not in shown.params else _tile(problem, shown, device),
+        outcome=selection.outcome,
         record=record,
+        near=near,
+        runner_up=_runner_up(record, entries, device) if near is None else None,
+        why="" if chosen is None or near is not None else selection.why,
         why_not=why_not,
+        change=_change(problem, selection, record, why_not),
     )
 
 
@@ -186,19 +324,63 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
     )
 
 
-def _record(problem: Problem, device: Device, location: str | None) -> tuple[StoredRecord | None, str]:
-    """As dispatch looks it up, in all layers or in one database; one that is not there has no record."""
-    warnings: list[str] = []
+def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], list[Entry], list[str]]:
+    """Records and further measurements of the problem, in all layers or in one database; what went wrong."""
     if location is None:
         records, warnings = read_records()
-    else:
-        try:
-            with Database.open(location, read_only=True) as database:
-                records = database.records()
-        except DatabaseError as error:
-            return None, str(error)
-    snapshot = Snapshot(records)
-    found = snapshot.find(problem, device.fingerprint)
-    if isinstance(found, StoredRecord):
-        return found, ""
-    return None, "; ".join([snapshot.why_not(problem, device.fingerprint), *warnings])
+        return records, read_rivals(problem), warnings
+    try:
+        with Database.open(location, read_only=True) as database:
+            return database.records(), database.entries(problem), []
+    except DatabaseError as error:
+        return [], [], [str(error)]
+
+
+def _stored(chosen: Any, records: Sequence[StoredRecord], entries: Sequence[Entry]) -> StoredRecord | None:
+    """The stored record that was chosen; a rival that a policy prefers to it is made one."""
+    if chosen is None or isinstance(chosen, StoredRecord):
+        return chosen
+    entry = max(
+        (entry for entry in entries if entry.candidate == chosen.candidate), key=lambda entry: entry.rank
+    )
+    measured = entry.measurement
+    return StoredRecord(
+        entry.problem, entry.candidate, entry.fingerprint, entry.label, measured.median_us,
+        measured.baseline_median_us, measured.ratio, measured.noise, measured.relative_error,
+        entry.policy != "screen", entry.measured_at, entry.kernel_source,
+    )  # fmt: skip
+
+
+def _runner_up(record: StoredRecord | None, entries: Sequence[Entry], device: Device) -> RunnerUp | None:
+    others = [
+        entry for entry in entries
+        if record is not None and entry.candidate != record.candidate
+        and judge_stored(entry, device.fingerprint).usable
+    ]  # fmt: skip
+    if not others:
+        return None
+    best = max(others, key=lambda entry: entry.rank)
+    return RunnerUp(best.label, best.candidate.family, best.measurement.ratio, best.measurement.median_us)
+
+
+def _object_refusal(record: Any, device: Device) -> str:
+    try:
+        find_object(record, device)
+    except ArtifactError as error:
+        return str(error)
+    return ""
+
+
+def _change(problem: Problem, selection: Selection, record: StoredRecord | None, why_not: str) -> str:
+    command = tune_command(problem)
+    if why_not.startswith("TUNEGEMM_MODE"):
+        return "another TUNEGEMM_MODE"
+    if selection.outcome == "near" or record is None:
+        return f"{command}: a record of its own"
+    if why_not:
+        return f"{command}: compiles what is missing"
+    if selection.why.startswith("to be verified"):
+        return f"tunegemm verify: {selection.why}"
+    if not record.settled:
+        return f"{command}: a final race"
+    return f"{command} --effort full: a wider search; another driver, toolchain or kernel source"

@@ -8,9 +8,9 @@ consumer warpgroups multiply them by WGMMA and store through shared memory by TM
                every CTA that this CTA's tiles reach   multicasts into the released stage
     order[w]   named barrier, pingpong only: warpgroup w may issue its mainloop
 
-With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. Their sums meet in
-pairs in a workspace, where the later of two goes on with the total; the last one stores: the result does not
-depend on who was late, and nobody waits.
+With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. A warpgroup leaves
+its partial sums in a workspace; the last to arrive adds all of them, in the order of k, and stores: the
+result does not depend on who was last, and nobody waits.
 
 An epilogue (`tunegemm.epilogue`) works on a warpgroup's accumulators, fp32 and in registers, one subtile at a
 time between the mainloop and the staging buffers; its vectors and matrices are read from global memory where
@@ -128,8 +128,8 @@ class Gemm:
         sA_layout = self.ring_layout(a_layout, self.a_dtype, config.tile_m, config.stages)
         sB_layout = self.ring_layout(b_layout, self.b_dtype, config.tile_n, config.stages)
 
-        # Layouts of one stage are made anew: a slice of tf32's ring aborts the compiler where a stage is no
-        # multiple of 1024 elements (nvidia-cutlass-dsl 4.8.1).
+        # Layouts of one stage are made anew: slicing a swizzled ring aborts the compiler where a stage is no
+        # multiple of 1024 elements, as of tf32 at tile_n 48 (nvidia-cutlass-dsl 4.8.1).
         stage_a = self.ring_layout(a_layout, self.a_dtype, config.tile_m)
         stage_b = self.ring_layout(b_layout, self.b_dtype, config.tile_n)
         tma_a, gA = self.tma_load(mA, stage_a, (config.tile_m, config.tile_k), config.cluster_n)
@@ -163,7 +163,7 @@ class Gemm:
         self.kernel(
             tma_a, gA, tma_b, gB, tma_d, gD, tiled_mma, epilogue_mma, sA_layout, sB_layout, sD_layout,
             k_tiles, (work_m, work_n, batch, split_k, raster_along_m, swizzle_size), l2_hint,
-            partials, counters, n, words,
+            partials, counters, (n, *words) if const_expr(self.epilogue) else (),
         ).launch(
             grid=(config.cluster_m, config.cluster_n, clusters),
             block=(config.threads, 1, 1),
@@ -276,12 +276,12 @@ class Gemm:
         l2_hint: Int32,
         partials: cute.Pointer,
         counters: cute.Pointer,
-        n: Int32,
-        words: tuple,
+        fused: tuple,
     ):
         """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band.
 
-        `n`: columns of the product, of which D has half where they gate each other.
+        `fused`, where there is an epilogue: columns of the product, of which D has half where they gate each
+        other, and the words of its operands. Without one it is empty.
         """
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -336,8 +336,7 @@ class Gemm:
                 cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
             self.consume(
                 tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, storage.arrived.data_ptr(),
-                thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, total_work, partials, counters, n,
-                words,
+                thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, total_work, partials, counters, fused,
             )  # fmt: skip
 
     @cute.jit
@@ -469,7 +468,7 @@ class Gemm:
     @cute.jit
     def consume(
         self, tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, arrived, thread, group, k_tiles,
-        walk, total_work, partials, counters, n, words,
+        walk, total_work, partials, counters, fused,
     ):  # fmt: skip
         """One consumer warpgroup: multiply, convert, store."""
         config = self.config
@@ -584,7 +583,7 @@ class Gemm:
                 if const_expr(config.epi_n > 0):
                     self.store(
                         tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry,
-                        n, words, amax,
+                        fused, amax,
                     )  # fmt: skip
                 else:
                     self.store_directly(mD, accumulators, group, group_thread, tile_m, tile_n, entry)
@@ -599,7 +598,7 @@ class Gemm:
                 work += clusters
 
         if const_expr("amax" in self.epilogue.steps):
-            self.publish_amax(words, amax, lane)
+            self.publish_amax(fused[1:], amax, lane)
         # The staging buffers must stay until TMA has read them.
         if const_expr(config.epi_n > 0):
             if group_thread < 32:
@@ -707,7 +706,7 @@ class Gemm:
 
     @cute.jit
     def store(
-        self, tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry, n, words,
+        self, tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry, fused,
         amax,
     ):  # fmt: skip
         """Convert and store one warpgroup's rows, subtile by subtile, without the other warpgroups.
@@ -753,7 +752,9 @@ class Gemm:
                 fragment[value] = accumulators[index * values + value]
             if const_expr(self.epilogue):
                 place = (row * MMA_ATOM_M, tile_n * config.tile_n + subtile * config.epi_n, entry)
-                fragment = self.fuse(fragment, config.epi_n, group_thread, place, mD, n, words, amax)
+                fragment = self.fuse(
+                    fragment, config.epi_n, group_thread, place, mD, fused[0], fused[1:], amax
+                )
             converted = cute.make_rmem_tensor(fragment.layout, self.out_dtype)
             converted.store(fragment.load().to(self.out_dtype))
 

@@ -49,7 +49,9 @@ def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str |
 
 
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A tile is whole WGMMA atoms: 64 rows each, and columns as one instruction can have them, up to 256."""
+    """A tile is whole WGMMA atoms: 64 rows each, and columns as one instruction can have them, to 256, by 16
+    as int8 has them and a subtile's stmatrix stores them.
+    """
     tile_m, tile_n = candidate["tile_m"], candidate["tile_n"]
     if tile_m % MMA_ATOM_M or not 64 <= tile_m <= 256:
         return f"tile_m {tile_m} is not 64, 128, 192 or 256"

@@ -1,0 +1,129 @@
+"""`explain`: the same selection as dispatch, in words, for tensors and for shapes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tunegemm
+from tests.recorded import fill, recorded_device
+from tests.test_neighbours import kernel
+from tunegemm.artifacts import ArtifactStore
+from tunegemm.database import Database
+from tunegemm.device import Device, find_device
+from tunegemm.dispatch.policies import Policy
+from tunegemm.errors import ProblemError
+from tunegemm.outcome import Measurement
+from tunegemm.problem import Problem
+from tunegemm.report.explain import explain_problem
+
+SHAPE = "128x7168x16384"
+
+
+@pytest.fixture(scope="module")
+def location(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A recorded shape with its history, and two shapes that vouch for one between them."""
+    path = fill(tmp_path_factory.mktemp("explain") / "tuning.sqlite", [SHAPE])
+    device = recorded_device()
+    with Database.open(path) as database:
+        for m in (64, 128):
+            measured = Measurement(kernel(), (10.0, 10.1, 10.2), (12.0, 12.1, 12.2), 1e-3, 0.003)
+            database.settle(Problem(m, 4096, 4096), device, measured, label="pp64x64x64")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    """As recorded; not real, so that no compiled object is asked for."""
+    return replace(recorded_device(), spec="replay:h200")
+
+
+def test_a_hit_with_its_evidence_and_its_runner_up(location: str, device: Device) -> None:
+    found = explain_problem(Problem.parse(SHAPE), device, database=location)
+    assert found.outcome == "hit" and found.record is not None and found.near is None
+    assert found.percent_of_roofline == pytest.approx(100 * found.roofline_us / found.record.median_us)
+    assert found.runner_up is not None and found.runner_up.ratio <= found.record.ratio
+    text = str(found)
+    assert f"dispatch  {found.record.label}: {found.record.median_us:.1f} us" in text
+    for line in (
+        "evidence",
+        "won a final race",
+        "runner-up",
+        "--effort full: a wider search",
+        "% of the roofline",
+    ):
+        assert line in text, line
+
+
+def test_a_near_hit_names_its_origin_and_shows_no_time_as_its_own(location: str, device: Device) -> None:
+    found = explain_problem(Problem(96, 4096, 4096), device, database=location)
+    assert found.outcome == "near" and found.near is not None and found.record is not None
+    assert found.percent_of_roofline is None and found.asdict()["record"]["shape"] in str(found)
+    assert found.tile is not None and found.tile.candidate["tile_m"] == 64
+    assert "near hit" in str(found) and "x torch expected, 1.03 asked for" in str(found)
+    assert found.change.startswith("tunegemm tune --shape 96x4096x4096")
+    assert found.asdict()["expected_ratio"] == found.near.record.ratio
+
+
+def test_a_miss_says_why_and_what_would_change_it(location: str, device: Device) -> None:
+    found = explain_problem(Problem(96, 2048, 4096), device, database=location)
+    assert found.outcome == "miss" and found.record is None
+    assert "dispatch  torch: no record; no recorded shape is near enough" in str(found)
+    assert "change    tunegemm tune --shape 96x2048x4096" in str(found)
+
+
+def test_modes_and_policies_are_heeded(
+    location: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem(96, 4096, 4096)
+    monkeypatch.setenv("TUNEGEMM_MODE", "exact")
+    assert explain_problem(problem, device, database=location).outcome == "miss"
+    monkeypatch.setenv("TUNEGEMM_MODE", "off")
+    hit = explain_problem(Problem.parse(SHAPE), device, database=location)
+    assert hit.record is not None and "torch computes it: TUNEGEMM_MODE=off" in str(hit)
+    monkeypatch.delenv("TUNEGEMM_MODE")
+    energy = explain_problem(Problem.parse(SHAPE), device, database=location, policy=Policy("min_energy"))
+    assert "was not measured" in energy.why
+
+
+def test_a_kernel_without_an_object_is_said_to_be_torchs(
+    location: str, device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path))
+    assert ArtifactStore().root.parent == tmp_path
+    real = recorded_device()
+    monkeypatch.setattr(Device, "resident_clusters", lambda self, size: 132 // size)
+    found = explain_problem(Problem(96, 4096, 4096), real, database=location)
+    assert "not in the object store" in found.why_not or "not installed" in found.why_not
+    assert "but torch computes it" in str(found)
+
+
+def test_tensors_and_the_command_line_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunegemm.tuning.open_device", lambda spec=None: find_device("model:h200"))
+    a, b = torch.empty(96, 4096, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.bfloat16).t()
+    found = tunegemm.explain(a, b)
+    assert found.problem == Problem(96, 4096, 4096)
+    command = [
+        sys.executable,
+        "-m",
+        "tunegemm",
+        "explain",
+        "--shape",
+        "96x4096x4096",
+        "--device",
+        "model:h200",
+    ]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{found}\n"
+    run = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == [json.loads(json.dumps(found.asdict()))]
+
+
+def test_operands_that_are_always_torchs() -> None:
+    with pytest.raises(ProblemError, match=r"torch\.matmul computes"):
+        tunegemm.explain(torch.empty(4, 5), torch.empty(6, 7))
