@@ -28,7 +28,6 @@ from tunegemm.dispatch.launchers import prepare
 from tunegemm.errors import TunegemmWarning
 from tunegemm.families.cublaslt import TORCH_MM
 from tunegemm.problem import Problem
-from tunegemm.space import Candidate
 from tunegemm.tuning import Tuner
 
 pytestmark = pytest.mark.gpu
