@@ -518,7 +518,7 @@ def dispatch(results: Path) -> str:
     table = markdown_table(["call", "torch, us", "tunegemm, us", "ratio"], lines)
     told = (
         f"`import tunegemm` takes {data['import_ms']:.1f} ms beyond torch, a record in memory "
-        f"{data['bytes_per_record']:.0f} bytes. The first call of a process that launches a CuTe kernel takes "
+        f"{data['bytes_per_record']:.0f} bytes. A process's first launch of a CuTe kernel takes "
         f"{data['first_call_ms'] / 1e3:.1f} s with {data['records']} records and "
         f"{data['first_call_few_records_ms'] / 1e3:.1f} s with three: it imports the kernels' runtime."
     )
