@@ -456,6 +456,75 @@ def tuning_time(results: Path) -> str:
     return "\n\n".join(part for part in (machine_line(data.get("meta", {})), table) if part)
 
 
+def extents_of(row: dict[str, Any]) -> str:
+    """The shape of a row whose dtype and epilogue have columns of their own."""
+    return f"{row['m']}x{row['n']}x{row['k']}"
+
+
+def dtypes(results: Path) -> str:
+    """torch's own call and our best kernel for each dtype, with the geometric mean of each."""
+    data = load(results, "dtypes.json")
+    if data is None:
+        return not_measured(results, "dtypes.json")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        words = [row["dtype"], "" if row["accumulation"] == "fast" else row["accumulation"]]
+        words += ["" if row["epilogue"] == "none" else row["epilogue"]]
+        groups.setdefault(" ".join(word for word in words if word), []).append(row)
+    lines = []
+    for name, rows in groups.items():
+        found = []
+        for row in rows:
+            torch, ours = row["providers"]["torch"], row["providers"]["tunegemm_cute"]
+            if "ratio" in ours:
+                found.append(ours["ratio"])
+                speeds = (f"{torch['tflops']:.0f}", f"{ours['tflops']:.0f}", f"{ours['ratio']:.3f}")
+                lines.append([name, extents_of(row), *speeds])
+        mean = f"**{geometric_mean(found):.3f}**"
+        lines.append([f"*{name}*", f"*geometric mean of {len(found)}*", "", "", mean])
+    header = ["dtype", "M x N x K", "torch, TFLOP/s", "tunegemm, TFLOP/s", "times torch"]
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
+def epilogues(results: Path) -> str:
+    """Fused products beside eager torch and torch.compile."""
+    data = load(results, "epilogues.json")
+    if data is None:
+        return not_measured(results, "epilogues.json")
+    names = {"compile": "torch.compile", "max_autotune": "max-autotune", "tunegemm_cute": "tunegemm"}
+    lines: list[list[str]] = []
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for row in sorted(data["rows"], key=lambda row: (row["epilogue"], row["n"], row["k"], row["m"])):
+        times = ratios(row)
+        for name in names:
+            found[name].append(times[name])
+        eager = f"{row['providers'][BASELINE]['median_us']:.1f} us"
+        lines.append([extents_of(row), row["epilogue"], eager, *(f"{times[name]:.3f}" for name in names)])
+    means = (f"{geometric_mean(found[name]):.3f}" for name in names)
+    lines.append(["*geometric mean*", "", "", *means])
+    header = ["M x N x K", "epilogue", "eager torch", *names.values()]
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
+def dispatch(results: Path) -> str:
+    """What a call costs the host, beside torch's own."""
+    data = load(results, "dispatch.json")
+    if data is None:
+        return not_measured(results, "dispatch.json")
+    lines = [
+        [row["call"], f"{row['torch_us']:.2f}", f"{row['tunegemm_us']:.2f}", f"{row['ratio']:.3f}"]
+        for row in data["rows"]
+    ]
+    table = markdown_table(["call", "torch, us", "tunegemm, us", "ratio"], lines)
+    told = (
+        f"`import tunegemm` takes {data['import_ms']:.1f} ms beyond torch, a record in memory "
+        f"{data['bytes_per_record']:.0f} bytes. A process's first launch of a CuTe kernel takes "
+        f"{data['first_call_ms'] / 1e3:.1f} s with {data['records']} records and "
+        f"{data['first_call_few_records_ms'] / 1e3:.1f} s with three: it imports the kernels' runtime."
+    )
+    return "\n\n".join([machine_line(data["meta"]), table, told])
+
+
 def clients(results: Path) -> str:
     """A model end to end: milliseconds by workload and mode, with and without tunegemm."""
     data = load(results, "clients.json")
@@ -542,6 +611,9 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "peers-odd": peers_odd,
     "tuning-time": tuning_time,
     "clients": clients,
+    "dtypes": dtypes,
+    "epilogues": epilogues,
+    "dispatch": dispatch,
     "decode": decode,
     "cli": cli,
     "families": families,

@@ -103,14 +103,14 @@ def test_a_kernel_that_does_not_compile(h200: Device, tmp_path: Path) -> None:
 
 class TestWorkspaceBytes:
     def test_of_split_k(self, h200: Device, store: ArtifactStore) -> None:
-        """4 x 8 tiles of 128x64 in parts: fp32 sums of each part, and counters for two warpgroups."""
+        """4 x 8 tiles of 128x64 in parts: the fp32 sums of each, and a counter for each of two warpgroups."""
         sizes = {
             split_k: Operation(
                 PROBLEM, HOPPER.with_launch(split_k=split_k), h200, store=store
             ).workspace_bytes
             for split_k in (1, 2, 8)
         }
-        assert sizes == {split_k: split_k * 512 * 512 * 4 + 32 * 2 * 4 for split_k in (2, 8)} | {1: 0}
+        assert sizes == {split_k: split_k * (512 * 512 * 4 + 32 * 2 * 4) for split_k in (2, 8)} | {1: 0}
 
     @pytest.mark.parametrize("candidate", [AMPERE, TRITON], ids=lambda candidate: candidate.family)
     def test_of_families_whose_blocks_share_a_counter(self, h200: Device, candidate: Candidate) -> None:
@@ -170,3 +170,5 @@ class TestRefusals:
             operation.initialize(torch.empty(operation.workspace_bytes, dtype=torch.uint8))
         with pytest.raises(OperationError, match="workspace at 0x10008, no multiple of 256 B"):
             operation.initialize(0x10008)
+        with pytest.raises(OperationError, match="workspace at 0x0 is no memory of cuda:0"):
+            operation.initialize(0)

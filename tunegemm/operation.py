@@ -212,7 +212,9 @@ class Operation:
             if not workspace.is_contiguous():
                 raise OperationError(f"workspace of strides {workspace.stride()}; give a contiguous tensor")
             if workspace.nbytes < need:
-                raise OperationError(f"workspace of {workspace.nbytes} B; {self._label} needs {need} B")
+                raise OperationError(
+                    f"workspace of {workspace.nbytes} B; {self._label} needs {need} B, its workspace_bytes"
+                )
         address = workspace.data_ptr() if isinstance(workspace, torch.Tensor) else workspace
         if address % WORKSPACE_ALIGNMENT:
             raise OperationError(
@@ -222,8 +224,8 @@ class Operation:
         if isinstance(workspace, torch.Tensor):
             return workspace.detach().reshape(-1).view(torch.uint8)[:need]
         try:
-            lent = torch.as_tensor(_Bytes(address, need), device=place)
-        except RuntimeError:
+            lent = torch.as_tensor(_Bytes(address, need), device=place) if address else None
+        except RuntimeError:  # the host's
             lent = None
         if lent is None or lent.data_ptr() != address:  # of another device: torch made a copy
             raise OperationError(f"workspace at {address:#x} is no memory of {place}; allocate it there")

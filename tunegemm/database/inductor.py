@@ -1,14 +1,13 @@
 """Records as Inductor's lookup table (`torch._inductor.config.lookup_table`), as far as that goes.
 
 The table names Inductor's own choices: ATen's product, and its Triton templates with their parameters. It has
-no words for a compiled object. So a record whose winner is torch.mm is told exactly; one of `triton_tma` by
-the template nearest to it, with its tile, stages, warps and bands, beside ATen's, between which Inductor then
-decides by its own measurement; CuTe, Gluon and cuBLASLt algorithms not at all.
+no words for a compiled object. So a record whose winner is torch.mm is told, and keeps max-autotune from
+choosing what is slower; all others are named and left out. Inductor's own TMA template is not our kernel, and
+torch 2.11 cannot build it from tile, stages and warps alone.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,8 +17,6 @@ from tunegemm.problem import Problem
 
 Table = dict[str, list[dict[str, Any]]]
 
-#: Families whose kernels Inductor has a template like.
-_TEMPLATES = {"triton_tma": "triton::mm_persistent_tma"}
 #: Operands of `aten::mm`, which has neither fp8 nor int8, and for which tf32 is a setting.
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
@@ -44,7 +41,6 @@ def lookup_table(records: Iterable[Record]) -> tuple[Table, list[str]]:
 
 def _refusal(record: Record) -> str:
     problem, candidate = record.problem, record.candidate
-    params = candidate.params
     if problem.in_dtype not in _DTYPES:
         return f"Inductor's products of {problem.in_dtype} are other operators"
     if problem.out_dtype != problem.in_dtype or problem.out_major != "n":
@@ -53,45 +49,11 @@ def _refusal(record: Record) -> str:
         return "Inductor fuses what follows a product by itself"
     if problem.alignment != problem.packed_alignment:
         return "Inductor's key says nothing of gaps and addresses"
-    if is_torch(candidate):
-        return ""
-    if candidate.family not in _TEMPLATES:
-        return f"{record.label or candidate} is none of Inductor's kernels"
-    missing = [
-        words
-        for words, absent in (
-            ("batches", problem.batch > 1),
-            ("swap_ab", params.get("swap_ab")),
-            ("split-K", params.get("split_k", 1) != 1),
-            ("warp specialization", params.get("schedule") == "warp_specialized"),
-        )
-        if absent
-    ]
-    return f"Inductor's TMA template has no {' and no '.join(missing)}" if missing else ""
+    return "" if is_torch(candidate) else f"{record.label or candidate} is none of Inductor's kernels"
 
 
 def _choices(record: Record) -> list[dict[str, Any]]:
-    problem, candidate = record.problem, record.candidate
-    aten = {"template_id": "aten::mm" if problem.batch == 1 else "aten::bmm"}
-    template = _TEMPLATES.get(record.candidate.family)
-    if template is None:
-        return [aten]
-    # The template's bands are of rows; ours that are of columns have no width there and become one band.
-    bands = (
-        candidate["swizzle_size"]
-        if candidate["raster_order"] == "along_n"
-        else math.ceil(problem.m / candidate["tile_m"])
-    )
-    parameters = {
-        "BLOCK_M": candidate["tile_m"],
-        "BLOCK_N": candidate["tile_n"],
-        "BLOCK_K": candidate["tile_k"],
-        "GROUP_M": bands,
-        "num_stages": candidate["stages"],
-        "num_warps": candidate["warps"],
-        "EVEN_K": problem.k % candidate["tile_k"] == 0,
-    }
-    return [{"template_id": template, **parameters}, aten]
+    return [{"template_id": "aten::mm" if record.problem.batch == 1 else "aten::bmm"}]
 
 
 def _key(problem: Problem, device_name: str) -> str:

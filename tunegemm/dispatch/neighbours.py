@@ -16,6 +16,12 @@ recorded kernel is taken for another problem where both agree:
    its best: as the fastest of the tiles that its library has, which it need not have chosen at the witness.
    What is expected, at most the least of the recorded ratios, must pass the margin, too.
 
+5. *The tiles.* The kernel has at most a tenth more tiles along m than at its witness, and no more rows beyond
+   the edge than 16, than m / 32 or than its witness has. A second tile reads the weights again, and TMA fills
+   rows beyond the edge slowly: at 4096x4096 a kernel with tiles of 64 took 12.4 us for m = 120 to 128 and
+   20.9 us for m = 65; at 28672x4096 one with tiles of 16 was 1.10 of torch up to m = 16 and 0.67 at 17 (H200,
+   2026-11-21, `benchmarks.decode`).
+
 A row of one (m = 1) takes what was recorded for it, and is no witness: libraries multiply matrix and vector
 by other kernels. Launch parameters that depend on m are derived anew (`l2_hint`) or counted at load (`ctas`);
 the family's rules must accept the rest. Of several kernels the one is taken that is expected to gain most; of
@@ -49,6 +55,10 @@ MARGIN, MARGIN_PER_DOUBLING = 0.02, 0.01
 MARGIN_AFAR, MARGIN_AFAR_PER_DOUBLING = 0.10, 0.02
 #: Doublings of m between two witnesses, and from a single one, that are still a neighbourhood.
 MAX_GAP, MAX_REACH = 3.0, 1.0
+#: Tiles along m relative to those at the witness.
+MOST_TILES = 1.1
+#: Rows of a kernel's last tile that may lie beyond the edge where there were fewer at the witness.
+MOST_ROWS_BEYOND = 16
 #: Doublings of m, n and k together to witnesses of another n or k, and how many there must be.
 MAX_DISTANCE, WITNESSES_AFAR = 2.0, 3
 
@@ -198,6 +208,19 @@ def _doublings(one: int, other: int) -> float:
     return abs(math.log2(one / other))
 
 
+def _tiles_differ(problem: Problem, witness: Problem, candidate: Candidate) -> str:
+    """Why tiles along m are not like those at the witness; empty when they are."""
+    swapped = candidate.params.get("swap_ab", False)
+    tile = int(candidate["tile_n" if swapped else "tile_m"])
+    here, there = -(-problem.m // tile), -(-witness.m // tile)
+    if here > there * MOST_TILES:
+        return f"{here} tiles of {tile} rows here, {there} there"
+    beyond, known = here * tile - problem.m, there * tile - witness.m
+    if beyond > max(MOST_ROWS_BEYOND, known, problem.m // 32):
+        return f"{beyond} rows of its tiles lie beyond the edge, {known} there"
+    return ""
+
+
 def _offer(witness: Record, problem: Problem, device: Device, least: float, margin: float) -> Near | str:
     """The witness's kernel for the problem; a clause where it is not legal there."""
     candidate = witness.candidate
@@ -206,6 +229,8 @@ def _offer(witness: Record, problem: Problem, device: Device, least: float, marg
             candidate = candidate.with_launch(l2_hint=model.l2_hint(problem, candidate))
         if not (verdict := families.get(candidate.family).check(problem, candidate, device)):
             return f"kernel of {witness.problem.shape}: {verdict}"
+        if differ := _tiles_differ(problem, witness.problem, candidate):
+            return f"kernel of {witness.problem.shape}: {differ}"
         there = model.predict(witness.problem, witness.candidate, device)
         here = model.predict(problem, candidate, device)
     except (SpaceError, KeyError, TypeError) as error:  # a stored candidate that is damaged or of another age

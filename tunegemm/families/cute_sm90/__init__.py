@@ -79,14 +79,14 @@ class CuteSm90(Generator):
     def workspace(
         self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
     ) -> Workspace | None:
-        """Partial sums of every part of every tile, and one counter per tile and warpgroup."""
+        """Partial sums of every part of every tile; as many counters, by warpgroup (see `Gemm.reduce`)."""
         split_k = int(candidate["split_k"])
         if split_k == 1:
             return None
         config, tiles = config_of(problem, candidate), tile_count(problem, candidate)
         return Workspace(
             tiles * split_k * config.tile_m * config.tile_n * 4,
-            tiles * config.tile_warpgroups * 4,
+            tiles * split_k * config.tile_warpgroups * 4,
             device.index if device.is_real else 0,
         )
 

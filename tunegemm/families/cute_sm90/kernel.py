@@ -8,9 +8,9 @@ consumer warpgroups multiply them by WGMMA and store through shared memory by TM
                every CTA that this CTA's tiles reach   multicasts into the released stage
     order[w]   named barrier, pingpong only: warpgroup w may issue its mainloop
 
-With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. A warpgroup leaves
-its partial sums in a workspace; the last to arrive adds all of them, in the order of k, and stores: the
-result does not depend on who was last, and nobody waits.
+With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. Their sums meet in
+pairs in a workspace, where the later of two goes on with the total; the last one stores: the result does not
+depend on who was late, and nobody waits.
 
 An epilogue (`tunegemm.epilogue`) works on a warpgroup's accumulators, fp32 and in registers, one subtile at a
 time between the mainloop and the staging buffers; its vectors and matrices are read from global memory where
@@ -644,9 +644,8 @@ class Gemm:
         """Add up the parts of a tile along a tree; true for the one that then holds the total.
 
         Parts 0 and 1 meet, 2 and 3, then 0-1 and 2-3, and so on: the later of two adds the earlier's sums to
-        its own, the earlier is done. Nobody waits, and the sums are the same whoever is late. A part that is
-        late at each meeting reads log2(parts) sums; one that read them all would take 9 us longer of 63 for 8
-        parts of 128x128 (H200, 512x512x65536, 2026-11-21).
+        its own, the earlier is done. Nobody waits, and the sums are the same whoever is late: additions
+        commute, and who meets whom is fixed. A part that is late each time reads log2(parts) sums.
 
         Only the same warpgroup of other CTAs touches these sums, thread by thread at the same place, so
         that their layout is free: four neighbours of a thread, then threads, for 16-byte accesses. Each
