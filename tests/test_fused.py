@@ -299,6 +299,7 @@ def test_output_dtypes(serve, kernel):
 def test_fp32_is_served_where_and_while_tf32_is_allowed(serve, kernel):
     snapshot = serve()
     a, b = (operand.float() for operand in operands())
+    bias = torch.ones(48)
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     calls = 0
@@ -309,7 +310,7 @@ def test_fp32_is_served_where_and_while_tf32_is_allowed(serve, kernel):
                 matmul.fp32_precision = precision
                 calls += 2 * (precision == "tf32")
                 assert torch.equal(tunegemm.matmul(a, b), torch.matmul(a, b))
-                tunegemm.linear(a, b.t(), b[0])
+                tunegemm.linear(a, b.t(), bias)
                 assert len(kernel.calls) == calls
         finally:
             matmul.fp32_precision = before
@@ -644,6 +645,51 @@ def test_compiled_code_launches_the_kernel(serve, kernel, backend, mode):
         compiled = torch.compile(function, backend=backend, fullgraph=True)
         close(compiled(x, weight, bias, residual), function(x, weight, bias, residual))
     assert len(kernel.calls) == 4
+
+
+@pytest.mark.filterwarnings("error:(?s).*lru_cache")
+def test_compiled_calls_of_every_kind(serve, kernel):
+    serve()
+    x, weight, bias, skip = layer()
+    a, b, one = x.to(FP8), weight.to(FP8).t(), torch.ones(())
+    rows, columns = torch.ones(32, 1), torch.ones(1, 48)
+    out = torch.zeros_like(skip)
+
+    def function(x, weight, bias, skip, amax, out):
+        tunegemm.matmul(x, weight.t(), bias=bias, out=out)
+        return (
+            tunegemm.matmul(x, weight.t(), epilogue=bent, operands=(bias, skip, 3)),
+            tunegemm.matmul(x, weight.t(), epilogue="bias_n+amax", operands=(bias, amax)),
+            tunegemm.addmm(skip, x, weight.t(), alpha=2),
+            tunegemm.addmm(bias, x, weight.t()),
+            tunegemm.scaled_mm(a, b, one, one, out_dtype=BF16),
+            tunegemm.scaled_mm(a, b, rows, columns, out_dtype=BF16),
+            tunegemm.matmul(x, weight.t(), out_dtype=torch.float32),
+            amax + 1,
+            out + 1,
+        )
+
+    given = [x, weight, bias, skip]
+    expected = function(*given, torch.zeros(()), torch.zeros_like(out))
+    calls = len(kernel.calls)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for result, wanted in zip(compiled(*given, torch.zeros(()), out), expected, strict=True):
+        close(result, wanted)
+    close(out + 1, expected[-1])
+    assert len(kernel.calls) == 2 * calls
+
+
+def test_a_recording_sees_torchs_products(serve, kernel):
+    serve()
+    x, weight, bias, skip = layer()
+    with tunegemm.record() as recording:
+        tunegemm.linear(x, weight, bias, "gelu", skip)
+        tunegemm.addmm(skip, x, weight.t())
+        torch.compile(lambda x: tunegemm.linear(x, weight, bias), backend="aot_eager", fullgraph=True)(x)
+    assert sorted((each.kind.op, each.kind.bias, each.calls) for each in recording.products) == [
+        ("addmm", "matrix", 1), ("addmm", "vector", 2)
+    ]  # fmt: skip
+    assert not kernel.calls
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -198,11 +197,17 @@ def _matmul_and_more(
     return _fused(MATMUL, str(epilogue), a, b, tensors, numbers, out, out_dtype)
 
 
-@cache
+_WITHOUT_ACTIVATION = {
+    (True, True): "", (False, True): "bias_n", (True, False): "residual", (False, False): "bias_n+residual",
+}  # fmt: skip
+
+
 def _text(no_bias: bool, activation: str | None, no_residual: bool) -> str:
-    """The epilogue of keywords."""
-    steps = ("" if no_bias else "bias_n", activation or "", "" if no_residual else "residual")
-    return "+".join(step for step in steps if step)
+    """The epilogue of keywords. Not cached by a decorator, which torch.compile would warn of."""
+    if activation is None:
+        return _WITHOUT_ACTIVATION[no_bias, no_residual]
+    text = activation if no_bias else "bias_n+" + activation
+    return text if no_residual else text + "+residual"
 
 
 def _given(bias: Any, residual: Any) -> tuple[Any, ...]:

@@ -254,7 +254,7 @@ class _Leave:
     def fused(self, form: Form, a: Any, b: Any, tensors: Any, numbers: Any = (), out: Any = None) -> Any:
         return None if form.kind == RECORDED else unfused(form, a, b, tensors, numbers, out)
 
-    def serves(self, *_: Any) -> bool:
+    def serves(self, *_: Any, **__: Any) -> bool:
         return False
 
     def refresh(self) -> None:
