@@ -9,6 +9,7 @@ import itertools
 import struct
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -397,6 +398,30 @@ def test_operands_that_no_kernel_takes_are_torchs(serve, kernel, change):
         assert str(raised.value) == str(error)
     else:
         close(tunegemm.linear(x, weight, bias), expected)
+
+
+def test_what_is_no_product_is_refused_by_torch_itself(serve):
+    serve()
+    x, weight, bias, _ = layer()
+    for bad in (
+        (x, weight.t(), bias),
+        (x, weight[0], bias[:1]),
+        (x, weight, bias[:5]),
+        (x, weight, "b"),
+        ("x", weight, bias),
+        (x, None, bias),
+    ):
+        with pytest.raises((RuntimeError, TypeError)) as expected:
+            functional.linear(*bad)
+        with pytest.raises(type(expected.value)) as raised:
+            tunegemm.linear(*bad)
+        assert str(raised.value) == str(expected.value)
+    for bad in ((bias, x[:5], weight.t()), (bias, x[0], weight.t()), (bias[:5], x, weight.t())):
+        with suppress(RuntimeError):
+            torch.addmm(*bad)
+            continue
+        with pytest.raises(RuntimeError):
+            tunegemm.addmm(*bad)
 
 
 def test_outputs(serve, kernel):

@@ -82,32 +82,33 @@ def _product(
     biased: MultiplyAndAdd | None,
 ) -> tuple[Any, tuple[str, ...]]:
     """The product, and the steps that were taken along."""
-    taken, own_dtype = _taken(form, steps), form.out_dtype in (None, a.dtype)
-    right = b.mT if form.kind == LINEAR else b
-    if "scale_tensor" in taken or "scale_rowwise" in taken:
-        scale_a, scale_b = named["scale_a"], named["scale_b"]
-        if a.ndim == 2 and a.dtype.itemsize == 1:
-            value = torch._scaled_mm(
-                a, right, scale_a, scale_b, bias=named.get("bias") if "bias_n" in taken else None,
-                out_dtype=form.out_dtype, use_fast_accum=form.accumulation == "fast",
-            )  # fmt: skip
-            return value, taken
-    elif "beta_c" in taken and own_dtype and a.ndim == b.ndim and a.ndim in (2, 3):
-        add = torch.addmm if a.ndim == 2 else torch.baddbmm
-        return add(named["c"], a, right, beta=named["beta"], alpha=named.get("alpha", 1)), taken
-    elif "bias_n" in taken and own_dtype:
+    taken, own_dtype = _taken(form, steps), form.out_dtype is None or form.out_dtype == a.dtype
+    if taken == ("bias_n",) and own_dtype:
         if biased is not None:
             return biased(a, b, named["bias"]), taken
         if form.kind == LINEAR:
             return linear(a, b, named["bias"]), taken
         if a.ndim > 1 and b.ndim == 2 and named["bias"].ndim == 1:
-            return linear(a, right.t(), named["bias"]), taken
+            return linear(a, b.t(), named["bias"]), taken
+    elif "beta_c" in taken and own_dtype and a.ndim == b.ndim and a.ndim in (2, 3):
+        add = torch.addmm if a.ndim == 2 else torch.baddbmm
+        right = b.mT if form.kind == LINEAR else b
+        return add(named["c"], a, right, beta=named["beta"], alpha=named.get("alpha", 1)), taken
+    elif taken and taken[0].startswith("scale") and a.ndim == 2 and a.dtype.itemsize == 1:
+        bias = named["bias"] if "bias_n" in taken else None
+        right = b.mT if form.kind == LINEAR else b
+        value = torch._scaled_mm(
+            a, right, named["scale_a"], named["scale_b"], bias=bias, out_dtype=form.out_dtype,
+            use_fast_accum=form.accumulation == "fast",
+        )  # fmt: skip
+        return value, taken
     if multiply is not None:
         return multiply(a, b), ()
+    if own_dtype:
+        return linear(a, b) if form.kind == LINEAR else torch.matmul(a, b), ()
+    right = b.mT if form.kind == LINEAR else b
     if a.dtype == torch.int8 and form.out_dtype == torch.int32:
         return torch._int_mm(a, right), ()
-    if own_dtype or a.dtype.itemsize == 1:
-        return linear(a, b) if form.kind == LINEAR else torch.matmul(a, b), ()
     if form.out_dtype == torch.float32 and a.dtype.itemsize == 2:
         return _in_fp32(a, right), ()
     return torch.matmul(a, right).to(form.out_dtype), ()
