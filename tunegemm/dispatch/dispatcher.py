@@ -162,7 +162,7 @@ class _State:
 
     def forget_checks(self) -> None:
         """Every call makes a key again."""
-        for kept in (self.checked, self.recent, self.earlier, self.of_tuned_products):
+        for kept in (self.checked, self.recent, self.earlier):
             kept.clear()
 
 
@@ -592,6 +592,7 @@ class Dispatcher:
                 plan = make(state)
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
+                state.of_tuned_products.clear()
                 state.forget_checks()
             state.plans[key] = plan
             untuned, state.untuned = state.untuned, None
