@@ -114,7 +114,7 @@ class TestTuneFrom:
         from tunegemm.workload.products import Kind
 
         kind = Kind(4096, 4096, 4096, 1, "bf16", "bf16", "k", "k", "n", 16)
-        small = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16, "addmm", "vector")
+        small = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16, "addmm", "matrix")
         fp32 = Kind(64, 64, 64, 1, "fp32", "fp32", "k", "k", "n", 16)
         path = tmp_path / "shapes.json"
         products = Product(kind, 10, timed=10, median_us=200.0), Product(small, 1000), Product(fp32, 5)

@@ -684,7 +684,7 @@ class Dispatcher:
                 if problem.fused.words:
                     seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
                     words = words_binder(problem, form.join(seen, numbers))
-            except (ValueError, RuntimeError) as error:
+            except ValueError as error:
                 self._warn(state, f"{problem}: {_one_line(error)}; {_who(name)} leaves it to torch")
                 return None
         if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
