@@ -3,11 +3,11 @@
     python -m benchmarks.dispatch                        # 128x128x64: the GPU never keeps the host waiting
     python -m benchmarks.dispatch --shape 64x512x256 --families cute_sm90,gluon_wgmma
 
-Tunes the shape, its batch of four and half its M into a temporary database and object store, calls torch and
-tunegemm in turns, and writes results/GPU/dispatch.json: a row `{call, torch_us, tunegemm_us, ratio}` for
-each call, `ratio_to_torch_mm` of the first, `breakdown_us` of our own call's parts, and from processes of
-their own `import_ms` beyond torch, `first_call_ms` with `records` in the database, and `bytes_per_record` of
-host memory.
+Tunes the shape, its batch of four, half its M and three fused products of it into a temporary database and
+object store, calls torch and tunegemm in turns, and writes results/GPU/dispatch.json: a row `{call, torch_us,
+tunegemm_us, ratio}` for each call, `ratio_to_torch_mm` of the first, `breakdown_us` of our own call's parts,
+and from processes of their own `import_ms` beyond torch, `first_call_ms` with `records` in the database, and
+`bytes_per_record` of host memory.
 """
 
 from __future__ import annotations
@@ -84,13 +84,21 @@ def place(folder: Path) -> None:
         os.environ[name] = str(folder / where)
 
 
-def related(problem: Problem) -> tuple[Problem, Problem, Problem]:
-    """The problem, half its M, and a batch of four."""
-    return problem, replace(problem, m=max(problem.m // 2, 1)), replace(problem, batch=4)
+def related(problem: Problem) -> list[Problem]:
+    """The problem, half its M, a batch of four; it with a bias, with gelu too, and of scaled fp8 operands."""
+    scaled = {"in_dtype": "fp8_e4m3", "epilogue": "scale_tensor", "accumulation": "two_level"}
+    return [
+        problem,
+        replace(problem, m=max(problem.m // 2, 1)),
+        replace(problem, batch=4),
+        replace(problem, epilogue="bias_n"),
+        replace(problem, epilogue="bias_n+gelu"),
+        replace(problem, alignment=0, **scaled),  # type: ignore[arg-type]
+    ]
 
 
 def tune(problem: Problem, device: Device, families: list[str], trials: int) -> None:
-    """Records for the three problems; of generators alone, so that no tie goes to the library."""
+    """Records for these problems; of generators alone, so that no tie goes to the library."""
     from tunegemm.database import Database
     from tunegemm.tuning import Tuner
 
@@ -159,7 +167,7 @@ def host_times(calls: Mapping[str, Call], rounds: int, synchronize: Call) -> dic
 def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
     """By name: tunegemm's call and torch's for the same product."""
     import torch
-    from torch.nn.functional import linear
+    from torch.nn.functional import gelu, linear
 
     import tunegemm
 
@@ -171,6 +179,8 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
     folded = a.view(2, -1, k) if m % 2 == 0 else a.view(1, m, k)
     batch, batch_b = a.expand(4, m, k).clone(), weight.expand(4, n, k).clone().mT
     parameter = torch.nn.Parameter(weight.clone())
+    small, small_b = a.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).t()
+    scales = torch.rand((), device=where), torch.rand((), device=where)
 
     def inference(call: Call) -> Call:
         def run() -> None:
@@ -191,6 +201,14 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
         "matmul out=": (lambda: tunegemm.matmul(a, b, out=out), lambda: torch.mm(a, b, out=out)),
         "linear": (lambda: tunegemm.linear(a, weight), lambda: linear(a, weight)),
         "linear, bias": (lambda: tunegemm.linear(a, weight, bias), lambda: linear(a, weight, bias)),
+        "linear, bias, gelu": (
+            lambda: tunegemm.linear(a, weight, bias, "gelu"),
+            lambda: gelu(linear(a, weight, bias)),
+        ),
+        "scaled_mm": (
+            lambda: tunegemm.scaled_mm(small, small_b, *scales, out_dtype=torch.bfloat16),
+            lambda: torch._scaled_mm(small, small_b, *scales, out_dtype=torch.bfloat16),
+        ),
         "linear, 3-D input": (lambda: tunegemm.linear(folded, weight), lambda: linear(folded, weight)),
         "linear, Parameter, inference_mode": (
             inference(lambda: tunegemm.linear(a, parameter)),

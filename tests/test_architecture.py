@@ -23,8 +23,9 @@ ORDER = (
 )  # fmt: skip
 
 PUBLIC = [
-    "Candidate", "Database", "Device", "Epilogue", "Operation", "Problem", "TunegemmError", "addmm", "bmm",
-    "disable", "enable", "explain", "linear", "matmul", "patch", "policy", "record", "tune", "unpatch",
+    "Candidate", "Database", "Device", "Epilogue", "Operation", "Problem", "TunegemmError", "addmm",
+    "baddbmm", "bmm", "disable", "enable", "explain", "gated_linear", "interleave", "linear", "matmul",
+    "patch", "policy", "record", "scaled_mm", "tune", "unpatch",
 ]  # fmt: skip
 
 

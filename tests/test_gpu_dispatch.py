@@ -149,8 +149,6 @@ def test_linear_folds_leading_dimensions(tuned, monkeypatch, lead):
     x = a.view(*lead, 1024)
     with torch.no_grad():
         expected = torch.nn.functional.linear(x, weight)
-        biased = torch.nn.functional.linear(x, weight, weight[:, 0])
-        assert torch.equal(linear(x, weight, weight[:, 0]), biased)
         monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: pytest.fail("left to torch"))
         result = linear(x, weight)
     assert result.shape == expected.shape

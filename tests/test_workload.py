@@ -67,11 +67,13 @@ class TestOwnFormat:
 
 
 class TestDemands:
-    def test_what_is_added_makes_no_other_problem(self) -> None:
+    def test_a_bias_makes_a_problem_of_its_own_and_a_matrix_does_not(self) -> None:
         plain = Product(KIND, 30, timed=30, median_us=10.0)
-        biased = Product(replace(KIND, op="addmm", bias="vector"), 10, timed=10, median_us=14.0)
-        (demand,), refused = demands([plain, biased])
+        added = Product(replace(KIND, op="addmm", bias="matrix"), 10, timed=10, median_us=14.0)
+        biased = Product(replace(KIND, op="addmm", bias="vector"), 5, timed=5, median_us=12.0)
+        (demand, with_bias), refused = demands([plain, added, biased])
         assert demand == Demand(Problem(512, 6144, 4096), 40, 11.0, 10)
+        assert with_bias == Demand(Problem(512, 6144, 4096, epilogue="bias_n"), 5, 12.0)
         assert refused == []
 
     def test_a_time_on_a_cpu_is_none_on_a_gpu(self) -> None:

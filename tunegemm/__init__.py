@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunegemm.database import Database
     from tunegemm.device import Device
-    from tunegemm.dispatch import addmm, bmm, linear, matmul, policy
+    from tunegemm.dispatch import (
+        addmm,
+        baddbmm,
+        bmm,
+        gated_linear,
+        interleave,
+        linear,
+        matmul,
+        policy,
+        scaled_mm,
+    )
     from tunegemm.dispatch.recording import record
     from tunegemm.dispatch.takeover import disable, enable, patch, unpatch
     from tunegemm.epilogue import Epilogue
@@ -33,15 +43,19 @@ __all__ = [
     "Problem",
     "TunegemmError",
     "addmm",
+    "baddbmm",
     "bmm",
     "disable",
     "enable",
     "explain",
+    "gated_linear",
+    "interleave",
     "linear",
     "matmul",
     "patch",
     "policy",
     "record",
+    "scaled_mm",
     "tune",
     "unpatch",
 ]
@@ -55,15 +69,19 @@ _HOMES = {
     "Problem": "problem",
     "TunegemmError": "errors",
     "addmm": "dispatch",
+    "baddbmm": "dispatch",
     "bmm": "dispatch",
     "disable": "dispatch.takeover",
     "enable": "dispatch.takeover",
     "explain": "report.explain",
+    "gated_linear": "dispatch",
+    "interleave": "dispatch",
     "linear": "dispatch",
     "matmul": "dispatch",
     "patch": "dispatch.takeover",
     "policy": "dispatch",
     "record": "dispatch.recording",
+    "scaled_mm": "dispatch",
     "tune": "tuning",
     "unpatch": "dispatch.takeover",
 }

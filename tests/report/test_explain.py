@@ -120,6 +120,9 @@ def test_tensors_and_the_command_line_say_the_same(monkeypatch: pytest.MonkeyPat
         "model:h200",
     ]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{found}\n"
+    fused = tunegemm.explain(a, b, epilogue="bias_n+gelu", out_dtype=torch.float32)
+    assert fused.problem == Problem(96, 4096, 4096, out_dtype="fp32", epilogue="bias_n+gelu")
+    assert "--out-dtype fp32 --layout tn --epilogue bias_n+gelu" in fused.change
     run = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     assert json.loads(run.stdout) == [json.loads(json.dumps(found.asdict()))]
 

@@ -65,9 +65,7 @@ def closing_lines(standings: Sequence[Standing], refused: Sequence[str]) -> list
     if any(s.after_us is None and s.demand.call_us is None for s in standings):
         lines.append("~ estimated from the roofline, for want of a time on a GPU.")
     if any(standing.demand.extra_calls for standing in standings):
-        lines.append(
-            "+ also called with a bias, an added matrix or an activation: tuned as the plain product."
-        )
+        lines.append("+ also called with an added matrix or an activation: tuned as the plain product.")
     lines += [f"Left out: {reason}" for reason in refused[:_NAMED]]
     if len(refused) > _NAMED:
         lines.append(f"Left out: {len(refused) - _NAMED} more.")

@@ -108,6 +108,26 @@ class Product(torch.autograd.Function):
         return of_a + of_b
 
 
+class Sum(torch.autograd.Function):
+    """``a @ b + bias`` by `compute`, with a bias of one value for each column; its products by `product`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Callable[..., Any], product: Maybe, a: Any, b: Any, bias: Any
+    ) -> torch.Tensor:
+        ctx.product = product
+        ctx.save_for_backward(a, b)
+        result: torch.Tensor = compute(a, b, bias)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        multiply = partial(multiply_differentiably, ctx.product)
+        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[4] else None
+        return None, None, *gradients(multiply, grad, a, b, ctx.needs_input_grad[2:4]), of_bias
+
+
 class _Transformable(Product):
     """The same for the transforms of torch.func, in the form that they want.
 
@@ -135,3 +155,11 @@ def multiply_differentiably(product: Maybe, a: torch.Tensor, b: torch.Tensor) ->
     """``a @ b`` with what autograd and torch.func want to know of it; `is_simple` must hold."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     return (_Transformable if transformed else Product).apply(product, a, b)
+
+
+def add_differentiably(
+    compute: Callable[..., Any], product: Maybe, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """``a @ b + bias`` with what autograd wants to know of it; `is_simple` must hold."""
+    result: torch.Tensor = Sum.apply(compute, product, a, b, bias)
+    return result

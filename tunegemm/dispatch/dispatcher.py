@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,18 +31,35 @@ from torch.autograd.graph import increment_version
 
 from tunegemm.database.layers import modified
 from tunegemm.device import Device, find_device
-from tunegemm.dispatch.autograd import DTYPES, PLAIN, is_simple, multiply_differentiably
+from tunegemm.dispatch.autograd import (
+    DTYPES,
+    PLAIN,
+    add_differentiably,
+    is_simple,
+    multiply_differentiably,
+)
+from tunegemm.dispatch.forms import LINEAR, MATMUL, RECORDED, Form, form_of
 from tunegemm.dispatch.launchers import Prepared, prepare
 from tunegemm.dispatch.modes import Mode, begin_recording, read_mode, read_policy
 from tunegemm.dispatch.online import OnlineTuning
-from tunegemm.dispatch.operands import ALIGNMENT, Refusal, describe, seen_as
+from tunegemm.dispatch.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
 from tunegemm.dispatch.policies import FASTEST, Policy
 from tunegemm.dispatch.selection import Rival, read_rivals, select
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
-from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning, WorkloadError
+from tunegemm.dispatch.unfused import absorbs, unfused
+from tunegemm.epilogue import operand_dtype
+from tunegemm.errors import (
+    DatabaseError,
+    DeviceError,
+    ProblemError,
+    TunegemmError,
+    TunegemmWarning,
+    WorkloadError,
+)
 from tunegemm.families import Launcher
-from tunegemm.families.launching import AddressLaunch, AddressLauncher
-from tunegemm.problem import Problem
+from tunegemm.families.cublaslt import is_torch
+from tunegemm.families.launching import AddressLaunch, AddressLauncher, WordsOf, words_binder
+from tunegemm.problem import MAX_ALIGNMENT, Problem, default_out_dtype, normalize_dtype
 
 # Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
 _grad_enabled = torch.is_grad_enabled
@@ -51,6 +69,8 @@ _functorch_level = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._is_tracing
 _any_autocast = torch._C._is_any_autocast_enabled
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # absent from CPU builds
+# What `torch.backends.cuda.matmul.fp32_precision` asks, in 0.1 us instead of 0.8.
+_precision_of_fp32: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
 # What torch.compile's own code calls at run time: its guard of tensors, and its allocation. torch has no
 # public ones that do as much in one call; without them every call takes the general way.
@@ -64,8 +84,10 @@ LOOK_SECONDS = 5.0
 
 _TORCHS: Any = object()
 
-#: Kinds of call: as of torch.matmul, of torch.nn.functional.linear, and of `Dispatcher.recorded`.
-MATMUL, LINEAR, RECORDED = 0, 1, 4
+#: The forms of products that are stored as they are, by their kind; and how warnings call each kind.
+_PLAIN_FORMS = {kind: form_of(kind, "") for kind in (MATMUL, LINEAR, RECORDED)}
+_RECORDED_BIASED = form_of(RECORDED, "bias_n")
+_NAMES = {MATMUL: "matmul", LINEAR: "linear", RECORDED: ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +110,10 @@ class Plan:
     device: torch.device
     guarded: bool
     """Whether the device may not be the current one, as on a host of several GPUs."""
+    words: WordsOf | None = None
+    """What `at` takes for the operands of an epilogue; None where there are none, or `at` is."""
+    operand_views: tuple[tuple[int, ...], ...] = ()
+    """Shapes of an epilogue's tensors as the kernel sees them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +155,8 @@ class _State:
         self.devices: dict[int, Device | None] = {}
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
         self.warned: set[str] = set()
+        self.of_tuned_products: set[tuple[Any, ...]] = set()
+        """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
         self.untuned: tuple[Problem, Device] | None = None
         """What the plan that is being made would gain from tuning online."""
 
@@ -204,7 +232,7 @@ class Dispatcher:
         """See `tunegemm.linear`."""
         if bias is None:
             return self.product(LINEAR, x, weight)
-        return torch.nn.functional.linear(x, weight, bias)
+        return self.fused(form_of(LINEAR, "bias_n"), x, weight, (bias,))
 
     def recorded(self, a: Any, b: Any, out: Any = None) -> Any:
         """The product ``a @ b`` by a recorded kernel, or None where torch shall compute it.
@@ -225,7 +253,7 @@ class Dispatcher:
             recent = self._state.recent.get(place)
             known = recent is not None and recent.check(a, b, out)
         if not known:
-            recent = self._earlier(place, a, b, out)
+            recent = self._earlier(place, a, b) if out is None else self._earlier(place, a, b, out)
         if recent is None:
             return self._general(kind, a, b, out)
         a_address, b_address = a.data_ptr(), b.data_ptr()
@@ -258,13 +286,65 @@ class Dispatcher:
             pass
         return self._general(kind, a, b, out)
 
-    def _earlier(self, place: int, a: Any, b: Any, out: Any) -> Recent | None:
+    def fused(
+        self,
+        form: Form,
+        a: Any,
+        b: Any,
+        tensors: Sequence[Any],
+        numbers: Sequence[float] = (),
+        out: Any = None,
+    ) -> Any:
+        """What a form makes of a product; tensors and numbers: what its epilogue takes, each in its order.
+
+        None where the form is of the kind RECORDED and torch shall compute it.
+        """
+        place = id(b) | form.place if out is None else id(b) | 2 | form.place
+        everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)
+        recent = self._state.recent.get(place)
+        if recent is None or not recent.check(*everything):
+            recent = self._earlier(place, *everything)
+        if recent is None:
+            return self._generally_fused(form, a, b, tensors, numbers, out)
+        a_address, b_address = a.data_ptr(), b.data_ptr()
+        if (
+            (a_address | b_address) & (ALIGNMENT - 1)
+            or (recent.trains and _grad_enabled())
+            or _dispatch_modes()
+            or _deterministic()
+            or forward_ad._current_level >= 0
+            or (recent.index >= 0 and recent.index != _current_device())
+        ):
+            return self._generally_fused(form, a, b, tensors, numbers, out)
+        plan, at = recent.plan, recent.at
+        if plan is None or at is None:
+            if time.monotonic() < self._next_look:
+                return _torchs(form, a, b, tensors, numbers, out)
+            return self._generally_fused(form, a, b, tensors, numbers, out)
+        words = () if plan.words is None else plan.words(tensors, numbers)
+        try:
+            if words is None:
+                pass
+            elif out is None:
+                result = self._empty(plan.out_shape, plan.out_strides, plan.out_dtype)
+                at(a_address, b_address, result.data_ptr(), *words)
+                return result
+            elif _apart(plan, a_address, b_address, out.data_ptr()) and _apart_from(out, tensors):
+                if recent.counts:
+                    increment_version(out)
+                at(a_address, b_address, out.data_ptr(), *words)
+                return out
+        except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
+            pass
+        return self._generally_fused(form, a, b, tensors, numbers, out)
+
+    def _earlier(self, place: int, a: Any, *others: Any) -> Recent | None:
         """What was done before the last time with this `b`, for as many rows of `a`."""
         state = self._state
         if type(a) not in PLAIN:
             return None
         recent = state.earlier.get((place, a.numel()))
-        if recent is None or not (recent.check(a, b) if out is None else recent.check(a, b, out)):
+        if recent is None or not recent.check(a, *others):
             return None
         state.recent[place] = recent
         return recent
@@ -286,6 +366,7 @@ class Dispatcher:
             if cast is _TORCHS:
                 return _torch_product(kind, a, b, out)
         key: tuple[Any, ...]
+        tensors = (a, b) if out is None else (a, b, out)
         try:
             key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device, kind)
             low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
@@ -297,13 +378,22 @@ class Dispatcher:
             key += (cast,)
         elif low:
             key += (low & -low,)
+        if a.dtype is torch.float32:
+            key += (tf32_allowed(),)
         state = self._state
         plan = state.plans.get(key)
         if plan is None:
-            state, plan = self._plan(state, key, kind, a, b, out, cast)
+
+            def make(state: _State) -> Plan | None:
+                left, right = (a, b) if cast is None else (a.to(cast), b.to(cast))
+                if (kind == LINEAR and b.ndim != 2) or (cast is not None and not _aligned(left, right)):
+                    return None
+                return self._make_plan(state, _PLAIN_FORMS[kind], left, right, (), (), out)
+
+            state, plan = self._plan(state, key, a.device, make)
             if plan is None:
                 if cast is None and not low and key in state.plans:
-                    self._remember(state, key, None, kind, a, b, out)
+                    self._remember(state, key, None, kind, *tensors, has_out=out is not None)
                 return _torch_product(kind, a, b, out)
         left, right, result = a, b, out
         if cast is not None:
@@ -319,21 +409,129 @@ class Dispatcher:
         try:
             _launch(plan, left, right.t() if kind == LINEAR else right, result)
         except (RuntimeError, ValueError) as error:
-            self._drop(state, key, plan, error)
+            self._drop(state, key, plan, a, b, error)
             return _torch_product(kind, a, b, out)
         if plan.at is not None and cast is None and not low:
-            self._remember(state, key, plan, kind, a, b, out)
+            self._remember(state, key, plan, kind, *tensors, has_out=out is not None)
         return result
 
+    def _generally_fused(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any
+    ) -> Any:
+        """What `fused` does, of any operands."""
+        kind = form.kind
+        if kind == RECORDED:
+            if any(type(tensor) not in PLAIN for tensor in (a, b, *tensors)) or _deterministic():
+                return None
+        elif not _ordinary(a, b) or not all(map(_quiet, tensors)):
+            plain = all(type(tensor) in PLAIN for tensor in tensors)
+            if out is None and plain and self._is_differentiable(a, b) and (kind == MATMUL or b.ndim == 2):
+                return self._differentiably(form, a, b, tensors, numbers)
+            return _torchs(form, a, b, tensors, numbers, out)
+        if out is not None and type(out) not in PLAIN:
+            return _torchs(form, a, b, tensors, numbers, out)
+        cast = None
+        if out is None and kind != RECORDED and a.dtype.itemsize > 1 and _any_autocast():
+            cast = _cast_by_autocast(a, b)
+            if cast is _TORCHS or (cast is not None and b.requires_grad and b.dtype is not cast):
+                return _torchs(form, a, b, tensors, numbers, out)  # a weight is cast once for many calls
+            if cast is not None:
+                a, b, *tensors = (tensor.to(cast) for tensor in (a, b, *tensors))
+        everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)
+        try:
+            low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
+            below = 0
+            for tensor in tensors:
+                below |= tensor.data_ptr() % MAX_ALIGNMENT
+            key = (
+                form,
+                low & -low,
+                below & -below,
+                a.dtype is torch.float32 and tf32_allowed(),
+                *((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in everything),
+            )
+        except RuntimeError:  # sparse and nested tensors have no strides
+            return _torchs(form, a, b, tensors, numbers, out)
+        state = self._state
+        plan = state.plans.get(key)
+        if plan is None:
+
+            def make(state: _State) -> Plan | None:
+                if kind == LINEAR and b.ndim != 2:
+                    return None
+                found = self._make_plan(state, form, a, b, tensors, numbers, out)
+                composed = found is None and kind != RECORDED and not absorbs(form)
+                if composed and self._has_tuned_product(state, form, a, b):
+                    state.of_tuned_products.add(key)
+                return found
+
+            state, plan = self._plan(state, key, a.device, make)
+        if plan is None:
+            if key in state.of_tuned_products:
+                return unfused(form, a, b, tensors, numbers, out, multiply=partial(self.product, kind))
+            if cast is None and not (low or below) and key in state.plans:
+                self._remember(state, key, None, kind, *everything, form=form, has_out=out is not None)
+            return _torchs(form, a, b, tensors, numbers, out)
+        result = out
+        if result is None:
+            result = a.new_empty(plan.out_shape, dtype=plan.out_dtype)
+        elif not (_writable(plan, a, b, result) and _apart_from(result, tensors)):
+            return _torchs(form, a, b, tensors, numbers, out)
+        elif not result.is_inference():
+            increment_version(result)
+        try:
+            _launch(plan, a, b.t() if kind == LINEAR else b, result, form, tensors, numbers)
+        except (RuntimeError, ValueError) as error:
+            self._drop(state, key, plan, a, b, error)
+            return _torchs(form, a, b, tensors, numbers, out)
+        if form.writes:
+            if not tensors[-1].is_inference():
+                increment_version(tensors[-1])
+        elif plan.at is not None and cast is None and not low:
+            self._remember(state, key, plan, kind, *everything, form=form, has_out=out is not None)
+        return result
+
+    def _differentiably(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
+    ) -> Any:
+        """By products that are dispatched, and so are those of the backward pass, and torch's operations."""
+        right = b.t() if form.kind == LINEAR else b
+
+        def multiply(*_: Any) -> Any:
+            return multiply_differentiably(self.recorded, a, right)
+
+        def biased(_a: Any, _b: Any, bias: Any) -> Any:
+            if _functorch_level() is not None or forward_ad._current_level >= 0 or bias.ndim != 1:
+                return multiply() + bias
+            return add_differentiably(self._biased, self.recorded, a, right, bias)
+
+        return unfused(form, a, b, tensors, numbers, multiply=multiply, biased=biased)
+
+    def _biased(self, a: Any, b: Any, bias: Any) -> Any:
+        """``a @ b + bias``, below autograd."""
+        result = self.fused(_RECORDED_BIASED, a, b, (bias,))
+        if result is not None:
+            return result
+        return torch.nn.functional.linear(a, b.t(), bias) if b.ndim == 2 else torch.matmul(a, b) + bias
+
     def _remember(
-        self, state: _State, key: tuple[Any, ...], plan: Plan | None, kind: int, a: Any, b: Any, out: Any
+        self,
+        state: _State,
+        key: tuple[Any, ...],
+        plan: Plan | None,
+        kind: int,
+        a: Any,
+        b: Any,
+        *others: Any,
+        form: Form | None = None,
+        has_out: bool = False,
     ) -> None:
         """Let the next call with this `b` find the plan without a key."""
         if _TensorGuards is None or self._empty is None:
             return
-        if a is b or (kind != RECORDED and _any_autocast()):
-            return  # the check wants distinct tensors, and does not know to what autocast casts
-        tensors = (a, b) if out is None else (a, b, out)
+        if kind != RECORDED and _any_autocast():
+            return  # the check does not know to what autocast casts
+        tensors = (a, b, *others)
         recent = state.checked.get(key)
         if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
             recent = state.checked[key] = Recent(
@@ -341,13 +539,13 @@ class Dispatcher:
                 plan,
                 plan.at if plan is not None else None,
                 kind != RECORDED and any(tensor.requires_grad for tensor in tensors),
-                out is not None and not out.is_inference(),
+                has_out and not tensors[-1].is_inference(),
                 (plan.device.index or 0) if plan is not None and plan.guarded else -1,
             )
         if len(state.earlier) >= MAX_PLANS:
             state.recent.clear()
             state.earlier.clear()
-        place = id(b) | kind | (2 if out is not None else 0)
+        place = id(b) | (kind if form is None else form.place) | (2 if has_out else 0)
         state.recent[place] = state.earlier[place, a.numel()] = recent
 
     def _is_differentiable(self, a: Any, b: Any) -> bool:
@@ -372,11 +570,8 @@ class Dispatcher:
         self,
         state: _State,
         key: tuple[Any, ...],
-        kind: int,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        cast: torch.dtype | None,
+        device: torch.device,
+        make: Callable[[_State], Plan | None],
     ) -> tuple[_State, Plan | None]:
         """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded.
 
@@ -387,29 +582,23 @@ class Dispatcher:
         known = key in state.plans
         if self._mode in ("off", "record") or (known and time.monotonic() < self._next_look):
             return state, None
-        if torch.cuda._is_in_bad_fork() or _capturing(a.device):
+        if torch.cuda._is_in_bad_fork() or _capturing(device):
             return state, None
         with self._lock:
             state = self._look() if known else self._state
             if key in state.plans:
                 return state, state.plans[key]
             with torch.inference_mode(False), torch.no_grad():
-                left, right = a, b
-                if cast is not None:
-                    left, right = a.to(cast), b.to(cast)
-                name = {MATMUL: "matmul", LINEAR: "linear", RECORDED: ""}[kind]
-                if (kind == LINEAR and b.ndim != 2) or (cast is not None and not _aligned(left, right)):
-                    plan = None
-                else:
-                    plan = self._make_plan(state, left, right.t() if kind == LINEAR else right, out, name)
+                plan = make(state)
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
+                state.of_tuned_products.clear()
                 state.forget_checks()
             state.plans[key] = plan
             untuned, state.untuned = state.untuned, None
         if untuned is None or self._mode != "online" or not self._tune_online(state, key, *untuned):
             return state, plan
-        return self._plan(state, key, kind, a, b, out, cast)
+        return self._plan(state, key, device, make)
 
     def _tune_online(self, state: _State, key: tuple[Any, ...], problem: Problem, device: Device) -> bool:
         """Whether the key's plan is to be made anew. Other threads go on meanwhile, with this key, too."""
@@ -443,16 +632,31 @@ class Dispatcher:
         return self._state
 
     def _make_plan(
-        self, state: _State, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, name: str
+        self,
+        state: _State,
+        form: Form,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[float],
+        out: torch.Tensor | None,
     ) -> Plan | None:
-        if a.device != b.device or (out is not None and out.device != a.device):
+        name = _NAMES[form.kind]
+        if any(tensor.device != a.device for tensor in (b, *tensors)):
             return None
-        operands = describe(a, b, out)
+        if out is not None and out.device != a.device:
+            return None
+        if form.kind == LINEAR:
+            b = b.t()
+        operands = _described(form, a, b, out)
         if isinstance(operands, Refusal):
             if operands.reason and name:
                 self._warn(state, f"{operands.reason}; tunegemm.{name} leaves it to torch")
             return None
         problem = operands.problem
+        shapes = _operand_views(problem, form, tensors, a.ndim > len(operands.views[0]))
+        if shapes is None:
+            return None
         if a.device.type != self._device_type:
             self._warn(
                 state,
@@ -471,13 +675,16 @@ class Dispatcher:
             return None
         if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
             return None
-        at, launch, views = None, prepared.launch, operands.views
-        example = a.new_empty(operands.out_shape) if out is None else out
+        at, words, launch, views = None, None, prepared.launch, operands.views
+        example = a.new_empty(operands.out_shape, dtype=form.out_dtype_of(a)) if out is None else out
         if isinstance(prepared.launch, AddressLauncher) and not example.data_ptr() % ALIGNMENT:
             a_shape, b_shape, out_shape = views
             try:
                 at = prepared.launch.of(seen_as(a, a_shape), seen_as(b, b_shape), example.view(out_shape))
-            except ValueError as error:
+                if problem.fused.words:
+                    seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+                    words = words_binder(problem, form.join(seen, numbers))
+            except (ValueError, RuntimeError) as error:
                 self._warn(state, f"{problem}: {_one_line(error)}; {_who(name)} leaves it to torch")
                 return None
         if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
@@ -493,7 +700,51 @@ class Dispatcher:
             prepared.address_bytes,
             a.device,
             self._device_type == "cuda" and torch.cuda.device_count() > 1,
+            words,
+            shapes,
         )
+
+    def _has_tuned_product(self, state: _State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether a kernel of ours computes the product alone, where nothing is recorded of all together."""
+        index = a.device.index or 0
+        known, right = state.devices.get(index), b.t() if form.kind == LINEAR else b
+        whole, operands = _described(form, a, right, None), describe(a, right)
+        if isinstance(whole, Refusal) or isinstance(operands, Refusal) or known is None:
+            return False
+        if form.out_dtype not in (None, a.dtype) or state.snapshot is None:
+            return False
+        if state.prepared.get((whole.problem, index)) is not None:  # torch won there
+            return False
+        found = select(
+            state.snapshot, operands.problem, known, near=self._mode != "exact", policy=state.policy
+        )
+        return bool(found.options) and not is_torch(found.options[0].candidate)
+
+    def serves(
+        self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
+    ) -> bool:
+        """Whether a kernel is recorded for what `fused` would be asked, by shapes, strides and dtypes alone.
+
+        For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
+        is enough. Warns where there is none.
+        """
+        if self._mode is None:
+            self._begin()
+        if self._mode in ("off", "record") or _deterministic():
+            return False
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            operands = _described(form, a, b, None)
+            if isinstance(operands, Refusal):
+                return False
+            state, name = self._state, _NAMES[form.kind]
+            if state.snapshot is None:
+                state.snapshot = self._snapshot(state, name)
+            if any_m and self._mode != "exact" and state.snapshot.extents(operands.problem):
+                return True
+            device = torch.device(self._device_type, index)
+            prepared = self._prepared(state, operands.problem, device, name)
+            state.untuned = None
+        return prepared is not None and prepared.launch is not None
 
     def _prepared(self, state: _State, problem: Problem, device: torch.device, name: str) -> Prepared | None:
         """The launcher of the problem's record, or None after a warning that says why there is none."""
@@ -555,7 +806,9 @@ class Dispatcher:
             self._warn(state, f"{warning}; {_who(name)} does without its records")
         return snapshot
 
-    def _drop(self, state: _State, key: tuple[Any, ...], plan: Plan, error: Exception) -> None:
+    def _drop(
+        self, state: _State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception
+    ) -> None:
         """A launch failed: products of this key are torch's from now on."""
         if _capturing(plan.device):
             raise error
@@ -564,7 +817,8 @@ class Dispatcher:
             state.forget_checks()
         self._warn(
             state,
-            f"the tuned kernel for {key[0]} x {key[1]} failed to launch ({_one_line(error)}); left to torch",
+            f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "
+            f"({_one_line(error)}); left to torch",
         )
 
     def _begin(self) -> None:
@@ -590,11 +844,23 @@ class Dispatcher:
 
 
 def tune_command(problem: Problem) -> str:
-    """The command line that tunes the problem."""
-    alignment = "" if problem.alignment == problem.packed_alignment else f" --alignment {problem.alignment}"
-    words = f"--shape {problem.shape} --dtype {problem.in_dtype} --layout {problem.layout}"
-    epilogue = f" --epilogue '{problem.epilogue}'" if problem.epilogue else ""
-    return f"tunegemm tune {words}{alignment}{epilogue}"
+    """What tunes the problem: a command line; for a user's epilogue a call, as only its program knows it."""
+    options = {
+        "shape": problem.shape,
+        "dtype": problem.in_dtype,
+        "out-dtype": "" if problem.out_dtype == default_out_dtype(problem.in_dtype) else problem.out_dtype,
+        "layout": problem.layout,
+        "alignment": "" if problem.alignment == problem.packed_alignment else str(problem.alignment),
+        "epilogue": problem.epilogue,
+        "accumulation": "" if problem.accumulation == "fast" else problem.accumulation,
+    }
+    if problem.fused.function is not None:
+        _, *named = [
+            f'{name.replace("-", "_")}={int(value) if name == "alignment" else repr(value)}'
+            for name, value in options.items() if value
+        ]  # fmt: skip
+        return f"tunegemm.tune(Problem.parse({problem.shape!r}, {', '.join(named)}))"
+    return "tunegemm tune " + " ".join(f"--{name} {value}" for name, value in options.items() if value)
 
 
 def _ordinary(a: Any, b: Any) -> bool:
@@ -618,12 +884,29 @@ def _ordinary(a: Any, b: Any) -> bool:
 
 def _check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
     """Whether tensors are, but for their values and addresses, what these are."""
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
     check: Callable[..., bool] = _TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+        *distinct,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in distinct],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in distinct],
     ).check
+    if len(distinct) < len(tensors):  # torch's check wants no tensor twice
+        check = _check_of_repeated(tensors, check)
+    if tensors[0].dtype is torch.float32:  # kernels compute it in tf32, where the program allows that now
+        allowed = tf32_allowed()
+        return lambda *others: tf32_allowed() == allowed and check(*others)
     return check
+
+
+def _check_of_repeated(tensors: tuple[torch.Tensor, ...], check: Callable[..., bool]) -> Callable[..., bool]:
+    first = [next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]
+    kept = sorted(set(first))
+
+    def check_repeated(*others: torch.Tensor) -> bool:
+        repeat = all(other is others[i] for other, i in zip(others, first, strict=True))
+        return repeat and check(*(others[i] for i in kept))
+
+    return check_repeated
 
 
 def _cast_by_autocast(a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -654,27 +937,50 @@ def _aligned(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not (a.data_ptr() | b.data_ptr()) % ALIGNMENT
 
 
-def _launch(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _launch(
+    plan: Plan,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    form: Form | None = None,
+    tensors: Sequence[torch.Tensor] = (),
+    numbers: Sequence[float] = (),
+) -> None:
     if plan.guarded and torch.cuda.current_device() != plan.device.index:
         with torch.cuda.device(plan.device):
-            return _launch_here(plan, a, b, out)
-    return _launch_here(plan, a, b, out)
+            return _launch_here(plan, a, b, out, form, tensors, numbers)
+    return _launch_here(plan, a, b, out, form, tensors, numbers)
 
 
-def _launch_here(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _launch_here(
+    plan: Plan,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    form: Form | None,
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+) -> None:
     if plan.at is not None:
-        plan.at(a.data_ptr(), b.data_ptr(), out.data_ptr())
-    else:
-        a_shape, b_shape, out_shape = plan.views
-        plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape))
+        words = () if plan.words is None else plan.words(tensors, numbers)
+        if words is None:  # pragma: no cover - the key tells alignments apart
+            raise ValueError("an operand of the epilogue is not aligned")
+        plan.at(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
+        return
+    a_shape, b_shape, out_shape = plan.views
+    operands: Sequence[Any] = ()
+    if form is not None:
+        seen = [tensor.view(shape) for tensor, shape in zip(tensors, plan.operand_views, strict=True)]
+        operands = form.join(seen, numbers)
+    plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape), *operands)
 
 
 def _expanding(launch: Launcher, views: tuple[tuple[int, ...], ...]) -> Launcher:
     """A launcher of operands one of which is a single matrix."""
     a_shape, b_shape, _ = views
 
-    def launch_on_views(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        launch(seen_as(a, a_shape), seen_as(b, b_shape), out)
+    def launch_on_views(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
+        launch(seen_as(a, a_shape), seen_as(b, b_shape), out, *operands)
 
     return launch_on_views
 
@@ -695,6 +1001,77 @@ def _apart(plan: Plan, a: int, b: int, out: int) -> bool:
         not out % plan.address_bytes
         and (out >= a + a_span or a >= out + span)
         and (out >= b + b_span or b >= out + span)
+    )
+
+
+def _apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether an output lies in no storage of an epilogue's tensors."""
+    storage = out.untyped_storage().data_ptr()
+    return all(tensor.untyped_storage().data_ptr() != storage for tensor in tensors)
+
+
+def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:
+    """What the form asks for of ``a @ b``."""
+    if not form.text and form.out_dtype is None:
+        return describe(a, b, out)
+    return describe(
+        a, b, out, out_dtype=form.out_dtype_of(a), epilogue=form.text, accumulation=form.accumulation
+    )
+
+
+def _operand_views(
+    problem: Problem, form: Form, tensors: Sequence[torch.Tensor], folded: bool
+) -> tuple[tuple[int, ...], ...] | None:
+    """Shapes in which a kernel sees an epilogue's tensors; None where they are not what it takes.
+
+    folded: whether leading dimensions are rows of the kernel's product: what is one for each row of torch's
+    is then no vector.
+    """
+    if not form.epilogue.is_defined:
+        return None
+    shapes = []
+    takes = [operand for operand in form.epilogue.operands if operand.kind != "number"]
+    if len(takes) != len(tensors):
+        return None
+    for operand, tensor in zip(takes, tensors, strict=True):
+        shape = problem.operand_shape(operand)
+        if operand.kind == "scalar":
+            fits = tensor.numel() == 1
+        elif operand.kind == "matrix":
+            fits = tensor.ndim > 1 and tensor.shape[-1] == shape[-1] and 0 not in tensor.stride()
+        elif operand.name in ("scale_a", "scale_b"):  # (m, 1) and (1, n), as torch has them
+            fits = tensor.ndim == 2
+        else:
+            fits = tensor.ndim == 1 and not (operand.kind == "m" and folded)
+        if not fits or tensor.numel() != math.prod(shape):
+            return None
+        try:
+            if normalize_dtype(str(tensor.dtype)) != operand_dtype(operand, problem.out_dtype):
+                return None
+            if len(shape) == 1 and shape[0] > 1 and tensor.view(shape).stride(0) != 1:
+                return None
+            tensor.view(shape)
+        except (ProblemError, RuntimeError):  # a dtype without a name here, or strides without such a view
+            return None
+        shapes.append(shape)
+    return tuple(shapes)
+
+
+def _torchs(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
+    return None if form.kind == RECORDED else unfused(form, a, b, tensors, numbers, out)
+
+
+def tf32_allowed() -> bool:
+    """Whether torch's products of fp32 operands may be computed in tf32."""
+    return _precision_of_fp32("cuda", "matmul") == "tf32"
+
+
+def _quiet(tensor: Any) -> bool:
+    """Whether an operand is none that autograd or a transform wants to know of."""
+    return (
+        type(tensor) in PLAIN
+        and not (tensor.requires_grad and _grad_enabled())
+        and not (tensor.is_neg() or tensor.is_conj())
     )
 
 

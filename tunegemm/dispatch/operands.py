@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tunegemm.epilogue import Epilogue
 from tunegemm.errors import ProblemError
-from tunegemm.problem import Problem, overlaps_itself
+from tunegemm.problem import DTYPE_BYTES, Problem, overlaps_itself
 
 if TYPE_CHECKING:
     import torch
@@ -47,22 +48,35 @@ class Refusal:
     """One line; empty where torch is simply the right place (broadcasting, empty extents, errors)."""
 
 
-def describe(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> Operands | Refusal:
-    """What ``torch.matmul(a, b, out=out)`` asks for.
+def describe(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    epilogue: str = "",
+    accumulation: str = "fast",
+) -> Operands | Refusal:
+    """What ``torch.matmul(a, b, out=out)`` asks for, with what becomes of it before it is stored.
 
     Handled: whatever views make a product of two matrices, of two equal batches of them, or of one matrix and
     a batch, where the matrix is a batch of stride 0. Never raises: what torch would reject is a Refusal too.
+    Operands of 8 bits are none of torch.matmul's on a GPU: they need an `out_dtype`.
     """
-    if a.dtype != b.dtype or (out is not None and out.dtype != a.dtype):
+    if out is not None and out.dtype != (a.dtype if out_dtype is None else out_dtype):
+        return Refusal("")
+    if a.dtype != b.dtype and (a.dtype.itemsize > 1 or out_dtype is None):
         return Refusal("")
     choices, out_shape = _matrices(tuple(a.shape), tuple(b.shape))
+    if choices and b.ndim > 1 and Epilogue.parse(epilogue).gated:
+        out_shape = (*out_shape[:-1], out_shape[-1] // 2)
     if not choices or (out is not None and tuple(out.shape) != out_shape):
         return Refusal("")
     for a_shape, b_shape in choices:
         try:
             matrix, other = seen_as(a, a_shape), seen_as(b, b_shape)
             if out is not None:
-                out.view(*a_shape[:-1], b_shape[-1])
+                out.view(*a_shape[:-1], out_shape[-1] if b.ndim > 1 else 1)
             break
         except RuntimeError:  # the leading dimensions have no common stride
             continue
@@ -70,12 +84,13 @@ def describe(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
         rows = f"operand of strides {a.stride()} has no single row stride"
         return Refusal(rows if b.ndim == 2 and out is None else "")
     try:
-        problem = Problem.from_tensors(matrix, other)
+        problem = Problem.from_tensors(matrix, other, out_dtype=out_dtype)
+        if epilogue or accumulation != "fast":
+            problem = replace(problem, epilogue=epilogue, accumulation=accumulation)
     except ProblemError as error:
         return Refusal(str(error))
-    if problem.in_dtype not in ("bf16", "fp16"):
-        # torch.matmul multiplies fp32 as its precision is set at each call, fp8 and int8 not at all on a GPU.
-        return Refusal(f"{problem.in_dtype} operands: only bf16 and fp16 have tuned products here")
+    if DTYPE_BYTES[problem.in_dtype] == 1 and out_dtype is None:
+        return Refusal(f"{problem.in_dtype} operands: torch.matmul has no product of them on a GPU")
     return _described(problem, matrix, other, out, out_shape)
 
 
@@ -119,7 +134,7 @@ def _matrices(
 def _described(
     problem: Problem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, out_shape: tuple[int, ...]
 ) -> Operands | Refusal:
-    d_shape = (*a.shape[:-1], b.shape[-1])
+    d_shape = (*a.shape[:-1], problem.out_n)
     if out is None:
         d_strides = _dense_strides(d_shape)
     else:
@@ -128,25 +143,25 @@ def _described(
         d_strides = tuple(out.view(d_shape).stride())
         if d_strides[-1] != 1 and d_strides[-2] == 1:
             problem = replace(problem, out_major="m")
-    item = a.element_size()
+    item, out_item = a.element_size(), DTYPE_BYTES[problem.out_dtype]
     views = (
-        ("a", tuple(a.shape), tuple(a.stride()), -1 if problem.a_major == "k" else -2),
-        ("b", tuple(b.shape), tuple(b.stride()), -2 if problem.b_major == "k" else -1),
-        ("out", d_shape, d_strides, -1 if problem.out_major == "n" else -2),
+        ("a", tuple(a.shape), tuple(a.stride()), -1 if problem.a_major == "k" else -2, item),
+        ("b", tuple(b.shape), tuple(b.stride()), -2 if problem.b_major == "k" else -1, item),
+        ("out", d_shape, d_strides, -1 if problem.out_major == "n" else -2, out_item),
     )
-    refusals = [_tma_refusal(name, shape, strides, major, item) for name, shape, strides, major in views]
+    refusals = [_tma_refusal(*view) for view in views]
     if out is not None and overlaps_itself(d_shape, d_strides):
         return Refusal("")
-    _, shape, strides, major = views[2]
+    _, shape, strides, major, _ = views[2]
     if strides[major] != 1 and shape[major] > 1:
         return Refusal(f"output of strides {strides} has no unit stride")
-    a_span, b_span, d_span = (_span(shape, strides) * item for _, shape, strides, _ in views)
+    a_span, b_span, d_span = (_span(shape, strides) * size for _, shape, strides, _, size in views)
     return Operands(
         problem,
         out_shape,
         (tuple(a.shape), tuple(b.shape), d_shape),
         next((refusal for refusal in refusals if refusal), ""),
-        all(_is_packed(shape, strides, major) for _, shape, strides, major in views),
+        all(_is_packed(shape, strides, major) for _, shape, strides, major, _ in views),
         (a_span, b_span, d_span),
     )
 

@@ -1,18 +1,22 @@
-"""The operators `tunegemm::mm`, `bmm` and `matmul_out`: what traced code holds in place of a call.
+"""The operators `tunegemm::mm`, `bmm`, `matmul_out` and `fused`: what traced code holds in place of a call.
 
 torch.compile and torch.export put them into their graphs and do not look inside; a kernel is chosen when the
 graph runs. Eager code does without them: torch's way to an operator written in Python costs more than the
-dispatcher does.
+dispatcher does. `fused` stays in a graph only where a kernel is recorded for it when the graph is made: its
+parts are torch's operators then, which a compiler fuses with what is around them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.dispatch.autograd import DTYPES, PLAIN, batched, gradients, is_simple
+from tunegemm.dispatch.forms import LINEAR, MATMUL, RECORDED, Form, form_of
+from tunegemm.dispatch.unfused import unfused
 
 if TYPE_CHECKING:
     from tunegemm.dispatch.dispatcher import Dispatcher
@@ -37,6 +41,7 @@ def define(serving: Callable[[], Dispatcher]) -> None:
         elif not out.is_inference():  # inference tensors count no versions
             torch.autograd.graph.increment_version(out)
 
+    _define_fused(serving, tags)
     _library.impl("matmul_out", write, "CompositeExplicitAutograd")
     torch.library.register_fake("tunegemm::matmul_out", lambda a, b, out: None, lib=_library)
 
@@ -89,6 +94,150 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
     torch.library.register_vmap(f"tunegemm::{name}", vmap, lib=_library)
 
 
+def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]) -> None:
+    _library.define(
+        "fused(Tensor a, Tensor b, Tensor[] operands, float[] numbers, str epilogue, "
+        "ScalarType? out_dtype=None, str accumulation='fast') -> Tensor",
+        tags=tags,
+    )
+    operator = torch.ops.tunegemm.fused.default
+    Operands = Sequence[torch.Tensor]
+
+    def form(epilogue: str, out_dtype: torch.dtype | None, accumulation: str, kind: int = MATMUL) -> Form:
+        return form_of(kind, epilogue, out_dtype, accumulation)
+
+    def compute(
+        a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float], epilogue: str,
+        out_dtype: torch.dtype | None = None, accumulation: str = "fast",
+    ) -> torch.Tensor:  # fmt: skip
+        result = None
+        if a.device.type == _DEVICE_TYPE:
+            asked = form(epilogue, out_dtype, accumulation, RECORDED)
+            result = serving().fused(asked, a, b, tuple(operands), numbers)
+        if result is None:
+            result = unfused(form(epilogue, out_dtype, accumulation), a, b, operands, numbers)
+        return result
+
+    def fake(
+        a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float], epilogue: str,
+        out_dtype: torch.dtype | None = None, accumulation: str = "fast",
+    ) -> torch.Tensor:  # fmt: skip
+        return unfused(form(epilogue, out_dtype, accumulation), a, b, operands, numbers)
+
+    def autograd(
+        keyset: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float],
+        epilogue: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast",
+    ) -> torch.Tensor:  # fmt: skip
+        asked = form(epilogue, out_dtype, accumulation)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return unfused(asked, a, b, operands, numbers)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands)):
+            return unfused(asked, a, b, operands, numbers, multiply=traced_matmul)
+        if torch._C._len_torch_dispatch_stack() and not _is_served(serving(), asked, a, b):
+            return unfused(asked, a, b, operands, numbers)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(
+                keyset & torch._C._after_autograd_keyset,
+                a, b, operands, numbers, epilogue, out_dtype, accumulation,
+            )  # fmt: skip
+
+    def vmap(
+        info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands,
+        numbers: Sequence[float], epilogue: str, out_dtype: torch.dtype | None = None,
+        accumulation: str = "fast",
+    ) -> tuple[torch.Tensor, int]:  # fmt: skip
+        asked = form(epilogue, out_dtype, accumulation)
+        mapped = torch.vmap(
+            lambda a, b, operands: unfused(asked, a, b, operands, numbers), tuple(in_dims[:3])
+        )
+        return mapped(a, b, list(operands)), 0
+
+    _library.impl("fused", compute, "CompositeExplicitAutograd")
+    _library.impl("fused", autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake("tunegemm::fused", fake, lib=_library)
+    torch.library.register_vmap("tunegemm::fused", vmap, lib=_library)
+
+
+def _is_served(dispatcher: Any, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a kernel is recorded for operands that are being traced.
+
+    Of symbolic extents what they were traced with is asked about, and any other m that is recorded.
+    """
+    if a.ndim < 2 or b.ndim < 2 or a.device.type != _DEVICE_TYPE or b.device != a.device:
+        return False
+    if torch.is_autocast_enabled(_DEVICE_TYPE) and torch.get_autocast_dtype(_DEVICE_TYPE) != a.dtype:
+        return False
+    places = [
+        ([_hint(extent) for extent in tensor.shape], [_hint(step) for step in tensor.stride()], tensor.dtype)
+        for tensor in (a, b)
+    ]
+    symbolic = any(isinstance(extent, torch.SymInt) for extent in (*a.shape, *b.shape))
+    with _disable_current_modes():
+        left, right = (
+            torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            for shape, strides, dtype in places
+        )
+        return bool(dispatcher.serves(form, left, right, a.device.index or 0, any_m=symbolic))
+
+
+def _hint(extent: Any) -> int:
+    """An extent, or what a symbolic one was traced with; no guard is made of it."""
+    return int(extent.node.hint or 2) if isinstance(extent, torch.SymInt) else int(extent)
+
+
+def traced_fused(
+    kind: int,
+    text: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    numbers: tuple[float, ...],
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    accumulation: str,
+) -> torch.Tensor:
+    """What `Dispatcher.fused` does, while a graph is traced. An output is written by torch then."""
+    amax = tensors[-1] if text.endswith("amax") and not text.startswith("custom") else None
+    if amax is not None:
+        text, tensors = text.removesuffix("amax").removesuffix("+"), tensors[:-1]
+    right = b.mT if kind == LINEAR else b
+    result = torch.ops.tunegemm.fused(a, right, list(tensors), list(numbers), text, out_dtype, accumulation)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, result.float().abs().amax()))
+    return result if out is None else out.copy_(result)
+
+
+def addmm_steps(
+    c: torch.Tensor, a: torch.Tensor, beta: float, alpha: float
+) -> tuple[str, tuple[torch.Tensor, ...], tuple[float, ...]]:
+    """The epilogue of ``beta * c + alpha * a @ b`` and its operands.
+
+    Whether C has a shape that a kernel takes is for dispatch to say: torch has more, which it broadcasts.
+    """
+    first, scalars = ("", ()) if alpha == 1 else ("alpha+", (float(alpha),))
+    if beta == 0:
+        return first[:-1], (), scalars
+    if beta == 1:
+        if c.ndim == 1:
+            return first + "bias_n", (c,), scalars
+        if c.ndim == a.ndim == 2 and c.stride(0) == 0:  # as Inductor expands a row
+            return first + "bias_n", (c[0],), scalars
+    return first + "beta_c", (c,), (*scalars, float(beta))
+
+
+def scale_steps(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: bool
+) -> str:
+    """The epilogue of ``torch._scaled_mm`` with these scales; empty for those that only torch has."""
+    if a.ndim != 2 or b.ndim != 2:
+        return ""
+    if scale_a.numel() == 1 and scale_b.numel() == 1:
+        return "scale_tensor+bias_n" if bias else "scale_tensor"
+    if scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]):
+        return "scale_rowwise+bias_n" if bias else "scale_rowwise"
+    return ""
+
+
 def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """`tunegemm.matmul` while a graph is traced."""
     if not (_is_servable(a, b) and is_simple(a, b)):
@@ -107,9 +256,10 @@ def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = N
 
 def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`tunegemm.linear` while a graph is traced."""
-    # A bias is added by torch's kernel, until there are records of kernels that add one.
-    if bias is not None or weight.ndim != 2 or not _is_servable(x, weight):
+    if weight.ndim != 2 or not _is_servable(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
+    if bias is not None:
+        return traced_fused(LINEAR, "bias_n", x, weight, (bias,), (), None, None, "fast")
     return traced_matmul(x, weight.t())
 
 

@@ -26,8 +26,9 @@ from torch._guards import CompileContext
 
 from tunegemm.dispatch import api
 from tunegemm.dispatch.aten import Layer, replacements
-from tunegemm.dispatch.dispatcher import LINEAR
+from tunegemm.dispatch.forms import LINEAR, RECORDED, Form
 from tunegemm.dispatch.policies import Policy
+from tunegemm.dispatch.unfused import unfused
 from tunegemm.errors import ProblemError, WorkloadError
 from tunegemm.problem import MAX_ALIGNMENT, alignment_of, contiguous_mode, normalize_dtype
 from tunegemm.workload import Product, Workload, merge
@@ -249,6 +250,12 @@ class _Leave:
 
     def recorded(self, a: Any, b: Any, out: Any = None) -> Any:
         return None
+
+    def fused(self, form: Form, a: Any, b: Any, tensors: Any, numbers: Any = (), out: Any = None) -> Any:
+        return None if form.kind == RECORDED else unfused(form, a, b, tensors, numbers, out)
+
+    def serves(self, *_: Any, **__: Any) -> bool:
+        return False
 
     def refresh(self) -> None:
         pass

@@ -11,6 +11,9 @@ import torch
 from tunegemm.dispatch import api
 from tunegemm.dispatch.aten import Layer, replacements
 from tunegemm.dispatch.autograd import DTYPES
+from tunegemm.dispatch.dispatcher import tf32_allowed
+from tunegemm.dispatch.forms import RECORDED, form_of
+from tunegemm.dispatch.ops import addmm_steps, scale_steps
 
 _KEYS = ("CUDA",)
 
@@ -36,11 +39,12 @@ _lock = threading.RLock()
 def enable() -> Takeover:
     """From now on ATen's products of CUDA tensors run the tuned kernel where one is recorded.
 
-    Of the whole process: ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``nn.Linear``, eager, under
-    autograd (all three products) and autocast, in the output of torch.compile, and in CUDA graphs captured
-    meanwhile. Products that add a bias stay torch's. ``with tunegemm.enable():`` ends with its block, a call
-    by itself with `disable`. Blocks may be nested. Meanwhile every product that is torch's after all costs a
-    look-up more. Raises TunegemmError when this torch cannot replace its kernels.
+    Of the whole process: ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``, ``baddbmm``,
+    ``nn.Linear``, ``torch._scaled_mm`` and ``_int_mm``, eager, under autograd (all three products) and
+    autocast, in the output of torch.compile, and in CUDA graphs captured meanwhile. ``with
+    tunegemm.enable():`` ends with its block, a call by itself with `disable`. Blocks may be nested.
+    Meanwhile every product that is torch's after all costs a look-up more. Raises TunegemmError when this
+    torch cannot replace its kernels.
     """
     takeover = Takeover()
     with _lock:
@@ -63,9 +67,8 @@ def _plain(kernel: Any) -> Callable[..., Any]:
     """For ``mm(a, b)`` and ``bmm(a, b)``, and these with ``out``."""
 
     def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any) -> Any:
-        # Overloads with further arguments (`out_dtype`) are torch's, and dtypes that have no kernels: whoever
-        # enables tunegemm for a program wants to hear of shapes to be tuned, not of every float32 product.
-        if a.dtype in DTYPES and not more and (not keywords or (len(keywords) == 1 and "out" in keywords)):
+        # Overloads with further arguments (`out_dtype`) are torch's, and dtypes that have no kernels.
+        if _is_served_dtype(a) and not more and (not keywords or (len(keywords) == 1 and "out" in keywords)):
             if a.ndim == 3 and a.shape[0] == 1 and not keywords:  # as einsum writes a single product
                 result = api._dispatcher.recorded(a[0], b[0])
                 result = None if result is None else result[None]
@@ -78,9 +81,66 @@ def _plain(kernel: Any) -> Callable[..., Any]:
     return serve
 
 
-#: What is taken over. `addmm`, `baddbmm` (`linear` with a bias) and `_scaled_mm` join when there are records
-#: of kernels that add and scale: until then a function in their place would only cost time.
-_SERVED = {"mm": _plain, "bmm": _plain}
+def _adding(kernel: Any) -> Callable[..., Any]:
+    """For ``addmm(c, a, b, *, beta, alpha)`` and ``baddbmm``, and these with ``out``."""
+
+    def serve(
+        keyset: Any, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any
+    ) -> Any:
+        if not more and _is_served_dtype(a):  # with more there is an `out_dtype`
+            text, tensors, numbers = addmm_steps(c, a, keywords.get("beta", 1), keywords.get("alpha", 1))
+            form, out = form_of(RECORDED, text), keywords.get("out")
+            result = api._dispatcher.fused(form, a, b, tensors, numbers, out)
+            if result is not None:
+                return result
+        return kernel.call_boxed(keyset, c, a, b, *more, **keywords)
+
+    return serve
+
+
+def _scaling(kernel: Any) -> Callable[..., Any]:
+    """For ``_scaled_mm``, and this with ``out``."""
+
+    def serve(
+        keyset: Any, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+        bias: torch.Tensor | None = None, scale_result: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None, use_fast_accum: bool = False, **keywords: Any,
+    ) -> Any:  # fmt: skip
+        text = scale_steps(a, b, scale_a, scale_b, bias is not None)
+        if text and scale_result is None:
+            form = form_of(RECORDED, text, out_dtype, "fast" if use_fast_accum else "two_level")
+            tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
+            result = api._dispatcher.fused(form, a, b, tensors, (), keywords.get("out"))
+            if result is not None:
+                return result
+        return kernel.call_boxed(
+            keyset, a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, **keywords
+        )
+
+    return serve
+
+
+def _of_int8(kernel: Any) -> Callable[..., Any]:
+    """For ``_int_mm``, and this with ``out``."""
+    form = form_of(RECORDED, "", torch.int32)
+
+    def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, **keywords: Any) -> Any:
+        result = api._dispatcher.fused(form, a, b, (), (), keywords.get("out"))
+        return kernel.call_boxed(keyset, a, b, **keywords) if result is None else result
+
+    return serve
+
+
+def _is_served_dtype(a: torch.Tensor) -> bool:
+    # Whoever enables tunegemm for a program wants to hear of shapes to be tuned, not of every fp32 product.
+    return a.dtype in DTYPES or (a.dtype is torch.float32 and tf32_allowed())
+
+
+#: What is taken over. `linear` with a bias arrives at `addmm`.
+_SERVED = {
+    "mm": _plain, "bmm": _plain, "addmm": _adding, "baddbmm": _adding, "_scaled_mm": _scaling,
+    "_int_mm": _of_int8,
+}  # fmt: skip
 
 
 class TunedLinear(torch.nn.Linear):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,9 @@ Places = tuple[int, int, int, int, int, int, int, int, int]
 #: Launches one product on the current stream: addresses of A, B and D, then the words of what its epilogue
 #: takes, as a `words_reader` gives them. All else was fixed when it was made.
 AddressLaunch = Callable[..., None]
+
+#: The words of a launch for tensors and numbers; None where kernels cannot read a tensor at its address.
+WordsOf = Callable[[Sequence["torch.Tensor"], Sequence[float]], Sequence[int] | None]
 
 _MAX_MADE = 1024
 
@@ -201,15 +206,70 @@ def words_reader(problem: Problem) -> Callable[[Sequence[Any]], list[int]]:
     return read
 
 
+def words_binder(problem: Problem, operands: Sequence[Any]) -> WordsOf:
+    """The words of a launch whose operands have the strides of these, as a function of tensors and numbers.
+
+    It does what a `words_reader` does without looking at anything but addresses, and gives None where one is
+    less aligned than the kernel wants. Raises what a `words_reader` raises for these operands.
+    """
+    fixed = words_reader(problem)(operands)
+    addresses: list[tuple[int, int]] = []
+    number_places: list[int] = []
+    place = 0
+    for operand in problem.fused.operands:
+        if operand.kind == "number":
+            number_places.append(place)
+        else:
+            addresses.append((place, _address_bytes(operand, operand_dtype(operand, problem.out_dtype)) - 1))
+        place += operand.words
+    if len(addresses) == 1 and not number_places:  # a bias alone, mostly
+        ((_, mask),) = addresses
+        rest = tuple(fixed[1:])
+
+        def bind_one(tensors: Sequence[torch.Tensor], _: Sequence[float]) -> Sequence[int] | None:
+            address = tensors[0].data_ptr()
+            return None if address & mask else (address, *rest)
+
+        return bind_one
+
+    def bind(tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> Sequence[int] | None:
+        words = fixed.copy()
+        for (place, mask), tensor in zip(addresses, tensors, strict=True):
+            words[place] = address = tensor.data_ptr()
+            if address & mask:
+                return None
+        for place, number in zip(number_places, numbers, strict=True):
+            words[place] = _bits(number)
+        return words
+
+    return bind
+
+
+@functools.lru_cache(maxsize=4096)
+def _bits(number: float) -> int:
+    try:
+        packed = _FP32.pack(number)
+    except OverflowError:  # infinite in fp32
+        packed = _FP32.pack(math.copysign(math.inf, number))
+    return int(_FP32_BITS.unpack(packed)[0])
+
+
+def _address_bytes(operand: Operand, dtype: str) -> int:
+    """What its address must be a multiple of: kernels read vectors in pairs, matrices by 16 bytes."""
+    if operand.kind == "matrix":
+        return 16
+    return (2 if operand.kind in ("n", "m") else 1) * DTYPE_BYTES[dtype]
+
+
 def _word_reader(problem: Problem, operand: Operand) -> Callable[[Any, list[int]], None]:
     if operand.kind == "number":
-        return lambda value, words: words.append(_FP32_BITS.unpack(_FP32.pack(value))[0])
+        return lambda value, words: words.append(_bits(value))
     dtype, shape = operand_dtype(operand, problem.out_dtype), problem.operand_shape(operand)
     mode = (-1 if problem.out_major == "n" else -2) if operand.kind == "matrix" else 0
     unit = 16 // DTYPE_BYTES[dtype]
     lines = shape[-2 if problem.out_major == "n" else -1] if operand.kind == "matrix" else 0
     extent = shape[mode] if shape else 1
-    pair_bytes = 2 * DTYPE_BYTES[dtype] if operand.kind in ("n", "m") else DTYPE_BYTES[dtype]
+    address_bytes = _address_bytes(operand, dtype)
 
     def read(tensor: Any, words: list[int]) -> None:
         if tuple(tensor.shape) != shape and not (shape == () and tensor.numel() == 1):
@@ -218,13 +278,18 @@ def _word_reader(problem: Problem, operand: Operand) -> Callable[[Any, list[int]
             raise ValueError(f"{operand.name} of dtype {tensor.dtype}; its epilogue takes {dtype}")
         address = tensor.data_ptr()
         if operand.kind != "matrix":
-            if address % pair_bytes or (shape and extent > 1 and tensor.stride(0) != 1):
+            if address % address_bytes or (shape and extent > 1 and tensor.stride(0) != 1):
                 raise ValueError(f"{operand.name} of strides {tensor.stride()} is no packed, aligned vector")
             words.append(address)
             return
         leading = tensor.stride(-2 if mode == -1 else -1) if lines > 1 else -(-extent // unit) * unit
         step = tensor.stride(0) if tensor.ndim == 3 else 0
-        if address % 16 or leading % unit or step % unit or (extent > 1 and tensor.stride(mode) != 1):
+        if (
+            address % address_bytes
+            or leading % unit
+            or step % unit
+            or (extent > 1 and tensor.stride(mode) != 1)
+        ):
             raise ValueError(f"{operand.name} of strides {tensor.stride()} has no lines of 16 bytes as D has")
         words += [address, leading, step]
 

@@ -202,9 +202,17 @@ class Explanation:
         )
 
 
-def explain(a: torch.Tensor, b: torch.Tensor) -> Explanation:
+def explain(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
+    accumulation: str = "fast",
+) -> Explanation:
     """What `tunegemm.matmul(a, b)` does and why; print it. Nothing is multiplied.
 
+    epilogue: of a fused call, such as ``bias_n+gelu``. out_dtype and accumulation: as in a `Problem`.
     On CPU tensors it tells of ``cuda:0``, or of an H200 where there is no GPU. It reads the databases anew,
     and heeds the mode and policy that the environment or `tunegemm.policy` set. Raises ProblemError for
     operands that are torch's whatever was recorded.
@@ -213,7 +221,7 @@ def explain(a: torch.Tensor, b: torch.Tensor) -> Explanation:
     from tunegemm.dispatch.operands import Refusal, describe
     from tunegemm.tuning import open_device
 
-    operands = describe(a, b)
+    operands = describe(a, b, out_dtype=out_dtype, epilogue=str(epilogue), accumulation=accumulation)
     if isinstance(operands, Refusal):
         reason = operands.reason or f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} are torch's"
         raise ProblemError(f"{reason}; torch.matmul computes their product")

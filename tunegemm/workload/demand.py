@@ -13,6 +13,9 @@ _SHARED = (
     "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
 )  # fmt: skip
 
+#: Operators whose bias a tuned kernel adds; the others are torch's wherever they run.
+_BIASED = ("addmm", "baddbmm")
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -23,13 +26,14 @@ class Demand:
     call_us: float | None = None
     """What torch took per call on the GPU that recorded it; None when that is not known."""
     extra_calls: int = 0
-    """Those of `calls` that add a bias or C or apply an activation, which the problem leaves out."""
+    """Those of `calls` that add a matrix or apply an activation, which the problem leaves out."""
 
 
 def demands(products: Iterable[Product]) -> tuple[list[Demand], list[str]]:
     """The problems among the products, and a line for each product that is none.
 
-    Products that differ only in what they add are one problem. A time on a CPU says nothing of a GPU.
+    One that adds a value to each column is a problem of its own, with the epilogue ``bias_n``; what other
+    products add makes no other problem. A time on a CPU says nothing of a GPU.
     """
     found: dict[Problem, Demand] = {}
     refused = []
@@ -37,7 +41,11 @@ def demands(products: Iterable[Product]) -> tuple[list[Demand], list[str]]:
         try:
             if not (product.kind.a_major and product.kind.b_major and product.kind.out_major):
                 raise ProblemError("an operand has no contiguous mode, so that torch copies it first")
-            problem = Problem(**{name: getattr(product.kind, name) for name in _SHARED})
+            is_biased = product.kind.bias == "vector" and product.kind.op in _BIASED
+            problem = Problem(
+                **{name: getattr(product.kind, name) for name in _SHARED},
+                epilogue="bias_n" if is_biased else "",
+            )
         except ProblemError as error:
             refused.append(f"{product.kind.op} {product.kind.shape}: {error}")
             continue
@@ -48,7 +56,7 @@ def demands(products: Iterable[Product]) -> tuple[list[Demand], list[str]]:
             for calls, us in ((before.calls, before.call_us), (product.weight, call_us))
             if us is not None and calls
         ]
-        has_extra = (product.kind.bias, product.kind.activation) != ("none", "none")
+        has_extra = not is_biased and (product.kind.bias, product.kind.activation) != ("none", "none")
         found[problem] = replace(
             before,
             calls=before.calls + product.weight,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tunegemm.families import Launcher
 
 #: (value so far, operands by name, where to put the result or None).
-_Step = Callable[[Any, dict[str, Any], Any], Any]
+Step = Callable[[Any, dict[str, Any], Any], Any]
 
 _FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
@@ -51,7 +51,7 @@ def composed(problem: Problem) -> Callable[..., Any]:
     names = [operand.name for operand in fused.operands]
     steps = [step for step in fused.steps if step != "amax"]
     multiply, added = _product(problem, steps)
-    rest = [_step(step, _working_dtype(problem)) for step in steps if step not in added]
+    rest = [step_of(step, _working_dtype(problem)) for step in steps if step not in added]
     if fused.function is not None:
         rest = [lambda x, given, out: _into(out, fused.reference(x, given).to(x.dtype))]
     if rest and problem.out_dtype in _FP8:
@@ -133,8 +133,8 @@ def _fp8_product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any]
     return product, ()
 
 
-def _step(name: str, dtype: Any) -> _Step:
-    """One step as torch's own operation; dtype: what products are computed in."""
+def step_of(name: str, dtype: Any) -> Step:
+    """One step but amax as torch's own operation; dtype: what products are computed in."""
     import torch
 
     aten = torch.ops.aten
@@ -162,7 +162,7 @@ def _step(name: str, dtype: Any) -> _Step:
     def gate(x: Any, out: Any) -> Any:
         return torch.mul(activate(GATED[name], x[..., 0::2], None), x[..., 1::2], out=out)
 
-    steps: dict[str, _Step] = {
+    steps: dict[str, Step] = {
         "alpha": lambda x, given, out: torch.mul(x, given["alpha"], out=out),
         "scale_tensor": lambda x, given, out: scale(x, given["scale_a"] * given["scale_b"], out),
         "scale_rowwise": lambda x, given, out: scale(x * column(given["scale_a"]), given["scale_b"], out),
