@@ -49,16 +49,24 @@ def define(serving: Callable[[], Dispatcher]) -> None:
 def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
     operator = getattr(torch.ops.tunegemm, name).default
     rank = 2 if name == "mm" else 3
+    plain, aten = form_of(MATMUL, ""), getattr(torch.ops.aten, name)
 
     def compute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         result = serving().recorded(a, b)
         return torch.matmul(a, b) if result is None else result
 
-    def fake(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def check(a: torch.Tensor, b: torch.Tensor) -> None:
         torch._check(a.ndim == rank and b.ndim == rank, lambda: f"tunegemm::{name} takes {rank}-D tensors")
         torch._check(a.dtype == b.dtype, lambda: f"operands of {a.dtype} and {b.dtype}; convert one")
         for x, y in zip((*a.shape[:-2], a.shape[-1]), b.shape[:-1], strict=True):
             torch._check(x == y, lambda: f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
+
+    def fake(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            from tunegemm.dispatch.lowering import lower
+
+            lower(serving)
+        check(a, b)
         return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
     class Differentiable(torch.autograd.Function):
@@ -79,6 +87,9 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
     def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return torch.matmul(a, b)  # an autograd.Function cannot be applied inside a transform's kernel
+        if torch._C._len_torch_dispatch_stack() and not _is_served(serving(), plain, a, b):
+            check(a, b)
+            return aten(a, b)  # traced: a compiler does more with its own operator
         if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
             return Differentiable.apply(keyset, a, b)
         if type(a) in PLAIN and type(b) in PLAIN and not torch._C._len_torch_dispatch_stack():
@@ -174,7 +185,8 @@ def _is_served(dispatcher: Any, form: Form, a: torch.Tensor, b: torch.Tensor) ->
     symbolic = any(isinstance(extent, torch.SymInt) for extent in (*a.shape, *b.shape))
     with _disable_current_modes():
         left, right = (
-            torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in places
+            torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            for shape, strides, dtype in places
         )
         return bool(dispatcher.serves(form, left, right, a.device.index or 0, any_m=symbolic))
 
@@ -210,7 +222,12 @@ def addmm_steps(
     c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
 ) -> tuple[str, tuple[torch.Tensor, ...], tuple[float, ...]] | None:
     """The epilogue of ``beta * c + alpha * a @ b`` and its operands; None for what only torch's functions do."""
-    if not a.dtype.is_floating_point or c.dtype != a.dtype or isinstance(beta, complex) or isinstance(alpha, complex):
+    if (
+        not a.dtype.is_floating_point
+        or c.dtype != a.dtype
+        or isinstance(beta, complex)
+        or isinstance(alpha, complex)
+    ):
         return None
     first, scalars = ("", ()) if alpha == 1 else ("alpha+", (alpha,))
     m, n = a.shape[-2], b.shape[-1]
