@@ -1,7 +1,7 @@
 """How Inductor calls tunegemm from the code it writes.
 
-By itself it would call an operator through torch's dispatcher, which costs the host more than the product of a
-small batch: one decode step of a model under torch.compile was 0.73 of torch's speed (H200, 16 tokens, two
+By itself it would call an operator through torch's dispatcher, which costs the host more than the product of
+a small batch: one decode step of a model under torch.compile was 0.73 of torch's speed (H200, 16 tokens, two
 layers of 8B shapes, 2026-11-21). Here it learns to call a function with an output of its own, as it calls
 ``extern_kernels.mm``.
 
