@@ -70,7 +70,7 @@ def test_how_far_each_mode_goes(monkeypatch, device, kernel, mode, calls):
     else:
         monkeypatch.setenv("TUNEGEMM_MODE", mode)
     dispatcher = Store(device, 64, 128).dispatcher(kernel)
-    for m in (64, 96):
+    for m in (64, 112):
         product(dispatcher, m)
     assert len(kernel.calls) == calls
 
@@ -92,15 +92,15 @@ def test_a_near_hit_is_silent_and_takes_the_next_option_where_an_object_is_missi
             raise ArtifactError("its compiled kernel is not in the object store")
         return Prepared(kernel, tma=True)
 
-    store = Store(device, 64, 128)
-    quietly(product, store.dispatcher(kernel, prepare=prepare), 96)
+    store = Store(device, 120, 128)
+    quietly(product, store.dispatcher(kernel, prepare=prepare), 124)
     assert len(tried) == 2 and len(kernel.calls) == 1
 
 
 def test_what_neighbours_refuse_is_silently_torchs(device, kernel):
     store = Store(device, 64, 128)
     store.rows[1] = Row(Problem(128, N, K), device.fingerprint, candidate(), 1.0)
-    quietly(product, store.dispatcher(kernel), 96)
+    quietly(product, store.dispatcher(kernel), 112)
     assert kernel.calls == []
 
 

@@ -243,6 +243,26 @@ def test_compiled_code_launches_the_kernel(kernel, backend):
     assert kernel.calls == [((32, 64), (64, 48), (32, 48)), ((32, 48), (48, 64), (32, 64))]
 
 
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_inductor_calls_by_a_function_and_leaves_the_untuned_to_aten(kernel, monkeypatch, served, lead):
+    """Not through torch's dispatcher, which costs more than a small product; and nothing for nothing."""
+    from torch._inductor.utils import run_and_get_code
+
+    monkeypatch.setattr(api._dispatcher, "serves", lambda *_, **__: served)
+    a, b = batch() if lead else operands()
+    function = torch.compile(lambda a, b: tunegemm.matmul(a, b).relu(), fullgraph=True)
+    with (  # the caches know no records
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        result, (code, *_) = run_and_get_code(function, a, b)
+    assert torch.equal(result, torch.matmul(a, b).relu())
+    assert torch.equal(function(a, b), result)  # not under the mode that looked at the code
+    assert ("extern_kernels.tunegemm_matmul(" in code) == served == bool(kernel.calls)
+    assert "torch.ops.tunegemm" not in code
+
+
 def test_compiled_training_dispatches_all_three_products(kernel):
     x, b = operands()
     weight = torch.nn.Parameter(b.t().contiguous())

@@ -188,6 +188,6 @@ class TestLayers:
 
     def test_they_are_listed(self, tmp_path: Path) -> None:
         lines = run("db", "layers")[0].splitlines()
-        assert [line.split()[0] for line in lines] == ["system", "user", "project"]
-        assert lines[1].split()[1] == "1" and lines[2].split()[1] == "0"
-        assert lines[2].endswith(str(tmp_path / "project.sqlite"))
+        assert [line.split()[0] for line in lines] == ["system", "pack", "user", "project"]
+        assert [line.split()[1] for line in lines[1:]] == ["0", "1", "0"]
+        assert lines[3].endswith(str(tmp_path / "project.sqlite"))

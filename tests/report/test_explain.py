@@ -62,12 +62,12 @@ def test_a_hit_with_its_evidence_and_its_runner_up(location: str, device: Device
 
 
 def test_a_near_hit_names_its_origin_and_shows_no_time_as_its_own(location: str, device: Device) -> None:
-    found = explain_problem(Problem(96, 4096, 4096), device, database=location)
+    found = explain_problem(Problem(112, 4096, 4096), device, database=location)
     assert found.outcome == "near" and found.near is not None and found.record is not None
     assert found.percent_of_roofline is None and found.asdict()["record"]["shape"] in str(found)
     assert found.tile is not None and found.tile.candidate["tile_m"] == 64
     assert "near hit" in str(found) and "x torch expected, 1.03 asked for" in str(found)
-    assert found.change.startswith("tunegemm tune --shape 96x4096x4096")
+    assert found.change.startswith("tunegemm tune --shape 112x4096x4096")
     assert found.asdict()["expected_ratio"] == found.near.record.ratio
 
 
@@ -99,7 +99,7 @@ def test_a_kernel_without_an_object_is_said_to_be_torchs(
     assert ArtifactStore().root.parent == tmp_path
     real = recorded_device()
     monkeypatch.setattr(Device, "resident_clusters", lambda self, size: 132 // size)
-    found = explain_problem(Problem(96, 4096, 4096), real, database=location)
+    found = explain_problem(Problem(112, 4096, 4096), real, database=location)
     assert "not in the object store" in found.why_not or "not installed" in found.why_not
     assert "but torch computes it" in str(found)
 

@@ -49,16 +49,24 @@ def define(serving: Callable[[], Dispatcher]) -> None:
 def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
     operator = getattr(torch.ops.tunegemm, name).default
     rank = 2 if name == "mm" else 3
+    plain, aten = form_of(MATMUL, ""), getattr(torch.ops.aten, name)
 
     def compute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         result = serving().recorded(a, b)
         return torch.matmul(a, b) if result is None else result
 
-    def fake(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def check(a: torch.Tensor, b: torch.Tensor) -> None:
         torch._check(a.ndim == rank and b.ndim == rank, lambda: f"tunegemm::{name} takes {rank}-D tensors")
         torch._check(a.dtype == b.dtype, lambda: f"operands of {a.dtype} and {b.dtype}; convert one")
         for x, y in zip((*a.shape[:-2], a.shape[-1]), b.shape[:-1], strict=True):
             torch._check(x == y, lambda: f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
+
+    def fake(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            from tunegemm.dispatch.lowering import lower
+
+            lower(serving)
+        check(a, b)
         return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
     class Differentiable(torch.autograd.Function):
@@ -79,6 +87,9 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
     def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return torch.matmul(a, b)  # an autograd.Function cannot be applied inside a transform's kernel
+        if torch._C._len_torch_dispatch_stack() and not _is_served(serving(), plain, a, b):
+            check(a, b)
+            return aten(a, b)  # traced: a compiler does more with its own operator
         if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
             return Differentiable.apply(keyset, a, b)
         if type(a) in PLAIN and type(b) in PLAIN and not torch._C._len_torch_dispatch_stack():
