@@ -367,11 +367,20 @@ def prepare(
     with torch.cuda.graph(graph):
         result = step()
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return result
+    return _Replay(graph, result, step)
 
-    return replay
+
+@dataclass
+class _Replay:
+    """A captured step. The graph reads what the step holds, such as its tokens, where they were."""
+
+    graph: Any
+    result: torch.Tensor
+    step: Step
+
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.result
 
 
 class _Compiled:

@@ -358,6 +358,24 @@ def _ask_for_active_clusters(driver: Any, cluster_size: int, capability: tuple[i
     return int(count) if error == driver.CUresult.CUDA_SUCCESS and count > 0 else None
 
 
+def memory_device(address: int) -> int | None:
+    """Index of the CUDA device that an address is memory of; None for the host's, and for nobody's.
+
+    A kernel that is given the host's faults, and with it everything that its process does on the device.
+    """
+    from cuda.bindings import driver
+
+    attribute = driver.CUpointer_attribute
+    try:
+        error, kind = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+    except RuntimeError:  # there is no driver
+        return None
+    if error != driver.CUresult.CUDA_SUCCESS or int(kind) != int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
+        return None
+    error, index = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+    return int(index) if error == driver.CUresult.CUDA_SUCCESS else None
+
+
 @contextmanager
 def _nvml() -> Iterator[Any]:
     import pynvml

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tunegemm import families
 from tunegemm.artifacts import Artifact, ArtifactStore
 from tunegemm.compile import CompilePool
-from tunegemm.device import Device, find_device
+from tunegemm.device import Device, find_device, memory_device
 from tunegemm.epilogue import check_operands
 from tunegemm.errors import DeviceError, OperationError, ProblemError
 from tunegemm.families import Launcher
@@ -223,13 +223,9 @@ class Operation:
             )
         if isinstance(workspace, torch.Tensor):
             return workspace.detach().reshape(-1).view(torch.uint8)[:need]
-        try:
-            lent = torch.as_tensor(_Bytes(address, need), device=place) if address else None
-        except RuntimeError:  # the host's
-            lent = None
-        if lent is None or lent.data_ptr() != address:  # of another device: torch made a copy
+        if memory_device(address) != self.device.index:
             raise OperationError(f"workspace at {address:#x} is no memory of {place}; allocate it there")
-        return lent
+        return torch.as_tensor(_Bytes(address, need), device=place)
 
     def _check(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         import torch
