@@ -528,6 +528,9 @@ def dispatch(results: Path) -> str:
 def clients(results: Path) -> str:
     """A model end to end: milliseconds by workload and mode, with and without tunegemm."""
     data = load(results, "clients.json")
+    told = ""
+    if data is None and (data := load(results, "clients-log-2026-11-21.json")) is not None:
+        told = f"Rows were not kept: this is {data['meta']['note']}. "
     if data is None:
         return not_measured(results, "clients.json")
     lines = []
@@ -547,13 +550,22 @@ def clients(results: Path) -> str:
         for row in data["rows"]
         if "ratio" in row and 1 - row["ratio"] > row["noise"]
     ]
-    told = f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."
+    told += f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), told])
 
 
 def decode(results: Path) -> str:
     """Every M of a decode loop: per projection how it was served and how fast."""
+    header = [
+        "N x K", "hits", "near hits", "torch's", "geometric mean", "of near hits", "slower by over 1 %",
+        "worst",
+    ]  # fmt: skip
     data = load(results, "decode.json")
+    if data is None and (data := load(results, "decode-log-2026-11-21.json")) is not None:
+        names = ("hit", "near", "miss", "geometric_mean", "near_geometric_mean", "slower", "worst")
+        lines = [[f"{row['n']}x{row['k']}", *(str(row[name]) for name in names)] for row in data["rows"]]
+        told = f"Rows were not kept: this is {data['meta']['note']}."
+        return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), told])
     if data is None:
         return not_measured(results, "decode.json")
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -573,10 +585,6 @@ def decode(results: Path) -> str:
                 f"{min(found):.3f}",
             ]
         )
-    header = [
-        "N x K", "hits", "near hits", "torch's", "geometric mean", "of near hits", "slower by over 1 %",
-        "worst",
-    ]  # fmt: skip
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
 
 
