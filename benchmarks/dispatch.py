@@ -224,7 +224,7 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
     """The parts of ``tunegemm.matmul(a, b)``, each as a call of its own, and the ways through it."""
     import torch
 
-    from tunegemm.dispatch import api, dispatcher
+    from tunegemm.dispatch import api, guards
 
     a = torch.rand(problem.m, problem.k, dtype=torch.bfloat16, device=device.spec)
     b = torch.rand(problem.n, problem.k, dtype=torch.bfloat16, device=device.spec).t()
@@ -241,8 +241,8 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
         "nothing (a Python call)": lambda: None,
         "check of the operands": lambda: recent.check(a, b),
         "modes": lambda: (
-            dispatcher._dispatch_modes() or dispatcher._deterministic() or recent.trains,
-            recent.index >= 0 and recent.index != dispatcher._current_device(),
+            guards.dispatch_modes() or guards.deterministic() or recent.trains,
+            recent.index >= 0 and recent.index != guards.current_device(),
         ),
         "three addresses": lambda: (a.data_ptr(), b.data_ptr(), out.data_ptr()),
         "output": lambda: served._empty(plan.out_shape, plan.out_strides, plan.out_dtype),

@@ -741,7 +741,7 @@ def test_mode_off_reads_nothing(monkeypatch, kernel):
 def test_nothing_is_made_during_graph_capture(serve, kernel, monkeypatch):
     dispatcher = serve(Problem(32, 48, 64))
     a, b = operands()
-    monkeypatch.setattr("tunegemm.dispatch.dispatcher._capturing", lambda device: True)
+    monkeypatch.setattr("tunegemm.dispatch.dispatcher.capturing", lambda device: True)
     quietly(dispatcher.matmul, a, b)
     assert not kernel.calls
     monkeypatch.undo()
@@ -903,7 +903,7 @@ def test_a_known_product_is_one_check_one_allocation_and_one_launch(by_address):
         python, c = calls_of(call)
         dispatcher._lock = lock
         python = python[1 : python.index("launch")]
-        assert python[:2] == [name, "product"] and set(python[2:]) <= {"_apart", "increment_version"}
+        assert python[:2] == [name, "product"] and set(python[2:]) <= {"are_apart", "increment_version"}
         before_launch = c[: c.index("append")]
         assert len(before_launch) <= most and "check" in before_launch
         assert not {"stride", "acquire", "execute", "open", "format"} & set(before_launch)
@@ -918,7 +918,7 @@ def test_the_general_way_is_a_key_and_a_launch(serve, kernel):
     dispatcher._lock = None
     python, c = calls_of(lambda: dispatcher.matmul(a, b))
     assert python[1 : python.index("__call__")] == [
-        "matmul", "product", "_earlier", "_general", "_ordinary", "_launch", "_launch_here",
+        "matmul", "product", "_earlier", "_general", "is_ordinary", "launch_plan", "_launch_here",
     ]  # fmt: skip
     assert not {"getenv", "acquire", "__enter__", "execute", "open"} & set(c[: c.index("append")])
 
@@ -1088,7 +1088,7 @@ def test_a_product_with_itself_is_served(serve):
 
 def test_without_torchs_guards_every_call_goes_the_general_way(by_address, monkeypatch):
     kernel, dispatcher = by_address
-    monkeypatch.setattr("tunegemm.dispatch.dispatcher._TensorGuards", None)
+    monkeypatch.setattr("tunegemm.dispatch.dispatcher.TensorGuards", None)
     a, b = operands()
     for _ in range(3):
         assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b))
@@ -1165,7 +1165,7 @@ def test_nothing_is_looked_for_during_graph_capture(device, monkeypatch):
     a, b = operands()
     with pytest.warns(TunegemmWarning, match="no record"):
         dispatcher.matmul(a, b)
-    monkeypatch.setattr("tunegemm.dispatch.dispatcher._capturing", lambda device: True)
+    monkeypatch.setattr("tunegemm.dispatch.dispatcher.capturing", lambda device: True)
     now[0] = LOOK_SECONDS + 1
     quietly(dispatcher.matmul, a, b)
     assert looks == [0.0]

@@ -21,7 +21,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,131 +38,65 @@ from tunegemm.dispatch.autograd import (
     multiply_differentiably,
 )
 from tunegemm.dispatch.forms import LINEAR, MATMUL, RECORDED, Form, form_of
+from tunegemm.dispatch.guards import (
+    TORCHS,
+    TensorGuards,
+    allocation,
+    any_autocast,
+    are_aligned,
+    autocast,
+    capturing,
+    cast_by_autocast,
+    check_of,
+    current_device,
+    deterministic,
+    dispatch_modes,
+    functorch_level,
+    grad_enabled,
+    is_ordinary,
+    is_quiet,
+    tf32_allowed,
+    tracing,
+)
 from tunegemm.dispatch.launchers import Prepared, prepare
 from tunegemm.dispatch.modes import Mode, begin_recording, read_mode, read_policy
 from tunegemm.dispatch.online import OnlineTuning
 from tunegemm.dispatch.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
-from tunegemm.dispatch.policies import FASTEST, Policy
+from tunegemm.dispatch.plans import (
+    Plan,
+    Recent,
+    State,
+    are_apart,
+    expanding,
+    is_apart_from,
+    is_writable,
+    launch_plan,
+    views_of_operands,
+)
+from tunegemm.dispatch.policies import Policy
 from tunegemm.dispatch.selection import Rival, read_rivals, select
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
 from tunegemm.dispatch.unfused import absorbs, unfused
-from tunegemm.epilogue import operand_dtype
 from tunegemm.errors import (
     DatabaseError,
     DeviceError,
-    ProblemError,
     TunegemmError,
     TunegemmWarning,
     WorkloadError,
 )
-from tunegemm.families import Launcher
 from tunegemm.families.cublaslt import is_torch
-from tunegemm.families.launching import AddressLaunch, AddressLauncher, WordsOf, words_binder
-from tunegemm.problem import MAX_ALIGNMENT, Problem, default_out_dtype, normalize_dtype
-
-# Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
-_grad_enabled = torch.is_grad_enabled
-_deterministic = torch._C._get_deterministic_algorithms
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._is_tracing
-_any_autocast = torch._C._is_any_autocast_enabled
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # absent from CPU builds
-# What `torch.backends.cuda.matmul.fp32_precision` asks, in 0.1 us instead of 0.8.
-_precision_of_fp32: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
-
-# What torch.compile's own code calls at run time: its guard of tensors, and its allocation. torch has no
-# public ones that do as much in one call; without them every call takes the general way.
-_guards: Any = getattr(torch._C._dynamo, "guards", None)
-_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+from tunegemm.families.launching import AddressLauncher, words_binder
+from tunegemm.problem import MAX_ALIGNMENT, Problem, default_out_dtype
 
 #: Keys kept before all plans are dropped: a bound for programs whose shapes never repeat.
 MAX_PLANS = 65536
 #: Seconds between looks at whether another process has published records.
 LOOK_SECONDS = 5.0
 
-_TORCHS: Any = object()
-
 #: The forms of products that are stored as they are, by their kind; and how warnings call each kind.
 _PLAIN_FORMS = {kind: form_of(kind, "") for kind in (MATMUL, LINEAR, RECORDED)}
 _RECORDED_BIASED = form_of(RECORDED, "bias_n")
 _NAMES = {MATMUL: "matmul", LINEAR: "linear", RECORDED: ""}
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How products of one key are launched."""
-
-    launch: Launcher
-    """Of tensors in the shapes of `views`."""
-    at: AddressLaunch | None
-    """The same of addresses; None where the launcher wants tensors."""
-    out_shape: tuple[int, ...]
-    out_strides: tuple[int, ...]
-    out_dtype: torch.dtype
-    views: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    """Shapes of a, b and the output as the kernel sees them."""
-    spans: tuple[int, int, int]
-    """Bytes spanned by a, b and the output."""
-    address_bytes: int
-    """What the address of a given output must be a multiple of."""
-    device: torch.device
-    guarded: bool
-    """Whether the device may not be the current one, as on a host of several GPUs."""
-    words: WordsOf | None = None
-    """What `at` takes for the operands of an epilogue; None where there are none, or `at` is."""
-    operand_views: tuple[tuple[int, ...], ...] = ()
-    """Shapes of an epilogue's tensors as the kernel sees them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recent:
-    """A plan with a check of whether operands are what it was made for.
-
-    The check compares types, dispatch keys (functorch, tracing, autocast, inference mode), dtypes, devices,
-    shapes, strides and `requires_grad`.
-    """
-
-    check: Callable[..., bool]
-    plan: Plan | None
-    at: AddressLaunch | None
-    """That of the plan; None where products are torch's."""
-    trains: bool
-    """Whether an operand requires grad: torch's in grad mode."""
-    counts: bool
-    """Whether a given output counts its versions: it is no inference tensor."""
-    index: int
-    """Of the device that must be the current one; -1 where there is but one."""
-
-
-class _State:
-    """What is read from disk and made of it under one policy; replaced as a whole by `Dispatcher.refresh`."""
-
-    def __init__(
-        self, policy: Policy = FASTEST, snapshot: Snapshot | None = None, modified: Hashable = None
-    ) -> None:
-        self.policy = policy
-        self.plans: dict[tuple[Any, ...], Plan | None] = {}
-        self.checked: dict[tuple[Any, ...], Recent] = {}
-        """By the key of the plan."""
-        self.recent: dict[int, Recent] = {}
-        """By the identity of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
-        self.earlier: dict[tuple[int, int], Recent] = {}
-        """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
-        self.snapshot = snapshot
-        self.modified = modified
-        self.devices: dict[int, Device | None] = {}
-        self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
-        self.warned: set[str] = set()
-        self.of_tuned_products: set[tuple[Any, ...]] = set()
-        """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
-        self.untuned: tuple[Problem, Device] | None = None
-        """What the plan that is being made would gain from tuning online."""
-
-    def forget_checks(self) -> None:
-        """Every call makes a key again."""
-        for kept in (self.checked, self.recent, self.earlier):
-            kept.clear()
 
 
 class Dispatcher:
@@ -191,19 +124,19 @@ class Dispatcher:
         self._lock = threading.RLock()
         self._rivals = rivals
         self._online = online or OnlineTuning()
-        self._state = _State()
-        self._others: dict[Policy, _State] = {}
+        self._state = State()
+        self._others: dict[Policy, State] = {}
         """Of policies that were left: plans are kept for when one comes back."""
         self._mode: Mode | None = None
         self._next_look = 0.0
-        self._empty: Any = getattr(_guards, f"_empty_strided_{device_type}", None)
+        self._empty: Any = allocation(device_type)
         _dispatchers.add(self)
 
     def refresh(self) -> None:
         """Forget all plans; the database is read again on the next call."""
         with self._lock:
             self._others.clear()
-            self._state = _State(self._state.policy)
+            self._state = State(self._state.policy)
 
     @property
     def policy(self) -> Policy:
@@ -221,7 +154,7 @@ class Dispatcher:
             if policy != before.policy:
                 self._others[before.policy] = before
                 known = self._others.pop(policy, None)
-                self._state = _State(policy, before.snapshot, before.modified) if known is None else known
+                self._state = State(policy, before.snapshot, before.modified) if known is None else known
             return before.policy
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
@@ -259,11 +192,11 @@ class Dispatcher:
         a_address, b_address = a.data_ptr(), b.data_ptr()
         if (
             (a_address | b_address) & (ALIGNMENT - 1)
-            or (recent.trains and _grad_enabled())
-            or _dispatch_modes()
-            or _deterministic()
+            or (recent.trains and grad_enabled())
+            or dispatch_modes()
+            or deterministic()
             or forward_ad._current_level >= 0
-            or (recent.index >= 0 and recent.index != _current_device())
+            or (recent.index >= 0 and recent.index != current_device())
         ):
             return self._general(kind, a, b, out)
         plan, at = recent.plan, recent.at
@@ -277,7 +210,7 @@ class Dispatcher:
                 at(a_address, b_address, result.data_ptr())
                 return result
             out_address = out.data_ptr()
-            if _apart(plan, a_address, b_address, out_address):
+            if are_apart(plan, a_address, b_address, out_address):
                 if recent.counts:
                     increment_version(out)
                 at(a_address, b_address, out_address)
@@ -309,11 +242,11 @@ class Dispatcher:
         a_address, b_address = a.data_ptr(), b.data_ptr()
         if (
             (a_address | b_address) & (ALIGNMENT - 1)
-            or (recent.trains and _grad_enabled())
-            or _dispatch_modes()
-            or _deterministic()
+            or (recent.trains and grad_enabled())
+            or dispatch_modes()
+            or deterministic()
             or forward_ad._current_level >= 0
-            or (recent.index >= 0 and recent.index != _current_device())
+            or (recent.index >= 0 and recent.index != current_device())
         ):
             return self._generally_fused(form, a, b, tensors, numbers, out)
         plan, at = recent.plan, recent.at
@@ -329,7 +262,7 @@ class Dispatcher:
                 result = self._empty(plan.out_shape, plan.out_strides, plan.out_dtype)
                 at(a_address, b_address, result.data_ptr(), *words)
                 return result
-            elif _apart(plan, a_address, b_address, out.data_ptr()) and _apart_from(out, tensors):
+            elif are_apart(plan, a_address, b_address, out.data_ptr()) and is_apart_from(out, tensors):
                 if recent.counts:
                     increment_version(out)
                 at(a_address, b_address, out.data_ptr(), *words)
@@ -352,18 +285,18 @@ class Dispatcher:
     def _general(self, kind: int, a: Any, b: Any, out: Any) -> Any:
         """The same of any operands."""
         if kind == RECORDED:
-            if type(a) not in PLAIN or type(b) not in PLAIN or _deterministic():
+            if type(a) not in PLAIN or type(b) not in PLAIN or deterministic():
                 return None
-        elif not _ordinary(a, b):
+        elif not is_ordinary(a, b):
             if out is None and self._is_differentiable(a, b) and (kind == MATMUL or b.ndim == 2):
                 return multiply_differentiably(self.recorded, a, b.t() if kind == LINEAR else b)
             return _torch_product(kind, a, b, out)
         if out is not None and type(out) not in PLAIN:
             return _torch_product(kind, a, b, out)
         cast = None
-        if out is None and kind != RECORDED and _any_autocast():  # torch.matmul(out=) is not cast
-            cast = _cast_by_autocast(a, b)
-            if cast is _TORCHS:
+        if out is None and kind != RECORDED and any_autocast():  # torch.matmul(out=) is not cast
+            cast = cast_by_autocast(a, b)
+            if cast is TORCHS:
                 return _torch_product(kind, a, b, out)
         key: tuple[Any, ...]
         tensors = (a, b) if out is None else (a, b, out)
@@ -384,9 +317,9 @@ class Dispatcher:
         plan = state.plans.get(key)
         if plan is None:
 
-            def make(state: _State) -> Plan | None:
+            def make(state: State) -> Plan | None:
                 left, right = (a, b) if cast is None else (a.to(cast), b.to(cast))
-                if (kind == LINEAR and b.ndim != 2) or (cast is not None and not _aligned(left, right)):
+                if (kind == LINEAR and b.ndim != 2) or (cast is not None and not are_aligned(left, right)):
                     return None
                 return self._make_plan(state, _PLAIN_FORMS[kind], left, right, (), (), out)
 
@@ -397,17 +330,17 @@ class Dispatcher:
                 return _torch_product(kind, a, b, out)
         left, right, result = a, b, out
         if cast is not None:
-            left, right = _autocast(a, cast), _autocast(b, cast)
-            if left.dtype is not cast or right.dtype is not cast or not _aligned(left, right):
+            left, right = autocast(a, cast), autocast(b, cast)
+            if left.dtype is not cast or right.dtype is not cast or not are_aligned(left, right):
                 return _torch_product(kind, a, b, out)
         if result is None:
             result = left.new_empty(plan.out_shape)
-        elif not _writable(plan, left, right, result):
+        elif not is_writable(plan, left, right, result):
             return _torch_product(kind, a, b, out)
         elif not result.is_inference():  # inference tensors count no versions
             increment_version(result)
         try:
-            _launch(plan, left, right.t() if kind == LINEAR else right, result)
+            launch_plan(plan, left, right.t() if kind == LINEAR else right, result)
         except (RuntimeError, ValueError) as error:
             self._drop(state, key, plan, a, b, error)
             return _torch_product(kind, a, b, out)
@@ -421,9 +354,9 @@ class Dispatcher:
         """What `fused` does, of any operands."""
         kind = form.kind
         if kind == RECORDED:
-            if any(type(tensor) not in PLAIN for tensor in (a, b, *tensors)) or _deterministic():
+            if any(type(tensor) not in PLAIN for tensor in (a, b, *tensors)) or deterministic():
                 return None
-        elif not _ordinary(a, b) or not all(map(_quiet, tensors)):
+        elif not is_ordinary(a, b) or not all(map(is_quiet, tensors)):
             plain = all(type(tensor) in PLAIN for tensor in tensors)
             if out is None and plain and self._is_differentiable(a, b) and (kind == MATMUL or b.ndim == 2):
                 return self._differentiably(form, a, b, tensors, numbers)
@@ -431,9 +364,9 @@ class Dispatcher:
         if out is not None and type(out) not in PLAIN:
             return _torchs(form, a, b, tensors, numbers, out)
         cast = None
-        if out is None and kind != RECORDED and a.dtype.itemsize > 1 and _any_autocast():
-            cast = _cast_by_autocast(a, b)
-            if cast is _TORCHS or (cast is not None and b.requires_grad and b.dtype is not cast):
+        if out is None and kind != RECORDED and a.dtype.itemsize > 1 and any_autocast():
+            cast = cast_by_autocast(a, b)
+            if cast is TORCHS or (cast is not None and b.requires_grad and b.dtype is not cast):
                 return _torchs(form, a, b, tensors, numbers, out)  # a weight is cast once for many calls
             if cast is not None:
                 a, b, *tensors = (tensor.to(cast) for tensor in (a, b, *tensors))
@@ -456,7 +389,7 @@ class Dispatcher:
         plan = state.plans.get(key)
         if plan is None:
 
-            def make(state: _State) -> Plan | None:
+            def make(state: State) -> Plan | None:
                 if kind == LINEAR and b.ndim != 2:
                     return None
                 found = self._make_plan(state, form, a, b, tensors, numbers, out)
@@ -475,12 +408,12 @@ class Dispatcher:
         result = out
         if result is None:
             result = a.new_empty(plan.out_shape, dtype=plan.out_dtype)
-        elif not (_writable(plan, a, b, result) and _apart_from(result, tensors)):
+        elif not (is_writable(plan, a, b, result) and is_apart_from(result, tensors)):
             return _torchs(form, a, b, tensors, numbers, out)
         elif not result.is_inference():
             increment_version(result)
         try:
-            _launch(plan, a, b.t() if kind == LINEAR else b, result, form, tensors, numbers)
+            launch_plan(plan, a, b.t() if kind == LINEAR else b, result, form, tensors, numbers)
         except (RuntimeError, ValueError) as error:
             self._drop(state, key, plan, a, b, error)
             return _torchs(form, a, b, tensors, numbers, out)
@@ -501,7 +434,7 @@ class Dispatcher:
             return multiply_differentiably(self.recorded, a, right)
 
         def biased(_a: Any, _b: Any, bias: Any) -> Any:
-            if _functorch_level() is not None or forward_ad._current_level >= 0 or bias.ndim != 1:
+            if functorch_level() is not None or forward_ad._current_level >= 0 or bias.ndim != 1:
                 return multiply() + bias
             return add_differentiably(self._biased, self.recorded, a, right, bias)
 
@@ -516,7 +449,7 @@ class Dispatcher:
 
     def _remember(
         self,
-        state: _State,
+        state: State,
         key: tuple[Any, ...],
         plan: Plan | None,
         kind: int,
@@ -527,15 +460,15 @@ class Dispatcher:
         has_out: bool = False,
     ) -> None:
         """Let the next call with this `b` find the plan without a key."""
-        if _TensorGuards is None or self._empty is None:
+        if TensorGuards is None or self._empty is None:
             return
-        if kind != RECORDED and _any_autocast():
+        if kind != RECORDED and any_autocast():
             return  # the check does not know to what autocast casts
         tensors = (a, b, *others)
         recent = state.checked.get(key)
         if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
             recent = state.checked[key] = Recent(
-                _check_of(tensors),
+                check_of(tensors),
                 plan,
                 plan.at if plan is not None else None,
                 kind != RECORDED and any(tensor.requires_grad for tensor in tensors),
@@ -549,7 +482,7 @@ class Dispatcher:
         state.recent[place] = state.earlier[place, a.numel()] = recent
 
     def _is_differentiable(self, a: Any, b: Any) -> bool:
-        """Whether `_ordinary` said no because of gradients, tangents or transforms alone."""
+        """Whether `is_ordinary` said no because of gradients, tangents or transforms alone."""
         return (
             type(a) in PLAIN
             and type(b) in PLAIN
@@ -557,22 +490,22 @@ class Dispatcher:
             and a.dtype in DTYPES
             and a.device.type == b.device.type == self._device_type
             and is_simple(a, b)
-            and not _deterministic()
-            and not _dispatch_modes()
-            and not _tracing()
+            and not deterministic()
+            and not dispatch_modes()
+            and not tracing()
             and not (a.is_neg() or b.is_neg())
-            and not (_any_autocast() and _cast_by_autocast(a, b) is not None)
+            and not (any_autocast() and cast_by_autocast(a, b) is not None)
         )
 
     # Everything below runs on the first call of a key only.
 
     def _plan(
         self,
-        state: _State,
+        state: State,
         key: tuple[Any, ...],
         device: torch.device,
-        make: Callable[[_State], Plan | None],
-    ) -> tuple[_State, Plan | None]:
+        make: Callable[[State], Plan | None],
+    ) -> tuple[State, Plan | None]:
         """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded.
 
         Where the key is known to be torch's, this is but a look at the clock, and now and then at files.
@@ -582,7 +515,7 @@ class Dispatcher:
         known = key in state.plans
         if self._mode in ("off", "record") or (known and time.monotonic() < self._next_look):
             return state, None
-        if torch.cuda._is_in_bad_fork() or _capturing(device):
+        if torch.cuda._is_in_bad_fork() or capturing(device):
             return state, None
         with self._lock:
             state = self._look() if known else self._state
@@ -600,7 +533,7 @@ class Dispatcher:
             return state, plan
         return self._plan(state, key, device, make)
 
-    def _tune_online(self, state: _State, key: tuple[Any, ...], problem: Problem, device: Device) -> bool:
+    def _tune_online(self, state: State, key: tuple[Any, ...], problem: Problem, device: Device) -> bool:
         """Whether the key's plan is to be made anew. Other threads go on meanwhile, with this key, too."""
         tuned = self._online.attempt(problem, device)
         if self._online.warning:
@@ -613,7 +546,7 @@ class Dispatcher:
                 state.forget_checks()
         return tuned
 
-    def _look(self) -> _State:
+    def _look(self) -> State:
         """The state, without its misses if records were published since they were read.
 
         Plans of tuned kernels and near hits stay, also for a thread that captures a graph meanwhile; a better
@@ -624,7 +557,7 @@ class Dispatcher:
         self._next_look = time.monotonic() + LOOK_SECONDS
         old = self._state
         if old.snapshot is not None and self._modified() != old.modified:
-            new = _State(old.policy)
+            new = State(old.policy)
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
             new.devices, new.warned = old.devices, old.warned
@@ -633,7 +566,7 @@ class Dispatcher:
 
     def _make_plan(
         self,
-        state: _State,
+        state: State,
         form: Form,
         a: torch.Tensor,
         b: torch.Tensor,
@@ -654,7 +587,7 @@ class Dispatcher:
                 self._warn(state, f"{operands.reason}; tunegemm.{name} leaves it to torch")
             return None
         problem = operands.problem
-        shapes = _operand_views(problem, form, tensors, a.ndim > len(operands.views[0]))
+        shapes = views_of_operands(problem, form, tensors, a.ndim > len(operands.views[0]))
         if shapes is None:
             return None
         if a.device.type != self._device_type:
@@ -688,7 +621,7 @@ class Dispatcher:
                 self._warn(state, f"{problem}: {_one_line(error)}; {_who(name)} leaves it to torch")
                 return None
         if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
-            launch, views = _expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
+            launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
         return Plan(
             launch,
             at,
@@ -704,7 +637,7 @@ class Dispatcher:
             shapes,
         )
 
-    def _has_tuned_product(self, state: _State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
+    def _has_tuned_product(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether a kernel of ours computes the product alone, where nothing is recorded of all together."""
         index = a.device.index or 0
         known, right = state.devices.get(index), b.t() if form.kind == LINEAR else b
@@ -730,7 +663,7 @@ class Dispatcher:
         """
         if self._mode is None:
             self._begin()
-        if self._mode in ("off", "record") or _deterministic():
+        if self._mode in ("off", "record") or deterministic():
             return False
         with self._lock, torch.inference_mode(False), torch.no_grad():
             operands = _described(form, a, b, None)
@@ -746,14 +679,14 @@ class Dispatcher:
             state.untuned = None
         return prepared is not None and prepared.launch is not None
 
-    def _prepared(self, state: _State, problem: Problem, device: torch.device, name: str) -> Prepared | None:
+    def _prepared(self, state: State, problem: Problem, device: torch.device, name: str) -> Prepared | None:
         """The launcher of the problem's record, or None after a warning that says why there is none."""
         index = device.index or 0
         if (problem, index) not in state.prepared:
             state.prepared[problem, index] = self._search(state, problem, index, name)
         return state.prepared[problem, index]
 
-    def _search(self, state: _State, problem: Problem, index: int, name: str) -> Prepared | None:
+    def _search(self, state: State, problem: Problem, index: int, name: str) -> Prepared | None:
         known = self._device(state, index, name)
         if known is None:
             return None
@@ -785,7 +718,7 @@ class Dispatcher:
             )
         return None
 
-    def _device(self, state: _State, index: int, name: str) -> Device | None:
+    def _device(self, state: State, index: int, name: str) -> Device | None:
         if index not in state.devices:
             try:
                 state.devices[index] = self._find(f"{self._device_type}:{index}")
@@ -794,7 +727,7 @@ class Dispatcher:
                 self._warn(state, f"{_one_line(error)}; {_who(name)} leaves its products to torch")
         return state.devices[index]
 
-    def _snapshot(self, state: _State, name: str) -> Snapshot:
+    def _snapshot(self, state: State, name: str) -> Snapshot:
         state.modified = self._modified()
         self._next_look = time.monotonic() + LOOK_SECONDS
         try:
@@ -806,11 +739,9 @@ class Dispatcher:
             self._warn(state, f"{warning}; {_who(name)} does without its records")
         return snapshot
 
-    def _drop(
-        self, state: _State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception
-    ) -> None:
+    def _drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
         """A launch failed: products of this key are torch's from now on."""
-        if _capturing(plan.device):
+        if capturing(plan.device):
             raise error
         with self._lock:
             state.plans[key] = None
@@ -837,7 +768,7 @@ class Dispatcher:
                     except WorkloadError as error:
                         warn(f"TUNEGEMM_MODE=record counts nothing: {error}")
 
-    def _warn(self, state: _State, message: str) -> None:
+    def _warn(self, state: State, message: str) -> None:
         if message not in state.warned:
             state.warned.add(message)
             warnings.warn(message, TunegemmWarning, stacklevel=_callers_level())
@@ -863,153 +794,6 @@ def tune_command(problem: Problem) -> str:
     return "tunegemm tune " + " ".join(f"--{name} {value}" for name, value in options.items() if value)
 
 
-def _ordinary(a: Any, b: Any) -> bool:
-    """Whether a launch means here what torch.matmul means.
-
-    It does not under autograd, forward-mode AD and functorch transforms (which are `autograd.Product`'s),
-    dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
-    """
-    return (
-        type(a) in PLAIN
-        and type(b) in PLAIN
-        and not (_grad_enabled() and (a.requires_grad or b.requires_grad))
-        and not _deterministic()
-        and not _dispatch_modes()
-        and _functorch_level() is None
-        and not _tracing()
-        and forward_ad._current_level < 0
-        and not (a.is_neg() or b.is_neg())
-    )
-
-
-def _check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
-    """Whether tensors are, but for their values and addresses, what these are."""
-    distinct = list({id(tensor): tensor for tensor in tensors}.values())
-    check: Callable[..., bool] = _TensorGuards(
-        *distinct,
-        dynamic_dims_sizes=[list(tensor.shape) for tensor in distinct],
-        dynamic_dims_strides=[list(tensor.stride()) for tensor in distinct],
-    ).check
-    if len(distinct) < len(tensors):  # torch's check wants no tensor twice
-        check = _check_of_repeated(tensors, check)
-    if tensors[0].dtype is torch.float32:  # kernels compute it in tf32, where the program allows that now
-        allowed = tf32_allowed()
-        return lambda *others: tf32_allowed() == allowed and check(*others)
-    return check
-
-
-def _check_of_repeated(tensors: tuple[torch.Tensor, ...], check: Callable[..., bool]) -> Callable[..., bool]:
-    first = [next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]
-    kept = sorted(set(first))
-
-    def check_repeated(*others: torch.Tensor) -> bool:
-        repeat = all(other is others[i] for other, i in zip(others, first, strict=True))
-        return repeat and check(*(others[i] for i in kept))
-
-    return check_repeated
-
-
-def _cast_by_autocast(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """The dtype that autocast gives the operands, None where they have it, _TORCHS where it is not to say."""
-    kind = a.device.type
-    if not torch.is_autocast_enabled(kind):
-        return None
-    cast = torch.get_autocast_dtype(kind)
-    if a.dtype is cast and b.dtype is cast:
-        return None
-    castable = all(
-        tensor.device.type == kind and tensor.is_floating_point() and tensor.dtype is not torch.float64
-        for tensor in (a, b)
-    )
-    return cast if castable else _TORCHS
-
-
-def _autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor as autocast casts it. Weights that it casts once per `with` come from its cache."""
-    if tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled():
-        return torch.einsum(
-            "...->...", tensor
-        )  # the plainest operator that returns its operand as it was cast
-    return tensor.to(dtype)
-
-
-def _aligned(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return not (a.data_ptr() | b.data_ptr()) % ALIGNMENT
-
-
-def _launch(
-    plan: Plan,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    form: Form | None = None,
-    tensors: Sequence[torch.Tensor] = (),
-    numbers: Sequence[float] = (),
-) -> None:
-    if plan.guarded and torch.cuda.current_device() != plan.device.index:
-        with torch.cuda.device(plan.device):
-            return _launch_here(plan, a, b, out, form, tensors, numbers)
-    return _launch_here(plan, a, b, out, form, tensors, numbers)
-
-
-def _launch_here(
-    plan: Plan,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    form: Form | None,
-    tensors: Sequence[torch.Tensor],
-    numbers: Sequence[float],
-) -> None:
-    if plan.at is not None:
-        words = () if plan.words is None else plan.words(tensors, numbers)
-        if words is None:  # pragma: no cover - the key tells alignments apart
-            raise ValueError("an operand of the epilogue is not aligned")
-        plan.at(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
-        return
-    a_shape, b_shape, out_shape = plan.views
-    operands: Sequence[Any] = ()
-    if form is not None:
-        seen = [tensor.view(shape) for tensor, shape in zip(tensors, plan.operand_views, strict=True)]
-        operands = form.join(seen, numbers)
-    plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape), *operands)
-
-
-def _expanding(launch: Launcher, views: tuple[tuple[int, ...], ...]) -> Launcher:
-    """A launcher of operands one of which is a single matrix."""
-    a_shape, b_shape, _ = views
-
-    def launch_on_views(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
-        launch(seen_as(a, a_shape), seen_as(b, b_shape), out, *operands)
-
-    return launch_on_views
-
-
-def _writable(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether a kernel may write into `out`: allowed by autograd, aligned, apart from the operands."""
-    return (
-        not (_grad_enabled() and out.requires_grad)
-        and not (out.is_inference() and not torch.is_inference_mode_enabled())  # torch forbids it
-        and _apart(plan, a.data_ptr(), b.data_ptr(), out.data_ptr())
-    )
-
-
-def _apart(plan: Plan, a: int, b: int, out: int) -> bool:
-    """Whether an output at an address is aligned, and shares no memory with the operands."""
-    a_span, b_span, span = plan.spans
-    return (
-        not out % plan.address_bytes
-        and (out >= a + a_span or a >= out + span)
-        and (out >= b + b_span or b >= out + span)
-    )
-
-
-def _apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether an output lies in no storage of an epilogue's tensors."""
-    storage = out.untyped_storage().data_ptr()
-    return all(tensor.untyped_storage().data_ptr() != storage for tensor in tensors)
-
-
 def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:
     """What the form asks for of ``a @ b``."""
     if not form.text and form.out_dtype is None:
@@ -1019,60 +803,8 @@ def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor |
     )
 
 
-def _operand_views(
-    problem: Problem, form: Form, tensors: Sequence[torch.Tensor], folded: bool
-) -> tuple[tuple[int, ...], ...] | None:
-    """Shapes in which a kernel sees an epilogue's tensors; None where they are not what it takes.
-
-    folded: whether leading dimensions are rows of the kernel's product: what is one for each row of torch's
-    is then no vector.
-    """
-    if not form.epilogue.is_defined:
-        return None
-    shapes = []
-    takes = [operand for operand in form.epilogue.operands if operand.kind != "number"]
-    if len(takes) != len(tensors):
-        return None
-    for operand, tensor in zip(takes, tensors, strict=True):
-        shape = problem.operand_shape(operand)
-        if operand.kind == "scalar":
-            fits = tensor.numel() == 1
-        elif operand.kind == "matrix":
-            fits = tensor.ndim > 1 and tensor.shape[-1] == shape[-1] and 0 not in tensor.stride()
-        elif operand.name in ("scale_a", "scale_b"):  # (m, 1) and (1, n), as torch has them
-            fits = tensor.ndim == 2
-        else:
-            fits = tensor.ndim == 1 and not (operand.kind == "m" and folded)
-        if not fits or tensor.numel() != math.prod(shape):
-            return None
-        try:
-            if normalize_dtype(str(tensor.dtype)) != operand_dtype(operand, problem.out_dtype):
-                return None
-            if len(shape) == 1 and shape[0] > 1 and tensor.view(shape).stride(0) != 1:
-                return None
-            tensor.view(shape)
-        except (ProblemError, RuntimeError):  # a dtype without a name here, or strides without such a view
-            return None
-        shapes.append(shape)
-    return tuple(shapes)
-
-
 def _torchs(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
     return None if form.kind == RECORDED else unfused(form, a, b, tensors, numbers, out)
-
-
-def tf32_allowed() -> bool:
-    """Whether torch's products of fp32 operands may be computed in tf32."""
-    return _precision_of_fp32("cuda", "matmul") == "tf32"
-
-
-def _quiet(tensor: Any) -> bool:
-    """Whether an operand is none that autograd or a transform wants to know of."""
-    return (
-        type(tensor) in PLAIN
-        and not (tensor.requires_grad and _grad_enabled())
-        and not (tensor.is_neg() or tensor.is_conj())
-    )
 
 
 def _torch_product(kind: int, a: Any, b: Any, out: Any) -> Any:
@@ -1083,10 +815,6 @@ def _torch_product(kind: int, a: Any, b: Any, out: Any) -> Any:
 
 def _torch_matmul(a: Any, b: Any, out: Any) -> Any:
     return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _who(name: str) -> str:
@@ -1114,7 +842,7 @@ def _after_fork() -> None:
     CUDA context. If the parent used CUDA, the child cannot, and gets torch's own error for CUDA tensors."""
     for dispatcher in _dispatchers:
         dispatcher._lock = threading.RLock()
-        dispatcher._state, dispatcher._others = _State(dispatcher._state.policy), {}
+        dispatcher._state, dispatcher._others = State(dispatcher._state.policy), {}
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -11,8 +11,8 @@ import torch
 from tunegemm.dispatch import api
 from tunegemm.dispatch.aten import Layer, replacements
 from tunegemm.dispatch.autograd import DTYPES
-from tunegemm.dispatch.dispatcher import tf32_allowed
 from tunegemm.dispatch.forms import RECORDED, form_of
+from tunegemm.dispatch.guards import tf32_allowed
 from tunegemm.dispatch.ops import addmm_steps, scale_steps
 
 _KEYS = ("CUDA",)
