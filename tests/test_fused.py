@@ -672,6 +672,21 @@ def test_compiled_code_launches_the_kernel(serve, kernel, backend, mode):
     assert len(kernel.calls) == 4
 
 
+def test_inductors_code_calls_us_and_not_torchs_dispatcher(serve, kernel):
+    serve()
+    x, weight, bias, skip = layer()
+    compiled = torch.compile(
+        lambda x: tunegemm.linear(tunegemm.gated_linear(x, weight), weight[:, :24].contiguous(), bias) + skip,
+        fullgraph=True,
+    )
+    with torch.no_grad():
+        expected, (code,) = torch._inductor.utils.run_and_get_code(compiled, x)
+        kernel.calls.clear()  # that ran under a mode, where products are torch's
+        close(expected, compiled(x))
+    assert code.count("extern_kernels.tunegemm_matmul_and_more(") == 2
+    assert "torch.ops.tunegemm.fused.default(" not in code and len(kernel.calls) == 2
+
+
 @pytest.mark.filterwarnings("error:(?s).*lru_cache")
 def test_compiled_calls_of_every_kind(serve, kernel):
     serve()

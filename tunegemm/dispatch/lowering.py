@@ -11,11 +11,13 @@ Inductor has no public interface for this; where it is not as expected, its code
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from tunegemm.dispatch.forms import MATMUL, form_of
 
 if TYPE_CHECKING:
     from tunegemm.dispatch.dispatcher import Dispatcher
@@ -24,7 +26,7 @@ _NAME = "tunegemm_matmul"
 
 
 def lower(serving: Callable[[], Dispatcher]) -> None:
-    """Teach Inductor `tunegemm::mm` and `bmm`, once. Imports it: for a process that compiles."""
+    """Teach Inductor `tunegemm::mm`, `bmm` and `fused`, once. Imports it: for a process that compiles."""
     with suppress(ImportError, AttributeError):
         _lower(serving)
 
@@ -40,18 +42,46 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
     def multiply(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         return serving().matmul(a, b, out)
 
-    choice = inductor.ExternKernelChoice(multiply, name=_NAME)
+    def multiply_and_more(
+        a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, numbers: Sequence[float], epilogue: str,
+        out_dtype: torch.dtype | None, accumulation: str, out: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        form = form_of(MATMUL, epilogue, out_dtype, accumulation)
+        return serving().fused(form, a, b, operands, numbers, out)
 
-    def lowered(a: Any, b: Any) -> Any:
-        traced = [argument.meta["val"] for argument in graphs.graph.current_node.args]
+    choice = inductor.ExternKernelChoice(multiply, name=_NAME)
+    fused_choice = inductor.ExternKernelChoice(multiply_and_more, name=f"{_NAME}_and_more")
+
+    def called(
+        choice: Any, operands: Sequence[Any], traced: Sequence[Any], halves: bool, **words: Any
+    ) -> Any:
         nodes = [
-            ir.ExternKernel.require_exact_strides(ir.ExternKernel.realize_input(node), tensor.stride())
-            for node, tensor in zip((a, b), traced, strict=True)
+            ir.ExternKernel.require_exact_strides(
+                ir.ExternKernel.realize_input(node), argument.meta["val"].stride()
+            )
+            for node, argument in zip(operands, traced, strict=True)
         ]
-        size = [*nodes[0].get_size()[:-1], nodes[1].get_size()[-1]]
-        layout = ir.FixedLayout(nodes[0].get_device(), nodes[0].get_dtype(), size)
-        found = choice.bind(nodes, layout).output_node()
+        columns = nodes[1].get_size()[-1]
+        size = [*nodes[0].get_size()[:-1], columns // 2 if halves else columns]
+        dtype = graphs.graph.current_node.meta["val"].dtype
+        layout = ir.FixedLayout(nodes[0].get_device(), dtype, size)
+        found = choice.bind(nodes, layout, **words).output_node()
         return found[0] if isinstance(found, tuple) else found
 
+    def lowered(a: Any, b: Any) -> Any:
+        return called(choice, (a, b), graphs.graph.current_node.args, False)
+
+    def fused(
+        a: Any, b: Any, operands: Sequence[Any], numbers: Sequence[float], epilogue: str,
+        out_dtype: torch.dtype | None = None, accumulation: str = "fast",
+    ) -> Any:  # fmt: skip
+        left, right, others, *_ = graphs.graph.current_node.args
+        halves = form_of(MATMUL, epilogue).epilogue.gated
+        return called(
+            fused_choice, (a, b, *operands), (left, right, *others), halves, numbers=list(numbers),
+            epilogue=epilogue, out_dtype=out_dtype, accumulation=accumulation,
+        )  # fmt: skip
+
+    register(torch.ops.tunegemm.fused.default, type_promotion_kind=None)(fused)
     for operator in (torch.ops.tunegemm.mm.default, torch.ops.tunegemm.bmm.default):
         register(operator, type_promotion_kind=None)(lowered)

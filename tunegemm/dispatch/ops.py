@@ -133,6 +133,10 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
         a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float], epilogue: str,
         out_dtype: torch.dtype | None = None, accumulation: str = "fast",
     ) -> torch.Tensor:  # fmt: skip
+        if torch.compiler.is_compiling():
+            from tunegemm.dispatch.lowering import lower
+
+            lower(serving)
         return unfused(form(epilogue, out_dtype, accumulation), a, b, operands, numbers)
 
     def autograd(
