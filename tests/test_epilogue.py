@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,27 @@ class TestCustom:
             match="operand 'bias' of epilogue 'f' is not annotated by its kind; use one of Number",
         ):
             Epilogue.custom(f)
+
+    def test_branches_are_refused(self) -> None:
+        def f(acc):  # type: ignore[no-untyped-def]
+            return acc if acc > 0 else acc * 0.1
+
+        with pytest.raises(ProblemError, match=r"epilogue 'f' branches, .*; use where"):
+            Epilogue.custom(f)
+
+    def test_what_has_no_name_or_source_is_refused(self) -> None:
+        with pytest.raises(ProblemError, match="is no function by name; give a plain def"):
+            Epilogue.custom(lambda acc: acc)
+        scope: dict[str, Any] = {}
+        exec("def f(acc): return acc", scope)
+        with pytest.raises(ProblemError, match="define it in a file"):
+            Epilogue.custom(scope["f"])
+
+        def tanh(acc):  # type: ignore[no-untyped-def]
+            return acc
+
+        with pytest.raises(ProblemError, match="'tanh' has the name of what it may use"):
+            Epilogue.custom(tanh)
 
     def test_too_many_operands_are_refused(self) -> None:
         def f(acc, a: Matrix, b: Matrix, c: Matrix, d: Matrix, e: PerColumn):  # type: ignore[no-untyped-def]

@@ -19,6 +19,7 @@ reference, and the values of a CuTe kernel, so that both run the same formula.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import math
@@ -105,9 +106,13 @@ class Epilogue:
 
         It is traced into the kernel from its source, element by element, and may use its arguments, numbers
         and exp, log, sqrt, tanh, erf, sigmoid, absolute, maximum, minimum and where of this module. Raises
-        ProblemError for one that uses anything else.
+        ProblemError for one that uses anything else, or branches: `where` chooses element by element.
         """
-        return Epilogue(function=_define(textwrap.dedent(inspect.getsource(function))))
+        try:
+            source = inspect.getsource(function)
+        except (OSError, TypeError) as error:
+            raise ProblemError(f"epilogue {function!r}: {error}; define it in a file") from None
+        return Epilogue(function=_define(textwrap.dedent(source)))
 
     def __bool__(self) -> bool:
         return bool(self.steps) or self.function is not None
@@ -213,6 +218,9 @@ class _Definition:
 
 _definitions: dict[str, _Definition] = {}
 
+#: What chooses once for all elements, and so for none in a kernel.
+_BRANCHES = (ast.If, ast.IfExp, ast.While, ast.BoolOp, ast.Not, ast.Assert, ast.Match)
+
 
 def define(source: str) -> None:
     """Make a user's function known from its source, as a process that compiles it does."""
@@ -223,15 +231,22 @@ def _define(source: str) -> Custom:
     lines = source.splitlines()
     while lines and not lines[0].startswith("def "):
         lines.pop(0)  # decorators
+    if not lines:
+        raise ProblemError(f"epilogue {source.strip()!r} is no function by name; give a plain def")
     source = "\n".join(lines).rstrip() + "\n"
     known: dict[str, Any] = {name: globals()[name] for name in FUNCTIONS} | KINDS
     scope = dict(known)
     try:
+        (tree,) = ast.parse(source).body
         exec(compile(source, "<epilogue>", "exec", dont_inherit=True), scope)
     except (SyntaxError, NameError) as error:
         raise ProblemError(f"epilogue {source.splitlines()[0]!r}: {error}; give a plain def") from None
-    function = next(value for name, value in scope.items() if name not in (*known, "__builtins__"))
-    name = function.__name__
+    name = getattr(tree, "name", "")
+    if name in known:
+        raise ProblemError(f"epilogue {name!r} has the name of what it may use; give it another")
+    if any(isinstance(node, _BRANCHES) for node in ast.walk(tree)):
+        raise ProblemError(f"epilogue {name!r} branches, which all elements would have to share; use where")
+    function = scope[name]
     allowed = {*FUNCTIONS, *function.__code__.co_varnames}
     if foreign := [used for used in function.__code__.co_names if used not in allowed]:
         raise ProblemError(
