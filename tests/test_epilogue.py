@@ -242,6 +242,30 @@ def test_kernels_compile_without_spills(pool: CompilePool, h200: Device) -> None
         assert (artifact.resources.spill_bytes, artifact.resources.smem_bytes) == (0, config.smem_bytes), name
 
 
+def test_what_the_rule_of_two_atoms_rejects_spills_and_what_it_admits_does_not(
+    pool: CompilePool, h200: Device
+) -> None:
+    everything_but_amax = EVERYTHING.removesuffix("+amax")
+    cases = [
+        ("residual+amax", KERNELS[0], False),
+        ("geglu+residual+amax", KERNELS[0], False),
+        (everything_but_amax, KERNELS[0], False),
+        ("bias_n+amax", KERNELS[0], True),
+        ("residual+amax", KERNELS[1], True),
+        (EVERYTHING, KERNELS[2], True),
+    ]
+    submitted = []
+    for text, kernel, admitted in cases:
+        problem, chosen = Problem(128, 512, 512, epilogue=text), candidate(kernel)
+        verdict = FAMILY.check(problem, chosen, h200)
+        assert verdict.rule == (None if admitted else "fused_registers"), (text, verdict)
+        submitted.append(pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, h200)))
+    for (text, _, admitted), future in zip(cases, submitted, strict=True):
+        found = future.result()
+        assert (found.artifact is not None) == admitted, (text, found.failure)
+        assert admitted or "spills" in str(found.failure)
+
+
 def test_what_the_gate_rule_rejects_spills(pool: CompilePool, h200: Device) -> None:
     problem = Problem(512, 4096, 512, epilogue="swiglu")
     tall = candidate({"schedule": "pingpong", "tile_m": 192, "tile_n": 128, "stages": 3, "swap_ab": False})

@@ -68,7 +68,7 @@ _ALLOWED = (None, "cluster_fits", "swap_fits", "split_fits")
 def test_right_on_every_shape(
     device: Device, pool: CompilePool, text: str, kernel: dict[str, int | str | bool]
 ) -> None:
-    launched = 0
+    launched = refused = 0
     for problem, split_k in zip(PROBLEMS, SPLITS, strict=True):
         problem = Problem(**(vars(problem) | {"epilogue": text}))
         chosen = candidate(kernel)
@@ -77,12 +77,11 @@ def test_right_on_every_shape(
         )
         verdict = FAMILY.check(problem, chosen, device)
         verdict = FEASIBLE if verdict.rule in _ALLOWED else verdict
-        if verdict.rule in ("fused_store", "shared_memory"):
+        if verdict.rule in ("fused_store", "fused_registers", "shared_memory"):
+            refused += verdict.rule != "shared_memory"
             continue
         assert verdict, (problem, verdict)
         result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
-        if result.artifact is None and "spills 24 B" in str(result.failure):
-            continue  # of all steps at once, in some kernels: the tuner goes on, and so does the test
         assert result.artifact is not None, result.failure
         launch = FAMILY.load(problem, chosen, device, result.artifact.path)
         operands = data.make_operands(problem, torch.device("cuda"), 5)
@@ -98,5 +97,4 @@ def test_right_on_every_shape(
                 checked,
             )
         launched += 1
-    gated_and_swapped = kernel["swap_ab"] and any(step in GATED for step in problem.fused.steps)
-    assert launched >= (0 if gated_and_swapped else 2)
+    assert launched >= 4 or refused == len(PROBLEMS)

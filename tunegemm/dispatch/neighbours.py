@@ -20,7 +20,7 @@ recorded kernel is taken for another problem where both agree:
    the edge than 16, than m / 32 or than its witness has. A second tile reads the weights again, and TMA fills
    rows beyond the edge slowly: at 4096x4096 a kernel with tiles of 64 took 12.4 us for m = 120 to 128 and
    20.9 us for m = 65; at 28672x4096 one with tiles of 16 was 1.10 of torch up to m = 16 and 0.67 at 17 (H200,
-   2026-11-21, `benchmarks.decode`).
+   2026-11-21, benchmarks/results/h200/decode-first-rule-2026-11-21.json).
 
 A row of one (m = 1) takes what was recorded for it, and is no witness: libraries multiply matrix and vector
 by other kernels. Launch parameters that depend on m are derived anew (`l2_hint`) or counted at load (`ctas`);
