@@ -121,7 +121,7 @@ def test_one_side_reaches_a_factor_of_2(rows, device):
     ],
 )
 def test_tiles_are_like_those_of_the_witness(device, witness, problem, said):
-    """Where a kernel gained nothing of its witness: benchmarks/results/h200/decode-first-rule-2026-11-21.json."""
+    """Where a kernel gained nothing: benchmarks/results/h200/decode-first-rule-2026-11-21.json."""
     m, one = witness
     shapes = Problem(problem, *SQUARE), Problem(m, *SQUARE)
     assert neighbours._tiles_differ(*shapes, one) == said
