@@ -6,8 +6,9 @@ call of a key, under a lock, and are then read without one. Nothing is compiled 
 read or loaded while the current stream records a CUDA graph: a product without a plan is then torch's.
 
 Building such a key costs more than all else that is left of a call. So a call first looks at what was done
-last with the same object as `b`, mostly a weight: if one check in C says that the operands are as they were
-then, that plan is right, whatever `b` is now.
+last with the `b` at this address, mostly a weight: if one check in C says that the operands are as they were
+then, that plan is right, whatever `b` is now. (Not with the same object: what ATen and Inductor's code pass
+is a new view each time.) Code that was compiled for operands of one kind does without the check, too.
 """
 
 from __future__ import annotations
@@ -177,21 +178,24 @@ class Dispatcher:
 
     def product(self, kind: int, a: Any, b: Any, out: Any = None) -> Any:
         """Of any kind of call."""
+        try:
+            a_address, b_address = a.data_ptr(), b.data_ptr()
+        except (AttributeError, RuntimeError, TypeError):  # no tensors, or such as have no memory
+            return self._general(kind, a, b, out)
+        if (a_address | b_address) & (ALIGNMENT - 1):
+            return self._general(kind, a, b, out)
         if out is None:
-            place = id(b) | kind  # identities are multiples of 16
+            place = b_address | kind
             recent = self._state.recent.get(place)
             known = recent is not None and recent.check(a, b)
         else:
-            place = id(b) | 2 | kind
+            place = b_address | 2 | kind
             recent = self._state.recent.get(place)
             known = recent is not None and recent.check(a, b, out)
         if not known:
             recent = self._earlier(place, a, b) if out is None else self._earlier(place, a, b, out)
-        if recent is None:
-            return self._general(kind, a, b, out)
-        a_address, b_address = a.data_ptr(), b.data_ptr()
         if (
-            (a_address | b_address) & (ALIGNMENT - 1)
+            recent is None
             or (recent.trains and grad_enabled())
             or dispatch_modes()
             or deterministic()
@@ -232,16 +236,19 @@ class Dispatcher:
 
         None where the form is of the kind RECORDED and torch shall compute it.
         """
-        place = id(b) | form.place if out is None else id(b) | 2 | form.place
+        try:
+            a_address, b_address = a.data_ptr(), b.data_ptr()
+        except (AttributeError, RuntimeError, TypeError):
+            return self._generally_fused(form, a, b, tensors, numbers, out)
+        if (a_address | b_address) & (ALIGNMENT - 1):
+            return self._generally_fused(form, a, b, tensors, numbers, out)
+        place = b_address | form.place if out is None else b_address | 2 | form.place
         everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)
         recent = self._state.recent.get(place)
         if recent is None or not recent.check(*everything):
             recent = self._earlier(place, *everything)
-        if recent is None:
-            return self._generally_fused(form, a, b, tensors, numbers, out)
-        a_address, b_address = a.data_ptr(), b.data_ptr()
         if (
-            (a_address | b_address) & (ALIGNMENT - 1)
+            recent is None
             or (recent.trains and grad_enabled())
             or dispatch_modes()
             or deterministic()
@@ -270,6 +277,46 @@ class Dispatcher:
         except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
             pass
         return self._generally_fused(form, a, b, tensors, numbers, out)
+
+    def compiled(
+        self,
+        site: str,
+        form: Form,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[float],
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """What a form makes of a product, for the code of a compiler, which has made sure of all but addresses.
+
+        site: the kinds, extents, strides and devices of all operands in words; empty where they may change.
+        """
+        plan = self._state.sites.get(site)
+        if plan is not None and plan.at is not None:
+            a_address, b_address, out_address = a.data_ptr(), b.data_ptr(), out.data_ptr()
+            words = () if plan.words is None else plan.words(tensors, numbers)
+            if not (
+                words is None
+                or (a_address | b_address | out_address) & (ALIGNMENT - 1)
+                or dispatch_modes()
+                or deterministic()
+                or (plan.guarded and plan.device.index != current_device())
+            ):
+                try:
+                    plan.at(a_address, b_address, out_address, *words)
+                    return out
+                except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
+                    pass
+        if form.text or form.out_dtype is not None:
+            result = self.fused(form, a, b, tensors, numbers, out)
+        else:
+            result = self.product(form.kind, a, b, out)
+        state, kind = self._state, form.place if form.text or form.out_dtype is not None else form.kind
+        recent = state.recent.get(b.data_ptr() | 2 | kind)
+        if site and recent is not None and recent.plan is not None and recent.check(a, b, *tensors, out):
+            state.sites[site] = recent.plan
+        return result
 
     def _earlier(self, place: int, a: Any, *others: Any) -> Recent | None:
         """What was done before the last time with this `b`, for as many rows of `a`."""
@@ -478,7 +525,7 @@ class Dispatcher:
         if len(state.earlier) >= MAX_PLANS:
             state.recent.clear()
             state.earlier.clear()
-        place = id(b) | (kind if form is None else form.place) | (2 if has_out else 0)
+        place = b.data_ptr() | (kind if form is None else form.place) | (2 if has_out else 0)
         state.recent[place] = state.earlier[place, a.numel()] = recent
 
     def _is_differentiable(self, a: Any, b: Any) -> bool:
