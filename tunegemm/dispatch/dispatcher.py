@@ -13,6 +13,7 @@ is a new view each time.) Code that was compiled for operands of one kind does w
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
@@ -22,6 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tunegemm.database.layers import modified
-from tunegemm.device import Device, find_device
+from tunegemm.device import Device, find_device, package_version
 from tunegemm.dispatch.autograd import (
     DTYPES,
     PLAIN,
@@ -78,6 +80,7 @@ from tunegemm.dispatch.policies import Policy
 from tunegemm.dispatch.selection import Rival, read_rivals, select
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
 from tunegemm.dispatch.unfused import absorbs, unfused
+from tunegemm.dispatch.worth import least_ratio
 from tunegemm.errors import (
     DatabaseError,
     DeviceError,
@@ -703,7 +706,8 @@ class Dispatcher:
     def serves(
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
     ) -> bool:
-        """Whether a kernel is recorded for what `fused` would be asked, by shapes, strides and dtypes alone.
+        """Whether a kernel is recorded for what `fused` would be asked, by shapes, strides and dtypes alone,
+        and is worth it (`worth`).
 
         For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
         is enough. Warns where there is none.
@@ -724,7 +728,21 @@ class Dispatcher:
             device = torch.device(self._device_type, index)
             prepared = self._prepared(state, operands.problem, device, name)
             state.untuned = None
-        return prepared is not None and prepared.launch is not None
+            known = state.devices.get(index)
+        if prepared is None or prepared.launch is None or known is None:
+            return False
+        return prepared.ratio >= least_ratio(operands.problem, known)
+
+    def fingerprint(self) -> str:
+        """Some letters that change with what `serves` goes by."""
+        if self._mode is None:
+            self._begin()
+        with self._lock:
+            state = self._state
+            if state.snapshot is None:
+                state.snapshot = self._snapshot(state, "")
+            facts = (package_version("tunegemm"), self._mode, state.policy, state.modified, state.snapshot.digest)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def _prepared(self, state: State, problem: Problem, device: torch.device, name: str) -> Prepared | None:
         """The launcher of the problem's record, or None after a warning that says why there is none."""
@@ -753,7 +771,7 @@ class Dispatcher:
         for record in selection.options:
             try:
                 with torch.cuda.device(index) if self._device_type == "cuda" else nullcontext():
-                    return self._prepare(record, state.policy.device(known))
+                    return replace(self._prepare(record, state.policy.device(known)), ratio=record.ratio)
             except (TunegemmError, ValueError, RuntimeError) as error:
                 why = _one_line(error)
         # In mode online the product is tuned next, or a warning says why it could not be.
