@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -29,6 +32,10 @@ pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning"
 
 class Everything(Snapshot):
     """A record for every problem."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digest = os.urandom(8).hex()  # what other runs left on torch's disk is not to be taken
 
     def find(self, problem, fingerprint):
         return Row(problem, fingerprint, CANDIDATE)
@@ -596,3 +603,45 @@ def test_a_patched_model_trains_and_compiles(kernel):
     assert len(kernel.calls) == 2
     before(x).float().sum().backward()
     assert layers[0].weight.grad is not None and len(kernel.calls) == 2 + 2 + 3
+
+
+# What torch.compile keeps on disk
+
+
+_TWICE = """
+import sys, torch, tunegemm, tests.test_torch as t
+from torch._dynamo.utils import counters
+from tunegemm.dispatch import api, ops
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.snapshot import Snapshot
+from tunegemm.problem import Problem
+
+ratio, device, kernel = float(sys.argv[1]), t.find_device("model:h200"), t.Kernel()
+rows = [t.Row(Problem(32, 48, 64), device.fingerprint, t.CANDIDATE, ratio)] if ratio else []
+api._dispatcher = Dispatcher(
+    device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device,
+    prepare=lambda record, _: Prepared(kernel), modified=lambda: (),
+)
+ops._DEVICE_TYPE = "cpu"
+torch.compile(tunegemm.matmul, fullgraph=True)(*t.operands())
+print(len(kernel.calls), counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_compiled_code_is_kept_by_the_records_that_decided(tmp_path):
+    """Of three processes with the same function: calls of the kernel, and what was taken from torch's caches."""
+
+    def run(ratio: float) -> list[int]:
+        found = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _TWICE, str(ratio)], capture_output=True, text=True, check=False,
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TUNEGEMM_MODE": "exact"},
+        )  # fmt: skip
+        assert found.returncode == 0, found.stderr
+        return [int(word) for word in found.stdout.split()]
+
+    assert run(0) == [0, 0, 0]
+    assert run(1.1) == [1, 0, 0], "a record since"
+    assert run(1.1) == [1, 1, 1], "all as before"
+    assert run(1.2) == [1, 0, 1], "another record, the same decision: Inductor's part is kept"
+    assert run(1.001) == [0, 0, 1], "not worth it: what was compiled without it"
