@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 import io
 import os
-import subprocess
-import sys
 import threading
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +25,8 @@ from tunegemm.dispatch import api, ops, takeover
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.snapshot import Snapshot
+from tunegemm.errors import TunegemmWarning
+from tunegemm.problem import Problem
 
 pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning")
 
@@ -608,40 +609,33 @@ def test_a_patched_model_trains_and_compiles(kernel):
 # What torch.compile keeps on disk
 
 
-_TWICE = """
-import sys, torch, tunegemm, tests.test_torch as t
-from torch._dynamo.utils import counters
-from tunegemm.dispatch import api, ops
-from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.snapshot import Snapshot
-from tunegemm.problem import Problem
+def test_compiled_code_is_kept_by_the_records_that_decided(kernel):
+    """Calls of the kernel, and what was taken from torch's caches, as records change under one function."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
 
-ratio, device, kernel = float(sys.argv[1]), t.find_device("model:h200"), t.Kernel()
-rows = [t.Row(Problem(32, 48, 64), device.fingerprint, t.CANDIDATE, ratio)] if ratio else []
-api._dispatcher = Dispatcher(
-    device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device,
-    prepare=lambda record, _: Prepared(kernel), modified=lambda: (),
-)
-ops._DEVICE_TYPE = "cpu"
-torch.compile(tunegemm.matmul, fullgraph=True)(*t.operands())
-print(len(kernel.calls), counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
-"""
+    device = find_device("model:h200")
 
-
-def test_compiled_code_is_kept_by_the_records_that_decided(tmp_path):
-    """Of three processes with the same function: calls of the kernel, and what was taken from torch's caches."""
-
-    def run(ratio: float) -> list[int]:
-        found = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _TWICE, str(ratio)], capture_output=True, text=True, check=False,
-            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TUNEGEMM_MODE": "exact"},
+    def run(*ratios: float) -> list[int]:
+        rows = [Row(Problem(32, 48, 64), device.fingerprint, CANDIDATE, ratio) for ratio in ratios]
+        dispatcher = Dispatcher(
+            device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device,
+            prepare=lambda record, _: Prepared(kernel), modified=lambda: (),
         )  # fmt: skip
-        assert found.returncode == 0, found.stderr
-        return [int(word) for word in found.stdout.split()]
+        api._dispatcher = dispatcher
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(tunegemm.matmul, fullgraph=True)
+        compiled(*operands())
+        kernel.calls.clear()
+        compiled(*operands())
+        caches = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
+        return [len(kernel.calls), *caches]
 
-    assert run(0) == [0, 0, 0]
-    assert run(1.1) == [1, 0, 0], "a record since"
-    assert run(1.1) == [1, 1, 1], "all as before"
-    assert run(1.2) == [1, 0, 1], "another record, the same decision: Inductor's part is kept"
-    assert run(1.001) == [0, 0, 1], "not worth it: what was compiled without it"
+    with fresh_cache(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)
+        assert run() == [0, 0, 0]
+        assert run(1.1) == [1, 0, 0], "a record since"
+        assert run(1.1) == [1, 1, 1], "all as before"
+        assert run(1.2) == [1, 0, 1], "another record, the same decision: Inductor's part is kept"
+        assert run(1.001) == [0, 0, 1], "not worth it: the code of before the record"
