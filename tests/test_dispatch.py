@@ -472,15 +472,13 @@ def test_autocast_to_another_dtype_after_a_call_without(serve, kernel):
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
 def test_what_autocast_leaves_alone(serve, kernel):
-    """fp64 is not cast; for a weight that requires grad torch has a cache, on the CPU out of reach."""
+    """fp64 is not cast."""
     dispatcher = serve(Problem(32, 48, 64))
     a, b = operands()
-    weight = torch.nn.Parameter(b.t().float())
     with torch.autocast("cpu", dtype=BF16), torch.no_grad():
         assert dispatcher.matmul(a.double(), b.double()).dtype == torch.float64
         with pytest.raises(RuntimeError):
             dispatcher.matmul(a.double(), b.float())
-        assert torch.equal(dispatcher.linear(a, weight), torch.nn.functional.linear(a, weight))
     assert not kernel.calls
 
 

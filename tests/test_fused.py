@@ -654,8 +654,85 @@ def test_autocast(serve, kernel):
             close(tunegemm.linear(x, weight, bias, "relu"), torch.relu(module(x)))
             close(tunegemm.linear(x, weight.to(BF16), bias), module(x))
         assert len(kernel.calls) == 4
-        close(tunegemm.linear(x, module.weight, module.bias), module(x))  # torch's cache holds its cast
+        close(tunegemm.linear(x, module.weight, module.bias), module(x))
+    assert len(kernel.calls) == 5
+
+
+@pytest.mark.parametrize("dtypes", ["wide", "weights", "skip", "cast"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast_means_what_it_means_for_torchs_calls(serve, kernel, dtypes, grad):
+    """dtypes: what is fp32: all, all but the input, the residual and bias, or nothing."""
+    serve()
+    x, weight, bias, skip = layer()
+    if dtypes == "wide":
+        x = x.float()
+    if dtypes in ("wide", "weights"):
+        weight = weight.float()
+    if dtypes != "cast":
+        bias, skip = bias.float(), skip.float()
+    gated = functional.silu
+    calls = {
+        "relu": (lambda: tunegemm.linear(x, weight, bias, "relu"),
+                 lambda: torch.relu(functional.linear(x, weight, bias))),
+        "no bias": (lambda: tunegemm.linear(x, weight, None, "silu"),
+                    lambda: functional.silu(functional.linear(x, weight))),
+        "residual": (lambda: tunegemm.linear(x, weight, bias, "gelu", skip),
+                     lambda: functional.gelu(functional.linear(x, weight, bias)) + skip),
+        "residual alone": (lambda: tunegemm.linear(x, weight, residual=skip),
+                           lambda: functional.linear(x, weight) + skip),
+        "gated": (lambda: tunegemm.gated_linear(x, weight, bias),
+                  lambda: gated(functional.linear(x, weight[0::2], bias[0::2]))
+                  * functional.linear(x, weight[1::2], bias[1::2])),
+        "addmm": (lambda: tunegemm.addmm(skip, x, weight.t(), alpha=2, beta=3),
+                  lambda: torch.addmm(skip, x, weight.t(), alpha=2, beta=3)),
+        "row": (lambda: tunegemm.addmm(bias, x, weight.t()), lambda: torch.addmm(bias, x, weight.t())),
+        "baddbmm": (lambda: tunegemm.baddbmm(skip[None], x[None], weight.t()[None]),
+                    lambda: torch.baddbmm(skip[None], x[None], weight.t()[None])),
+    }  # fmt: skip
+    for tensor in (x, weight, bias, skip):
+        tensor.requires_grad_(grad)
+    wanted = [x, weight, bias, skip]
+    for name, (ours, theirs) in calls.items():
+        with torch.autocast("cpu", dtype=BF16):
+            mine, torchs = ours(), theirs()
+            kernel.calls.clear()
+            ours()
+            assert kernel.calls or (grad and "add" in name), name
+        close(mine, torchs)
+        if grad:
+            pairs = [
+                torch.autograd.grad(result.float().sum(), wanted, allow_unused=True) for result in (mine, torchs)
+            ]
+            for one, other in zip(*pairs, strict=True):
+                assert (one is None) == (other is None), name
+                if one is not None:
+                    close(one, other)
+
+
+def test_autocast_leaves_scaled_products_and_other_devices_alone(serve, kernel):
+    serve()
+    x, weight, bias, _ = layer()
+    a, b, one = x.to(FP8), weight.to(FP8).t(), torch.ones(())
+    plain = tunegemm.scaled_mm(a, b, one, one, bias=bias, out_dtype=BF16)
+    expected = tunegemm.linear(x, weight, bias, "relu")
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(tunegemm.scaled_mm(a, b, one, one, bias=bias, out_dtype=BF16), plain)
+    with torch.autocast("cuda", dtype=torch.float16):
+        assert torch.equal(tunegemm.linear(x, weight, bias, "relu"), expected)
     assert len(kernel.calls) == 4
+
+
+def test_autocast_of_operands_that_have_its_dtype_is_as_short_as_none(by_address):
+    kernel = by_address("bias_n")
+    x, weight, bias, _ = layer()
+    with torch.autocast("cpu", dtype=BF16):
+        tunegemm.linear(x, weight, bias)
+        python, _ = calls_of(lambda: tunegemm.linear(x, weight, bias))
+        assert "_generally_fused" not in python and len(kernel.words) == 2
+    with torch.autocast("cpu", dtype=torch.float16), warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)
+        assert tunegemm.linear(x, weight, bias).dtype == torch.float16
+    assert len(kernel.words) == 2
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

@@ -165,7 +165,7 @@ def test_what_changed_since_the_forward_pass_is_noticed(kernel):
         result.sum().backward()
 
 
-def test_autocast_and_deterministic_gradients_are_torchs(kernel):
+def test_deterministic_gradients_are_torchs(kernel):
     a, b = operands()
     a.requires_grad_()
     torch.use_deterministic_algorithms(True)
@@ -173,9 +173,23 @@ def test_autocast_and_deterministic_gradients_are_torchs(kernel):
         tunegemm.matmul(a, b).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
-    with torch.autocast("cpu", dtype=torch.float16):
-        assert tunegemm.matmul(a, b).dtype == torch.float16
     assert not kernel.calls
+
+
+def test_training_under_autocast_dispatches_all_three_products(kernel):
+    layer = torch.nn.Linear(64, 48, bias=False)
+    x = operands()[0].float().requires_grad_()
+    grads = []
+    for patched in (False, True):
+        if patched:
+            takeover.patch(layer)
+        with torch.autocast("cpu", dtype=BF16):
+            result = layer(x)
+        assert result.dtype == BF16
+        grads.append(torch.autograd.grad(result.float().pow(2).sum(), (x, layer.weight)))
+    assert len(kernel.calls) == 3
+    for ours, theirs in zip(*grads, strict=True):
+        assert ours.dtype == torch.float32 and (ours - theirs).norm() < 1e-2 * theirs.norm()
 
 
 # Functions of torch.func

@@ -46,7 +46,6 @@ from tunegemm.dispatch.guards import (
     TensorGuards,
     allocation,
     any_autocast,
-    are_aligned,
     autocast,
     capturing,
     cast_by_autocast,
@@ -79,7 +78,7 @@ from tunegemm.dispatch.plans import (
 from tunegemm.dispatch.policies import Policy
 from tunegemm.dispatch.selection import Rival, read_rivals, select
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
-from tunegemm.dispatch.unfused import absorbs, unfused
+from tunegemm.dispatch.unfused import absorbs, taken_operands, unfused
 from tunegemm.dispatch.worth import least_ratio
 from tunegemm.errors import (
     DatabaseError,
@@ -337,17 +336,22 @@ class Dispatcher:
         if kind == RECORDED:
             if type(a) not in PLAIN or type(b) not in PLAIN or deterministic():
                 return None
+        elif (
+            out is None  # torch.matmul(out=) is not cast
+            and any_autocast()
+            and type(a) in PLAIN
+            and type(b) in PLAIN
+            and (cast := cast_by_autocast(a, b)) is not None
+        ):
+            if cast is TORCHS:
+                return _torch_product(kind, a, b, out)
+            return self.product(kind, autocast(a, cast), autocast(b, cast))
         elif not is_ordinary(a, b):
             if out is None and self._is_differentiable(a, b) and (kind == MATMUL or b.ndim == 2):
                 return multiply_differentiably(self.recorded, a, b.t() if kind == LINEAR else b)
             return _torch_product(kind, a, b, out)
         if out is not None and type(out) not in PLAIN:
             return _torch_product(kind, a, b, out)
-        cast = None
-        if out is None and kind != RECORDED and any_autocast():  # torch.matmul(out=) is not cast
-            cast = cast_by_autocast(a, b)
-            if cast is TORCHS:
-                return _torch_product(kind, a, b, out)
         key: tuple[Any, ...]
         tensors = (a, b) if out is None else (a, b, out)
         try:
@@ -357,9 +361,7 @@ class Dispatcher:
                 key += (out.shape, out.stride(), out.dtype, out.device)
         except RuntimeError:  # sparse and nested tensors have no strides
             return _torch_product(kind, a, b, out)
-        if cast is not None:
-            key += (cast,)
-        elif low:
+        if low:
             key += (low & -low,)
         if a.dtype is torch.float32:
             key += (tf32_allowed(),)
@@ -368,33 +370,28 @@ class Dispatcher:
         if plan is None:
 
             def make(state: State) -> Plan | None:
-                left, right = (a, b) if cast is None else (a.to(cast), b.to(cast))
-                if (kind == LINEAR and b.ndim != 2) or (cast is not None and not are_aligned(left, right)):
+                if kind == LINEAR and b.ndim != 2:
                     return None
-                return self._make_plan(state, _PLAIN_FORMS[kind], left, right, (), (), out)
+                return self._make_plan(state, _PLAIN_FORMS[kind], a, b, (), (), out)
 
             state, plan = self._plan(state, key, a.device, make)
             if plan is None:
-                if cast is None and not low and key in state.plans:
+                if not low and key in state.plans:
                     self._remember(state, key, None, kind, *tensors, has_out=out is not None)
                 return _torch_product(kind, a, b, out)
-        left, right, result = a, b, out
-        if cast is not None:
-            left, right = autocast(a, cast), autocast(b, cast)
-            if left.dtype is not cast or right.dtype is not cast or not are_aligned(left, right):
-                return _torch_product(kind, a, b, out)
+        result = out
         if result is None:
-            result = left.new_empty(plan.out_shape)
-        elif not is_writable(plan, left, right, result):
+            result = a.new_empty(plan.out_shape)
+        elif not is_writable(plan, a, b, result):
             return _torch_product(kind, a, b, out)
         elif not result.is_inference():  # inference tensors count no versions
             increment_version(result)
         try:
-            launch_plan(plan, left, right.t() if kind == LINEAR else right, result)
+            launch_plan(plan, a, b.t() if kind == LINEAR else b, result)
         except (RuntimeError, ValueError) as error:
             self._drop(state, key, plan, a, b, error)
             return _torch_product(kind, a, b, out)
-        if plan.at is not None and cast is None and not low:
+        if plan.at is not None and not low:
             self._remember(state, key, plan, kind, *tensors, has_out=out is not None)
         return result
 
@@ -406,6 +403,14 @@ class Dispatcher:
         if kind == RECORDED:
             if any(type(tensor) not in PLAIN for tensor in (a, b, *tensors)) or deterministic():
                 return None
+        elif (
+            out is None
+            and any_autocast()
+            and all(type(tensor) in PLAIN for tensor in (a, b, *tensors))
+            and a.dtype.itemsize > 1  # products of scaled operands are not cast
+            and (cast := cast_by_autocast(a, b, *tensors[: len(tensors) - form.writes])) is not None
+        ):
+            return self._cast_and_fused(form, a, b, tensors, numbers, cast)
         elif not is_ordinary(a, b) or not all(map(is_quiet, tensors)):
             plain = all(type(tensor) in PLAIN for tensor in tensors)
             if out is None and plain and self._is_differentiable(a, b) and (kind == MATMUL or b.ndim == 2):
@@ -413,13 +418,6 @@ class Dispatcher:
             return _torchs(form, a, b, tensors, numbers, out)
         if out is not None and type(out) not in PLAIN:
             return _torchs(form, a, b, tensors, numbers, out)
-        cast = None
-        if out is None and kind != RECORDED and a.dtype.itemsize > 1 and any_autocast():
-            cast = cast_by_autocast(a, b)
-            if cast is TORCHS or (cast is not None and b.requires_grad and b.dtype is not cast):
-                return _torchs(form, a, b, tensors, numbers, out)  # a weight is cast once for many calls
-            if cast is not None:
-                a, b, *tensors = (tensor.to(cast) for tensor in (a, b, *tensors))
         everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)
         try:
             low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
@@ -452,7 +450,7 @@ class Dispatcher:
         if plan is None:
             if key in state.of_tuned_products:
                 return unfused(form, a, b, tensors, numbers, out, multiply=partial(self.product, kind))
-            if cast is None and not (low or below) and key in state.plans:
+            if not (low or below) and key in state.plans:
                 self._remember(state, key, None, kind, *everything, form=form, has_out=out is not None)
             return _torchs(form, a, b, tensors, numbers, out)
         result = out
@@ -470,9 +468,37 @@ class Dispatcher:
         if form.writes:
             if not tensors[-1].is_inference():
                 increment_version(tensors[-1])
-        elif plan.at is not None and cast is None and not low:
+        elif plan.at is not None and not low:
             self._remember(state, key, plan, kind, *everything, form=form, has_out=out is not None)
         return result
+
+    def _cast_and_fused(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], cast: Any
+    ) -> Any:
+        """What torch's own calls would make of it: autocast casts what goes into the product's call, bias and C,
+        too; what is added afterwards keeps its dtype, which may be the wider one and then is the result's.
+        """
+        if cast is TORCHS or form.out_dtype not in (None, cast):
+            return _torchs(form, a, b, tensors, numbers, None)
+        names = [operand.name for operand in form.epilogue.operands if operand.kind != "number"]
+        # A user's function gives the product's dtype, whatever its operands have.
+        taken = taken_operands(form, a, b) if form.epilogue.function is None else names
+        a, b = autocast(a, cast), autocast(b, cast)
+        seen = [
+            autocast(tensor, cast) if name in taken else tensor
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+        wide = [
+            name for name, tensor in zip(names, seen, strict=True)
+            if tensor.dtype is not cast and name != "amax"
+        ]  # fmt: skip
+        if not wide:
+            return self.fused(form, a, b, seen, numbers)
+        if wide == ["residual"] and form.epilogue.steps[-1] == "residual":
+            text = form.text.removesuffix("residual").removesuffix("+")
+            before = form_of(form.kind, text, form.out_dtype, form.accumulation)
+            return self.fused(before, a, b, seen[:-1], numbers) + seen[-1]
+        return _torchs(form, a, b, seen, numbers, None)
 
     def _differentiably(
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
@@ -512,8 +538,6 @@ class Dispatcher:
         """Let the next call with this `b` find the plan without a key."""
         if TensorGuards is None or self._empty is None:
             return
-        if kind != RECORDED and any_autocast():
-            return  # the check does not know to what autocast casts
         tensors = (a, b, *others)
         recent = state.checked.get(key)
         if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
@@ -544,7 +568,6 @@ class Dispatcher:
             and not dispatch_modes()
             and not tracing()
             and not (a.is_neg() or b.is_neg())
-            and not (any_autocast() and cast_by_autocast(a, b) is not None)
         )
 
     # Everything below runs on the first call of a key only.

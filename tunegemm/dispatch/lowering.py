@@ -47,7 +47,7 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
     if hasattr(inductor.extern_kernels, _NAME):
         return
 
-    # Names and arguments are in code that Inductor keeps on disk: other arguments want other names.
+    # Names and arguments are in code that Inductor keeps on disk: see `ops._CALLS`.
     def product(a: torch.Tensor, b: torch.Tensor, *, site: str, out: torch.Tensor) -> torch.Tensor:
         return serving().compiled(site, plain, a, b, (), (), out)
 

@@ -7,7 +7,7 @@ parts are torch's operators then, which a compiler fuses with what is around the
 
 torch.compile keeps what it made on disk, by the graph that Dynamo traced. What is served is decided later, from
 records: so they are part of that graph, as the argument `records` of the operators, some letters that change
-with them. It is dropped with the decision: where that is the same, Inductor's code is.
+with them. With the decision they become `_CALLS`: where it is the same, Inductor's code is.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 #: Products of other devices stay torch's in a graph, where its compiler may fuse them.
 _DEVICE_TYPE = "cuda"
+
+#: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it keeps
+#: on disk is of any age.
+_CALLS = "calls-2"
 
 _library = torch.library.Library("tunegemm", "DEF")
 
@@ -101,7 +105,7 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
 
     def below_autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, a, b)
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, a, b, records=_CALLS)
 
     def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -175,7 +179,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(
                 keyset & torch._C._after_autograd_keyset,
-                a, b, operands, numbers, epilogue, out_dtype, accumulation,
+                a, b, operands, numbers, epilogue, out_dtype, accumulation, records=_CALLS,
             )  # fmt: skip
 
     def vmap(
