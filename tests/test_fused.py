@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 from torch.nn import functional
 
 import tunegemm
@@ -23,6 +24,7 @@ from tunegemm.dispatch import api, ops, takeover
 from tunegemm.dispatch.dispatcher import Dispatcher, tune_command
 from tunegemm.dispatch.launchers import TORCH, Prepared
 from tunegemm.dispatch.snapshot import Snapshot
+from tunegemm.dispatch.worth import kernels_after, least_ratio
 from tunegemm.epilogue import MAX_WORDS, Epilogue, Matrix, Number, PerColumn, maximum, tanh
 from tunegemm.errors import ProblemError, TunegemmWarning
 from tunegemm.families.launching import AddressLaunch, AddressLauncher, operand_reader, words_reader
@@ -79,7 +81,7 @@ def serve(kernel, monkeypatch):
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     # Else the first call of compiled code is made under a mode, where products are torch's.
-    with warnings.catch_warnings(), torch._functorch.config.patch(check_custom_op_aliasing=False):
+    with warnings.catch_warnings(), functorch_config.patch(check_custom_op_aliasing=False):
         warnings.simplefilter("error", TunegemmWarning)
         yield
     tunegemm.disable()
@@ -765,6 +767,49 @@ def test_inductors_code_calls_us_and_not_torchs_dispatcher(serve, kernel):
         close(expected, compiled(x))
     assert code.count("extern_kernels.tunegemm_product_and_more(") == 2
     assert "torch.ops.tunegemm.fused.default(" not in code and len(kernel.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "epilogue", "least"),
+    [
+        ("16x4096x4096", "", (1.01, 1.01)),
+        ("4096x4096x4096", "bias_n", (1.01, 1.01)),  # the library's call takes the bias
+        ("4096x4096x4096", "alpha+beta_c", (1.01, 1.01)),
+        ("512x4096x4096", "residual", (1.05, 1.3)),  # measured: 1.038 by us, and slower than the bare product
+        ("4096x14336x4096", "bias_n+gelu_tanh", (1.05, 1.15)),
+        ("4096x28672x4096", "swiglu", (1.1, 1.3)),
+    ],
+)
+def test_what_a_kernel_must_gain_in_compiled_code(shape, epilogue, least):
+    """A compiler does what follows a product in its neighbours' kernels: no more than that may be gained."""
+    ratio = least_ratio(Problem.parse(shape, epilogue=epilogue), find_device("model:h200"))
+    assert least[0] <= ratio <= least[1]
+
+
+def test_every_operation_of_a_users_function_is_a_kernel_of_eager_torch():
+    assert kernels_after(Problem(32, 48, 64, epilogue=str(bent))) == 6
+    assert kernels_after(Problem(32, 48, 64, epilogue="bias_n+gelu+residual")) == 2
+
+
+def test_code_in_cpp_is_torchs(serve, kernel):
+    """It would call us through torch's dispatcher, and may run where there is no Python."""
+    serve()
+    x, weight, bias, _ = layer()
+    graphs = []
+
+    def compiler(graph, _):
+        graphs.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=compiler)
+    with torch.no_grad(), torch._inductor.config.patch(cpp_wrapper=True):
+        compiled = torch.compile(
+            lambda x: tunegemm.linear(tunegemm.linear(x, weight), weight.t(), None, "relu"),
+            backend=backend,
+            fullgraph=True,
+        )
+        compiled(x)
+    assert "aten.mm.default" in graphs and not any("tunegemm" in target for target in graphs)
 
 
 @pytest.mark.filterwarnings("error:(?s).*lru_cache")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear as torch_linear
 
@@ -62,7 +63,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     # Else the first call of compiled code is made under a mode, where products are torch's.
-    with torch._functorch.config.patch(check_custom_op_aliasing=False):
+    with functorch_config.patch(check_custom_op_aliasing=False):
         yield
     assert not takeover._active
     torch._dynamo.reset()
