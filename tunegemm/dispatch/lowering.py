@@ -99,6 +99,7 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
             return (by_operator if graphs.graph.cpp_wrapper else call)(*arguments, **keywords)
 
         lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
+        lowering.add_needs_realized_inputs(operator)  # as for aten.mm
 
     register(torch.ops.tunegemm.fused.default, fused)
     for operator in (torch.ops.tunegemm.mm.default, torch.ops.tunegemm.bmm.default):

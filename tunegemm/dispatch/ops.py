@@ -39,7 +39,9 @@ _library = torch.library.Library("tunegemm", "DEF")
 def define(serving: Callable[[], Dispatcher]) -> None:
     """Registers the operators, whose products are computed by what `serving` returns at each call."""
     _records_of.append(serving)
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    # Strides are fixed where a compiler calls us (`lowering`). By a tag they would be earlier, which copies what is
+    # not computed yet: the norm of a model was written anew for each product that reads it.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     for name in ("mm", "bmm"):
         _library.define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", tags=tags)
         _define_product(name, serving)
