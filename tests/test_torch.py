@@ -288,6 +288,31 @@ def test_inductor_calls_by_a_function_and_leaves_the_untuned_to_aten(kernel, mon
     assert "torch.ops.tunegemm" not in code
 
 
+def test_inductors_code_is_what_it_is_with_torchs_products(kernel):
+    """No operand is copied, or computed for each product that reads it."""
+    from torch._inductor.utils import run_and_get_code
+
+    x, b = operands()
+    weight = b.t().contiguous()
+
+    def code(multiply):
+        def layer(x):
+            normed = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True)).to(BF16)
+            return torch.nn.functional.silu(multiply(normed, weight)) * multiply(normed, weight + 1)
+
+        torch._dynamo.reset()
+        _, (text,) = run_and_get_code(torch.compile(layer, fullgraph=True), x.view(2, 16, 64))
+        called = text[text.index("def call(") : text.index("runner = ")]
+        return [called.count(word) for word in ("empty_strided", "cpp_fused", "_product(", "extern_kernels.mm(")]
+
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        ours, torchs = code(tunegemm.linear), code(torch_linear)
+    assert ours[:2] == torchs[:2] and ours[2:] == [2, 0] and torchs[2:] == [0, 2]
+
+
 def test_compiled_training_dispatches_all_three_products(kernel):
     x, b = operands()
     weight = torch.nn.Parameter(b.t().contiguous())
