@@ -21,8 +21,9 @@ import tunegemm
 from tests.test_dispatch import BF16, Kernel, Row, at, calls_of, operands, quietly
 from tunegemm.device import find_device
 from tunegemm.dispatch import api, ops, takeover
-from tunegemm.dispatch.dispatcher import Dispatcher, tune_command
+from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import TORCH, Prepared
+from tunegemm.dispatch.planning import tune_command
 from tunegemm.dispatch.snapshot import Snapshot
 from tunegemm.dispatch.worth import kernels_after, least_ratio
 from tunegemm.epilogue import MAX_WORDS, Epilogue, Matrix, Number, PerColumn, maximum, tanh
@@ -704,7 +705,8 @@ def test_autocast_means_what_it_means_for_torchs_calls(serve, kernel, dtypes, gr
         close(mine, torchs)
         if grad:
             pairs = [
-                torch.autograd.grad(result.float().sum(), wanted, allow_unused=True) for result in (mine, torchs)
+                torch.autograd.grad(result.float().sum(), wanted, allow_unused=True)
+                for result in (mine, torchs)
             ]
             for one, other in zip(*pairs, strict=True):
                 assert (one is None) == (other is None), name
