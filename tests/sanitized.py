@@ -22,7 +22,8 @@ from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
 _PINGPONG = {"schedule": "pingpong", "cluster_n": 1}
-#: Shape, what else the problem is, what of the kernel and of its launch differs from `HOPPER`. Small and ragged.
+_NARROW = {"tile_m": 64, "tile_n": 16, "epi_n": 16, "cluster_n": 1, "swap_ab": True}
+#: Shape, what else the problem is, what of the kernel and of its launch differs from `HOPPER`.
 CASES = [
     ("328x520x392", {}, {}, {}),
     ("328x520x392", {"layout": "nt"}, {"cluster_m": 2, "cluster_n": 1, "tile_m": 256}, {}),
@@ -31,7 +32,7 @@ CASES = [
     ("328x520x392", {}, _PINGPONG | {"cluster_m": 2}, {"raster_order": "along_n"}),
     ("200x520x1032", {}, {"tile_m": 64}, {"split_k": 3}),
     ("200x520x1032", {}, _PINGPONG | {"tile_n": 64}, {"split_k": 4}),
-    ("16x520x1032", {}, {"tile_m": 64, "tile_n": 16, "epi_n": 16, "cluster_n": 1, "swap_ab": True}, {"split_k": 2}),
+    ("16x520x1032", {}, _NARROW, {"split_k": 2}),
     ("200x264x328", {"out_dtype": "fp32"}, {"tile_m": 64}, {}),
     ("200x272x656", {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"}, {"tile_k": 128, "tile_m": 64}, {}),
     ("200x272x656", {"dtype": "fp8_e4m3", "accumulation": "two_level"}, {"tile_k": 128, "stages": 3}, {}),

@@ -196,10 +196,10 @@ class Operation:
             if missing := [name for name in known[table] if name not in names]:
                 listed = ", ".join(map(str, values[missing[0]]))
                 return f"{table} parameter {missing[0]!r} is missing; use one of {listed}"
-            for name, value in given:
-                # Of numbers the list is what a search looks at; rules say which others there may be.
+            for name, value in given if table == "launch" else ():
+                # Of numbers, and of kernels, the list is what a search looks at; rules know which others run.
                 if isinstance(values[name][0], str) and value not in values[name]:
-                    return f"{table} parameter {name!r} is {value!r}; use one of {', '.join(values[name])}"
+                    return f"launch parameter {name!r} is {value!r}; use one of {', '.join(values[name])}"
         return None
 
     def _lent(self, workspace: torch.Tensor | int, memory: Workspace) -> torch.Tensor:
