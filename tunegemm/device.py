@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tunegemm.errors import DeviceError
@@ -289,8 +290,6 @@ def kernel_source_hash(family: str) -> str:
 
     These are `kernel*.py` and `config.py` in its folder. A record holds for its own family's sources.
     """
-    from pathlib import Path
-
     digest = hashlib.sha256()
     root = Path(__file__).parent / "families"
     paths = sorted([*(root / family).rglob("kernel*.py"), *(root / family).rglob("config.py")])
@@ -388,6 +387,9 @@ def _nvml() -> Iterator[Any]:
 
 
 def _driver_version() -> str:
+    """From the kernel module where it says so: starting NVML looks at every GPU of the host."""
+    with suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text().strip()
     import pynvml
 
     with suppress(pynvml.NVMLError), _nvml() as nvml:
