@@ -96,7 +96,8 @@ def link(compiled: Path) -> None:
         _log.info("%s: no linker here, so that its first launch will import the compiler", compiled)
         return
     linked = compiled.with_name(f"{compiled.name}.so")
-    options = ["-shared", "--eh-frame-hdr", "-z", "now", "-z", "defs", "-z", "noexecstack"]
+    options = ["-shared", "-s", "--eh-frame-hdr"]
+    options += ["-z", "now", "-z", "defs", "-z", "noexecstack", "-z", "noseparate-code"]
     files = [str(compiled), *find_runtime_libraries(enable_tvm_ffi=True)]
     done = subprocess.run(
         [linker, *options, "-o", str(linked), *files], capture_output=True, text=True, check=False
@@ -138,17 +139,17 @@ def _load_library(content: bytes) -> Any:
     """
     import tvm_ffi
 
-    _open_runtime()
-    with tempfile.NamedTemporaryFile(prefix="tunegemm-", suffix=".so") as file:
-        file.write(content)
-        file.flush()
-        try:
+    try:
+        _open_runtime()
+        with tempfile.NamedTemporaryFile(prefix="tunegemm-", suffix=".so") as file:
+            file.write(content)
+            file.flush()
             return tvm_ffi.load_module(file.name, keep_module_alive=False)[FUNCTION_NAME]
-        except (RuntimeError, AttributeError) as error:
-            raise RuntimeError(
-                f"a compiled kernel cannot be loaded from {Path(file.name).parent} ({error}); if files there "
-                "may not be executed, name another folder in TMPDIR"
-            ) from None
+    except (OSError, RuntimeError, AttributeError) as error:
+        raise RuntimeError(
+            f"a compiled kernel cannot be loaded ({' '.join(str(error).split())}); if files in the temporary "
+            "folder may not be executed, name another one in TMPDIR"
+        ) from None
 
 
 @functools.cache
@@ -158,7 +159,10 @@ def _open_runtime() -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     from cutlass.cute.runtime import find_runtime_libraries
 
-    return ctypes.CDLL(next(name for name in find_runtime_libraries() if name.endswith(_RUNTIME)))
+    for name in find_runtime_libraries():
+        if name.endswith(_RUNTIME):
+            return ctypes.CDLL(name)
+    raise RuntimeError(f"nvidia-cutlass-dsl has no {_RUNTIME}; install it anew")
 
 
 def _find_runtime() -> Path | None:
