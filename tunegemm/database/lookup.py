@@ -55,7 +55,7 @@ class Lookup:
         problems: key and fields of each. records: keys of problem, fingerprint and candidate, ratio, hash of
         the kernel sources. fingerprints: fields by key. candidates: JSON and digest by key.
         """
-        self._keys = {tuple(fields): key for key, *fields in problems}
+        self._keys = {tuple(row[1:]): row[0] for row in problems}
         self._records: dict[int, list[tuple[int, int, float, str]]] = {}
         sources: dict[str, str] = {}  # the few that there are, each kept once
         for problem, fingerprint, candidate, ratio, source in records:
