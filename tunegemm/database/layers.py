@@ -83,10 +83,10 @@ def read_lookups() -> tuple[list[Record], list[Lookup], list[str]]:
     lookups = []
     for layer, location in _databases():
         found = None if "://" in str(location) else read_file(Path(location).expanduser(), layer)
-        if found is None:
-            lookups += of_databases(lambda database: database.lookup(), warnings, layer)
-        else:
+        if found is not None:
             lookups.append(found)
+        else:
+            lookups += _of_database(lambda database: database.lookup(), layer, location, warnings)
     return records, lookups, warnings
 
 
@@ -102,20 +102,22 @@ def read_texts() -> tuple[list[Record], list[str]]:
     return records, warnings
 
 
-def of_databases(read: Callable[[Database], T], warnings: list[str], only: str = "") -> list[T]:
-    """What is read of the user's and of the project's layer, or of one; a line for one that cannot be."""
-    found = []
-    for layer, location in _databases():
-        if only not in ("", layer):
-            continue
-        from tunegemm.database.store import Database  # a host that only has packs needs no SQLAlchemy
+def of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
+    """What is read of the user's and of the project's layer; adds a line for one that cannot be."""
+    return [found for place in _databases() for found in _of_database(read, *place, warnings)]
 
-        try:
-            with Database.open(location, read_only=True, layer=layer) as database:
-                found.append(read(database))
-        except DatabaseError as error:
-            warnings.append(str(error))
-    return found
+
+def _of_database(
+    read: Callable[[Database], T], layer: str, location: Path | str, warnings: list[str]
+) -> list[T]:
+    from tunegemm.database.store import Database  # brings SQLAlchemy
+
+    try:
+        with Database.open(location, read_only=True, layer=layer) as database:
+            return [read(database)]
+    except DatabaseError as error:
+        warnings.append(str(error))
+        return []
 
 
 def _databases() -> list[tuple[str, Path | str]]:

@@ -125,31 +125,34 @@ def load_function(artifact: Path):  # type: ignore[no-untyped-def]
 def _load(path: str, modified_ns: int, device: int):  # type: ignore[no-untyped-def]
     content = Path(path).read_bytes()
     if content[16:18] == _SHARED:
-        return _load_library(content)
+        return _load_library(content, Path(path).parent)
     import cutlass.cute as cute
 
     return cute.runtime.load_module(path, enable_tvm_ffi=True)[FUNCTION_NAME]
 
 
-def _load_library(content: bytes) -> Any:
-    """From a file of its own, which is gone once it is loaded.
+def _load_library(content: bytes, beside: Path) -> Any:
+    """From a file of its own, which is gone once it is loaded; `beside`, if temporary files cannot be.
 
     An object keeps what it set up for the device of its first launch, and a file is loaded into a process
     once, however often it is opened: each device has its own.
     """
     import tvm_ffi
 
-    try:
-        _open_runtime()
-        with tempfile.NamedTemporaryFile(prefix="tunegemm-", suffix=".so") as file:
-            file.write(content)
-            file.flush()
-            return tvm_ffi.load_module(file.name, keep_module_alive=False)[FUNCTION_NAME]
-    except (OSError, RuntimeError, AttributeError) as error:
-        raise RuntimeError(
-            f"a compiled kernel cannot be loaded ({' '.join(str(error).split())}); if files in the temporary "
-            "folder may not be executed, name another one in TMPDIR"
-        ) from None
+    reasons = []
+    for folder in (None, beside):
+        try:
+            _open_runtime()
+            with tempfile.NamedTemporaryFile(prefix="tunegemm-", suffix=".so", dir=folder) as file:
+                file.write(content)
+                file.flush()
+                return tvm_ffi.load_module(file.name, keep_module_alive=False)[FUNCTION_NAME]
+        except (OSError, RuntimeError, AttributeError) as error:
+            reasons.append(" ".join(str(error).split()))
+    raise RuntimeError(
+        f"a compiled kernel cannot be loaded ({reasons[0]}); if temporary files may not be executed, name "
+        "another folder for them in TMPDIR"
+    )
 
 
 @functools.cache
