@@ -178,6 +178,9 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
     from torch.nn.functional import gelu, linear
 
     import tunegemm
+    from tunegemm.dispatch import api
+    from tunegemm.dispatch.forms import MATMUL, form_of
+    from tunegemm.dispatch.lowering import site_of
 
     where, m, n, k = device.spec, problem.m, problem.n, problem.k
     a = torch.rand(m, k, dtype=torch.bfloat16, device=where)
@@ -196,6 +199,13 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
                 call()
 
         return run
+
+    plain, site = form_of(MATMUL, ""), site_of((a, b))
+    view: Any = torch._C._dynamo.guards._reinterpret_tensor
+
+    def compiled() -> Any:
+        """As Inductor writes it, see `tunegemm.dispatch.lowering`."""
+        return api._dispatcher.compiled(site, plain, a, view(weight, (k, n), (1, k), 0), (), (), out)
 
     def fresh(product: Callable[..., Any]) -> Call:
         return lambda: product(a, weight.t())
@@ -224,6 +234,7 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
         ),
         "matmul, 3-D (bmm)": (lambda: tunegemm.matmul(batch, batch_b), lambda: torch.bmm(batch, batch_b)),
         "matmul, b a new view each time": (fresh(tunegemm.matmul), fresh(torch.mm)),
+        "compiled code's call": (compiled, lambda: torch.mm(a, view(weight, (k, n), (1, k), 0), out=out)),
         "matmul, two m in turns": (alternating(tunegemm.matmul), alternating(torch.mm)),
     }
 
@@ -239,7 +250,7 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
     for _ in range(3):
         out = api.matmul(a, b)
     served = api._dispatcher
-    recent = served._state.recent.get(id(b))
+    recent = served._state.recent.get(b.data_ptr())
     if recent is None or recent.plan is None or recent.at is None:
         raise TunegemmError(f"{problem} was not launched by a tuned kernel; tune it first")
     plan, at, index = recent.plan, recent.at, device.index

@@ -244,6 +244,12 @@ class TileGrid:
         return self.clusters * self.cluster_size
 
 
+def elementwise_us(num_bytes: int, device: Device) -> float:
+    """Of a kernel that does nothing but read and write so many bytes."""
+    bandwidth = (device.bandwidth_gbps or _DEFAULT_BANDWIDTH_GBPS) * 1e3 * _DRAM_EFFICIENCY
+    return _LAUNCH_US + num_bytes / bandwidth
+
+
 def operand_bytes_from_dram(
     problem: Problem, grid: TileGrid, resident: int, l2_bytes: int, raster: str, swizzle: int
 ) -> float:
