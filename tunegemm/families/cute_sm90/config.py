@@ -64,6 +64,11 @@ class KernelConfig:
         return self.epi_n // 2 if self.fused.gated else self.epi_n
 
     @property
+    def converted_columns(self) -> int:
+        """Columns of a subtile that are converted at a time: with an epilogue few, as it needs registers."""
+        return min(16, self.out_epi_n) if self.epilogue else self.out_epi_n
+
+    @property
     def gates_halves(self) -> bool:
         """Whether TMA puts the even rows of a B tile before the odd ones: one thread then has both columns
         of neighbouring gates, and stores pairs. Columns that lie side by side TMA cannot tell apart.

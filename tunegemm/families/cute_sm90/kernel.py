@@ -146,8 +146,8 @@ class Gemm(Fusion):
         gD = mD
         matrix = ()
         if const_expr(config.epi_n > 0):
-            # The same atom, one subtile wide: which thread holds which element of a subtile.
-            epilogue_mma = self.tiled_mma(a_layout, b_layout, 1, config.out_epi_n)
+            # The same atom, as wide as what is converted at a time: which thread holds which element of that.
+            epilogue_mma = self.tiled_mma(a_layout, b_layout, 1, config.converted_columns)
             sD_layout = self.staging_layout(LayoutEnum.from_tensor(mD))
             tma_d, gD = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileS2GOp(),
@@ -793,8 +793,9 @@ class Gemm(Fusion):
         pairs = const_expr(config.fused.gated and not config.gates_halves)
         store_op, load_op = cute.nvgpu.CopyUniversalOp(), cute.nvgpu.CopyUniversalOp()
         if const_expr(self.out_dtype.width == 16):
-            store_op = warp.StMatrix8x8x16bOp(config.out_major == "m", 4)
-            load_op = warp.LdMatrix8x8x16bOp(config.out_major == "m", 4)
+            matrices = min(4, config.converted_columns // 4)
+            store_op = warp.StMatrix8x8x16bOp(config.out_major == "m", matrices)
+            load_op = warp.LdMatrix8x8x16bOp(config.out_major == "m", matrices)
         tiled_copy, tRS_sD, tiled_load, tSR_sC = None, None, None, None
         if const_expr(not pairs):
             tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(store_op, self.out_dtype), epilogue_mma)
@@ -804,9 +805,10 @@ class Gemm(Fusion):
             tSR_sC = tiled_load.get_slice(group_thread).partition_S(sD)
         bSG_sD, bSG_gD = self.staged_boxes(tma_d, mD, sD)
         subtiles = config.tile_n // config.epi_n
-        values = MMA_ATOM_M * config.epi_n // WARPGROUP_THREADS
-        out_values = MMA_ATOM_M * config.out_epi_n // WARPGROUP_THREADS
-        out_shape = epilogue_mma.partition_shape_C((MMA_ATOM_M, config.out_epi_n))
+        columns = config.converted_columns * config.epi_n // config.out_epi_n  # of the product
+        values = MMA_ATOM_M * columns // WARPGROUP_THREADS
+        pieces = config.epi_n // columns
+        out_shape = epilogue_mma.partition_shape_C((MMA_ATOM_M, config.converted_columns))
         issues = group_thread < 32
 
         if const_expr(not loads):
@@ -818,38 +820,46 @@ class Gemm(Fusion):
             own_buffer = index % buffers
             buffer = group * buffers + own_buffer
             row, column = self.subtile_place(index, group, tile_m, tile_n)
-            fragment = cute.make_rmem_tensor(values, self.acc_dtype)
-            for value in cutlass.range_constexpr(values):
-                source = index * values + value
-                if const_expr(config.gates_halves):
-                    # Values of four columns, gate and up in turns, from where the tile has either half.
-                    source = (
-                        (atom * 2 + value % 2) * (config.tile_n // 4)
-                        + subtile * (values // 2) + value // 4 * 2 + value // 2 % 2
+            if const_expr(loads):
+                phase = (phases >> own_buffer) ^ (index // buffers)
+                cute.arch.mbarrier_wait(matrix[2] + buffer, phase & 1)
+            for piece in cutlass.range_constexpr(pieces):
+                fragment = cute.make_rmem_tensor(values, self.acc_dtype)
+                for value in cutlass.range_constexpr(values):
+                    source = (index * pieces + piece) * values + value
+                    if const_expr(config.gates_halves):
+                        # Four columns, gate and up in turns, from where the tile has either half.
+                        source = (
+                            (atom * 2 + value % 2) * (config.tile_n // 4)
+                            + (subtile * pieces + piece) * (values // 2) + value // 4 * 2 + value // 2 % 2
+                        )  # fmt: skip
+                    fragment[value] = accumulators[source]
+                if const_expr(self.epilogue):
+                    loaded = None
+                    if const_expr(loads):
+                        given = cute.make_rmem_tensor(out_shape, self.out_dtype)
+                        cute.copy(
+                            tiled_load, tSR_sC[(None, None, piece, buffer)],
+                            tiled_load.retile(given)[(None, None, 0)],
+                        )  # fmt: skip
+                        loaded = self.flat(given).load().to(cutlass.Float32)
+                    first_column = tile_n * config.tile_n + subtile * config.epi_n + piece * columns
+                    fragment = self.fuse(
+                        fragment, columns, group_thread, (row * MMA_ATOM_M, first_column, entry), mD, fused[0],
+                        fused[1:], loaded, amax,
                     )  # fmt: skip
-                fragment[value] = accumulators[source]
-            if const_expr(self.epilogue):
-                loaded = None
-                if const_expr(loads):
-                    phase = (phases >> own_buffer) ^ (index // buffers)
-                    cute.arch.mbarrier_wait(matrix[2] + buffer, phase & 1)
-                    piece = cute.make_rmem_tensor(out_shape, self.out_dtype)
-                    cute.copy(tiled_load, tSR_sC[(None, None, None, buffer)], tiled_load.retile(piece))
-                    loaded = self.flat(piece).load().to(cutlass.Float32)
-                place = (row * MMA_ATOM_M, tile_n * config.tile_n + subtile * config.epi_n, entry)
-                fragment = self.fuse(
-                    fragment, config.epi_n, group_thread, place, mD, fused[0], fused[1:], loaded, amax
-                )
-            converted = cute.make_rmem_tensor(out_shape, self.out_dtype)
-            self.flat(converted).store(fragment.load().to(self.out_dtype))
-
-            if const_expr(buffers <= 2 and index >= buffers and not loads):
-                self.await_buffers(issues, buffers - 1)
-                self.epilogue_barrier(group)
-            if const_expr(pairs):
-                self.stage_halves(converted, sD, group_thread, buffer)
-            else:
-                cute.copy(tiled_copy, tiled_copy.retile(converted), tRS_sD[(None, None, None, buffer)])
+                converted = cute.make_rmem_tensor(out_shape, self.out_dtype)
+                self.flat(converted).store(fragment.load().to(self.out_dtype))
+                if const_expr(piece == 0 and buffers <= 2 and index >= buffers and not loads):
+                    self.await_buffers(issues, buffers - 1)
+                    self.epilogue_barrier(group)
+                if const_expr(pairs):
+                    self.stage_halves(converted, sD, group_thread, piece, buffer)
+                else:
+                    cute.copy(
+                        tiled_copy, tiled_copy.retile(converted)[(None, None, 0)],
+                        tRS_sD[(None, None, piece, buffer)],
+                    )  # fmt: skip
             cute.arch.fence_view_async_shared()
             if const_expr(buffers > 2 and index >= buffers - 1 and not loads):
                 self.await_buffers(issues, buffers - 2)

@@ -178,10 +178,10 @@ class Fusion:
         return loaded.load()
 
     @cute.jit
-    def stage_halves(self, converted, sD, group_thread, buffer):
+    def stage_halves(self, converted, sD, group_thread, piece: cutlass.Constexpr, buffer):
         """Put a gated fragment, one column of each pair, into its staging buffer, element by element."""
         row = group_thread // 32 * 16 + group_thread % 32 // 4
-        column = group_thread % 4
+        column = piece * self.config.converted_columns + group_thread % 4
         for value in cutlass.range_constexpr(cute.size(converted)):
             sD[row + value % 2 * 8, column + value // 2 * 4, buffer] = converted[value]
 
