@@ -98,3 +98,33 @@ def test_right_on_every_shape(
             )
         launched += 1
     assert launched >= 4 or refused == len(PROBLEMS)
+
+
+#: One tile for each warpgroup at a time, two buffers and four; more tiles than multiprocessors, and few; parts.
+IN_PLACE = [
+    ({"schedule": "pingpong", "tile_m": 128, "tile_n": 128, "stages": 6, "swap_ab": False}, 2200, 1),
+    ({"schedule": "pingpong", "tile_m": 128, "tile_n": 192, "stages": 4, "swap_ab": False}, 2200, 1),
+    ({"schedule": "cooperative", "tile_m": 128, "tile_n": 256, "stages": 3, "swap_ab": False}, 2200, 1),
+    ({"schedule": "cooperative", "tile_m": 128, "tile_n": 128, "stages": 4, "swap_ab": False}, 520, 3),
+]
+
+
+@pytest.mark.parametrize(("kernel", "m", "split_k"), IN_PLACE)
+def test_a_residual_may_be_the_output(
+    device: Device, pool: CompilePool, kernel: dict[str, int | str | bool], m: int, split_k: int
+) -> None:
+    problem = Problem(m, 2056, 776, epilogue="residual")
+    chosen = candidate(kernel)
+    chosen = Candidate.make(
+        "cute_sm90", dict(chosen.compile_params), dict(chosen.launch_params) | {"split_k": split_k}
+    )
+    result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
+    assert result.artifact is not None, result.failure
+    launch = FAMILY.load(problem, chosen, device, result.artifact.path)
+    operands = data.make_operands(problem, torch.device("cuda"), 5)
+    wanted = data.expected(problem, operands)
+    for _ in range(5):
+        operands.out.copy_(operands.fused[0])
+        launch(operands.a, operands.b, operands.out, operands.out)
+        torch.cuda.synchronize()
+        assert data.check(operands, wanted).objection(data.tolerance(problem)) is None
