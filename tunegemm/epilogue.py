@@ -131,6 +131,11 @@ class Epilogue:
         return any(step in GATED for step in self.steps)
 
     @property
+    def scales(self) -> bool:
+        """Whether the product is multiplied by fp32 scales, for all one knows: a function may do so."""
+        return self.function is not None or "scale_tensor" in self.steps or "scale_rowwise" in self.steps
+
+    @property
     def operands(self) -> tuple[Operand, ...]:
         """What a launch takes after (a, b, out), in this order."""
         if self.function is not None:

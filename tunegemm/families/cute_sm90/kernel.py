@@ -160,13 +160,13 @@ class Gemm(Fusion):
                 mC = self.operand(
                     address, self.out_dtype, (m, out_n, batch), config.out_major == "n", leading, step
                 )
-                matrix = cpasync.make_tiled_tma_atom(
+                tma_c, gC = cpasync.make_tiled_tma_atom(
                     cpasync.CopyBulkTensorTileG2SOp(),
                     mC,
                     cute.slice_(sD_layout, (None, None, 0)),
                     (MMA_ATOM_M, config.out_epi_n),
                 )
-                matrix = (matrix[0], matrix[1])
+                matrix = (tma_c, gC)
         Storage = self.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
 
         self.storage = Storage
@@ -181,8 +181,9 @@ class Gemm(Fusion):
 
         self.kernel(
             tma_a, gA, tma_b, gB, tma_d, gD, matrix, tiled_mma, epilogue_mma, sA_layout, sB_layout,
-            gated_ring, sD_layout, k_tiles, (work_m, work_n, batch, split_k, raster_along_m, swizzle_size), l2_hint, partials,
-            counters, (n, *words) if const_expr(self.epilogue) else (),
+            gated_ring, sD_layout, k_tiles,
+            (work_m, work_n, batch, split_k, raster_along_m, swizzle_size), l2_hint,
+            partials, counters, (n, *words) if const_expr(self.epilogue) else (),
         ).launch(
             grid=(config.cluster_m, config.cluster_n, clusters),
             block=(config.threads, 1, 1),
@@ -254,8 +255,8 @@ class Gemm(Fusion):
 
     @cute.jit
     def halves(self, layout, mB, ldb):
-        """B as a tensor of its even and odd rows, so that one box of it is the even rows of a tile and then the
-        odd ones; the layouts of one stage and of the ring, and the box.
+        """B as its even and its odd rows, so that one box of it is the even rows of a tile and then the odd
+        ones; the layouts of a stage and of the ring, and the box.
         """
         config = self.config
         n, k, batch = mB.shape
@@ -387,8 +388,8 @@ class Gemm(Fusion):
                 cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
             self.consume(
                 tma_d, mD, (*matrix, storage.loaded.data_ptr()), tiled_mma, epilogue_mma, sA, sB, sD, full,
-                empty, storage.arrived.data_ptr(), thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, total_work,
-                partials, counters, fused,
+                empty, storage.arrived.data_ptr(), thread - WARPGROUP_THREADS, group - 1, k_tiles, walk,
+                total_work, partials, counters, fused,
             )  # fmt: skip
 
     @cute.jit
@@ -843,9 +844,9 @@ class Gemm(Fusion):
                             tiled_load.retile(given)[(None, None, 0)],
                         )  # fmt: skip
                         loaded = self.flat(given).load().to(cutlass.Float32)
-                    first_column = tile_n * config.tile_n + subtile * config.epi_n + piece * columns
+                    first = tile_n * config.tile_n + subtile * config.epi_n + piece * columns
                     fragment = self.fuse(
-                        fragment, columns, group_thread, (row * MMA_ATOM_M, first_column, entry), mD, fused[0],
+                        fragment, columns, group_thread, (row * MMA_ATOM_M, first, entry), mD, fused[0],
                         fused[1:], loaded, amax,
                     )  # fmt: skip
                 converted = cute.make_rmem_tensor(out_shape, self.out_dtype)

@@ -69,8 +69,8 @@ class Fusion:
 
         A thread holds two neighbouring columns of rows 8 apart, for each 8 columns (PTX ISA, wgmma, register
         fragment of D): value = 4 * block + 2 * half + pair; of halves that gate each other four columns of
-        each 16. `loaded`: the values of the matrix that TMA brought, if any. Loads beyond the edge are clamped
-        to it: what they give is never stored.
+        each 16. `loaded`: what TMA brought of the `staged_matrix`. Loads beyond the edge are clamped to it:
+        what they give is never stored.
         """
         config = self.config
         epilogue = self.epilogue
@@ -121,7 +121,7 @@ class Fusion:
     ):  # fmt: skip
         """An operand's values for a fragment as `fuse` describes it, in fp32; of a number or scalar just one.
 
-        run: columns that a thread has side by side of each 4 * run: value = (2 * block + half) * run + column.
+        run: how many columns side by side a thread has: value = (2 * block + half) * run + column.
         """
         config = self.config
         if const_expr(operand.kind == "number"):
