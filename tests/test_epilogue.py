@@ -152,6 +152,21 @@ def test_eager_torch_computes_what_the_reference_says(text: str, problem: Proble
     assert data.check(operands, wanted).objection(data.tolerance(problem)) is None
 
 
+@pytest.mark.parametrize("problem", SHAPES, ids=["plain", "batch", "out-m"])
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "text", ["scale_tensor", "scale_rowwise+bias_n+gelu", "scale_tensor+residual+amax", "scale_rowwise+swiglu"]
+)
+def test_eager_torch_scales_int8_products(text: str, out_dtype: str, problem: Problem) -> None:
+    problem = replace(problem, in_dtype="int8", out_dtype=out_dtype, epilogue=text)
+    operands = data.make_operands(problem, torch.device("cpu"), 3)
+    wanted = data.expected(problem, operands)
+    assert 0.1 < wanted.std() < 10, "of a size where activations bend"
+    data.restore(operands)
+    torch_mm(problem)(*operands.arguments)
+    assert data.check(operands, wanted).objection(data.tolerance(problem)) is None
+
+
 def test_a_wrong_epilogue_is_found() -> None:
     """Each operand shows: without one of them, or with a value next to it, the check objects."""
     problem = Problem(40, 48, 64, epilogue=EVERYTHING)

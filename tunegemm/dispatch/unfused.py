@@ -44,6 +44,8 @@ def unfused(
     value, taken = _product(form, a, b, steps, named, multiply, biased)
     dtype = form.out_dtype_of(a)
     own = value.dtype if value.dtype.is_floating_point else dtype  # sums of int8 products are scaled first
+    if "scale_rowwise" in steps and "scale_rowwise" not in taken:  # given as (m, 1) and (1, n)
+        named |= {name: named[name].flatten() for name in ("scale_a", "scale_b")}
     if form.epilogue.function is not None:
         value = form.epilogue.reference(value, named).to(own)
     else:

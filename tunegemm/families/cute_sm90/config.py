@@ -76,6 +76,11 @@ class KernelConfig:
         return self.fused.gated and self.b_major == "k"
 
     @property
+    def stages_pairs(self) -> bool:
+        """Whether stmatrix puts pairs of 16-bit values into the staging buffers; else each goes by itself."""
+        return DTYPE_BYTES[self.out_dtype] == 2 and not (self.fused.gated and not self.gates_halves)
+
+    @property
     def staged_matrix(self) -> Operand | None:
         """The matrix that TMA brings to where its sum will leave from: the epilogue's first one that is as D.
 
