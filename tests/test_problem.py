@@ -114,7 +114,9 @@ class TestConstruction:
     def test_int8_products_are_stored_in_fewer_bits_once_they_are_scaled(self) -> None:
         scaled = Problem.parse("8x8x8", dtype="int8", out_dtype="bf16", epilogue="scale_rowwise+bias_n")
         assert (scaled.out_dtype, str(scaled)) == ("bf16", "8x8x8 int8>bf16 tn align8 scale_rowwise+bias_n")
-        with pytest.raises(ProblemError, match="use one of int32; with scale_tensor or scale_rowwise bf16, fp16"):
+        with pytest.raises(
+            ProblemError, match="use one of int32; with scale_tensor or scale_rowwise bf16, fp16"
+        ):
             dataclasses.replace(scaled, epilogue="bias_n")
         with pytest.raises(ProblemError, match="of an int32 product: epilogues compute in fp32"):
             dataclasses.replace(scaled, out_dtype="int32")
