@@ -27,6 +27,7 @@ KERNELS: list[dict[str, int | str | bool]] = [
     {"schedule": "pingpong", "tile_m": 128, "tile_n": 128, "stages": 4, "swap_ab": False},
     {"schedule": "cooperative", "tile_m": 128, "tile_n": 256, "stages": 3, "swap_ab": False},
     {"schedule": "cooperative", "tile_m": 256, "tile_n": 96, "stages": 3, "swap_ab": False},
+    {"schedule": "pingpong", "tile_m": 128, "tile_n": 176, "stages": 4, "swap_ab": False, "epi_n": 16},
     {"schedule": "pingpong", "tile_m": 64, "tile_n": 64, "stages": 6, "swap_ab": True},
     {"schedule": "cooperative", "tile_m": 128, "tile_n": 32, "stages": 6, "swap_ab": True},
 ]
@@ -100,7 +101,7 @@ def test_right_on_every_shape(
     assert launched >= 4 or refused == len(PROBLEMS)
 
 
-#: One tile for each warpgroup at a time, two buffers and four; more tiles than multiprocessors, and few; parts.
+#: Two buffers and four, one tile for a warpgroup and for two; more tiles than multiprocessors, and parts of few.
 IN_PLACE = [
     ({"schedule": "pingpong", "tile_m": 128, "tile_n": 128, "stages": 6, "swap_ab": False}, 2200, 1),
     ({"schedule": "pingpong", "tile_m": 128, "tile_n": 192, "stages": 4, "swap_ab": False}, 2200, 1),

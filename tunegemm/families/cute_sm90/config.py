@@ -59,14 +59,21 @@ class KernelConfig:
         return Epilogue.parse(self.epilogue)
 
     @property
+    def subtile_n(self) -> int:
+        """Columns of the product in one subtile: `epi_n`, but of a gated tile that 32 does not divide all: half
+        of 16 would be stored in lines of 16 bytes.
+        """
+        return self.tile_n if self.fused.gated and self.epi_n == 16 else self.epi_n
+
+    @property
     def out_epi_n(self) -> int:
-        """Columns that one subtile stores: half of `epi_n` where pairs of columns gate each other."""
-        return self.epi_n // 2 if self.fused.gated else self.epi_n
+        """Columns that one subtile stores: half of `subtile_n` where pairs of columns gate each other."""
+        return self.subtile_n // 2 if self.fused.gated else self.subtile_n
 
     @property
     def converted_columns(self) -> int:
         """Columns of a subtile that are converted at a time: with an epilogue few, as it needs registers."""
-        return min(16, self.out_epi_n) if self.epilogue else self.out_epi_n
+        return (8 if self.out_epi_n % 16 else 16) if self.epilogue else self.out_epi_n
 
     @property
     def gates_halves(self) -> bool:
@@ -96,7 +103,7 @@ class KernelConfig:
     @property
     def subtiles(self) -> int:
         """Subtiles that one warpgroup stores of a tile."""
-        return self.atoms_per_warpgroup * self.tile_n // self.epi_n
+        return self.atoms_per_warpgroup * self.tile_n // self.subtile_n
 
     @property
     def consumers(self) -> int:

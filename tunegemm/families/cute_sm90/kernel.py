@@ -148,11 +148,13 @@ class Gemm(Fusion):
         if const_expr(config.epi_n > 0):
             # The same atom, as wide as what is converted at a time: which thread holds which element of that.
             epilogue_mma = self.tiled_mma(a_layout, b_layout, 1, config.converted_columns)
-            sD_layout = self.staging_layout(LayoutEnum.from_tensor(mD))
+            d_layout = LayoutEnum.from_tensor(mD)
+            sD_layout = self.staging_layout(d_layout, config.consumers * config.epilogue_buffers)
+            one_buffer = self.staging_layout(d_layout)
             tma_d, gD = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileS2GOp(),
                 mD,
-                cute.slice_(sD_layout, (None, None, 0)),
+                one_buffer,
                 (MMA_ATOM_M, config.out_epi_n),
             )
             if const_expr(self.staged_matrix is not None):
@@ -163,7 +165,7 @@ class Gemm(Fusion):
                 tma_c, gC = cpasync.make_tiled_tma_atom(
                     cpasync.CopyBulkTensorTileG2SOp(),
                     mC,
-                    cute.slice_(sD_layout, (None, None, 0)),
+                    one_buffer,
                     (MMA_ATOM_M, config.out_epi_n),
                 )
                 matrix = (tma_c, gC)
@@ -270,19 +272,22 @@ class Gemm(Fusion):
         ring = cute.tile_to_shape(atom, (*box, config.stages), order=(0, 2, 1, 3))
         return cute.make_tensor(mB.iterator, split), stage, ring, box
 
-    def staging_layout(self, layout):
-        """Swizzled (64, epi_n, buffers) layout of the output's staging buffers, all warpgroups' in a row."""
+    def staging_layout(self, layout, *buffers):
+        """Swizzled (64, columns, buffers) layout of the output's staging buffers, or of one."""
         config = self.config
         n_major = config.out_major == "n"
+        shape = (MMA_ATOM_M, config.out_epi_n, *buffers)
+        if n_major and config.out_epi_n % 16:
+            # Lines of an odd number of 16 bytes lie in different banks without a swizzle.
+            stride = (config.out_epi_n, 1, MMA_ATOM_M * config.out_epi_n)
+            plain = cute.make_layout(shape, stride=stride[: len(shape)])
+            return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, plain)
         atom = warpgroup.make_smem_layout_atom(
             sm90.get_smem_layout_atom(layout, self.out_dtype, config.out_epi_n if n_major else MMA_ATOM_M),
             self.out_dtype,
         )
-        return cute.tile_to_shape(
-            atom,
-            (MMA_ATOM_M, config.out_epi_n, config.consumers * config.epilogue_buffers),
-            order=(0, 1, 2) if n_major else (1, 0, 2),
-        )
+        order = (0, 1, 2) if n_major else (1, 0, 2)
+        return cute.tile_to_shape(atom, shape, order=order[: len(shape)])
 
     def tma_load(self, tensor, stage_layout, box, multicast):
         """TMA load atom of one stage; with a cluster each CTA loads its share and multicasts it."""
@@ -805,10 +810,10 @@ class Gemm(Fusion):
             tiled_load = cute.make_tiled_copy_C(cute.make_copy_atom(load_op, self.out_dtype), epilogue_mma)
             tSR_sC = tiled_load.get_slice(group_thread).partition_S(sD)
         bSG_sD, bSG_gD = self.staged_boxes(tma_d, mD, sD)
-        subtiles = config.tile_n // config.epi_n
-        columns = config.converted_columns * config.epi_n // config.out_epi_n  # of the product
+        subtiles = config.tile_n // config.subtile_n
+        columns = config.converted_columns * config.subtile_n // config.out_epi_n  # of the product
         values = MMA_ATOM_M * columns // WARPGROUP_THREADS
-        pieces = config.epi_n // columns
+        pieces = config.subtile_n // columns
         out_shape = epilogue_mma.partition_shape_C((MMA_ATOM_M, config.converted_columns))
         issues = group_thread < 32
 
@@ -844,7 +849,7 @@ class Gemm(Fusion):
                             tiled_load.retile(given)[(None, None, 0)],
                         )  # fmt: skip
                         loaded = self.flat(given).load().to(cutlass.Float32)
-                    first = tile_n * config.tile_n + subtile * config.epi_n + piece * columns
+                    first = tile_n * config.tile_n + subtile * config.subtile_n + piece * columns
                     fragment = self.fuse(
                         fragment, columns, group_thread, (row * MMA_ATOM_M, first, entry), mD, fused[0],
                         fused[1:], loaded, amax,
@@ -879,7 +884,7 @@ class Gemm(Fusion):
     def subtile_place(self, index: cutlass.Constexpr, group, tile_m, tile_n):
         """A subtile's coordinates in D, counted in subtiles."""
         config = self.config
-        subtiles = config.tile_n // config.epi_n
+        subtiles = config.tile_n // config.subtile_n
         row = tile_m * (config.tile_m // MMA_ATOM_M) + index // subtiles * config.tile_warpgroups
         if const_expr(config.tile_warpgroups > 1):
             row += group

@@ -20,8 +20,8 @@ _MAIN_LOOP_REGISTERS = 16
 _PROMOTED_K = 128
 _SWIZZLE_ROW_BYTES = 128
 
-#: More of them with an epilogue that reads a matrix, converts int32 sums, or gates and stages single elements:
-#: 176 accumulators compile without spills, of 192 some kernels spill (tests/test_epilogue.py).
+#: More of them with an epilogue that reads a matrix, converts int32 sums, or gates and stages by elements: 176
+#: accumulators compile without spills, of 192 some kernels spill (tests/test_epilogue.py).
 _FUSED_REGISTERS = 24
 #: Accumulators beside which a warpgroup of two 64-row atoms has room for a second matrix.
 _ROOMY_ACCUMULATORS = 128
@@ -45,8 +45,6 @@ def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str |
     if problem.fused.gated:
         if candidate["swap_ab"]:
             return f"epilogue {problem.epilogue} with swap_ab: pairs of columns become rows of two threads"
-        if candidate["epi_n"] < 32:
-            return f"epilogue {problem.epilogue} with epi_n {candidate['epi_n']} < 32: half of it is staged"
     return None
 
 
@@ -54,8 +52,8 @@ def fused_registers(problem: Problem, candidate: Candidate, device: Device) -> s
     """A warpgroup of two 64-row atoms keeps what both need; with a second matrix or amax to track it spills.
 
     What ptxas makes of such kernels follows no simple law, and the rule is stricter than the compiler: of 25
-    that it rejects 11 spilled, none of the 40 with epilogues that it admits (nvidia-cutlass-dsl 4.8.1; some are
-    in tests/test_epilogue.py).
+    that it rejects 11 spilled, of the 40 that it admits none (nvidia-cutlass-dsl 4.8.1; some are in
+    tests/test_epilogue.py).
     """
     config = config_of(problem, candidate)
     atoms, sums = config.atoms_per_warpgroup, config.accumulator_registers
