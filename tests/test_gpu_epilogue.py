@@ -102,7 +102,7 @@ def test_right_on_every_shape(
     assert launched >= 4 or refused == len(PROBLEMS)
 
 
-#: Two buffers and four, one tile for a warpgroup and for two; more tiles than multiprocessors, and parts of few.
+#: Two buffers and four, a tile for one warpgroup and for two; more tiles than multiprocessors, parts of few.
 IN_PLACE = [
     ({"schedule": "pingpong", "tile_m": 128, "tile_n": 128, "stages": 6, "swap_ab": False}, 2200, 1),
     ({"schedule": "pingpong", "tile_m": 128, "tile_n": 192, "stages": 4, "swap_ab": False}, 2200, 1),

@@ -60,8 +60,8 @@ class KernelConfig:
 
     @property
     def subtile_n(self) -> int:
-        """Columns of the product in one subtile: `epi_n`, but of a gated tile that 32 does not divide all: half
-        of 16 would be stored in lines of 16 bytes.
+        """Columns of the product in one subtile: `epi_n`, but all of a gated tile that 32 does not divide, as
+        half of 16 would be stored in lines of 16 bytes.
         """
         return self.tile_n if self.fused.gated and self.epi_n == 16 else self.epi_n
 
