@@ -20,8 +20,8 @@ _MAIN_LOOP_REGISTERS = 16
 _PROMOTED_K = 128
 _SWIZZLE_ROW_BYTES = 128
 
-#: More of them with an epilogue that reads a matrix, converts int32 sums, or gates and stages by elements: 176
-#: accumulators compile without spills, of 192 some kernels spill (tests/test_epilogue.py).
+#: More of them with an epilogue that reads a matrix, converts int32 sums, or gates and stages by elements:
+#: 176 accumulators compile without spills, of 192 some kernels spill (tests/test_epilogue.py).
 _FUSED_REGISTERS = 24
 #: Accumulators beside which a warpgroup of two 64-row atoms has room for a second matrix.
 _ROOMY_ACCUMULATORS = 128
@@ -42,9 +42,8 @@ def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str |
         return None
     if candidate["epi_n"] == 0:
         return f"epilogue {problem.epilogue} with epi_n 0: it works on staged subtiles"
-    if problem.fused.gated:
-        if candidate["swap_ab"]:
-            return f"epilogue {problem.epilogue} with swap_ab: pairs of columns become rows of two threads"
+    if problem.fused.gated and candidate["swap_ab"]:
+        return f"epilogue {problem.epilogue} with swap_ab: pairs of columns become rows of two threads"
     return None
 
 
