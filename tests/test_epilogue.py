@@ -261,7 +261,7 @@ def test_what_the_rules_of_registers_reject_spills_and_what_they_admit_does_not(
         "schedule": "pingpong", "tile_m": 128, "tile_n": 192, "stages": 3, "swap_ab": False
     }  # fmt: skip
     tall = wide | {"schedule": "cooperative", "tile_m": 256, "tile_n": 128, "epi_n": 64}
-    rows = {"out_dtype": "fp32"}
+    rows, turned = {"out_dtype": "fp32"}, {"a_major": "m", "b_major": "n", "out_major": "m"}
     cases: list[tuple[str, dict[str, str], dict[str, int | str | bool], str | None]] = [
         ("residual+amax", {}, tall, "fused_registers"),
         ("bias_n+amax", {}, wide, "fused_registers"),
@@ -272,8 +272,8 @@ def test_what_the_rules_of_registers_reject_spills_and_what_they_admit_does_not(
         ("bias_n+gelu+residual", {}, wide, "accumulators"),
         ("residual", rows, wide, "accumulators"),
         ("bias_n+gelu_tanh+residual", rows, wide | {"tile_n": 176, "epi_n": 16}, None),
-        ("swiglu", {"b_major": "n"}, wide | {"epi_n": 64}, "accumulators"),
-        ("swiglu", {"b_major": "n"}, wide | {"tile_n": 160}, None),
+        ("swiglu", turned, wide | {"tile_n": 176, "epi_n": 16}, "accumulators"),
+        ("swiglu", turned, wide | {"tile_n": 160}, None),
         ("bias_n+geglu", {}, wide, None),
         ("bias_n+swiglu", {}, wide | {"tile_n": 176, "epi_n": 16}, None),
     ]

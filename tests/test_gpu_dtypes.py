@@ -174,28 +174,30 @@ def test_scales_are_applied(
             assert objection is None, (problem, name, objection)
 
 
-@pytest.mark.parametrize(
-    ("epilogue", "out_dtype"),
-    [
-        ("scale_tensor", "bf16"), ("scale_rowwise", "fp16"), ("scale_rowwise+bias_n", "bf16"),
-        ("alpha+scale_tensor+bias_n+gelu_tanh+residual", "bf16"), ("scale_rowwise+silu+amax", "fp32"),
-        ("scale_rowwise+residual", "fp32"), ("scale_rowwise+bias_n+swiglu", "bf16"),
-    ],
-)  # fmt: skip
+SCALED = [
+    ("scale_tensor", "bf16"), ("scale_rowwise", "fp16"), ("scale_rowwise+bias_n", "bf16"),
+    ("alpha+scale_tensor+bias_n+gelu_tanh+residual", "bf16"), ("scale_rowwise+silu+amax", "fp32"),
+    ("scale_rowwise+residual", "fp32"), ("scale_rowwise+bias_n+swiglu", "bf16"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[7], (*KERNELS[2][:7], True, 1)])
-def test_int8_products_are_scaled(
-    device: Device, pool: CompilePool, kernel: tuple[str | int, ...], epilogue: str, out_dtype: str
-) -> None:
+def test_int8_products_are_scaled(device: Device, pool: CompilePool, kernel: tuple[str | int, ...]) -> None:
     """By our kernel, whole and in parts of k, and by torch alike; m as of a decode step, too."""
-    for shape, parts in (("256x512x1024", 1), ("100x272x400", 1), ("3x528x144", 1), ("264x272x2048", 3)):
-        problem = Problem.parse(shape, dtype="int8", out_dtype=out_dtype, epilogue=epilogue)
-        chosen = candidate(kernel, problem, ("along_m", 1, "all", parts, "none"))
-        verdict = FAMILY.check(problem, chosen, device)
-        if verdict.rule == "fused_store":
-            assert "swiglu" in epilogue
-            continue
-        assert verdict or verdict.rule in FAMILY.extent_rules, (problem, verdict)
-        result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
+    cases = []
+    for epilogue, out_dtype in SCALED:
+        for shape, parts in (("256x512x1024", 1), ("100x272x400", 1), ("3x528x144", 1), ("264x272x2048", 3)):
+            problem = Problem.parse(shape, dtype="int8", out_dtype=out_dtype, epilogue=epilogue)
+            chosen = candidate(kernel, problem, ("along_m", 1, "all", parts, "none"))
+            verdict = FAMILY.check(problem, chosen, device)
+            if verdict.rule == "fused_store":
+                assert "swiglu" in epilogue
+                continue
+            assert verdict or verdict.rule in FAMILY.extent_rules, (problem, verdict)
+            key = FAMILY.kernel_key(problem, chosen, device)
+            cases.append((problem, chosen, pool.submit("cute_sm90", key)))
+    for problem, chosen, submitted in cases:
+        result = submitted.result()
         assert result.artifact is not None, result.failure
         operands = data.make_operands(problem, torch.device("cuda"), seed=1)
         wanted = data.expected(problem, operands)
