@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import dispatch, peers, results, shapes, sweep, tuning_time
+from benchmarks import dispatch, first_call, peers, results, shapes, sweep, tuning_time
 from benchmarks.footprint import Footprint
 from benchmarks.interleave import interleave
 from benchmarks.providers import PROVIDERS, Contender, Options, Skip, _deadline, _OutOfTime
@@ -96,6 +96,11 @@ def row(m: int, **medians: float | str) -> dict:
 
 
 META = {"command": "one", "gpu": "H200", "driver": "1", "packages": {"torch": "2"}, "method": "m"}
+
+
+def test_a_command_is_told_without_the_folder_that_its_file_went_to():
+    told = results.command_line(["/x/benchmarks/decode.py", "--out", "/tmp/o", "--step", "4", "--out=/tmp/p"])
+    assert told == "python -m benchmarks.decode --step 4"
 
 
 def test_rows_are_written_as_they_come_and_replaced_in_place(tmp_path):
@@ -322,13 +327,13 @@ def test_the_parts_of_the_dispatch_benchmark_that_need_no_gpu(tmp_path, monkeypa
     """Turns, fresh processes and the file; on the CPU torch computes, so that no launch is measured."""
     for name in ("TUNEGEMM_DB", "TUNEGEMM_CACHE_DIR", "XDG_DATA_HOME"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(dispatch, "PROCESSES", 1)
+    monkeypatch.setattr(first_call, "PROCESSES", 1)
     dispatch.place(tmp_path)
     samples = dispatch.host_times({"slow": lambda: time.sleep(1e-4), "fast": lambda: None}, 3, lambda: None)
     assert [len(each) for each in samples.values()] == [3, 3]
     assert min(samples["slow"]) > 90 > max(samples["fast"])
     on_cpu = dataclasses.replace(device, spec="cpu")
-    found = dispatch.fresh_processes(SMALL, on_cpu, records=400)
+    found = first_call.fresh_processes(SMALL, on_cpu, records=400)
     assert found["records"] >= 400 and not found["first_call_is_tuned"]
     assert 100 < found["bytes_per_record"] < 10_000
     assert 0 < found["import_ms"] <= found["import_and_matmul_ms"]
