@@ -824,7 +824,7 @@ def test_every_operation_of_a_users_function_is_a_kernel_of_eager_torch():
 def test_code_in_cpp_is_torchs(serve, kernel):
     """It would call us through torch's dispatcher, and may run where there is no Python."""
     serve()
-    x, weight, bias, _ = layer()
+    x, weight, _, _ = layer()
     graphs = []
 
     def compiler(graph, _):

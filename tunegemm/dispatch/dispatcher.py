@@ -191,7 +191,7 @@ class Dispatcher(Planner):
         numbers: Sequence[float],
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """What a form makes of a product, for the code of a compiler, which has made sure of all but addresses.
+        """What a form makes of a product, for a compiler's code, which has made sure of all but addresses.
 
         site: the kinds, extents, strides and devices of all operands in words; empty where they may change.
         """
@@ -376,8 +376,8 @@ class Dispatcher(Planner):
     def _cast_and_fused(
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], cast: Any
     ) -> Any:
-        """What torch's own calls would make of it: autocast casts what goes into the product's call, bias and C,
-        too; what is added afterwards keeps its dtype, which may be the wider one and then is the result's.
+        """What torch's own calls would make of it: autocast casts what goes into the product's call, bias
+        and C, too; what is added afterwards keeps its dtype, which may be wider and then is the result's.
         """
         if cast is TORCHS or form.out_dtype not in (None, cast):
             return _torchs(form, a, b, tensors, numbers, None)

@@ -1,8 +1,8 @@
 """The making of plans: what runs on the first call of a key, off the hot path and mostly under a lock.
 
 A *plan* is the prepared launch for one key; None says that torch computes products of that key. Nothing is
-compiled or tuned here but in mode `online`, and nothing is read or loaded while the current stream records a CUDA
-graph: a product without a plan is then torch's.
+compiled or tuned here but in mode `online`, and nothing is read or loaded while the current stream records a
+CUDA graph: a product without a plan is then torch's.
 """
 
 from __future__ import annotations
@@ -300,13 +300,8 @@ class Planner:
             state = self._state
             if state.snapshot is None:
                 state.snapshot = self._snapshot(state, "")
-            facts = (
-                package_version("tunegemm"),
-                self._mode,
-                state.policy,
-                state.modified,
-                state.snapshot.digest,
-            )
+            of_records = state.modified, state.snapshot.digest
+            facts = package_version("tunegemm"), self._mode, state.policy, *of_records
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def _prepared(self, state: State, problem: Problem, device: torch.device, name: str) -> Prepared | None:

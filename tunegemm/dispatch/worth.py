@@ -16,8 +16,8 @@ from tunegemm.dispatch.neighbours import library_us
 from tunegemm.epilogue import GATED
 from tunegemm.problem import DTYPE_BYTES, Problem
 
-#: Least gain over what the compiler would do: sessions of one H200 disagree by 0.2 to 0.3 % in the ratio of one
-#: kernel (see `neighbours`).
+#: Least gain over what the compiler would do: sessions of one H200 disagree by 0.2 to 0.3 % in the ratio of
+#: one kernel (see `neighbours`).
 LEAST_GAIN = 0.01
 #: Steps that the library's call takes along, by the first of them.
 _ABSORBED = {
