@@ -819,6 +819,8 @@ def test_what_a_kernel_must_gain_in_compiled_code(shape, epilogue, least):
 def test_every_operation_of_a_users_function_is_a_kernel_of_eager_torch():
     assert kernels_after(Problem(32, 48, 64, epilogue=str(bent))) == 6
     assert kernels_after(Problem(32, 48, 64, epilogue="bias_n+gelu+residual")) == 2
+    scaled = Problem.parse("4096x4096x4096", dtype="int8", out_dtype="bf16", epilogue="scale_rowwise+bias_n")
+    assert kernels_after(scaled) == 2 and least_ratio(scaled, find_device("model:h200")) > 1.1
 
 
 def test_code_in_cpp_is_torchs(serve, kernel):
