@@ -825,6 +825,8 @@ def test_every_operation_of_a_users_function_is_a_kernel_of_eager_torch():
 
 def test_code_in_cpp_is_torchs(serve, kernel):
     """It would call us through torch's dispatcher, and may run where there is no Python."""
+    from torch._dynamo.backends.common import aot_autograd
+
     serve()
     x, weight, _, _ = layer()
     graphs = []
@@ -833,7 +835,7 @@ def test_code_in_cpp_is_torchs(serve, kernel):
         graphs.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=compiler)
+    backend = aot_autograd(fw_compiler=compiler)
     with torch.no_grad(), torch._inductor.config.patch(cpp_wrapper=True):
         compiled = torch.compile(
             lambda x: tunegemm.linear(tunegemm.linear(x, weight), weight.t(), None, "relu"),
