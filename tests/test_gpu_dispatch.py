@@ -64,7 +64,7 @@ def tuned() -> frozenset[Problem]:
 @pytest.fixture
 def only_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails a test that leaves a product to torch, or warns."""
-    monkeypatch.setattr(module, "_torch_matmul", lambda *_: pytest.fail("left to torch"))
+    monkeypatch.setattr("tunegemm.dispatch.dispatcher._torch_matmul", lambda *_: pytest.fail("left to torch"))
     with warnings.catch_warnings():
         warnings.simplefilter("error", TunegemmWarning)
         yield
