@@ -1,4 +1,4 @@
-"""Tiles at the edge of the matrix, on the GPU: the bits of a padded product, and nothing read or written outside."""
+"""Tiles at the edge of the matrix, on the GPU: the bits of a padded product, and nothing touched outside."""
 
 from collections.abc import Iterator
 
