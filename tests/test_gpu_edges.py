@@ -1,6 +1,7 @@
 """Tiles at the edge of the matrix, on the GPU: the bits of a padded product, and nothing touched outside."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ SHAPES = [
     (96, 1032, 2056, 1, 4),
 ]
 LAYOUTS = ["tn", "tt", "nn", "nt"]
+EPILOGUES = ["residual", "beta_c", "bias_n+relu+amax", "bias_m+gelu_tanh", "swiglu"]
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +49,19 @@ def device() -> Device:
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
     with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
-        for layout in LAYOUTS:  # all at once, on all cores
-            for kernel in KERNELS:
-                key = FAMILY.kernel_key(
-                    Problem.parse("512x512x512", layout=layout), candidate(kernel), find_device("cuda:0")
-                )
-                pool.submit("cute_sm90", key)
+        problems = [Problem.parse("512x512x512", layout=layout) for layout in LAYOUTS]
+        for problem in problems + [Problem(512, 512, 512, epilogue=epilogue) for epilogue in EPILOGUES]:
+            for kernel in KERNELS:  # all at once, on all cores
+                if fuses(kernel, problem):
+                    key = FAMILY.kernel_key(problem, candidate(kernel), find_device("cuda:0"))
+                    pool.submit("cute_sm90", key)
         yield pool
+
+
+def fuses(kernel: tuple[str | int, ...], problem: Problem) -> bool:
+    return FAMILY.check(problem, candidate(kernel), find_device("cuda:0")).rule not in (
+        "fused_store", "fused_registers", "accumulators", "shared_memory",
+    )  # fmt: skip
 
 
 def load(pool: CompilePool, problem: Problem, kernel: tuple[str | int, ...], parts: int) -> Launcher:
@@ -104,34 +112,38 @@ def test_edges_have_the_bits_of_a_padded_product(
         assert int(room.isnan().sum()) == room.numel() - out.numel(), (problem, "wrote outside its output")
 
 
-@pytest.mark.parametrize("epilogue", ["residual", "bias_n+relu+amax", "bias_m+gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("shape", ["65x528x200", "200x272x1096", "1000x1000x520"])
 def test_epilogues_at_the_edge(pool: CompilePool, shape: str, epilogue: str) -> None:
-    """Residuals are the output itself: what one tile has stored another must not read."""
-    problem = Problem.parse(shape, epilogue=epilogue)
+    """Matrices are the output itself: what one tile has stored another must not read."""
+    problem = replace(Problem.parse(shape), epilogue=epilogue)
     m, n = problem.m, problem.n
     a = torch.randn(m, problem.k, device="cuda").bfloat16()
     b = torch.randn(n, problem.k, device="cuda").bfloat16().t()
     exact = a.float() @ b.float()
+    launched = 0
     for kernel in KERNELS:
-        if "swiglu" in epilogue and (kernel[-1] or kernel[-2] in (0, 16)):
+        if not fuses(kernel, problem):
             continue
-        if kernel[-2] == 0:
-            continue
-        out = torch.randn(m, problem.out_n, device="cuda").bfloat16()
-        given: list[torch.Tensor] = []
+        out = (10 * torch.randn(m, problem.out_n, device="cuda")).bfloat16()
+        given: list[float | torch.Tensor] = []
         if epilogue == "residual":
             wanted, given = exact + out.float(), [out]
+        elif epilogue == "beta_c":
+            wanted, given = exact + 2 * out.float(), [2.0, out]
         elif epilogue == "bias_n+relu+amax":
-            given = [torch.randn(n, device="cuda").bfloat16(), torch.zeros((), device="cuda")]
-            wanted = torch.relu(exact + given[0].float())
+            bias, amax = torch.randn(n, device="cuda").bfloat16(), torch.zeros(1, device="cuda")
+            wanted, given = torch.relu(exact + bias.float()), [bias, amax]
         elif epilogue == "bias_m+gelu_tanh":
-            given = [torch.randn(m, device="cuda").bfloat16()]
-            wanted = torch.nn.functional.gelu(exact + given[0].float()[:, None], approximate="tanh")
+            bias = torch.randn(m, device="cuda").bfloat16()
+            wanted = torch.nn.functional.gelu(exact + bias.float()[:, None], approximate="tanh")
+            given = [bias]
         else:
             wanted = torch.nn.functional.silu(exact[:, 0::2]) * exact[:, 1::2]
         load(pool, problem, kernel, 1)(a, b, out, *given)
         error = ((out.float() - wanted).norm() / wanted.norm()).item()
         assert error < 4e-3, (problem, FAMILY.label(candidate(kernel).kernel), error)
         if "amax" in epilogue:
-            assert given[1].item() == pytest.approx(wanted.abs().max().item(), rel=1e-3)
+            assert amax.item() == pytest.approx(wanted.abs().max().item(), rel=1e-3)
+        launched += 1
+    assert launched >= 3

@@ -53,6 +53,8 @@ START_BARRIER = 6  # the ring's barriers are there; without a cluster
 EVICT_NORMAL = 0x1000000000000000
 EVICT_FIRST = 0x12F0000000000000
 
+NOWHERE = 2**31 - 1
+
 
 class Gemm(Fusion):
     """D[m, n] = A[m, k] B[n, k]^T for one `KernelConfig`."""
@@ -154,7 +156,7 @@ class Gemm(Fusion):
         self.storage = Storage
         self.smem_bytes = Storage.size_in_bytes()
 
-        # Work is counted in clusters; a tile beyond the edge loads zeros and stores nothing (TMA clips).
+        # Work is counted in clusters.
         work_m = cute.ceil_div(m, config.tile_m * config.cluster_m)
         work_n = cute.ceil_div(n, config.tile_n * config.cluster_n)
         k_tiles = cute.ceil_div(cute.ceil_div(k, config.tile_k), split_k)
@@ -163,8 +165,9 @@ class Gemm(Fusion):
 
         self.kernel(
             tma_a, gA, tma_b, gB, tma_d, gD, tiled_mma, epilogue_mma, sA_layout, sB_layout, sD_layout,
-            k_tiles, (work_m, work_n, batch, split_k, raster_along_m, swizzle_size), l2_hint,
-            partials, counters, (n, *words) if const_expr(self.epilogue) else (),
+            k_tiles, (work_m, work_n, batch, split_k, raster_along_m, swizzle_size),
+            self.last_begins(m, n, d_address, words), l2_hint, partials, counters,
+            (n, *words) if const_expr(self.epilogue) else (),
         ).launch(
             grid=(config.cluster_m, config.cluster_n, clusters),
             block=(config.threads, 1, 1),
@@ -174,6 +177,34 @@ class Gemm(Fusion):
             # Without it ptxas ignores setmaxnreg (warning C7508).
             min_blocks_per_mp=1,
         )  # fmt: skip
+
+    @cute.jit
+    def last_begins(self, m, n, d_address, words):
+        """Row and column where the last tiles begin: inside, so that they end with the matrix.
+
+        What hangs over the edge TMA fills with zeros, more slowly than it loads. Where tiles overlap they
+        store the same values twice. But for one case: a matrix that an epilogue reads where D lies must be
+        read by one tile alone, before it stores. Beginnings are multiples of 8, as 16-byte accesses want it;
+        what then hangs over costs nothing.
+        """
+        config = self.config
+        last_m = cutlass.max(m - config.tile_m + 7, 0) // 8 * 8
+        last_n = cutlass.max(n - config.tile_n + 7, 0) // 8 * 8
+        word = 0
+        for operand in cutlass.range_constexpr(len(self.epilogue.operands)):
+            described = self.epilogue.operands[operand]
+            if const_expr(described.kind == "matrix"):
+                if words[word] == d_address:
+                    last_m = Int32(NOWHERE)
+                    last_n = Int32(NOWHERE)
+            word += described.words
+        return last_m, last_n
+
+    @cute.jit
+    def begin(self, tile_m, tile_n, last):
+        """First row and column of a tile."""
+        row, column = tile_m * self.config.tile_m, tile_n * self.config.tile_n
+        return cutlass.min(row, last[0]), cutlass.min(column, last[1])
 
     @cute.jit
     def operand(self, address, dtype, shape, minor_is_second, leading, batch_stride):
@@ -274,12 +305,15 @@ class Gemm(Fusion):
         sD_layout: cute.ComposedLayout | None,
         k_tiles: Int32,
         walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        last: tuple[Int32, Int32],
         l2_hint: Int32,
         partials: cute.Pointer,
         counters: cute.Pointer,
         fused: tuple,
     ):
         """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band.
+
+        `last`: see `last_begins`.
 
         `fused`, where there is an epilogue: columns of the product, of which D has half where they gate each
         other, and the words of its operands. Without one it is empty.
@@ -328,7 +362,9 @@ class Gemm(Fusion):
                 if const_expr(self.cluster_size == 1):
                     cute.arch.sync_warp()
                     cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                self.produce(tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work, l2_hint)
+                self.produce(
+                    tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, last, total_work, l2_hint
+                )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             if const_expr(self.cluster_size > 1):
@@ -337,7 +373,8 @@ class Gemm(Fusion):
                 cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
             self.consume(
                 tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, storage.arrived.data_ptr(),
-                thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, total_work, partials, counters, fused,
+                thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, last, total_work, partials, counters,
+                fused,
             )  # fmt: skip
 
     @cute.jit
@@ -381,29 +418,12 @@ class Gemm(Fusion):
         return tile_m * config.cluster_m + cta_m, tile_n * config.cluster_n + cta_n, entry, part
 
     @cute.jit
-    def produce(self, tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work, l2_hint):
+    def produce(self, tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, last, total_work, l2_hint):
         """One warp: fill the ring, tile after tile."""
         cta_m, cta_n, cluster = cute.arch.block_idx()
         _, _, clusters = cute.arch.grid_dim()
         config = self.config
         cta_layout = cute.make_layout((config.cluster_m, config.cluster_n))
-        gA = cute.local_tile(mA, (config.tile_m, config.tile_k), (None, None, None))
-        gB = cute.local_tile(mB, (config.tile_n, config.tile_k), (None, None, None))
-        # CTAs of one cluster row share A tiles, those of one column share B tiles.
-        tAsA, tAgA = cpasync.tma_partition(
-            tma_a,
-            cta_n,
-            cute.make_layout(config.cluster_n),
-            cute.group_modes(sA, 0, 2),
-            cute.group_modes(gA, 0, 2),
-        )
-        tBsB, tBgB = cpasync.tma_partition(
-            tma_b,
-            cta_m,
-            cute.make_layout(config.cluster_m),
-            cute.group_modes(sB, 0, 2),
-            cute.group_modes(gB, 0, 2),
-        )
         a_mask = None
         b_mask = None
         if const_expr(config.cluster_n > 1):
@@ -428,15 +448,17 @@ class Gemm(Fusion):
             cute.arch.cluster_wait()
         while work < total_work:
             first_k_tile = part * k_tiles
-            tAgA_tile = tAgA[(None, tile_m, None, entry)]
-            tBgB_tile = tBgB[(None, tile_n, None, entry)]
+            row, column = self.begin(tile_m, tile_n, last)
+            # CTAs of one cluster row share A tiles, those of one column share B tiles.
+            tAsA, tAgA = self.tile_at(tma_a, mA, sA, row, config.tile_m, cta_n, config.cluster_n)
+            tBsB, tBgB = self.tile_at(tma_b, mB, sB, column, config.tile_n, cta_m, config.cluster_m)
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, config.stage_bytes)
                 cute.copy(
                     tma_a,
-                    tAgA_tile[(None, first_k_tile + k_tile)],
+                    tAgA[(None, first_k_tile + k_tile, entry)],
                     tAsA[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=a_mask,
@@ -444,7 +466,7 @@ class Gemm(Fusion):
                 )
                 cute.copy(
                     tma_b,
-                    tBgB_tile[(None, first_k_tile + k_tile)],
+                    tBgB[(None, first_k_tile + k_tile, entry)],
                     tBsB[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=b_mask,
@@ -467,9 +489,20 @@ class Gemm(Fusion):
                     phase ^= 1
 
     @cute.jit
+    def tile_at(
+        self, tma, tensor, ring, first, rows: cutlass.Constexpr, rank, ways: cutlass.Constexpr
+    ):  # fmt: skip
+        """A CTA's shares of the ring's stages and of an operand's tile that begins at row `first`."""
+        inside = cute.domain_offset((first, 0, 0), tensor)
+        tile = cute.local_tile(inside, (rows, self.config.tile_k), (0, None, None))
+        return cpasync.tma_partition(
+            tma, rank, cute.make_layout(ways), cute.group_modes(ring, 0, 2), cute.group_modes(tile, 0, 2)
+        )
+
+    @cute.jit
     def consume(
         self, tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, arrived, thread, group, k_tiles,
-        walk, total_work, partials, counters, fused,
+        walk, last, total_work, partials, counters, fused,
     ):  # fmt: skip
         """One consumer warpgroup: multiply, convert, store."""
         config = self.config
@@ -581,13 +614,13 @@ class Gemm(Fusion):
                     group_thread,
                 )
             if holds_sum:
+                place = (*self.begin(tile_m, tile_n, last), entry)
                 if const_expr(config.epi_n > 0):
                     self.store(
-                        tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry,
-                        fused, amax,
+                        tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, place, fused, amax
                     )  # fmt: skip
                 else:
-                    self.store_directly(mD, accumulators, group, group_thread, tile_m, tile_n, entry)
+                    self.store_directly(mD, accumulators, group, group_thread, place)
 
             if const_expr(pingpong):
                 # Skip the other warpgroup's tile.
@@ -706,8 +739,7 @@ class Gemm(Fusion):
 
     @cute.jit
     def store(
-        self, tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry, fused,
-        amax,
+        self, tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile, fused, amax
     ):  # fmt: skip
         """Convert and store one warpgroup's rows, subtile by subtile, without the other warpgroups.
 
@@ -715,8 +747,14 @@ class Gemm(Fusion):
         converted. Buffer reuse needs the earlier read to be done, which only the issuing warp can await:
         with three buffers or more it awaits it one subtile early and the barrier that publishes a subtile
         also hands out the next buffer; with fewer that would serialize, so each subtile takes two barriers.
+
+        `tile`: its first row and column in the product, and its entry of the batch.
         """
         config = self.config
+        first_row, first_column, entry = tile
+        out_column = first_column
+        if const_expr(self.epilogue.gated):
+            out_column = first_column // 2
         buffers = config.epilogue_buffers
         if const_expr(self.out_dtype.width == 16):
             op = warp.StMatrix8x8x16bOp(config.out_major == "m", 4)
@@ -727,11 +765,11 @@ class Gemm(Fusion):
         if const_expr(not self.epilogue.gated):
             tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, self.out_dtype), epilogue_mma)
             tRS_sD = tiled_copy.get_slice(group_thread).partition_D(sD)
-        gD = cute.local_tile(mD, (MMA_ATOM_M, config.out_epi_n), (None, None, None))
+        inside = cute.domain_offset((first_row, out_column, 0), mD)
+        gD = cute.local_tile(inside, (MMA_ATOM_M, config.out_epi_n), (None, None, None))
         bSG_sD, bSG_gD = cpasync.tma_partition(
             tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
         )
-        atoms_m = config.tile_m // MMA_ATOM_M
         subtiles = config.tile_n // config.epi_n
         values = MMA_ATOM_M * config.epi_n // WARPGROUP_THREADS
         issues = group_thread < 32
@@ -742,7 +780,7 @@ class Gemm(Fusion):
         for index in cutlass.range_constexpr(config.atoms_per_warpgroup * subtiles):
             atom, subtile = index // subtiles, index % subtiles
             buffer = group * buffers + index % buffers
-            row = tile_m * atoms_m + atom * config.tile_warpgroups
+            row = Int32(atom * config.tile_warpgroups)  # of 64 rows each
             if const_expr(config.tile_warpgroups > 1):
                 row += group
             fragment = cute.make_rmem_tensor(
@@ -751,7 +789,7 @@ class Gemm(Fusion):
             for value in cutlass.range_constexpr(values):
                 fragment[value] = accumulators[index * values + value]
             if const_expr(self.epilogue):
-                place = (row * MMA_ATOM_M, tile_n * config.tile_n + subtile * config.epi_n, entry)
+                place = (first_row + row * MMA_ATOM_M, first_column + subtile * config.epi_n, entry)
                 fragment = self.fuse(
                     fragment, config.epi_n, group_thread, place, mD, fused[0], fused[1:], amax
                 )
@@ -770,13 +808,11 @@ class Gemm(Fusion):
                 self.await_buffers(issues, buffers - 2)
             self.epilogue_barrier(group)
             if issues:
-                cute.copy(
-                    tma_d, bSG_sD[(None, buffer)], bSG_gD[(None, row, tile_n * subtiles + subtile, entry)]
-                )
+                cute.copy(tma_d, bSG_sD[(None, buffer)], bSG_gD[(None, row, subtile, entry)])
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def store_directly(self, mD, accumulators, group, group_thread, tile_m, tile_n, entry):
+    def store_directly(self, mD, accumulators, group, group_thread, tile):
         """Convert and store one warpgroup's rows from registers, pair by pair of columns.
 
         A thread holds two neighbouring columns of rows 8 apart, for each 8 columns of the tile (PTX ISA,
@@ -784,10 +820,11 @@ class Gemm(Fusion):
         """
         config = self.config
         m, n, _ = mD.shape
-        row = tile_m * config.tile_m + group_thread // 32 * 16 + group_thread % 32 // 4
+        first_row, first_column, entry = tile
+        row = first_row + group_thread // 32 * 16 + group_thread % 32 // 4
         if const_expr(config.tile_warpgroups > 1):
             row += group * MMA_ATOM_M
-        column = tile_n * config.tile_n + group_thread % 4 * 2
+        column = first_column + group_thread % 4 * 2
         rows_apart = MMA_ATOM_M * config.tile_warpgroups
         out_bytes = self.out_dtype.width // 8
         for half in cutlass.range_constexpr(2 * config.atoms_per_warpgroup):
