@@ -147,3 +147,14 @@ def test_epilogues_at_the_edge(pool: CompilePool, shape: str, epilogue: str) -> 
             assert amax.item() == pytest.approx(wanted.abs().max().item(), rel=1e-3)
         launched += 1
     assert launched >= 3
+
+
+def test_an_output_of_bytes_is_stored_where_tma_may(pool: CompilePool) -> None:
+    """TMA wants innermost coordinates at multiples of 16 bytes: of fp8, columns of 16."""
+    problem = Problem.parse("200x1000x272", dtype="fp8_e4m3", out_dtype="fp8_e4m3")
+    a = (torch.randn(200, 272, device="cuda") / 8).to(torch.float8_e4m3fn)
+    b = (torch.randn(1000, 272, device="cuda") / 8).to(torch.float8_e4m3fn).t()
+    out = torch.zeros(200, 1000, device="cuda").to(torch.float8_e4m3fn)
+    load(pool, problem, ("pingpong", 64, 128, 128, 4, 1, 2, 32, False), 1)(a, b, out)
+    exact = a.float() @ b.float()
+    assert ((out.float() - exact).norm() / exact.norm()).item() < 2 * 2.0**-5

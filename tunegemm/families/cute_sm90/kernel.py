@@ -53,6 +53,7 @@ START_BARRIER = 6  # the ring's barriers are there; without a cluster
 EVICT_NORMAL = 0x1000000000000000
 EVICT_FIRST = 0x12F0000000000000
 
+# Where a tile begins that begins nowhere inside.
 NOWHERE = 2**31 - 1
 
 
@@ -184,12 +185,12 @@ class Gemm(Fusion):
 
         What hangs over the edge TMA fills with zeros, more slowly than it loads. Where tiles overlap they
         store the same values twice. But for one case: a matrix that an epilogue reads where D lies must be
-        read by one tile alone, before it stores. Beginnings are multiples of 8, as 16-byte accesses want it;
-        what then hangs over costs nothing.
+        read by one tile alone, before it stores.
         """
         config = self.config
-        last_m = cutlass.max(m - config.tile_m + 7, 0) // 8 * 8
-        last_n = cutlass.max(n - config.tile_n + 7, 0) // 8 * 8
+        unit_m, unit_n = config.edge_units
+        last_m = cute.ceil_div(cutlass.max(m - config.tile_m, 0), unit_m) * unit_m
+        last_n = cute.ceil_div(cutlass.max(n - config.tile_n, 0), unit_n) * unit_n
         word = 0
         for operand in cutlass.range_constexpr(len(self.epilogue.operands)):
             described = self.epilogue.operands[operand]
