@@ -268,6 +268,34 @@ def test_scaled_mm(serve, kernel, rowwise, bias, out_dtype, fast):
     assert len(kernel.calls) == 2
 
 
+@pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.float32])
+@pytest.mark.parametrize("rowwise, bias", list(itertools.product((False, True), repeat=2)))
+def test_scaled_mm_of_int8(serve, kernel, rowwise, bias, out_dtype):
+    """Torch has the exact product only: what follows is its own kernels, or one of ours."""
+    snapshot = serve()
+    a, b = operands()
+    a, b = (a * 8).to(torch.int8), (b.t().contiguous() * 8).to(torch.int8).t()
+    scale_a = torch.linspace(0.5, 1, 32)[:, None] if rowwise else torch.tensor(0.5)
+    scale_b = torch.linspace(1, 2, 48)[None, :] if rowwise else torch.tensor([2.0])
+    dtype = out_dtype or BF16
+    added = torch.linspace(-1, 1, 48).to(dtype) if bias else None
+    wide = (a.float() * scale_a) @ (b.float() * scale_b)
+    wide = wide + added.float() if bias else wide
+    for _ in range(2):
+        result = tunegemm.scaled_mm(a, b, scale_a, scale_b, bias=added, out_dtype=out_dtype)
+        assert result.dtype == dtype
+        close(result.float(), wide, 1e-2)
+    (problem,) = set(snapshot.asked)
+    assert (problem.in_dtype, problem.accumulation) == ("int8", "fast")
+    assert len(kernel.calls) == 2
+    serve(Problem(8, 8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)
+        result = tunegemm.scaled_mm(a, b, scale_a, scale_b, bias=added, out_dtype=out_dtype)
+    assert result.dtype == dtype and len(kernel.calls) == 2
+    close(result.float(), wide, 1e-2)
+
+
 def test_scales_that_only_torch_has(serve, kernel):
     serve()
     a, b = (operand.to(FP8) for operand in operands())
