@@ -65,6 +65,14 @@ def absorbs(form: Form) -> bool:
     return bool(_taken(form, list(form.epilogue.steps)))
 
 
+def taken_operands(form: Form, a: Any, b: Any) -> tuple[str, ...]:
+    """The operands that go into the library's call, with which autocast casts them."""
+    taken = _taken(form, [step for step in form.epilogue.steps if step != "amax"])
+    if taken == ("bias_n",):
+        return ("bias",) if form.kind == LINEAR or (a.ndim > 1 and b.ndim == 2) else ()
+    return ("c",) if "beta_c" in taken and a.ndim == b.ndim else ()
+
+
 def _taken(form: Form, steps: list[str]) -> tuple[str, ...]:
     """The leading steps that a call of the library takes."""
     if steps[:1] == ["beta_c"] or steps[:2] == ["alpha", "beta_c"]:
