@@ -260,10 +260,8 @@ def test_what_the_rules_of_registers_reject_spills_and_what_they_admit_does_not(
     wide: dict[str, int | str | bool] = {
         "schedule": "pingpong", "tile_m": 128, "tile_n": 192, "stages": 3, "swap_ab": False
     }  # fmt: skip
-    tall = wide | {"schedule": "cooperative", "tile_m": 256, "tile_n": 128, "epi_n": 64}
     rows, turned = {"out_dtype": "fp32"}, {"a_major": "m", "b_major": "n", "out_major": "m"}
     cases: list[tuple[str, dict[str, str], dict[str, int | str | bool], str | None]] = [
-        ("residual+amax", {}, tall, "fused_registers"),
         ("bias_n+amax", {}, wide, "fused_registers"),
         ("residual+amax", {}, KERNELS[1], None),
         (EVERYTHING, rows, KERNELS[2], None),
@@ -275,7 +273,9 @@ def test_what_the_rules_of_registers_reject_spills_and_what_they_admit_does_not(
         ("swiglu", turned, wide | {"tile_n": 176, "epi_n": 16}, "accumulators"),
         ("swiglu", turned, wide | {"tile_n": 160}, None),
         ("bias_n+geglu", {}, wide, None),
-        ("bias_n+swiglu", {}, wide | {"tile_n": 176, "epi_n": 16}, None),
+        ("bias_n+swiglu", {}, wide | {"tile_n": 176, "epi_n": 16}, "accumulators"),
+        ("scale_rowwise+bias_n+gelu_tanh", {}, wide | {"tile_n": 208, "epi_n": 16}, "accumulators"),
+        ("scale_rowwise+bias_n+gelu_tanh", {}, wide, None),
     ]
     submitted = []
     for text, changes, kernel, rule in cases:
