@@ -39,11 +39,11 @@ class CuteSm90(Generator):
         "compile": (
             "schedule", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n", "epi_n", "swap_ab",
         ),
-        "launch": ("raster_order", "swizzle_size", "ctas", "split_k", "l2_hint"),
+        "launch": ("raster_order", "swizzle_size", "ctas", "split_k", "reduction", "l2_hint"),
     }  # fmt: skip
 
-    limited_launch = ("split_k",)
-    extent_rules = frozenset({"cluster_fits", "swap_fits", "split_fits"})
+    limited_launch = ("split_k", "reduction")
+    extent_rules = frozenset({"cluster_fits", "swap_fits", "split_fits", "reduction_fits"})
     packages = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi"))
     config = KernelConfig
     rules = RULES
@@ -66,7 +66,7 @@ class CuteSm90(Generator):
 
             return FusedGemm(config) if takes_words else Gemm(config)
 
-        return compile_object(make, 5, str(key["target"]), out, words=MAX_WORDS if takes_words else 0)
+        return compile_object(make, 6, str(key["target"]), out, words=MAX_WORDS if takes_words else 0)
 
     def kernel_key(
         self, problem: Problem, candidate: Candidate, device: Device
@@ -79,14 +79,14 @@ class CuteSm90(Generator):
     def workspace(
         self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
     ) -> Workspace | None:
-        """Partial sums of every part of every tile; as many counters, by warpgroup (see `Gemm.reduce`)."""
+        """Partial sums of every part of every tile; where they meet in pairs, as many counters, by warpgroup."""
         split_k = int(candidate["split_k"])
         if split_k == 1:
             return None
         config, tiles = config_of(problem, candidate), tile_count(problem, candidate)
         return Workspace(
             tiles * split_k * config.tile_m * config.tile_n * 4,
-            tiles * split_k * config.tile_warpgroups * 4,
+            0 if adds_in_second_kernel(candidate) else tiles * split_k * config.tile_warpgroups * 4,
             device.index if device.is_real else 0,
         )
 
@@ -117,6 +117,11 @@ def grid_clusters(problem: Problem, candidate: Candidate, device: Device) -> int
     return balanced(work, resident) if candidate["ctas"] == "balanced" else int(min(resident, work))
 
 
+def adds_in_second_kernel(candidate: Candidate) -> bool:
+    """Whether a second kernel adds the parts; elsewhere, and in records older than the choice, they meet."""
+    return candidate.params.get("reduction", "pairs") == "second_kernel" and int(candidate["split_k"]) > 1
+
+
 def l2_hint(candidate: Candidate) -> int:
     """The kernel's number for the candidate's ``l2_hint``, which names the problem's operand: 1 A, 2 B."""
     operand = ("none", "a_first", "b_first").index(candidate.params.get("l2_hint", "none"))
@@ -135,6 +140,7 @@ def _launcher(
         int(candidate["swizzle_size"]),
         grid_clusters(problem, candidate, device),
         int(candidate["split_k"]),
+        int(adds_in_second_kernel(candidate)),
         l2_hint(candidate),
     )
     index = device.index if device.is_real else 0

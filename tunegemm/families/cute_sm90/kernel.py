@@ -8,9 +8,8 @@ consumer warpgroups multiply them by WGMMA and store through shared memory by TM
                every CTA that this CTA's tiles reach   multicasts into the released stage
     order[w]   named barrier, pingpong only: warpgroup w may issue its mainloop
 
-With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. Their sums meet in
-pairs in a workspace, where the later of two goes on with the total; the last one stores: the result does not
-depend on who was late, and nobody waits.
+With split-K, a tile's k range is cut into equal parts, each a piece of work of its own; `kernel_sums` says how
+their sums become one.
 
 An epilogue (`tunegemm.epilogue`) works on a warpgroup's accumulators, fp32 and in registers, one subtile at a
 time between the mainloop and the staging buffers; its vectors and matrices are read from global memory where
@@ -34,6 +33,7 @@ from tunegemm.families.cute_sm90.config import (
     KernelConfig,
 )
 from tunegemm.families.cute_sm90.kernel_epilogue import Fusion
+from tunegemm.families.cute_sm90.kernel_sums import Sums
 from tunegemm.families.cute_sm90.kernel_tf32 import MmaTf32
 from tunegemm.problem import operand_dtypes
 
@@ -54,7 +54,7 @@ EVICT_NORMAL = 0x1000000000000000
 EVICT_FIRST = 0x12F0000000000000
 
 
-class Gemm(Fusion):
+class Gemm(Fusion, Sums):
     """D[m, n] = A[m, k] B[n, k]^T for one `KernelConfig`."""
 
     def __init__(self, config: KernelConfig):
@@ -90,6 +90,7 @@ class Gemm(Fusion):
         swizzle_size: Int32,
         clusters: Int32,
         split_k: Int32,
+        second_kernel: Int32,
         l2_hint: Int32,
         partials_address: Int64,
         counters_address: Int64,
@@ -99,18 +100,19 @@ class Gemm(Fusion):
 
         Strides count elements; `clusters` is the grid; `l2_hint` names the operand whose lines leave the L2
         first: 1 A, 2 B, 0 neither. With split_k > 1, `partials` holds fp32 sums
-        (`workspace` in the package says how many), `counters` zeros, which the kernel leaves as zeros.
+        (`workspace` in the package says how many), which a second kernel adds where `second_kernel` is 1;
+        where it is 0 they meet in pairs, counted by `counters`, zeros which the kernel leaves as zeros.
         """
         self.launch(
             a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, l2_hint, partials_address,
+            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint, partials_address,
             counters_address, (), stream,
         )  # fmt: skip
 
     @cute.jit
     def launch(
         self, a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-        d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, l2_hint, partials_address,
+        d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint, partials_address,
         counters_address, words, stream,
     ):  # fmt: skip
         """See `__call__`; words: what an epilogue's operands are (see `FusedGemm`)."""
@@ -142,7 +144,9 @@ class Gemm(Fusion):
         if const_expr(config.epi_n > 0):
             # The same atom, one subtile wide: which thread holds which element of a subtile.
             epilogue_mma = self.tiled_mma(a_layout, b_layout, 1, config.epi_n)
-            sD_layout = self.staging_layout(LayoutEnum.from_tensor(mD))
+            sD_layout = self.staging_layout(
+                LayoutEnum.from_tensor(mD), config.out_epi_n, config.consumers * config.epilogue_buffers
+            )
             tma_d, gD = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileS2GOp(),
                 mD,
@@ -161,10 +165,12 @@ class Gemm(Fusion):
         partials = cute.make_ptr(self.acc_dtype, partials_address, cute.AddressSpace.gmem, assumed_align=16)
         counters = cute.make_ptr(Int32, counters_address, cute.AddressSpace.gmem, assumed_align=4)
 
+        walk = (work_m, work_n, batch, split_k, raster_along_m, swizzle_size, second_kernel)
+        fused = (n, *words) if const_expr(self.epilogue) else ()
+
         self.kernel(
             tma_a, gA, tma_b, gB, tma_d, gD, tiled_mma, epilogue_mma, sA_layout, sB_layout, sD_layout,
-            k_tiles, (work_m, work_n, batch, split_k, raster_along_m, swizzle_size), l2_hint,
-            partials, counters, (n, *words) if const_expr(self.epilogue) else (),
+            k_tiles, walk, l2_hint, partials, counters, fused,
         ).launch(
             grid=(config.cluster_m, config.cluster_n, clusters),
             block=(config.threads, 1, 1),
@@ -174,6 +180,8 @@ class Gemm(Fusion):
             # Without it ptxas ignores setmaxnreg (warning C7508).
             min_blocks_per_mp=1,
         )  # fmt: skip
+        if second_kernel != 0:
+            self.launch_sum(mD, a_layout, b_layout, walk, partials, fused, stream)
 
     @cute.jit
     def operand(self, address, dtype, shape, minor_is_second, leading, batch_stride):
@@ -233,18 +241,15 @@ class Gemm(Fusion):
         order = (0, 1, 2) if k_major else (1, 0, 2)
         return cute.tile_to_shape(atom, shape, order=order[: len(shape)])
 
-    def staging_layout(self, layout):
-        """Swizzled (64, epi_n, buffers) layout of the output's staging buffers, all warpgroups' in a row."""
-        config = self.config
-        n_major = config.out_major == "n"
+    def staging_layout(self, layout, columns, buffers):
+        """Swizzled (64, columns, buffers) layout of the output's staging buffers, all warpgroups' in a row."""
+        n_major = self.config.out_major == "n"
         atom = warpgroup.make_smem_layout_atom(
-            sm90.get_smem_layout_atom(layout, self.out_dtype, config.out_epi_n if n_major else MMA_ATOM_M),
+            sm90.get_smem_layout_atom(layout, self.out_dtype, columns if n_major else MMA_ATOM_M),
             self.out_dtype,
         )
         return cute.tile_to_shape(
-            atom,
-            (MMA_ATOM_M, config.out_epi_n, config.consumers * config.epilogue_buffers),
-            order=(0, 1, 2) if n_major else (1, 0, 2),
+            atom, (MMA_ATOM_M, columns, buffers), order=(0, 1, 2) if n_major else (1, 0, 2)
         )
 
     def tma_load(self, tensor, stage_layout, box, multicast):
@@ -273,13 +278,14 @@ class Gemm(Fusion):
         sB_layout: cute.ComposedLayout,
         sD_layout: cute.ComposedLayout | None,
         k_tiles: Int32,
-        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32],
         l2_hint: Int32,
         partials: cute.Pointer,
         counters: cute.Pointer,
         fused: tuple,
     ):
-        """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band.
+        """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band, whether a
+        second kernel adds the parts.
 
         `fused`, where there is an epilogue: columns of the product, of which D has half where they gate each
         other, and the words of its operands. Without one it is empty.
@@ -289,7 +295,7 @@ class Gemm(Fusion):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % 32
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        work_m, work_n, batch, split_k, _, _ = walk
+        work_m, work_n, batch, split_k, _, _, second_kernel = walk
         total_work = work_m * work_n * batch * split_k
 
         if warp_index == 0:
@@ -297,6 +303,9 @@ class Gemm(Fusion):
             cpasync.prefetch_descriptor(tma_b)
             if const_expr(config.epi_n > 0):
                 cpasync.prefetch_descriptor(tma_d)
+
+        if second_kernel != 0:
+            cute.arch.griddepcontrol_launch_dependents()
 
         storage = SmemAllocator().allocate(self.storage)
         full = storage.full.data_ptr()
@@ -342,15 +351,20 @@ class Gemm(Fusion):
 
     @cute.jit
     def tile_of(self, work, walk):
-        """(tile m, tile n, batch entry, part of k) of this CTA for a work index.
+        """(tile m, tile n, batch entry, part of k) of this CTA for a work index."""
+        cta_m, cta_n, _ = cute.arch.block_idx()
+        tile_m, tile_n, entry, part = self.cluster_tile_of(work, walk)
+        return tile_m * self.config.cluster_m + cta_m, tile_n * self.config.cluster_n + cta_n, entry, part
+
+    @cute.jit
+    def cluster_tile_of(self, work, walk):
+        """(cluster tile along m, along n, batch entry, part of k) for a work index.
 
         Parts of k are outermost, so that CTAs that run together share operands; then batch entries. The
         walk over an entry goes along the raster order's mode in bands `swizzle_size` cluster tiles wide;
         the last band may be narrower, so no index is a phantom tile.
         """
-        config = self.config
-        cta_m, cta_n, _ = cute.arch.block_idx()
-        work_m, work_n, batch, _, raster_along_m, swizzle_size = walk
+        work_m, work_n, batch, _, raster_along_m, swizzle_size, _ = walk
         length = work_n
         width = work_m
         if raster_along_m != 0:
@@ -378,7 +392,7 @@ class Gemm(Fusion):
         if raster_along_m != 0:
             tile_m = step
             tile_n = across
-        return tile_m * config.cluster_m + cta_m, tile_n * config.cluster_n + cta_n, entry, part
+        return tile_m, tile_n, entry, part
 
     @cute.jit
     def produce(self, tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work, l2_hint):
@@ -568,18 +582,17 @@ class Gemm(Fusion):
 
             holds_sum = cutlass.Boolean(True)
             if walk[3] > 1:
-                tile = (entry * walk[1] * config.cluster_n + tile_n) * walk[0] * config.cluster_m + tile_m
-                holds_sum = self.reduce(
-                    accumulators,
-                    partials,
-                    counters,
-                    arrived + group,
-                    tile,
-                    part,
-                    walk[3],
-                    group,
-                    group_thread,
-                )
+                rank = cta_n * config.cluster_m + cta_m
+                sharer = 0 if const_expr(pingpong) else group
+                if walk[6] != 0:
+                    self.deposit(accumulators, partials, work, rank, sharer, group_thread)
+                    holds_sum = cutlass.Boolean(False)
+                else:
+                    apart = walk[0] * walk[1] * walk[2]
+                    holds_sum = self.reduce(
+                        accumulators, partials, counters, arrived + group, work - part * apart, apart, part,
+                        walk[3], rank, sharer, group, group_thread,
+                    )  # fmt: skip
             if holds_sum:
                 if const_expr(config.epi_n > 0):
                     self.store(
@@ -639,70 +652,6 @@ class Gemm(Fusion):
                 stage = Int32(0)
                 phase ^= 1
         return stage, phase
-
-    @cute.jit
-    def reduce(self, accumulators, partials, counters, arrived, tile, part, parts, group, group_thread):
-        """Add up the parts of a tile along a tree; true for the one that then holds the total.
-
-        Parts 0 and 1 meet, 2 and 3, then 0-1 and 2-3, and so on: the later of two adds the earlier's sums to
-        its own, the earlier is done. Nobody waits, and the sums are the same whoever is late: additions
-        commute, and who meets whom is fixed. A part that is late each time reads log2(parts) sums.
-
-        Only the same warpgroup of other CTAs touches these sums, thread by thread at the same place, so
-        that their layout is free: four neighbours of a thread, then threads, for 16-byte accesses. Each
-        meeting has a counter, that of the first part on its right side.
-        """
-        config = self.config
-        values = config.accumulator_registers
-        tile_group = tile * config.tile_warpgroups
-        if const_expr(config.tile_warpgroups > 1):
-            tile_group += group
-        layout = cute.make_layout((4, values // 4), stride=(1, 4 * WARPGROUP_THREADS))
-        own = cute.make_tensor(accumulators.iterator, cute.make_layout((4, values // 4)))
-        first = partials + Int64(tile_group * parts) * (values * WARPGROUP_THREADS) + group_thread * 4
-        answer = cute.make_tensor(arrived, cute.make_layout(1))
-        holds = cutlass.Boolean(True)
-        side = Int32(1)  # parts on each side of a meeting
-        while holds and side < parts:
-            left = part & ~(2 * side - 1)
-            right = left + side
-            if right < parts:
-                counter = counters + tile_group * parts + right
-                mine = part & ~(side - 1)
-                # Sums that nobody will read need not be written: first a look whether the other is there.
-                if group_thread == 0:
-                    answer[0] = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-                self.epilogue_barrier(group)
-                late = answer[0] == 1
-                self.epilogue_barrier(group)
-                if not late:
-                    place = cute.make_tensor(first + Int64(mine) * (values * WARPGROUP_THREADS), layout)
-                    for chunk in cutlass.range_constexpr(values // 4):
-                        cute.autovec_copy(own[(None, chunk)], place[(None, chunk)])
-                    # Each thread's sums are visible before the one thread counts, and counting orders it
-                    # before the reader: release and acquire at device scope on both sides of the barrier.
-                    cute.arch.fence_acq_rel_gpu()
-                    self.epilogue_barrier(group)
-                    if group_thread == 0:
-                        answer[0] = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-                    self.epilogue_barrier(group)
-                    late = answer[0] == 1
-                    self.epilogue_barrier(group)
-                if late:
-                    cute.arch.fence_acq_rel_gpu()
-                    if group_thread == 0:
-                        cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
-                    theirs = cute.make_tensor(
-                        first + Int64(left + right - mine) * (values * WARPGROUP_THREADS), layout
-                    )
-                    for chunk in cutlass.range_constexpr(values // 4):
-                        piece = cute.make_rmem_tensor(4, self.acc_dtype)
-                        cute.autovec_copy(theirs[(None, chunk)], piece)
-                        for value in cutlass.range_constexpr(4):
-                            own[value, chunk] = own[value, chunk] + piece[value]
-                holds = late
-            side *= 2
-        return holds
 
     @cute.jit
     def store(
@@ -853,6 +802,7 @@ class FusedGemm(Gemm):
         swizzle_size: Int32,
         clusters: Int32,
         split_k: Int32,
+        second_kernel: Int32,
         l2_hint: Int32,
         partials_address: Int64,
         counters_address: Int64,
@@ -874,6 +824,6 @@ class FusedGemm(Gemm):
         words = (word0, word1, word2, word3, word4, word5, word6, word7, word8, word9, word10, word11)
         self.launch(
             a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, l2_hint, partials_address,
+            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint, partials_address,
             counters_address, words[: self.epilogue.words], stream,
         )  # fmt: skip

@@ -185,6 +185,19 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+def reduction_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A second kernel has nothing to add where nothing is split.
+
+    Of a kernel without a launch it says whether some split would do: the fewest parts.
+    """
+    if candidate.params.get("reduction", "pairs") == "pairs":
+        return None
+    split_k = int(candidate.params.get("split_k", 2))
+    if split_k == 1:
+        return "reduction second_kernel with split_k 1: there are no parts to add"
+    return split_fits(problem, candidate.with_launch(split_k=split_k), device)
+
+
 #: Cheapest first. Those named `..._fits` look at extents: what they reject runs, but repeats another
 #: candidate or computes nothing.
 RULES = (
@@ -204,6 +217,7 @@ RULES = (
     cluster_fits,
     swap_fits,
     split_fits,
+    reduction_fits,
 )
 
 assert WARPGROUP_THREADS == 128  # the formulas above count per 128-thread warpgroup

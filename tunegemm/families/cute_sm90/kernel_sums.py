@@ -1,0 +1,232 @@
+"""How the sums of a tile's parts become one: in pairs, inside the kernel, or by a second kernel after it.
+
+Both read and write a workspace of *pieces*: what one cluster multiplied of one cluster tile. The sums lie there as
+the warpgroups hold them: by piece, CTA of the cluster and warpgroup, then four neighbouring accumulators of a
+thread, the threads side by side. Every access is 16 bytes of each thread in a row, on both sides, and the second
+kernel knows rows and columns as the first does, so that it has the same epilogue and the same way out: through
+shared memory by TMA, in whole sectors whatever the output's major.
+
+Which meets which and who is added to whom is fixed, so that results are the same in every run.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.utils import LayoutEnum, SmemAllocator
+
+from tunegemm.families.cute_sm90.config import MMA_ATOM_M, SMEM_ALIGNMENT, WARPGROUP_THREADS
+
+#: Shared memory that a block of the second kernel asks for; it uses a few KiB. Four blocks fit a multiprocessor
+#: then: started early, they do not crowd on the few multiprocessors that the first kernel leaves idle.
+SECOND_SMEM_BYTES = 46 * 1024
+
+#: Parts whose loads the second kernel has in flight at once.
+PARTS_IN_FLIGHT = 8
+
+
+class Sums:
+    """The part of `kernel.Gemm` that adds up the parts of a tile."""
+
+    @cute.jit
+    def sums_of(self, partials, piece, rank, sharer, group_thread):
+        """This thread's sums of a piece: (4, chunks), chunks as far apart as a warpgroup's accesses are long.
+
+        sharer: which of the warpgroups that share a tile it is.
+        """
+        config = self.config
+        values = config.accumulator_registers
+        warpgroup = (piece * self.cluster_size + rank) * config.tile_warpgroups + sharer
+        start = partials + (Int64(warpgroup) * (values * WARPGROUP_THREADS) + group_thread * 4)
+        layout = cute.make_layout((4, values // 4), stride=(1, 4 * WARPGROUP_THREADS))
+        return cute.make_tensor(start, layout)
+
+    @cute.jit
+    def deposit(self, accumulators, partials, piece, rank, sharer, group_thread):
+        """Write a piece's sums for the second kernel."""
+        chunks = self.config.accumulator_registers // 4
+        own = cute.make_tensor(accumulators.iterator, cute.make_layout((4, chunks)))
+        place = self.sums_of(partials, piece, rank, sharer, group_thread)
+        for chunk in cutlass.range_constexpr(chunks):
+            cute.autovec_copy(own[(None, chunk)], place[(None, chunk)])
+
+    @cute.jit
+    def reduce(
+        self, accumulators, partials, counters, arrived, piece, apart, part, parts, rank, sharer, group,
+        group_thread,
+    ):  # fmt: skip
+        """Add up the parts of a tile along a tree; true for the one that then holds the total.
+
+        Parts 0 and 1 meet, 2 and 3, then 0-1 and 2-3, and so on: the later of two adds the earlier's sums to
+        its own, the earlier is done. Nobody waits, and the sums are the same whoever is late: additions
+        commute, and who meets whom is fixed. A part that is late each time reads log2(parts) sums.
+
+        Only the same warpgroup of other clusters' CTAs touches these sums, thread by thread at the same
+        place. Each meeting has a counter, that of the first part on its right side. `piece` is that of part
+        0, `apart` how far the next part's is.
+        """
+        config = self.config
+        chunks = config.accumulator_registers // 4
+        own = cute.make_tensor(accumulators.iterator, cute.make_layout((4, chunks)))
+        answer = cute.make_tensor(arrived, cute.make_layout(1))
+        holds = cutlass.Boolean(True)
+        side = Int32(1)  # parts on each side of a meeting
+        while holds and side < parts:
+            left = part & ~(2 * side - 1)
+            right = left + side
+            if right < parts:
+                meeting = (piece + right * apart) * self.cluster_size + rank
+                counter = counters + meeting * config.tile_warpgroups + sharer
+                mine = part & ~(side - 1)
+                # Sums that nobody will read need not be written: first a look whether the other is there.
+                if group_thread == 0:
+                    answer[0] = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                self.epilogue_barrier(group)
+                late = answer[0] == 1
+                self.epilogue_barrier(group)
+                if not late:
+                    self.deposit(accumulators, partials, piece + mine * apart, rank, sharer, group_thread)
+                    # Each thread's sums are visible before the one thread counts, and counting orders it
+                    # before the reader: release and acquire at device scope on both sides of the barrier.
+                    cute.arch.fence_acq_rel_gpu()
+                    self.epilogue_barrier(group)
+                    if group_thread == 0:
+                        answer[0] = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+                    self.epilogue_barrier(group)
+                    late = answer[0] == 1
+                    self.epilogue_barrier(group)
+                if late:
+                    cute.arch.fence_acq_rel_gpu()
+                    if group_thread == 0:
+                        cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
+                    theirs = self.sums_of(
+                        partials, piece + (left + right - mine) * apart, rank, sharer, group_thread
+                    )
+                    for chunk in cutlass.range_constexpr(chunks):
+                        loaded = cute.make_rmem_tensor(4, self.acc_dtype)
+                        cute.autovec_copy(theirs[(None, chunk)], loaded)
+                        for value in cutlass.range_constexpr(4):
+                            own[value, chunk] = own[value, chunk] + loaded[value]
+                holds = late
+            side *= 2
+        return holds
+
+    # ---- the second kernel --------------------------------------------------------------------------
+
+    @property
+    def slice_columns(self):
+        """Columns of a slice of 64 rows, which one block of the second kernel stores; few, for many blocks."""
+        return 32 if self.epilogue.gated else 16
+
+    @cute.jit
+    def launch_sum(self, mD, a_layout, b_layout, walk, partials, fused, stream):
+        """The second kernel: a block for each slice of each tile that has parts."""
+        work_m, work_n, batch, _, _, _, _ = walk
+        columns = self.slice_columns
+        out_columns = columns // 2 if const_expr(self.epilogue.gated) else columns
+        # The first kernel's atom, one slice wide: which thread holds which element.
+        mma = self.tiled_mma(a_layout, b_layout, 1, columns)
+        sD_layout = self.staging_layout(LayoutEnum.from_tensor(mD), out_columns, 1)
+        tma_d, gD = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(),
+            mD,
+            cute.slice_(sD_layout, (None, None, 0)),
+            (MMA_ATOM_M, out_columns),
+        )
+        slices = self.config.tile_m // MMA_ATOM_M * (self.config.tile_n // self.slice_columns)
+        self.sum_kernel(tma_d, gD, mma, sD_layout, walk, partials, fused).launch(
+            grid=(work_m * work_n * batch * self.cluster_size * slices, 1, 1),
+            block=(WARPGROUP_THREADS, 1, 1),
+            smem=SECOND_SMEM_BYTES,
+            stream=stream,
+            # Its blocks start as soon as the first kernel leaves room, and wait there for its end.
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def sum_kernel(
+        self,
+        tma_d: cute.CopyAtom,
+        mD: cute.Tensor,
+        mma: cute.TiledMma,
+        sD_layout: cute.ComposedLayout,
+        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32],
+        partials: cute.Pointer,
+        fused: tuple,
+    ):
+        """Add the parts of one slice of a tile in their order, and store it."""
+        config = self.config
+        columns = self.slice_columns
+        out_columns = columns // 2 if const_expr(self.epilogue.gated) else columns
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        if thread == 0:
+            cpasync.prefetch_descriptor(tma_d)
+
+        across = config.tile_n // columns
+        slices = config.tile_m // MMA_ATOM_M * across
+        piece = Int32(Uint32(block) // Uint32(slices))
+        rest = block - piece * slices
+        rank = piece % self.cluster_size
+        piece = piece // self.cluster_size
+        row_atom = rest // across
+        column_slice = rest - row_atom * across
+        sharer = row_atom % config.tile_warpgroups
+        atom = row_atom // config.tile_warpgroups
+        cluster_m, cluster_n, entry, _ = self.cluster_tile_of(piece, walk)
+        tile_m = cluster_m * config.cluster_m + rank % config.cluster_m
+        tile_n = cluster_n * config.cluster_n + rank // config.cluster_m
+        apart = walk[0] * walk[1] * walk[2]
+
+        chunks = columns // 8
+        first_chunk = (atom * across + column_slice) * chunks
+        fragment = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ATOM_M, columns)), self.acc_dtype)
+        sums = cute.make_tensor(fragment.iterator, cute.make_layout((4, chunks)))
+        fragment.fill(0)
+        cute.arch.griddepcontrol_wait()
+        for part in cutlass.range(walk[3], unroll=PARTS_IN_FLIGHT):
+            theirs = self.sums_of(partials, piece + part * apart, rank, sharer, thread)
+            for chunk in cutlass.range_constexpr(chunks):
+                loaded = cute.make_rmem_tensor(4, self.acc_dtype)
+                cute.autovec_copy(theirs[(None, first_chunk + chunk)], loaded)
+                for value in cutlass.range_constexpr(4):
+                    sums[value, chunk] = sums[value, chunk] + loaded[value]
+
+        row = (tile_m * (config.tile_m // MMA_ATOM_M) + row_atom) * MMA_ATOM_M
+        if const_expr(self.epilogue):
+            amax = cute.make_rmem_tensor(1, self.acc_dtype)
+            amax[0] = self.acc_dtype(0.0)
+            place = (row, tile_n * config.tile_n + column_slice * columns, entry)
+            fragment = self.fuse(fragment, columns, thread, place, mD, fused[0], fused[1:], amax)
+            if const_expr("amax" in self.epilogue.steps):
+                self.publish_amax(fused[1:], amax, thread % 32)
+        converted = cute.make_rmem_tensor(fragment.layout, self.out_dtype)
+        converted.store(fragment.load().to(self.out_dtype))
+
+        sD = SmemAllocator().allocate_tensor(
+            self.out_dtype, sD_layout.outer, byte_alignment=SMEM_ALIGNMENT, swizzle=sD_layout.inner
+        )
+        if const_expr(self.epilogue.gated):
+            self.stage_halves(converted, sD, thread, 0)
+        else:
+            if const_expr(self.out_dtype.width == 16):
+                op = warp.StMatrix8x8x16bOp(config.out_major == "m", 4)
+            else:
+                op = cute.nvgpu.CopyUniversalOp()
+            tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, self.out_dtype), mma)
+            tRS_sD = tiled_copy.get_slice(thread).partition_D(sD)
+            cute.copy(tiled_copy, tiled_copy.retile(converted), tRS_sD[(None, None, None, 0)])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        gD = cute.local_tile(mD, (MMA_ATOM_M, out_columns), (None, None, None))
+        bSG_sD, bSG_gD = cpasync.tma_partition(
+            tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
+        )
+        if thread < 32:
+            cute.copy(
+                tma_d,
+                bSG_sD[(None, 0)],
+                bSG_gD[(None, row // MMA_ATOM_M, tile_n * across + column_slice, entry)],
+            )
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
