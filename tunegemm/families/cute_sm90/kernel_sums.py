@@ -21,7 +21,7 @@ from tunegemm.families.cute_sm90.config import MMA_ATOM_M, SMEM_ALIGNMENT, WARPG
 #: then: started early, they do not crowd on the few multiprocessors that the first kernel leaves idle.
 SECOND_SMEM_BYTES = 46 * 1024
 
-#: Parts whose loads the second kernel has in flight at once.
+#: Parts whose loads the second kernel has in flight at once; of fewer parts, the powers of two below it in turn.
 PARTS_IN_FLIGHT = 8
 
 
@@ -139,9 +139,27 @@ class Sums:
             block=(WARPGROUP_THREADS, 1, 1),
             smem=SECOND_SMEM_BYTES,
             stream=stream,
+            min_blocks_per_mp=4,
+            preferred_smem_carveout=100,  # as the first kernel has it
             # Its blocks start as soon as the first kernel leaves room, and wait there for its end.
             use_pdl=True,
         )
+
+    @cute.jit
+    def add_parts(self, fragment, address, layout, stride_bytes, count: cutlass.Constexpr):
+        """Add so many parts, in their order, once all of their loads are under way."""
+        loaded = cute.make_rmem_tensor((cute.size(layout), count), self.acc_dtype)
+        for part in cutlass.range_constexpr(count):
+            place = cute.make_ptr(
+                self.acc_dtype, address + stride_bytes * part, cute.AddressSpace.gmem, assumed_align=16
+            )
+            theirs = cute.make_tensor(place, layout)
+            own = cute.make_tensor(loaded[(None, part)].iterator, cute.make_layout(layout.shape))
+            for chunk in cutlass.range_constexpr(cute.size(layout, mode=[1])):
+                cute.autovec_copy(theirs[(None, chunk)], own[(None, chunk)])
+        for part in cutlass.range_constexpr(count):
+            for value in cutlass.range_constexpr(cute.size(layout)):
+                fragment[value] = fragment[value] + loaded[value, part]
 
     @cute.kernel
     def sum_kernel(
@@ -178,19 +196,23 @@ class Sums:
         tile_n = cluster_n * config.cluster_n + rank // config.cluster_m
         apart = walk[0] * walk[1] * walk[2]
 
-        chunks = columns // 8
-        first_chunk = (atom * across + column_slice) * chunks
+        first = self.sums_of(partials, piece, rank, sharer, thread)
+        first = cute.local_tile(first, (4, columns // 8), (0, atom * across + column_slice))
+        stride_bytes = Int64(apart * self.cluster_size) * (config.tile_m * config.tile_n * 4)
         fragment = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ATOM_M, columns)), self.acc_dtype)
-        sums = cute.make_tensor(fragment.iterator, cute.make_layout((4, chunks)))
         fragment.fill(0)
         cute.arch.griddepcontrol_wait()
-        for part in cutlass.range(walk[3], unroll=PARTS_IN_FLIGHT):
-            theirs = self.sums_of(partials, piece + part * apart, rank, sharer, thread)
-            for chunk in cutlass.range_constexpr(chunks):
-                loaded = cute.make_rmem_tensor(4, self.acc_dtype)
-                cute.autovec_copy(theirs[(None, first_chunk + chunk)], loaded)
-                for value in cutlass.range_constexpr(4):
-                    sums[value, chunk] = sums[value, chunk] + loaded[value]
+        left = walk[3]
+        address = first.iterator.toint()
+        while left >= PARTS_IN_FLIGHT:
+            self.add_parts(fragment, address, first.layout, stride_bytes, PARTS_IN_FLIGHT)
+            address += stride_bytes * PARTS_IN_FLIGHT
+            left -= PARTS_IN_FLIGHT
+        for power in cutlass.range_constexpr(PARTS_IN_FLIGHT.bit_length() - 1):
+            count = PARTS_IN_FLIGHT >> (power + 1)
+            if left & count != 0:
+                self.add_parts(fragment, address, first.layout, stride_bytes, count)
+                address += stride_bytes * count
 
         row = (tile_m * (config.tile_m // MMA_ATOM_M) + row_atom) * MMA_ATOM_M
         if const_expr(self.epilogue):
