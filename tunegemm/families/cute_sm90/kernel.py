@@ -8,8 +8,8 @@ consumer warpgroups multiply them by WGMMA and store through shared memory by TM
                every CTA that this CTA's tiles reach   multicasts into the released stage
     order[w]   named barrier, pingpong only: warpgroup w may issue its mainloop
 
-With split-K, a tile's k range is cut into equal parts, each a piece of work of its own; `kernel_sums` says how
-their sums become one.
+With split-K, a tile's k range is cut into equal parts, each a piece of work of its own; with stream-K into what
+gives every cluster as much to do (`kernel_stream`). `kernel_sums` says how their sums become one.
 
 An epilogue (`tunegemm.epilogue`) works on a warpgroup's accumulators, fp32 and in registers, one subtile at a
 time between the mainloop and the staging buffers; its vectors and matrices are read from global memory where
@@ -33,6 +33,7 @@ from tunegemm.families.cute_sm90.config import (
     KernelConfig,
 )
 from tunegemm.families.cute_sm90.kernel_epilogue import Fusion
+from tunegemm.families.cute_sm90.kernel_stream import Pieces
 from tunegemm.families.cute_sm90.kernel_sums import Sums
 from tunegemm.families.cute_sm90.kernel_tf32 import MmaTf32
 from tunegemm.problem import operand_dtypes
@@ -54,7 +55,7 @@ EVICT_NORMAL = 0x1000000000000000
 EVICT_FIRST = 0x12F0000000000000
 
 
-class Gemm(Fusion, Sums):
+class Gemm(Fusion, Pieces, Sums):
     """D[m, n] = A[m, k] B[n, k]^T for one `KernelConfig`."""
 
     def __init__(self, config: KernelConfig):
@@ -99,7 +100,8 @@ class Gemm(Fusion, Sums):
         """Encode the TMA descriptors and launch.
 
         Strides count elements; `clusters` is the grid; `l2_hint` names the operand whose lines leave the L2
-        first: 1 A, 2 B, 0 neither. With split_k > 1, `partials` holds fp32 sums
+        first: 1 A, 2 B, 0 neither. With stream-K, `split_k` is the number of cluster tiles that are cut. Where
+        tiles have parts, `partials` holds fp32 sums
         (`workspace` in the package says how many), which a second kernel adds where `second_kernel` is 1;
         where it is 0 they meet in pairs, counted by `counters`, zeros which the kernel leaves as zeros.
         """
@@ -161,11 +163,13 @@ class Gemm(Fusion, Sums):
         # Work is counted in clusters; a tile beyond the edge loads zeros and stores nothing (TMA clips).
         work_m = cute.ceil_div(m, config.tile_m * config.cluster_m)
         work_n = cute.ceil_div(n, config.tile_n * config.cluster_n)
-        k_tiles = cute.ceil_div(cute.ceil_div(k, config.tile_k), split_k)
+        k_tiles = cute.ceil_div(k, config.tile_k)
+        if const_expr(not self.streams):
+            k_tiles = cute.ceil_div(k_tiles, split_k)
         partials = cute.make_ptr(self.acc_dtype, partials_address, cute.AddressSpace.gmem, assumed_align=16)
         counters = cute.make_ptr(Int32, counters_address, cute.AddressSpace.gmem, assumed_align=4)
 
-        walk = (work_m, work_n, batch, split_k, raster_along_m, swizzle_size, second_kernel)
+        walk = (work_m, work_n, batch, split_k, raster_along_m, swizzle_size, second_kernel, clusters)
         fused = (n, *words) if const_expr(self.epilogue) else ()
 
         self.kernel(
@@ -181,7 +185,7 @@ class Gemm(Fusion, Sums):
             min_blocks_per_mp=1,
         )  # fmt: skip
         if second_kernel != 0:
-            self.launch_sum(mD, a_layout, b_layout, walk, partials, fused, stream)
+            self.launch_sum(mD, a_layout, b_layout, k_tiles, walk, partials, fused, stream)
 
     @cute.jit
     def operand(self, address, dtype, shape, minor_is_second, leading, batch_stride):
@@ -278,14 +282,14 @@ class Gemm(Fusion, Sums):
         sB_layout: cute.ComposedLayout,
         sD_layout: cute.ComposedLayout | None,
         k_tiles: Int32,
-        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32],
+        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32],
         l2_hint: Int32,
         partials: cute.Pointer,
         counters: cute.Pointer,
         fused: tuple,
     ):
-        """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band, whether a
-        second kernel adds the parts.
+        """`walk`: cluster tiles along m and n, batch, split count (of stream-K: tiles that are cut), whether
+        along m, width of a band, whether a second kernel adds the parts, clusters of the grid.
 
         `fused`, where there is an epilogue: columns of the product, of which D has half where they gate each
         other, and the words of its operands. Without one it is empty.
@@ -295,8 +299,10 @@ class Gemm(Fusion, Sums):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % 32
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        work_m, work_n, batch, split_k, _, _, second_kernel = walk
-        total_work = work_m * work_n * batch * split_k
+        work_m, work_n, batch, split_k, _, _, second_kernel, _ = walk
+        total_work = work_m * work_n * batch
+        if const_expr(not self.streams):
+            total_work *= split_k
 
         if warp_index == 0:
             cpasync.prefetch_descriptor(tma_a)
@@ -364,7 +370,7 @@ class Gemm(Fusion, Sums):
         walk over an entry goes along the raster order's mode in bands `swizzle_size` cluster tiles wide;
         the last band may be narrower, so no index is a phantom tile.
         """
-        work_m, work_n, batch, _, raster_along_m, swizzle_size, _ = walk
+        work_m, work_n, batch, _, raster_along_m, swizzle_size, _, _ = walk
         length = work_n
         width = work_m
         if raster_along_m != 0:
@@ -397,8 +403,7 @@ class Gemm(Fusion, Sums):
     @cute.jit
     def produce(self, tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work, l2_hint):
         """One warp: fill the ring, tile after tile."""
-        cta_m, cta_n, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
+        cta_m, cta_n, _ = cute.arch.block_idx()
         config = self.config
         cta_layout = cute.make_layout((config.cluster_m, config.cluster_n))
         gA = cute.local_tile(mA, (config.tile_m, config.tile_k), (None, None, None))
@@ -434,17 +439,18 @@ class Gemm(Fusion, Sums):
 
         stage = Int32(0)
         phase = Int32(1)  # of a fresh barrier the previous phase counts as done: the ring starts empty
-        work = Int32(cluster)
+        work, first_k_tile, count, left = self.first_piece(k_tiles, walk)
         # The divisions of a tile's coordinates run while others are waited for: the first tile's under the
         # start of the cluster, the others' under the loads in flight.
         tile_m, tile_n, entry, part = self.tile_of(work, walk)
         if const_expr(self.cluster_size > 1):
             cute.arch.cluster_wait()
         while work < total_work:
-            first_k_tile = part * k_tiles
+            if const_expr(not self.streams):
+                first_k_tile = part * k_tiles
             tAgA_tile = tAgA[(None, tile_m, None, entry)]
             tBgB_tile = tBgB[(None, tile_n, None, entry)]
-            for k_tile in cutlass.range(k_tiles, unroll=1):
+            for k_tile in cutlass.range(count, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, config.stage_bytes)
@@ -468,7 +474,7 @@ class Gemm(Fusion, Sums):
                 if stage == config.stages:
                     stage = Int32(0)
                     phase ^= 1
-            work += clusters
+            work, first_k_tile, count, left = self.next_piece(work, count, left, k_tiles, walk)
             tile_m, tile_n, entry, part = self.tile_of(work, walk)
 
         # A CTA must outlive the arrivals that its cluster's consumers send to its barriers.
@@ -489,8 +495,7 @@ class Gemm(Fusion, Sums):
         config = self.config
         pingpong = const_expr(config.schedule == "pingpong")
         two_level = const_expr(config.accumulation == "two_level")
-        cta_m, cta_n, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
+        cta_m, cta_n, _ = cute.arch.block_idx()
         group_thread = thread % WARPGROUP_THREADS
         lane = thread % 32
 
@@ -522,13 +527,14 @@ class Gemm(Fusion, Sums):
 
         stage = Int32(0)
         phase = Int32(0)
-        work = Int32(cluster)
+        work, _, count, left = self.first_piece(k_tiles, walk)
         if const_expr(pingpong):
             if group == 1:
-                # The second warpgroup takes the cluster's second tile, k_tiles deeper in the ring.
-                work += clusters
-                stage = k_tiles % config.stages
-                phase = (k_tiles // config.stages) & 1
+                # The second warpgroup takes the cluster's second piece, the first one's k tiles deeper in the
+                # ring.
+                stage = count % config.stages
+                phase = (count // config.stages) & 1
+                work, _, count, left = self.next_piece(work, count, left, k_tiles, walk)
                 cute.arch.barrier_arrive(barrier_id=ORDER_BARRIER, number_of_threads=2 * WARPGROUP_THREADS)
 
         while work < total_work:
@@ -537,7 +543,7 @@ class Gemm(Fusion, Sums):
 
             if const_expr(two_level):
                 stage, phase = self.sum_two_level(
-                    tiled_mma, accumulators, partial, tCrA, tCrB, full, empty, stage, phase, k_tiles, signal,
+                    tiled_mma, accumulators, partial, tCrA, tCrB, full, empty, stage, phase, count, signal,
                     peer,
                 )  # fmt: skip
             else:
@@ -555,7 +561,7 @@ class Gemm(Fusion, Sums):
                 if stage == config.stages:
                     stage = Int32(0)
                     phase ^= 1
-                for _ in cutlass.range(k_tiles - 1, unroll=1):
+                for _ in cutlass.range(count - 1, unroll=1):
                     cute.arch.mbarrier_wait(full + stage, phase)
                     warpgroup.fence()
                     for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
@@ -581,17 +587,20 @@ class Gemm(Fusion, Sums):
                     cute.arch.mbarrier_arrive(empty + previous, peer)
 
             holds_sum = cutlass.Boolean(True)
-            if walk[3] > 1:
+            if self.has_parts(work, walk):
                 rank = cta_n * config.cluster_m + cta_m
                 sharer = 0 if const_expr(pingpong) else group
+                piece = self.piece_of(work)
                 if walk[6] != 0:
-                    self.deposit(accumulators, partials, work, rank, sharer, group_thread)
+                    self.deposit(accumulators, partials, piece, rank, sharer, group_thread)
                     holds_sum = cutlass.Boolean(False)
                 else:
-                    apart = walk[0] * walk[1] * walk[2]
+                    first, apart, parts = self.parts_of(work, part, k_tiles, walk)
+                    if const_expr(self.streams):
+                        part = piece - first
                     holds_sum = self.reduce(
-                        accumulators, partials, counters, arrived + group, work - part * apart, apart, part,
-                        walk[3], rank, sharer, group, group_thread,
+                        accumulators, partials, counters, arrived + group, first, apart, part, parts, rank,
+                        sharer, group, group_thread,
                     )  # fmt: skip
             if holds_sum:
                 if const_expr(config.epi_n > 0):
@@ -603,13 +612,12 @@ class Gemm(Fusion, Sums):
                     self.store_directly(mD, accumulators, group, group_thread, tile_m, tile_n, entry)
 
             if const_expr(pingpong):
-                # Skip the other warpgroup's tile.
-                work += 2 * clusters
-                skipped = stage + k_tiles
+                # Skip the other warpgroup's piece.
+                work, _, count, left = self.next_piece(work, count, left, k_tiles, walk)
+                skipped = stage + count
                 phase ^= (skipped // config.stages) & 1
                 stage = skipped % config.stages
-            else:
-                work += clusters
+            work, _, count, left = self.next_piece(work, count, left, k_tiles, walk)
 
         if const_expr("amax" in self.epilogue.steps):
             self.publish_amax(fused[1:], amax, lane)

@@ -119,9 +119,11 @@ class Sums:
         return 32 if self.epilogue.gated else 16
 
     @cute.jit
-    def launch_sum(self, mD, a_layout, b_layout, walk, partials, fused, stream):
+    def launch_sum(self, mD, a_layout, b_layout, k_tiles, walk, partials, fused, stream):
         """The second kernel: a block for each slice of each tile that has parts."""
-        work_m, work_n, batch, _, _, _, _ = walk
+        tiles = walk[0] * walk[1] * walk[2]
+        if const_expr(self.streams):
+            tiles = walk[3]
         columns = self.slice_columns
         out_columns = columns // 2 if const_expr(self.epilogue.gated) else columns
         # The first kernel's atom, one slice wide: which thread holds which element.
@@ -134,8 +136,8 @@ class Sums:
             (MMA_ATOM_M, out_columns),
         )
         slices = self.config.tile_m // MMA_ATOM_M * (self.config.tile_n // self.slice_columns)
-        self.sum_kernel(tma_d, gD, mma, sD_layout, walk, partials, fused).launch(
-            grid=(work_m * work_n * batch * self.cluster_size * slices, 1, 1),
+        self.sum_kernel(tma_d, gD, mma, sD_layout, k_tiles, walk, partials, fused).launch(
+            grid=(tiles * self.cluster_size * slices, 1, 1),
             block=(WARPGROUP_THREADS, 1, 1),
             smem=SECOND_SMEM_BYTES,
             stream=stream,
@@ -168,7 +170,8 @@ class Sums:
         mD: cute.Tensor,
         mma: cute.TiledMma,
         sD_layout: cute.ComposedLayout,
-        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32],
+        k_tiles: Int32,
+        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32],
         partials: cute.Pointer,
         fused: tuple,
     ):
@@ -183,18 +186,18 @@ class Sums:
 
         across = config.tile_n // columns
         slices = config.tile_m // MMA_ATOM_M * across
-        piece = Int32(Uint32(block) // Uint32(slices))
-        rest = block - piece * slices
-        rank = piece % self.cluster_size
-        piece = piece // self.cluster_size
+        tile = Int32(Uint32(block) // Uint32(slices))
+        rest = block - tile * slices
+        rank = tile % self.cluster_size
+        tile = tile // self.cluster_size
         row_atom = rest // across
         column_slice = rest - row_atom * across
         sharer = row_atom % config.tile_warpgroups
         atom = row_atom // config.tile_warpgroups
-        cluster_m, cluster_n, entry, _ = self.cluster_tile_of(piece, walk)
+        cluster_m, cluster_n, entry, _ = self.cluster_tile_of(tile, walk)
         tile_m = cluster_m * config.cluster_m + rank % config.cluster_m
         tile_n = cluster_n * config.cluster_n + rank // config.cluster_m
-        apart = walk[0] * walk[1] * walk[2]
+        piece, apart, parts = self.parts_of(tile, 0, k_tiles, walk)
 
         first = self.sums_of(partials, piece, rank, sharer, thread)
         first = cute.local_tile(first, (4, columns // 8), (0, atom * across + column_slice))
@@ -202,7 +205,7 @@ class Sums:
         fragment = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ATOM_M, columns)), self.acc_dtype)
         fragment.fill(0)
         cute.arch.griddepcontrol_wait()
-        left = walk[3]
+        left = parts
         address = first.iterator.toint()
         while left >= PARTS_IN_FLIGHT:
             self.add_parts(fragment, address, first.layout, stride_bytes, PARTS_IN_FLIGHT)
