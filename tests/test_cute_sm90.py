@@ -15,7 +15,7 @@ from tunegemm import families
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.compile import CompilePool, CompileResult
 from tunegemm.device import Device, find_device
-from tunegemm.families.cute_sm90 import FAMILY, grid_clusters
+from tunegemm.families.cute_sm90 import FAMILY, Division
 from tunegemm.families.cute_sm90.rules import RULES, config_of
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -241,8 +241,8 @@ def test_balanced_grid_has_no_more_waves_and_fewer_clusters(h200: Device) -> Non
     ]:
         problem = Problem.parse(shape)
         launch = Candidate.make("cute_sm90", GOOD | tile, LAUNCH | {"ctas": "balanced"})
-        assert grid_clusters(problem, launch, h200) == expected
-        everything = grid_clusters(problem, launch.with_launch(ctas="all"), h200)
+        assert Division.of(problem, launch, h200).clusters == expected
+        everything = Division.of(problem, launch.with_launch(ctas="all"), h200).clusters
         tiles = math.ceil(problem.m / 128) * math.ceil(problem.n / int(launch["tile_n"]))
         assert everything == min(132, tiles)
         assert math.ceil(tiles / expected) == math.ceil(tiles / everything)

@@ -147,8 +147,9 @@ class Generator(ABC):
         raster = "m" if params["raster_order"] == "along_m" else "n"
         words = [kernel, f"r{raster}", f"w{params['swizzle_size']}", str(params["ctas"])]
         if int(params.get("split_k", 1)) > 1:
-            second = params.get("reduction", "pairs") == "second_kernel"
-            words.append(f"k{params['split_k']}{'+' if second else ''}")
+            words.append(f"k{params['split_k']}")
+        if params.get("reduction", "pairs") == "second_kernel":
+            words.append("second")
         if (hint := params.get("l2_hint", "none")) != "none":
             words.append(f"h{str(hint).removesuffix('_first')}")
         return " ".join(words)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from tunegemm.device import Device
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
 from tunegemm.families.generator import config_maker
-from tunegemm.families.tiles import seen_by_kernel, split_fits, swap_fits
+from tunegemm.families.tiles import (
+    seen_by_kernel,
+    split_fits,
+    stream_clusters,
+    stream_tiles,
+    streams,
+    swap_fits,
+    tile_count,
+)
 from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
 
@@ -190,12 +198,31 @@ def reduction_fits(problem: Problem, candidate: Candidate, device: Device) -> st
 
     Of a kernel without a launch it says whether some split would do: the fewest parts.
     """
-    if candidate.params.get("reduction", "pairs") == "pairs":
+    if candidate.params.get("reduction", "pairs") == "pairs" or streams(candidate):
         return None
     split_k = int(candidate.params.get("split_k", 2))
     if split_k == 1:
         return "reduction second_kernel with split_k 1: there are no parts to add"
     return split_fits(problem, candidate.with_launch(split_k=split_k), device)
+
+
+def stream_split(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Stream-K cuts k by itself: the launch says how many tiles it cuts where others say how many parts."""
+    if streams(candidate) and int(candidate.params.get("split_k", 1)) > 1:
+        return f"split_k {candidate['split_k']} with tile_scheduler stream_k, which cuts k by itself"
+    return None
+
+
+def stream_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Where tiles fill whole waves nothing is cut, and the static scheduler does the same."""
+    if not streams(candidate):
+        return None
+    size = candidate["cluster_m"] * candidate["cluster_n"]
+    tiles = tile_count(problem, candidate) // size
+    clusters = stream_clusters(problem, candidate, tiles, device.resident_clusters(size))
+    if stream_tiles(tiles, clusters) == 0:
+        return f"tile_scheduler stream_k: {tiles} tiles fill {tiles // clusters} waves of {clusters} clusters"
+    return None
 
 
 #: Cheapest first. Those named `..._fits` look at extents: what they reject runs, but repeats another
@@ -205,6 +232,7 @@ RULES = (
     operand_majors,
     ring_rows,
     promotion,
+    stream_split,
     fused_store,
     epilogue_tile,
     cluster,
@@ -218,6 +246,7 @@ RULES = (
     swap_fits,
     split_fits,
     reduction_fits,
+    stream_fits,
 )
 
 assert WARPGROUP_THREADS == 128  # the formulas above count per 128-thread warpgroup
