@@ -24,9 +24,9 @@ SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "32"))
 SHAPE = "4096x4096x4096"
 GOOD = {
     "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4,
-    "cluster_m": 1, "cluster_n": 1, "epi_n": 32, "swap_ab": False,
+    "cluster_m": 1, "cluster_n": 1, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
 }  # fmt: skip
-LAUNCH = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1}
+LAUNCH = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "reduction": "pairs"}
 PROBLEMS = [
     Problem.parse(SHAPE),
     Problem.parse(SHAPE, layout="tt"),
@@ -83,6 +83,10 @@ def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200
         candidate(tile_m=192, tile_n=192, stages=3),
         candidate(schedule="pingpong", tile_m=128, tile_n=208, epi_n=16),
         candidate(schedule="pingpong", tile_m=192, tile_n=128),
+    ]
+    corners += [
+        candidate(**dict(corner.compile_params) | {"tile_scheduler": "stream_k", "cluster_m": 2})
+        for corner in corners
     ]
     pairs += [(PROBLEMS[0], corner) for corner in corners]
     corners = [
@@ -164,6 +168,11 @@ def test_what_is_rejected_fails(
         ("swap_fits", PROBLEMS[0], {"swap_ab": True}),
         ("split_fits", PROBLEMS[0], {"split_k": 2}),
         ("split_fits", Problem.parse("64x64x512"), {"split_k": 4}),
+        ("reduction_fits", Problem.parse("512x512x65536"), {"reduction": "second_kernel", "split_k": 1}),
+        ("reduction_fits", PROBLEMS[0], {"reduction": "second_kernel"}),
+        ("stream_split", PROBLEMS[0], {"tile_scheduler": "stream_k", "split_k": 2}),
+        ("stream_fits", Problem.parse("1536x2816x4096"), {"tile_scheduler": "stream_k"}),
+        ("stream_fits", Problem.parse("128x128x256"), {"tile_scheduler": "stream_k"}),
     ],
 )
 def test_each_rule_names_its_numbers(
@@ -181,6 +190,7 @@ def test_every_rule_can_object(h200: Device) -> None:
     seen = {rule for rule, _, _ in REJECTED} | {rule for rule, *_ in REJECTED_DTYPES}
     seen |= {"ring_depth", "ring_rows", "promotion", "epilogue_tile"}
     seen |= {"cluster", "cluster_fits", "swap_fits", "split_fits", "architecture"}
+    seen |= {"reduction_fits", "stream_split", "stream_fits"}
     seen |= {"fused_store", "fused_registers"}  # tests/test_epilogue.py
     assert {rule.__name__ for rule in RULES} <= seen
     assert FAMILY.check(PROBLEMS[0], candidate(), find_device("model:a100-sxm-80gb")).rule == "architecture"
@@ -246,6 +256,27 @@ def test_balanced_grid_has_no_more_waves_and_fewer_clusters(h200: Device) -> Non
         tiles = math.ceil(problem.m / 128) * math.ceil(problem.n / int(launch["tile_n"]))
         assert everything == min(132, tiles)
         assert math.ceil(tiles / expected) == math.ceil(tiles / everything)
+
+
+def test_stream_k_gives_every_cluster_as_many_k_tiles(h200: Device) -> None:
+    """Cut are the tiles of the last wave, and those of the wave before it where it is less than half full."""
+    for shape, clusters, cut in [
+        ("4096x4096x4096", 132, 100),  # 1024 tiles: 7 waves and 100
+        ("1536x1536x8192", 132, 144),  # 144 tiles: a wave and 12
+        ("512x512x65536", 132, 16),  # 16 tiles, no wave
+        ("128x128x4096", 16, 1),  # 64 k tiles: 4 for each of 16
+    ]:
+        problem = Problem.parse(shape)
+        chosen = candidate(tile_scheduler="stream_k").with_launch(**LAUNCH)
+        division = Division.of(problem, chosen, h200)
+        assert (division.clusters, division.split, division.pieces) == (clusters, cut, cut + clusters), shape
+        pairs, second = (
+            FAMILY.workspace(problem, chosen.with_launch(reduction=reduction), h200, None)
+            for reduction in ("pairs", "second_kernel")
+        )
+        assert pairs is not None and second is not None
+        assert pairs.partial_bytes == second.partial_bytes == (cut + clusters) * 128 * 128 * 4
+        assert (pairs.counter_bytes, second.counter_bytes) == ((cut + clusters) * 2 * 4, 0)
 
 
 def test_labels_are_short_and_distinct(h200: Device) -> None:

@@ -44,7 +44,7 @@ PLAIN = Candidate.make(
     ("policy", "candidate", "clause"),
     [("deterministic", kernel(split_k=4), ""), ("deterministic", SPLITTING, "splits k"),
      ("deterministic", PLAIN, ""), ("deterministic", TORCH_MM, ""),
-     ("no_workspace", kernel(split_k=4), "partial sums"), ("no_workspace", SPLITTING, "4096 B"),
+     ("no_workspace", kernel(split_k=4), "keep their sums"), ("no_workspace", SPLITTING, "4096 B"),
      ("no_workspace", PLAIN, ""), ("no_workspace", kernel(), ""),
      ("min_energy", SPLITTING, ""), ("fastest", SPLITTING, ""),
      ("fastest,max_sms=100", SPLITTING, "library"), ("fastest,max_sms=100", kernel(), ""),

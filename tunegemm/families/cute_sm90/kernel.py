@@ -446,8 +446,11 @@ class Gemm(Fusion, Pieces, Sums):
         if const_expr(self.cluster_size > 1):
             cute.arch.cluster_wait()
         while work < total_work:
+            stride = Int32(1)
             if const_expr(not self.streams):
-                first_k_tile = part * k_tiles
+                # Parts take k tiles in turn, so that those that run side by side read whole lines of DRAM's.
+                first_k_tile = part
+                stride = walk[3]
             tAgA_tile = tAgA[(None, tile_m, None, entry)]
             tBgB_tile = tBgB[(None, tile_n, None, entry)]
             for k_tile in cutlass.range(count, unroll=1):
@@ -456,7 +459,7 @@ class Gemm(Fusion, Pieces, Sums):
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, config.stage_bytes)
                 cute.copy(
                     tma_a,
-                    tAgA_tile[(None, first_k_tile + k_tile)],
+                    tAgA_tile[(None, first_k_tile + k_tile * stride)],
                     tAsA[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=a_mask,
@@ -464,7 +467,7 @@ class Gemm(Fusion, Pieces, Sums):
                 )
                 cute.copy(
                     tma_b,
-                    tBgB_tile[(None, first_k_tile + k_tile)],
+                    tBgB_tile[(None, first_k_tile + k_tile * stride)],
                     tBsB[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=b_mask,
