@@ -46,7 +46,7 @@ def results_path(out: Path | None, device: Device, name: str) -> Path:
 def meta(device: Device, method: str) -> dict[str, Any]:
     """How the rows of this run come about."""
     return {
-        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": command_line(sys.argv),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": device.name,
         "driver": device.fingerprint.driver,
@@ -55,6 +55,18 @@ def meta(device: Device, method: str) -> dict[str, Any]:
         "clocks": clocks(device),
         "method": method,
     }
+
+
+def command_line(arguments: list[str]) -> str:
+    """What to type to run this again. Where its file went says nothing about a figure, and is left out."""
+    words = ["python", "-m", f"benchmarks.{Path(arguments[0]).stem}"]
+    rest = iter(arguments[1:])
+    for word in rest:
+        if word == "--out":
+            next(rest, None)
+        elif not word.startswith("--out="):
+            words.append(word)
+    return " ".join(words)
 
 
 def clocks(device: Device) -> dict[str, Any]:

@@ -561,11 +561,6 @@ def decode(results: Path) -> str:
         "worst",
     ]  # fmt: skip
     data = load(results, "decode.json")
-    if data is None and (data := load(results, "decode-log-2026-11-21.json")) is not None:
-        names = ("hit", "near", "miss", "geometric_mean", "near_geometric_mean", "slower", "worst")
-        lines = [[f"{row['n']}x{row['k']}", *(str(row[name]) for name in names)] for row in data["rows"]]
-        told = f"Rows were not kept: this is {data['meta']['note']}."
-        return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), told])
     if data is None:
         return not_measured(results, "decode.json")
     groups: dict[str, list[dict[str, Any]]] = {}

@@ -98,6 +98,11 @@ def row(m: int, **medians: float | str) -> dict:
 META = {"command": "one", "gpu": "H200", "driver": "1", "packages": {"torch": "2"}, "method": "m"}
 
 
+def test_a_command_is_told_without_the_folder_that_its_file_went_to():
+    told = results.command_line(["/x/benchmarks/decode.py", "--out", "/tmp/o", "--step", "4", "--out=/tmp/p"])
+    assert told == "python -m benchmarks.decode --step 4"
+
+
 def test_rows_are_written_as_they_come_and_replaced_in_place(tmp_path):
     path = tmp_path / "deep" / "peers.json"
     first = results.Results(path, META)

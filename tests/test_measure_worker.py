@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tunegemm.device import find_device
+from tunegemm.epilogue import Epilogue, where
 from tunegemm.errors import DeviceError, MeasureError
 from tunegemm.families.cublaslt import TORCH_MM
 from tunegemm.measure import Job, MeasureWorker, Policy
@@ -24,6 +25,11 @@ from tunegemm.space import Candidate
 BACKEND = "tests.planted.cpu_backend:CpuBackend"
 PROBLEM = Problem(256, 192, 64)
 QUICK = Policy(rounds=4, min_replay_ms=0.05, race_after=4, race_margin=0.5)
+
+
+@Epilogue.custom
+def kept(acc):  # type: ignore[no-untyped-def]
+    return where(acc < 1e9, acc, 0.0)
 
 
 def planted(what: str) -> Job:
@@ -134,6 +140,13 @@ def test_each_killer_fails_alone_and_the_rest_is_measured(worker: MeasureWorker)
     assert measured == {planted("good").candidate, TORCH_MM}
     good = next(o for o in outcomes if isinstance(o, Measurement))
     assert good.evidence["interleaved"] == 2
+
+
+def test_a_users_epilogue_is_known_to_the_child(worker: MeasureWorker) -> None:
+    worker.close()  # a new child, which has seen nothing
+    problem = replace(PROBLEM, epilogue=str(kept))
+    (outcome,) = worker.measure(problem, [planted("good")], QUICK)
+    assert isinstance(outcome, Measurement)
 
 
 def test_slow_candidates_drop_out_with_the_samples_they_have(worker: MeasureWorker) -> None:

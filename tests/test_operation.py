@@ -65,6 +65,10 @@ class TestCanImplement:
             ),
             (Candidate.make("cute_sm90", kernel | {"stage": 3}, launch), "'stage' is no compile parameter"),
             (Candidate.make("cute_sm90", kernel, launch | {"warps": 3}), "'warps' is no launch parameter"),
+            (
+                Candidate.make("cute_sm90", kernel, launch | {"l2_hint": "b"}),
+                "launch parameter 'l2_hint' is 'b'; use one of none, a_first, b_first",
+            ),
         ):
             verdict = Operation(PROBLEM, candidate, h200).can_implement()
             assert verdict.rule == "parameters" and reason in verdict.reason

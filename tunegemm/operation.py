@@ -191,12 +191,15 @@ class Operation:
                 if name not in known[table]:
                     near = difflib.get_close_matches(name, known[table], n=1) or known[table]
                     return f"{name!r} is no {table} parameter of {self._family.name}; use {', '.join(near)}"
+            space = families.load_space(self._family.name)
+            values = space.compile_values | space.launch_values  # type: ignore[operator]
             if missing := [name for name in known[table] if name not in names]:
-                space = families.load_space(self._family.name)
-                values = (space.compile_values | space.launch_values)[missing[0]]  # type: ignore[operator]
-                return (
-                    f"{table} parameter {missing[0]!r} is missing; use one of {', '.join(map(str, values))}"
-                )
+                listed = ", ".join(map(str, values[missing[0]]))
+                return f"{table} parameter {missing[0]!r} is missing; use one of {listed}"
+            for name, value in given if table == "launch" else ():
+                # Of numbers, and of kernels, the list is what a search looks at; rules know which others run.
+                if isinstance(values[name][0], str) and value not in values[name]:
+                    return f"launch parameter {name!r} is {value!r}; use one of {', '.join(values[name])}"
         return None
 
     def _lent(self, workspace: torch.Tensor | int, memory: Workspace) -> torch.Tensor:

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
 from tunegemm.device import Device
+from tunegemm.epilogue import define
 from tunegemm.errors import TunegemmError
 from tunegemm.families import Launcher
 from tunegemm.measure import operands as data
@@ -54,6 +55,8 @@ class Measure:
     problem: Problem
     jobs: tuple[Job, ...]
     policy: Policy
+    function: str = ""
+    """Source of the user's function that is the problem's epilogue: this process has not defined it."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,8 @@ class Session:
 
         Launchers and graphs go with the request; operands stay for the next request of the same problem.
         """
+        if request.function:
+            define(request.function)
         self._measure(request.problem, request.jobs, request.policy)
 
     def discover(self, problem: Problem) -> list[Candidate]:

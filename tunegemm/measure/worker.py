@@ -97,7 +97,9 @@ class MeasureWorker:
     def _interleave(self, problem: Problem, jobs: list[Job], policy: Policy) -> Iterator[Outcome]:
         while jobs:
             child = self._started()
-            child.connection.send(session.Measure(problem, tuple(jobs), policy))
+            function = problem.fused.function
+            source = function.source if function else ""
+            child.connection.send(session.Measure(problem, tuple(jobs), policy, source))
             answered: set[int] = set()
             finished = False
             try:

@@ -1,0 +1,76 @@
+"""Launches a sample of the Hopper kernel's schedules, for compute-sanitizer to look at.
+
+    compute-sanitizer --tool memcheck python -m tests.sanitized STORE
+
+`tests/test_gpu_sanitizer.py` compiles the kernels into STORE and runs that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tests.test_gpu_device_layer import HOPPER
+from tunegemm.artifacts import ArtifactStore
+from tunegemm.device import find_device
+from tunegemm.measure import operands as data
+from tunegemm.operation import Operation
+from tunegemm.problem import Problem
+from tunegemm.space import Candidate
+
+_PINGPONG = {"schedule": "pingpong", "cluster_n": 1}
+_NARROW = {"tile_m": 64, "tile_n": 16, "epi_n": 16, "cluster_n": 1, "swap_ab": True}
+#: Shape, what else the problem is, what of the kernel and of its launch differs from `HOPPER`.
+CASES = [
+    ("328x520x392", {}, {}, {}),
+    ("328x520x392", {"layout": "nt"}, {"cluster_m": 2, "cluster_n": 1, "tile_m": 256}, {}),
+    ("328x520x392x2", {}, {"tile_m": 192, "tile_n": 160, "stages": 3, "cluster_n": 1}, {}),
+    ("200x264x328", {}, _PINGPONG | {"tile_m": 64}, {"l2_hint": "b_first"}),
+    ("328x520x392", {}, _PINGPONG | {"cluster_m": 2}, {"raster_order": "along_n"}),
+    ("200x520x1032", {}, {"tile_m": 64}, {"split_k": 3}),
+    ("200x520x1032", {}, _PINGPONG | {"tile_n": 64}, {"split_k": 4}),
+    ("16x520x1032", {}, _NARROW, {"split_k": 2}),
+    ("200x264x328", {"out_dtype": "fp32"}, {"tile_m": 64}, {}),
+    ("200x272x656", {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"}, {"tile_k": 128, "tile_m": 64}, {}),
+    ("200x272x656", {"dtype": "fp8_e4m3", "accumulation": "two_level"}, {"tile_k": 128, "stages": 3}, {}),
+    ("200x272x656", {"dtype": "int8"}, {"tile_k": 128, "stages": 3}, {}),
+    ("200x264x328", {"dtype": "tf32"}, {"tile_k": 32}, {}),
+    ("328x528x392", {"epilogue": "bias_n+gelu+residual"}, {}, {}),
+    ("328x528x392", {"epilogue": "swiglu+amax"}, _PINGPONG | {"tile_m": 64}, {}),
+    ("328x528x1032", {"epilogue": "alpha+beta_c+bias_m"}, {"tile_m": 64}, {"split_k": 2}),
+]  # fmt: skip
+
+
+def operations(store: ArtifactStore | None = None) -> Iterator[Operation]:
+    """The cases on this machine's GPU."""
+    device = find_device("cuda:0")
+    for shape, others, kernel, launch in CASES:
+        compiled = dict(HOPPER.compile_params) | kernel
+        candidate = Candidate.make("cute_sm90", compiled, dict(HOPPER.launch_params) | launch)
+        yield Operation(Problem.parse(shape, **others), candidate, device, store=store)  # type: ignore[arg-type]
+
+
+def main(folder: str, planted: bool = False) -> None:
+    """Launches each and checks its result. Planted: partial sums get half of the memory that they need."""
+    for operation in operations(ArtifactStore(Path(folder))):
+        need = operation.workspace_bytes
+        if planted and not need:
+            continue
+        workspace = torch.empty(need // 2 if planted else need, dtype=torch.uint8, device="cuda")
+        # An address is the caller's word, so that only the sanitizer knows how much memory is there.
+        operation.initialize(workspace.data_ptr() if need else None)
+        operands = data.make_operands(operation.problem, torch.device("cuda"), 5)
+        operation.run(operands.a, operands.b, operands.out, *operands.fused)
+        torch.cuda.synchronize()
+        checked = data.check(operands, data.expected(operation.problem, operands))
+        objection = checked.objection(data.tolerance(operation.problem))
+        print(operation.problem, operation.candidate, objection or "right", flush=True)
+        if objection and not planted:
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], planted="planted" in sys.argv[2:])
