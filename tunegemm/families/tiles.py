@@ -65,20 +65,6 @@ def streams(candidate: Candidate) -> bool:
     return candidate.params.get("tile_scheduler", "static") == "stream_k"
 
 
-def stream_clusters(problem: Problem, candidate: Candidate, tiles: int, resident: int) -> int:
-    """The grid of stream-K, in clusters: all that run at once, as long as each has some k tiles."""
-    k_tiles = -(-problem.k // candidate["tile_k"])
-    return max(1, min(resident, tiles * k_tiles // _MIN_K_TILES_PER_PART))
-
-
-def stream_tiles(tiles: int, clusters: int) -> int:
-    """Of so many cluster tiles those that stream-K cuts: what the last wave has, and where that is less than
-    half a wave, the wave before too. A tile then has two or three parts, unless there is no full wave.
-    """
-    last = tiles % clusters
-    return last + clusters if 0 < last < clusters / 2 and tiles > clusters else last
-
-
 def swap_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Swapping puts m on WGMMA's narrow side; an m that fills the 64-row side gains nothing there."""
     if candidate.params.get("swap_ab", False) and problem.m > _SWAP_MAX_M:

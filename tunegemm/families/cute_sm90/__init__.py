@@ -22,7 +22,8 @@ from tunegemm.families.launching import (
     tma_takes,
     words_reader,
 )
-from tunegemm.families.tiles import balanced, seen_by_kernel, stream_clusters, stream_tiles, streams, tile_count
+from tunegemm.families.tiles import balanced, seen_by_kernel, streams, tile_count
+from tunegemm.model import stream_clusters, stream_tiles
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -133,7 +134,7 @@ class Division:
         resident = device.resident_clusters(size)
         second = candidate.params.get("reduction", "pairs") == "second_kernel"
         if streams(candidate):
-            clusters = stream_clusters(problem, candidate, tiles, resident)
+            clusters = stream_clusters(tiles, -(-problem.k // candidate["tile_k"]), resident)
             cut = stream_tiles(tiles, clusters)
             return cls(clusters, cut, cut + clusters if cut else 0, second and cut > 0)
         parts = int(candidate["split_k"])

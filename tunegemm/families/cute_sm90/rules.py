@@ -8,12 +8,11 @@ from tunegemm.families.generator import config_maker
 from tunegemm.families.tiles import (
     seen_by_kernel,
     split_fits,
-    stream_clusters,
-    stream_tiles,
     streams,
     swap_fits,
     tile_count,
 )
+from tunegemm.model import stream_clusters, stream_tiles
 from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
 
@@ -219,7 +218,8 @@ def stream_fits(problem: Problem, candidate: Candidate, device: Device) -> str |
         return None
     size = candidate["cluster_m"] * candidate["cluster_n"]
     tiles = tile_count(problem, candidate) // size
-    clusters = stream_clusters(problem, candidate, tiles, device.resident_clusters(size))
+    k_tiles = -(-problem.k // candidate["tile_k"])
+    clusters = stream_clusters(tiles, k_tiles, device.resident_clusters(size))
     if stream_tiles(tiles, clusters) == 0:
         return f"tile_scheduler stream_k: {tiles} tiles fill {tiles // clusters} waves of {clusters} clusters"
     return None
