@@ -21,8 +21,9 @@ from tunegemm.families.cute_sm90.config import MMA_ATOM_M, SMEM_ALIGNMENT, WARPG
 #: then: started early, they do not crowd on the few multiprocessors that the first kernel leaves idle.
 SECOND_SMEM_BYTES = 46 * 1024
 
-#: Parts whose loads the second kernel has in flight at once; of fewer parts, the powers of two below it in turn.
-PARTS_IN_FLIGHT = 8
+#: Parts whose loads the second kernel has in flight at once, 32 bytes of a thread each: with four blocks of 128
+#: threads on a multiprocessor that is 64 KiB, more than L2's latency times what it gives one multiprocessor.
+PARTS_IN_FLIGHT = 4
 
 
 class Sums:
@@ -148,20 +149,23 @@ class Sums:
         )
 
     @cute.jit
-    def add_parts(self, fragment, address, layout, stride_bytes, count: cutlass.Constexpr):
-        """Add so many parts, in their order, once all of their loads are under way."""
-        loaded = cute.make_rmem_tensor((cute.size(layout), count), self.acc_dtype)
-        for part in cutlass.range_constexpr(count):
+    def add_parts(self, fragment, address, layout, stride_bytes, start, parts):
+        """Add the next parts in their order, once the loads of all are under way; those beyond the last as 0."""
+        loaded = cute.make_rmem_tensor((cute.size(layout), PARTS_IN_FLIGHT), self.acc_dtype)
+        for ahead in cutlass.range_constexpr(PARTS_IN_FLIGHT):
+            part = cutlass.min(start + ahead, parts - 1)
             place = cute.make_ptr(
                 self.acc_dtype, address + stride_bytes * part, cute.AddressSpace.gmem, assumed_align=16
             )
             theirs = cute.make_tensor(place, layout)
-            own = cute.make_tensor(loaded[(None, part)].iterator, cute.make_layout(layout.shape))
+            own = cute.make_tensor(loaded[(None, ahead)].iterator, cute.make_layout(layout.shape))
             for chunk in cutlass.range_constexpr(cute.size(layout, mode=[1])):
                 cute.autovec_copy(theirs[(None, chunk)], own[(None, chunk)])
-        for part in cutlass.range_constexpr(count):
+        for ahead in cutlass.range_constexpr(PARTS_IN_FLIGHT):
+            counts = start + ahead < parts
             for value in cutlass.range_constexpr(cute.size(layout)):
-                fragment[value] = fragment[value] + loaded[value, part]
+                added = fragment[value] + loaded[value, ahead]
+                fragment[value] = added if counts else fragment[value]
 
     @cute.kernel
     def sum_kernel(
@@ -205,17 +209,9 @@ class Sums:
         fragment = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ATOM_M, columns)), self.acc_dtype)
         fragment.fill(0)
         cute.arch.griddepcontrol_wait()
-        left = parts
         address = first.iterator.toint()
-        while left >= PARTS_IN_FLIGHT:
-            self.add_parts(fragment, address, first.layout, stride_bytes, PARTS_IN_FLIGHT)
-            address += stride_bytes * PARTS_IN_FLIGHT
-            left -= PARTS_IN_FLIGHT
-        for power in cutlass.range_constexpr(PARTS_IN_FLIGHT.bit_length() - 1):
-            count = PARTS_IN_FLIGHT >> (power + 1)
-            if left & count != 0:
-                self.add_parts(fragment, address, first.layout, stride_bytes, count)
-                address += stride_bytes * count
+        for part in cutlass.range(0, parts, PARTS_IN_FLIGHT, unroll=1):
+            self.add_parts(fragment, address, first.layout, stride_bytes, part, parts)
 
         row = (tile_m * (config.tile_m // MMA_ATOM_M) + row_atom) * MMA_ATOM_M
         if const_expr(self.epilogue):
