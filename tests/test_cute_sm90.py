@@ -259,10 +259,11 @@ def test_balanced_grid_has_no_more_waves_and_fewer_clusters(h200: Device) -> Non
 
 
 def test_stream_k_gives_every_cluster_as_many_k_tiles(h200: Device) -> None:
-    """Cut are the tiles of the last wave, and those of the wave before it where it is less than half full."""
+    """Cut are the tiles of the last wave; those of the wave before it too, where the last is next to empty."""
     for shape, clusters, cut in [
         ("4096x4096x4096", 132, 100),  # 1024 tiles: 7 waves and 100
-        ("1536x1536x8192", 132, 144),  # 144 tiles: a wave and 12
+        ("1536x1536x8192", 132, 12),  # 144 tiles: a wave and 12, 11 k tiles for each cluster
+        ("1408x1664x1024", 132, 143),  # 143 tiles: a wave and 11, of 16 k tiles each
         ("512x512x65536", 132, 16),  # 16 tiles, no wave
         ("128x128x4096", 16, 1),  # 64 k tiles: 4 for each of 16
     ]:

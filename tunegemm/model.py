@@ -160,7 +160,7 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     cut = 0
     if streams:
         launched = stream_clusters(grid.clusters, ceil(problem.k / tile_k), resident)
-        cut = stream_tiles(grid.clusters, launched)
+        cut = stream_tiles(grid.clusters, ceil(problem.k / tile_k), launched)
         filled = launched / resident
     active_ctas = min(resident, grid.clusters) * grid.cluster_size
 
@@ -244,12 +244,13 @@ def stream_clusters(tiles: int, k_tiles: int, resident: int) -> int:
     return max(1, min(resident, tiles * k_tiles // _MIN_K_TILES_OF_SHARE))
 
 
-def stream_tiles(tiles: int, clusters: int) -> int:
-    """Of so many cluster tiles those that stream-K cuts: what the last wave has, and where that is less than
-    half a wave, the wave before too. A tile then has two or three parts, unless there is no full wave.
+def stream_tiles(tiles: int, k_tiles: int, clusters: int) -> int:
+    """Of so many cluster tiles those that stream-K cuts: what the last wave has; the wave before too, where that
+    leaves a cluster but a few k tiles.
     """
     last = tiles % clusters
-    return last + clusters if 0 < last < clusters / 2 and tiles > clusters else last
+    few = last * k_tiles < _MIN_K_TILES_OF_SHARE * clusters
+    return last + clusters if 0 < last and few and tiles > clusters else last
 
 
 @dataclass(frozen=True)

@@ -134,8 +134,9 @@ class Division:
         resident = device.resident_clusters(size)
         second = candidate.params.get("reduction", "pairs") == "second_kernel"
         if streams(candidate):
-            clusters = stream_clusters(tiles, -(-problem.k // candidate["tile_k"]), resident)
-            cut = stream_tiles(tiles, clusters)
+            k_tiles = -(-problem.k // candidate["tile_k"])
+            clusters = stream_clusters(tiles, k_tiles, resident)
+            cut = stream_tiles(tiles, k_tiles, clusters)
             return cls(clusters, cut, cut + clusters if cut else 0, second and cut > 0)
         parts = int(candidate["split_k"])
         work = tiles * parts

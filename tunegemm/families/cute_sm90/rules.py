@@ -220,7 +220,7 @@ def stream_fits(problem: Problem, candidate: Candidate, device: Device) -> str |
     tiles = tile_count(problem, candidate) // size
     k_tiles = -(-problem.k // candidate["tile_k"])
     clusters = stream_clusters(tiles, k_tiles, device.resident_clusters(size))
-    if stream_tiles(tiles, clusters) == 0:
+    if stream_tiles(tiles, k_tiles, clusters) == 0:
         return f"tile_scheduler stream_k: {tiles} tiles fill {tiles // clusters} waves of {clusters} clusters"
     return None
 
