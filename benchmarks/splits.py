@@ -1,11 +1,11 @@
-"""Ways to cut k, side by side: one kernel as it is, split in parts that meet in pairs or in a second kernel, and
-stream-K, which gives every cluster as many k tiles.
+"""Ways to cut k, side by side: a kernel as it is, split in parts that meet in pairs or in a second kernel,
+and stream-K, which gives every cluster as many k tiles.
 
     python -m benchmarks.splits              # writes results/GPU/splits.json, some minutes on one GPU
     python -m benchmarks.splits --shapes 512x512x65536,1536x1536x8192
 
-Tiles and launches are given, not tuned: what the ways differ in is all that differs. Beside them torch.mm, and the
-best of the algorithms that cuBLASLt's heuristic names, which has a split-K of its own.
+Tiles and launches are given, not tuned: what the ways differ in is all that differs. Beside them torch.mm and
+the best of the algorithms that cuBLASLt's heuristic names, which has a split-K of its own.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ SHAPES: dict[str, tuple[tuple[Candidate, tuple[int, ...]], ...]] = {
     "2304x2304x8192": ((WIDE, ()), (TURNS, ())),
     "1536x1536x8192": ((WIDE, (2,)), (TURNS, ())),
 }
+
 
 def ways(kernel: Candidate, splits: tuple[int, ...]) -> dict[str, Candidate]:
     """The kernel whole; with each split in both ways; as stream-K in both ways."""

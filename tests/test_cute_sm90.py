@@ -259,7 +259,7 @@ def test_balanced_grid_has_no_more_waves_and_fewer_clusters(h200: Device) -> Non
 
 
 def test_stream_k_gives_every_cluster_as_many_k_tiles(h200: Device) -> None:
-    """Cut are the tiles of the last wave; those of the wave before it too, where the last is next to empty."""
+    """Cut are the tiles of the last wave; those of the wave before too, where the last is next to empty."""
     for shape, clusters, cut in [
         ("4096x4096x4096", 132, 100),  # 1024 tiles: 7 waves and 100
         ("1536x1536x8192", 132, 12),  # 144 tiles: a wave and 12, 11 k tiles for each cluster

@@ -66,8 +66,8 @@ _SUBTILE_CYCLES = 185
 # Split-K: the last part of a tile waits for an atomic and reads the others' sums through L2.
 _REDUCTION_US = 1.5
 # Sums that meet in pairs, or in a second kernel: for each level of the tree, for the kernel, and the bytes a
-# microsecond in which sums are written and read. Fitted by hand to eleven splits of five shapes on an H200, each
-# timed both ways (splits.json, 2026-11-21).
+# microsecond in which sums are written and read. Fitted by hand to eleven splits of five shapes on an H200,
+# each timed both ways (splits.json, 2026-11-21).
 _MEETING_US, _PAIRS_BYTES_PER_US = 3.0, 3.5e6
 _SECOND_KERNEL_US, _SECOND_BYTES_PER_US = 2.5, 7.0e6
 _LAUNCH_US = 2.0
@@ -245,12 +245,12 @@ def stream_clusters(tiles: int, k_tiles: int, resident: int) -> int:
 
 
 def stream_tiles(tiles: int, k_tiles: int, clusters: int) -> int:
-    """Of so many cluster tiles those that stream-K cuts: what the last wave has; the wave before too, where that
-    leaves a cluster but a few k tiles.
+    """Of so many cluster tiles those that stream-K cuts: what the last wave has; the wave before too, where
+    that leaves a cluster but a few k tiles.
     """
     last = tiles % clusters
     few = last * k_tiles < _MIN_K_TILES_OF_SHARE * clusters
-    return last + clusters if 0 < last and few and tiles > clusters else last
+    return last + clusters if last > 0 and few and tiles > clusters else last
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ class CuteSm90(Generator):
     tma = True
     parameters: Mapping[str, tuple[str, ...]] = {
         "compile": (
-            "schedule", "tile_scheduler", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n", "epi_n",
-            "swap_ab",
+            "schedule", "tile_scheduler", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n",
+            "epi_n", "swap_ab",
         ),
         "launch": ("raster_order", "swizzle_size", "ctas", "split_k", "reduction", "l2_hint"),
     }  # fmt: skip

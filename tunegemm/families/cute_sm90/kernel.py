@@ -8,8 +8,8 @@ consumer warpgroups multiply them by WGMMA and store through shared memory by TM
                every CTA that this CTA's tiles reach   multicasts into the released stage
     order[w]   named barrier, pingpong only: warpgroup w may issue its mainloop
 
-With split-K, a tile's k range is cut into equal parts, each a piece of work of its own; with stream-K into what
-gives every cluster as much to do (`kernel_stream`). `kernel_sums` says how their sums become one.
+With split-K, a tile's k range is cut into equal parts, each a piece of work of its own; with stream-K so that
+every cluster has as much to do (`kernel_stream`). `kernel_sums` says how their sums become one.
 
 An epilogue (`tunegemm.epilogue`) works on a warpgroup's accumulators, fp32 and in registers, one subtile at a
 time between the mainloop and the staging buffers; its vectors and matrices are read from global memory where
@@ -100,22 +100,22 @@ class Gemm(Fusion, Pieces, Sums):
         """Encode the TMA descriptors and launch.
 
         Strides count elements; `clusters` is the grid; `l2_hint` names the operand whose lines leave the L2
-        first: 1 A, 2 B, 0 neither. With stream-K, `split_k` is the number of cluster tiles that are cut. Where
-        tiles have parts, `partials` holds fp32 sums
-        (`workspace` in the package says how many), which a second kernel adds where `second_kernel` is 1;
-        where it is 0 they meet in pairs, counted by `counters`, zeros which the kernel leaves as zeros.
+        first: 1 A, 2 B, 0 neither. With stream-K, `split_k` is the number of cluster tiles that are cut.
+        Where tiles have parts, `partials` holds fp32 sums (`Division` in the package says how many), which a
+        second kernel adds where `second_kernel` is 1; where it is 0 they meet in pairs, counted by
+        `counters`, zeros that the kernel leaves as zeros.
         """
         self.launch(
             a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint, partials_address,
-            counters_address, (), stream,
+            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint,
+            partials_address, counters_address, (), stream,
         )  # fmt: skip
 
     @cute.jit
     def launch(
         self, a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-        d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint, partials_address,
-        counters_address, words, stream,
+        d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint,
+        partials_address, counters_address, words, stream,
     ):  # fmt: skip
         """See `__call__`; words: what an epilogue's operands are (see `FusedGemm`)."""
         config = self.config
@@ -246,7 +246,7 @@ class Gemm(Fusion, Pieces, Sums):
         return cute.tile_to_shape(atom, shape, order=order[: len(shape)])
 
     def staging_layout(self, layout, columns, buffers):
-        """Swizzled (64, columns, buffers) layout of the output's staging buffers, all warpgroups' in a row."""
+        """Swizzled (64, columns, buffers) layout of the output's staging buffers, warpgroup by warpgroup."""
         n_major = self.config.out_major == "n"
         atom = warpgroup.make_smem_layout_atom(
             sm90.get_smem_layout_atom(layout, self.out_dtype, columns if n_major else MMA_ATOM_M),
@@ -840,6 +840,6 @@ class FusedGemm(Gemm):
         words = (word0, word1, word2, word3, word4, word5, word6, word7, word8, word9, word10, word11)
         self.launch(
             a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint, partials_address,
-            counters_address, words[: self.epilogue.words], stream,
+            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint,
+            partials_address, counters_address, words[: self.epilogue.words], stream,
         )  # fmt: skip

@@ -1,11 +1,12 @@
 """Which pieces of work a cluster takes: whole tiles in turn, parts of a split, or a share of stream-K.
 
-Stream-K (arXiv 2301.03598) gives every cluster the same number of k tiles. The first tiles of the walk, as many as
-the last wave would leave unbalanced, are laid in a row, k tile after k tile, and the row is cut into one share
-for each cluster; a share is the end of a tile, perhaps whole ones, and the beginning of another: a piece each. The
-other tiles follow whole, a wave at a time, so that sums that had to meet did so long before the end.
+Stream-K (arXiv 2301.03598) gives every cluster the same number of k tiles. The first tiles of the walk, as
+many as the last wave would leave unbalanced, are laid in a row, k tile after k tile, and the row is cut into
+one share for each cluster: the end of a tile, perhaps, and the beginning of another, a piece each. The other
+tiles follow whole, a wave at a time, so that sums that had to meet did so long before the end.
 
-All is arithmetic: piece number = tile + cluster, which the parts of a tile have in a row and no two pieces share.
+All is arithmetic. The number of a piece is tile + cluster: no two pieces share it, and the parts of a tile
+have theirs in a row.
 """
 
 import cutlass
@@ -16,7 +17,7 @@ from cutlass import Int32, Uint32, const_expr
 class Pieces:
     """The part of `kernel.Gemm` that knows pieces of work; they are those of `kernel_sums`.
 
-    A piece is (work index, first k tile, k tiles, k tiles of the share that are left with it); the last two tell
+    A piece is (work index, first k tile, k tiles, k tiles of the share from it on); the last two tell
     `next_piece` how to go on. Where no stream-K is compiled, all but the work index are constants.
     """
 

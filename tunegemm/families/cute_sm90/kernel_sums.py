@@ -1,10 +1,10 @@
 """How the sums of a tile's parts become one: in pairs, inside the kernel, or by a second kernel after it.
 
-Both read and write a workspace of *pieces*: what one cluster multiplied of one cluster tile. The sums lie there as
-the warpgroups hold them: by piece, CTA of the cluster and warpgroup, then four neighbouring accumulators of a
-thread, the threads side by side. Every access is 16 bytes of each thread in a row, on both sides, and the second
-kernel knows rows and columns as the first does, so that it has the same epilogue and the same way out: through
-shared memory by TMA, in whole sectors whatever the output's major.
+Both read and write a workspace of *pieces*: what one cluster multiplied of one cluster tile. Sums lie there
+as the warpgroups hold them: by piece, CTA of the cluster and warpgroup, then four neighbouring accumulators
+of a thread, the threads side by side. Every access is 16 bytes of each thread in a row, on both sides. The
+second kernel knows rows and columns as the first does, so that it has the same epilogue and the same way out:
+through shared memory by TMA, in whole sectors whatever the output's major.
 
 Which meets which and who is added to whom is fixed, so that results are the same in every run.
 """
@@ -17,12 +17,13 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, SMEM_ALIGNMENT, WARPGROUP_THREADS
 
-#: Shared memory that a block of the second kernel asks for; it uses a few KiB. Four blocks fit a multiprocessor
-#: then: started early, they do not crowd on the few multiprocessors that the first kernel leaves idle.
+#: Shared memory that a block of the second kernel asks for; it uses a few KiB. Then four fit a
+#: multiprocessor: started early, they do not crowd on the few multiprocessors that the first kernel leaves
+#: idle.
 SECOND_SMEM_BYTES = 46 * 1024
 
-#: Parts whose loads the second kernel has in flight at once, 32 bytes of a thread each: with four blocks of 128
-#: threads on a multiprocessor that is 64 KiB, more than L2's latency times what it gives one multiprocessor.
+#: Parts whose loads the second kernel has in flight at once, 32 bytes of a thread each: with four blocks of
+#: 128 threads on a multiprocessor 64 KiB, more than L2's latency times what it gives one multiprocessor.
 PARTS_IN_FLIGHT = 4
 
 
@@ -116,7 +117,7 @@ class Sums:
 
     @property
     def slice_columns(self):
-        """Columns of a slice of 64 rows, which one block of the second kernel stores; few, for many blocks."""
+        """Columns of a slice of 64 rows, which a block of the second kernel stores; few, for many blocks."""
         return 32 if self.epilogue.gated else 16
 
     @cute.jit
@@ -150,7 +151,7 @@ class Sums:
 
     @cute.jit
     def add_parts(self, fragment, address, layout, stride_bytes, start, parts):
-        """Add the next parts in their order, once the loads of all are under way; those beyond the last as 0."""
+        """Add the next parts in their order, once the loads of all are under way; none beyond the last."""
         loaded = cute.make_rmem_tensor((cute.size(layout), PARTS_IN_FLIGHT), self.acc_dtype)
         for ahead in cutlass.range_constexpr(PARTS_IN_FLIGHT):
             part = cutlass.min(start + ahead, parts - 1)
