@@ -19,6 +19,8 @@ class Budget:
     """Kernels at their model-best launch, in the model's order."""
     explore: int
     """Suggestions of the sampler, over compile-time and launch parameters."""
+    probe: int
+    """Other walks through the grid for the many kernels near the top: they cost no compile."""
     refine: int
     """Further launches of the leaders: they cost no compile."""
     leaders: int
@@ -26,13 +28,13 @@ class Budget:
 
     @property
     def trials(self) -> int:
-        return self.screen + self.explore + self.refine
+        return self.screen + self.explore + self.probe + self.refine
 
 
-# A candidate costs some 15 ms once compiled: 80 of them a second and a half, 320 five. On the recorded
-# sweeps of an H200 these 80 trials end within 0.5 % of the best of 2,500 or more on every shape, and these
-# 320 within 0.2 % (benchmarks/search.py). In-sample: model and split were both chosen on these sweeps.
-_TRIALS = {"quick": 80, "full": 320}
+# A candidate costs some 15 ms once compiled: 104 of them a second and a half, 440 seven. On the recorded
+# sweeps of an H200 these 104 trials end within 0.5 % of the best of 2,500 or more on every shape, and these
+# 440 within 0.2 % (benchmarks/search.py). In-sample: model and split were both chosen on these sweeps.
+_TRIALS = {"quick": 104, "full": 440}
 _LEADERS = {"quick": 3, "full": 6, "exhaustive": 8}
 
 
@@ -46,13 +48,14 @@ def budget_for(effort: Effort, *, kernels: int, launches: int, trials: int | Non
     if trials is not None and trials < 1:
         raise SpaceError(f"trials = {trials}: at least 1 is needed")
     if not kernels:
-        return Budget(0, 0, 0, 0)
+        return Budget(0, 0, 0, 0, 0)
     leaders = min(_LEADERS[effort], kernels)
     if effort == "exhaustive":
         grid = leaders * (launches - 1)
         screen = kernels if trials is None else min(kernels, trials)
-        return Budget(screen, 0, grid if trials is None else min(grid, trials - screen), leaders)
+        return Budget(screen, 0, 0, grid if trials is None else min(grid, trials - screen), leaders)
     total = _TRIALS[effort] if trials is None else trials
-    screen = min(kernels, max(1, total // 2))
-    refine = min(total - screen, total * 7 // 20, leaders * (launches - 1))
-    return Budget(screen, total - screen - refine, refine, leaders)
+    screen = min(kernels, max(1, total * 3 // 8))
+    probe = min(total - screen, total // 4, kernels * (launches - 1))
+    refine = min(total - screen - probe, total * 13 // 50, leaders * (launches - 1))
+    return Budget(screen, total - screen - probe - refine, probe, refine, leaders)

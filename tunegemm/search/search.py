@@ -1,4 +1,4 @@
-"""The search of one problem: screen, explore, refine, then name the finalists.
+"""The search of one problem: screen, explore, probe, refine, then name the finalists.
 
 ::
 
@@ -23,12 +23,14 @@ from tunegemm.search.sampler import Sampler, is_ordered
 from tunegemm.space import Candidate, Value
 
 #: What the search is doing. `library` is the vendor's algorithms and the seeds.
-StageName = Literal["library", "screen", "explore", "refine", "done"]
+StageName = Literal["library", "screen", "explore", "probe", "refine", "done"]
 
 #: The screen takes each tile once per cluster shape, with few clusters, before it takes a variant of stages.
 _TILE = ("schedule", "tile_m", "tile_n")
 _CLUSTER = ("cluster_m", "cluster_n")
 _CLUSTERS_PER_TILE = 3
+#: The walk through the grid, where a family has both: which mode first, and how wide a band of the other.
+_RASTER, _BAND = "raster_order", "swizzle_size"
 #: Kernels taken in the model's order before tiles are spread: on the recorded sweeps the best kernel of each
 #: shape is among the model's first 16 (in-sample: the model was fitted on them).
 _TRUSTED = 24
@@ -167,6 +169,9 @@ class Search:
         if budget.explore:
             yield from self._explore(budget.screen + budget.explore)
             yield None
+        if budget.probe:
+            yield from self._take(self._other_walks(), "probe", limit=budget.trials - budget.refine)
+            yield None
         # Two rounds, so that the second one turns around the best launch that the first has found.
         for limit in (budget.trials - budget.refine // 2, budget.trials):
             yield from self._take(self._launches_of_leaders(), "refine", limit=limit)
@@ -241,13 +246,37 @@ class Search:
                     return candidate
         return None
 
-    def _launches_of_leaders(self) -> Iterator[Candidate]:
-        """Launches of the fastest kernels in turn, each from its best launch outwards; then of the next."""
+    def _other_walks(self) -> Iterator[Candidate]:
+        """For each kernel, the fastest first, both raster orders in narrow and in wide bands.
+
+        The model ranks kernels better than it knows how each should walk: on an H200 (2026-11-21) the
+        fastest kernel of 4096x4096x4096 was at 0.944 of torch.mm as screened, in bands of one cluster, and
+        36th; in bands of eight it is at 1.049. That of 8192x8192x8192 was at 1.023 and 33rd; along the
+        other mode it is at 1.065.
+        """
+        if _RASTER not in self._launch_values or _BAND not in self._launch_values:
+            return
+        orders, widths = self._launch_values[_RASTER], self._launch_values[_BAND]
+        narrow, wide = widths[len(widths) // 4], widths[len(widths) * 3 // 4]
+        for leader in self._best_of_kernels():
+            # Its own width, or the one of two that is nearer, stands for its side.
+            is_narrow = widths.index(leader[_BAND]) <= len(widths) // 2
+            near, far = (narrow, wide) if is_narrow else (wide, narrow)
+            others = [order for order in orders if order != leader[_RASTER]]
+            for order, width in [*((o, w) for o in others for w in (near, far)), (leader[_RASTER], far)]:
+                yield leader.with_launch(**{_RASTER: order, _BAND: width})
+
+    def _best_of_kernels(self) -> list[Candidate]:
+        """Of each kernel that was told, its best launch so far, the fastest first."""
         best: dict[Candidate, Candidate] = {}
         for candidate in self.finalists(len(self._told)):
             if candidate.kernel in self._by_kernel:
                 best.setdefault(candidate.kernel, candidate)
-        leaders = iter(best.values())
+        return list(best.values())
+
+    def _launches_of_leaders(self) -> Iterator[Candidate]:
+        """Launches of the fastest kernels in turn, each from its best launch outwards; then of the next."""
+        leaders = iter(self._best_of_kernels())
         while group := list(itertools.islice(leaders, self._budget.leaders)):
             for turn in itertools.zip_longest(*map(self._grid_around, group)):
                 yield from (launch for launch in turn if launch is not None)
