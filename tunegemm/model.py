@@ -66,8 +66,8 @@ _SUBTILE_CYCLES = 185
 # Split-K: the last part of a tile waits for an atomic and reads the others' sums through L2.
 _REDUCTION_US = 1.5
 # Sums that meet in pairs, or in a second kernel: for each level of the tree, for the kernel, and the bytes a
-# microsecond in which sums are written and read. Fitted by hand to eleven splits of five shapes on an H200,
-# each timed both ways (splits.json, 2026-11-21).
+# microsecond in which sums are written and read. Fitted by hand to splits of five shapes on an H200,
+# each timed both ways (splits-log-2026-11-21.json).
 _MEETING_US, _PAIRS_BYTES_PER_US = 3.0, 3.5e6
 _SECOND_KERNEL_US, _SECOND_BYTES_PER_US = 2.5, 7.0e6
 _LAUNCH_US = 2.0

@@ -446,25 +446,17 @@ class Gemm(Fusion, Pieces, Sums):
         if const_expr(self.cluster_size > 1):
             cute.arch.cluster_wait()
         while work < total_work:
-            turned = first_k_tile
             if const_expr(not self.streams):
-                # Each part begins at another place of its range, then wraps round: where rows are a power of
-                # two apart, parts that walk in step ask the same few channels of the memory.
                 first_k_tile = part * k_tiles
-                turned = first_k_tile + part * k_tiles // walk[3]
             tAgA_tile = tAgA[(None, tile_m, None, entry)]
             tBgB_tile = tBgB[(None, tile_n, None, entry)]
             for k_tile in cutlass.range(count, unroll=1):
-                at = turned + k_tile
-                if const_expr(not self.streams):
-                    if at >= first_k_tile + k_tiles:
-                        at -= k_tiles
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, config.stage_bytes)
                 cute.copy(
                     tma_a,
-                    tAgA_tile[(None, at)],
+                    tAgA_tile[(None, first_k_tile + k_tile)],
                     tAsA[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=a_mask,
@@ -472,7 +464,7 @@ class Gemm(Fusion, Pieces, Sums):
                 )
                 cute.copy(
                     tma_b,
-                    tBgB_tile[(None, at)],
+                    tBgB_tile[(None, first_k_tile + k_tile)],
                     tBsB[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=b_mask,
