@@ -70,6 +70,11 @@ _REDUCTION_US = 1.5
 # each timed both ways (splits-log-2026-11-21.json).
 _MEETING_US, _PAIRS_BYTES_PER_US = 3.0, 3.5e6
 _SECOND_KERNEL_US, _SECOND_BYTES_PER_US = 2.5, 7.0e6
+# Where stream-K's whole tiles follow, sums that meet do so under others' main loops; those of a second kernel
+# are out of L2 by the time that it reads them (four shapes, same file).
+_EARLY_PAIRS_BYTES_PER_US, _EARLY_SECOND_BYTES_PER_US = 7.0e6, 3.0e6
+# Clusters of stream-K walk through k out of step: that part of what L2 would else have shared is read again.
+_OUT_OF_STEP = 0.6
 _LAUNCH_US = 2.0
 _FILL_US = 1.0
 # Overlapping limits disturb each other: the sum of powers lies between their maximum and their sum.
@@ -201,6 +206,8 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     # 4. DRAM.
     raster, swizzle = str(params.get("raster_order", "along_m")), int(params.get("swizzle_size", 1))
     read_bytes = operand_bytes_from_dram(problem, grid, resident, _usable_l2(device), raster, swizzle)
+    if streams:
+        read_bytes += _OUT_OF_STEP * cut / grid.clusters * _unshared_bytes(problem, grid, _usable_l2(device))
     bandwidth = (device.bandwidth_gbps or _DEFAULT_BANDWIDTH_GBPS) * 1e3 * _DRAM_EFFICIENCY
     dram_us = (read_bytes + problem.m * problem.n * problem.batch * out_bytes) / bandwidth
 
@@ -219,7 +226,8 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
 
     if pieces and "reduction" in params:
         parts = ceil(launched / cut) + 1 if streams else split_k
-        epilogue_us += _sums_us(sum_bytes, parts, params["reduction"] == "second_kernel")
+        early = streams and grid.clusters > launched
+        epilogue_us += _sums_us(sum_bytes, parts, params["reduction"] == "second_kernel", early)
     elif split_k > 1:
         epilogue_us += _REDUCTION_US + split_k * tile_m * tile_n * 4 / _SMEM_BYTES_PER_CYCLE / clock_mhz
 
@@ -230,13 +238,23 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     )  # fmt: skip
 
 
-def _sums_us(sum_bytes: float, parts: int, second_kernel: bool) -> float:
-    """What it costs that the sums of a tile's parts become one."""
+def _sums_us(sum_bytes: float, parts: int, second_kernel: bool, early: bool) -> float:
+    """What it costs that the sums of a tile's parts become one. early: whole tiles follow the parts."""
     if second_kernel:
-        return _SECOND_KERNEL_US + 2 * sum_bytes / _SECOND_BYTES_PER_US
+        rate = _EARLY_SECOND_BYTES_PER_US if early else _SECOND_BYTES_PER_US
+        return _SECOND_KERNEL_US + 2 * sum_bytes / rate
     # Of two that meet only one writes its sums, and the other reads them.
-    levels = ceil(log2(parts))
-    return levels * _MEETING_US + 2 * sum_bytes * (parts - 1) / parts / _PAIRS_BYTES_PER_US
+    moved = 2 * sum_bytes * (parts - 1) / parts
+    if early:
+        return _MEETING_US + moved / _EARLY_PAIRS_BYTES_PER_US
+    return ceil(log2(parts)) * _MEETING_US + moved / _PAIRS_BYTES_PER_US
+
+
+def _unshared_bytes(problem: Problem, grid: TileGrid, l2_bytes: int) -> float:
+    """Operand bytes beyond one reading, if each cluster read its own; of operands that L2 cannot keep."""
+    k_bytes = problem.k * DTYPE_BYTES[problem.in_dtype]
+    readers = ((problem.m * k_bytes, grid.clusters_n), (problem.n * k_bytes, grid.clusters_m))
+    return problem.batch * sum(size * (count - 1) for size, count in readers if size > l2_bytes)
 
 
 def stream_clusters(tiles: int, k_tiles: int, resident: int) -> int:
