@@ -17,12 +17,14 @@ import argparse
 import copy
 import gc
 import math
+import os
 import random
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,7 +53,7 @@ MODES = ("eager", "graph", "compile", "max-autotune")
 _TORCH_ONLY = "max-autotune"
 CONTEXT = 512
 #: A sample is made of as many steps as take so long.
-_SAMPLE_MS = 20.0
+_SAMPLE_MS = 25.0
 #: A result may be this much further from fp32 than torch's own.
 _TOLERANCE = 1.25
 
@@ -95,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"default: %(default)s; also {_TORCH_ONLY}, which takes long",
     )
     parser.add_argument("--tune", type=float, metavar="SECONDS", help="first tune what has no settled record")
-    parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds")
+    parser.add_argument("--rounds", type=int, default=21, help="interleaved rounds")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
     options = parser.parse_args(arguments)
@@ -408,10 +410,25 @@ def interleave(steps: Mapping[tuple[str, str], Step], rounds: int) -> dict[tuple
     calls = {key: max(1, math.ceil(_SAMPLE_MS * 1e3 / _time_us(step, 1))) for key, step in timed.items()}
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in timed}
     generator = random.Random(0)
-    for _ in range(rounds):
-        for key in generator.sample(list(timed), len(timed)):
-            samples[key].append(_time_us(timed[key], calls[key]))
+    with _undisturbed():
+        for _ in range(rounds):
+            for key in generator.sample(list(timed), len(timed)):
+                samples[key].append(_time_us(timed[key], calls[key]))
     return samples
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """This thread stays on one core, and garbage where it is."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        os.sched_setaffinity(0, cores)
 
 
 def _time_us(step: Step, calls: int) -> float:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.database import Database
-from tunegemm.database.models import FASTEST
+from tunegemm.database.schema import FASTEST
 from tunegemm.database.store import fingerprint_values
 from tunegemm.device import PARTS, Device, Fingerprint, device_from_part, package_version
 from tunegemm.outcome import Measurement

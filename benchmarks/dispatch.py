@@ -6,8 +6,8 @@
 Tunes the shape, its batch of four, half its M and three fused products of it into a temporary database and
 object store, calls torch and tunegemm in turns, and writes results/GPU/dispatch.json: a row `{call, torch_us,
 tunegemm_us, ratio}` for each call, `ratio_to_torch_mm` of the first, `breakdown_us` of our own call's parts,
-and from processes of their own `import_ms` beyond torch, `first_call_ms` with `records` in the database, and
-`bytes_per_record` of host memory.
+and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch, `first_call_ms` with
+`records` in the database and its parts, warm and cold, and `bytes_per_record` of host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.first_call import PROCESSES, RECORDS, fresh_processes
 from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.device import Device, find_device
 from tunegemm.errors import TunegemmError
@@ -36,8 +36,6 @@ from tunegemm.problem import Problem
 #: Calls between two synchronisations: fewer than the launch queue takes, so that no call waits for the GPU.
 CALLS = 100
 ROUNDS = 101
-RECORDS = 10_000
-PROCESSES = 5
 METHOD = (
     f"{CALLS} calls after a synchronisation, per call; torch's and tunegemm's of all rows in shuffled turns, "
     f"median of {ROUNDS} rounds, ratio the median over rounds; garbage collection off; first call and import "
@@ -56,6 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--families", default="cute_sm90", help="comma-separated, to be tuned")
     parser.add_argument("--trials", type=int, default=6, help="candidates per problem")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument(
+        "--first-call", action="store_true", help="only import and first call; keep the file's other figures"
+    )
     parser.add_argument("--records", type=int, default=RECORDS, help="in the database of the first call")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0")
@@ -66,8 +67,18 @@ def main(arguments: list[str] | None = None) -> int:
         results = Results(results_path(options.out, device, "dispatch.json"), meta(device, METHOD))
         with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
             place(Path(folder))
-            tune(problem, device, options.families.split(","), options.trials)
-            run(problem, device, options.rounds, options.records, results)
+            problems = [problem] if options.first_call else related(problem)
+            tune(problems, device, options.families.split(","), options.trials)
+            # First, while nothing that a first call loads is mapped here: only then can it be cold.
+            first_call = fresh_processes(problem, device, options.records)
+            if options.first_call:
+                results.summary = results.earlier_summary | first_call
+                results.put()
+            else:
+                run(problem, device, options.rounds, results)
+                results.summary |= first_call
+                results.put()
+            print(json.dumps(results.summary, indent=1), flush=True)
     except TunegemmError as error:
         print(error, file=sys.stderr)
         return 2
@@ -97,21 +108,21 @@ def related(problem: Problem) -> list[Problem]:
     ]
 
 
-def tune(problem: Problem, device: Device, families: list[str], trials: int) -> None:
+def tune(problems: list[Problem], device: Device, families: list[str], trials: int) -> None:
     """Records for these problems; of generators alone, so that no tie goes to the library."""
     from tunegemm.database import Database
     from tunegemm.tuning import Tuner
 
     with Database.open() as database, Tuner(device, database, families=families) as tuner:
-        for each in related(problem):
+        for each in problems:
             best = tuner.tune(each, trials=trials).best
             if best is None:
                 raise TunegemmError(f"no kernel for {each}; give another --shape or --families")
             print(f"tuned {each}: {best.candidate.family}", flush=True)
 
 
-def run(problem: Problem, device: Device, rounds: int, records: int, results: Results) -> None:
-    """Times everything and writes the rows."""
+def run(problem: Problem, device: Device, rounds: int, results: Results) -> None:
+    """Times the calls and writes their rows."""
     import torch
 
     pairs = calls(problem, device)
@@ -136,10 +147,7 @@ def run(problem: Problem, device: Device, rounds: int, records: int, results: Re
         print(f"{name:45s} torch {row['torch_us']:7.2f}  tunegemm {row['tunegemm_us']:7.2f}  {ratio:.3f}")
     results.summary["ratio_to_torch_mm"] = rows[0]["ratio"]
     results.summary["breakdown_us"] = {name: round(statistics.median(samples[name]), 3) for name in parts}
-    results.summary |= fresh_processes(problem, device, records)
-    for row in rows:
-        results.put(row)
-    print(json.dumps(results.summary, indent=1), flush=True)
+    results.put(*rows)
 
 
 def host_times(calls: Mapping[str, Call], rounds: int, synchronize: Call) -> dict[str, list[float]]:
@@ -170,6 +178,9 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
     from torch.nn.functional import gelu, linear
 
     import tunegemm
+    from tunegemm.dispatch import api
+    from tunegemm.dispatch.forms import MATMUL, form_of
+    from tunegemm.dispatch.lowering import site_of
 
     where, m, n, k = device.spec, problem.m, problem.n, problem.k
     a = torch.rand(m, k, dtype=torch.bfloat16, device=where)
@@ -188,6 +199,13 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
                 call()
 
         return run
+
+    plain, site = form_of(MATMUL, ""), site_of((a, b))
+    view: Any = torch._C._dynamo.guards._reinterpret_tensor
+
+    def compiled() -> Any:
+        """As Inductor writes it, see `tunegemm.dispatch.lowering`."""
+        return api._dispatcher.compiled(site, plain, a, view(weight, (k, n), (1, k), 0), (), (), out)
 
     def fresh(product: Callable[..., Any]) -> Call:
         return lambda: product(a, weight.t())
@@ -216,6 +234,7 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
         ),
         "matmul, 3-D (bmm)": (lambda: tunegemm.matmul(batch, batch_b), lambda: torch.bmm(batch, batch_b)),
         "matmul, b a new view each time": (fresh(tunegemm.matmul), fresh(torch.mm)),
+        "compiled code's call": (compiled, lambda: torch.mm(a, view(weight, (k, n), (1, k), 0), out=out)),
         "matmul, two m in turns": (alternating(tunegemm.matmul), alternating(torch.mm)),
     }
 
@@ -231,7 +250,7 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
     for _ in range(3):
         out = api.matmul(a, b)
     served = api._dispatcher
-    recent = served._state.recent.get(id(b))
+    recent = served._state.recent.get(b.data_ptr())
     if recent is None or recent.plan is None or recent.at is None:
         raise TunegemmError(f"{problem} was not launched by a tuned kernel; tune it first")
     plan, at, index = recent.plan, recent.at, device.index
@@ -254,90 +273,6 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
         "dispatcher, general way": lambda: served._general(False, a, b, None),
         "key": lambda: (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device),
     }
-
-
-# Fresh processes
-
-_IMPORT = """
-import time, torch
-start = time.perf_counter()
-import tunegemm
-imported = time.perf_counter()
-tunegemm.matmul
-print(1e3 * (imported - start), 1e3 * (time.perf_counter() - start))
-"""
-
-_FIRST_CALL = """
-import sys, time, torch, tunegemm
-m, n, k, spec = *map(int, sys.argv[1:4]), sys.argv[4]
-a = torch.rand(m, k, dtype=torch.bfloat16, device=spec)
-b = torch.rand(n, k, dtype=torch.bfloat16, device=spec).t()
-torch.mm(a, b)  # CUDA and cuBLAS start up, as they do in any program
-torch.cuda.synchronize() if torch.cuda.is_available() else None
-times = [time.perf_counter()]
-for _ in range(2):
-    tunegemm.matmul(a, b)
-    times.append(time.perf_counter())
-from tunegemm.dispatch import api
-kept = [plan for plan in api._dispatcher._state.plans.values() if plan is not None]
-print(1e3 * (times[1] - times[0]), 1e3 * (times[2] - times[1]), len(kept))
-"""
-
-_MEMORY = """
-import gc, tracemalloc
-import tunegemm.dispatch, tunegemm.database.store
-from tunegemm.dispatch.snapshot import read_snapshot
-read_snapshot()
-gc.collect()
-tracemalloc.start()
-snapshot = read_snapshot()
-gc.collect()
-print(tracemalloc.get_traced_memory()[0], len(snapshot))
-"""
-
-
-def fresh_processes(problem: Problem, device: Device, records: int) -> dict[str, Any]:
-    """`import_ms`, `first_call_ms` and `bytes_per_record`, each of processes of their own."""
-    imports = [_python(_IMPORT) for _ in range(PROCESSES)]
-    extents = (str(problem.m), str(problem.n), str(problem.k), device.spec)
-    few = [_python(_FIRST_CALL, *extents) for _ in range(PROCESSES)]
-    add_records(records)
-    many = [_python(_FIRST_CALL, *extents) for _ in range(PROCESSES)]
-    size, count = _python(_MEMORY)
-
-    def median(samples: list[list[float]], column: int) -> float:
-        return round(statistics.median(sample[column] for sample in samples), 3)
-
-    return {
-        "import_ms": median(imports, 0),
-        "import_and_matmul_ms": median(imports, 1),
-        "records": int(count),
-        "first_call_ms": median(many, 0),
-        "first_call_few_records_ms": median(few, 0),
-        "second_call_ms": median(many, 1),
-        "first_call_is_tuned": all(sample[2] > 0 for sample in many),
-        "bytes_per_record": round(size / count, 1),
-    }
-
-
-def add_records(count: int) -> None:
-    """Synthetic records of two GPUs and two toolchains, in the user's layer of this process's folder."""
-    from benchmarks import database
-    from tunegemm.database.layers import user_location
-
-    location = user_location()
-    location.parent.mkdir(parents=True, exist_ok=True)
-    database.build(location, shapes=-(-count // 4), toolchains=2, measured=1)
-
-
-def _python(code: str, *arguments: str) -> list[float]:
-    """The numbers that a program prints on its last line."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise TunegemmError(f"a measuring process failed: {done.stderr.strip().splitlines()[-1]}")
-    return [float(word) for word in done.stdout.split("\n")[-2].split()]
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ SHAPES = (
 
 #: Input dtype, how sums are kept, epilogue. torch's calls: `torch.mm` for fp16 and, where it is allowed,
 #: tf32; `torch._scaled_mm` with two scales or one for each row and column, fast accumulation or not;
-#: `torch._int_mm`.
+#: `torch._int_mm`, and with scales, which make its output bf16, what a user writes behind it.
 KINDS = {
     "fp16": ("fp16", "fast", ""),
     "fp8": ("fp8_e4m3", "fast", "scale_tensor"),
@@ -43,6 +43,7 @@ KINDS = {
     "fp8_rowwise": ("fp8_e4m3", "fast", "scale_rowwise"),
     "tf32": ("tf32", "fast", ""),
     "int8": ("int8", "fast", ""),
+    "int8_rowwise": ("int8", "fast", "scale_rowwise"),
 }
 
 
@@ -73,7 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _problem(kind: str, shape: str) -> Problem:
     dtype, accumulation, epilogue = KINDS[kind]
-    return Problem.parse(shape, dtype=dtype, accumulation=accumulation, epilogue=epilogue)
+    out_dtype = "bf16" if dtype == "int8" and epilogue else None
+    return Problem.parse(
+        shape, dtype=dtype, out_dtype=out_dtype, accumulation=accumulation, epilogue=epilogue
+    )
 
 
 def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:

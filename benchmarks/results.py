@@ -98,6 +98,8 @@ class Results:
         self.rows: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
         """Further entries of the file, beside `meta` and `rows`, of this run alone."""
+        self.earlier_summary: dict[str, Any] = {}
+        """Those that the file has, for a run of one part to keep."""
         if path.exists():
             old = _read(path)
             foreign = [name for name in SHARED if old["meta"].get(name) != self.meta.get(name)]
@@ -106,6 +108,9 @@ class Results:
                     f"{path} has rows of another {' and '.join(foreign)}; give another --out, or remove it"
                 )
             self.rows = old["rows"]
+            self.earlier_summary = {
+                name: value for name, value in old.items() if name not in ("meta", "rows")
+            }
             earlier = old["meta"].get("earlier_commands", [])
             commands = [*earlier, old["meta"].get("command", "")]
             self.meta["earlier_commands"] = [c for c in dict.fromkeys(commands) if c != self.meta["command"]]

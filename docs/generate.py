@@ -517,11 +517,19 @@ def dispatch(results: Path) -> str:
     ]
     table = markdown_table(["call", "torch, us", "tunegemm, us", "ratio"], lines)
     told = (
-        f"`import tunegemm` takes {data['import_ms']:.1f} ms beyond torch, a record in memory "
-        f"{data['bytes_per_record']:.0f} bytes. A process's first launch of a CuTe kernel takes "
-        f"{data['first_call_ms'] / 1e3:.1f} s with {data['records']} records and "
-        f"{data['first_call_few_records_ms'] / 1e3:.1f} s with three: it imports the kernels' runtime."
+        f"`import tunegemm` takes {data['import_ms']:.1f} ms beyond torch, with dispatch "
+        f"{data['import_and_matmul_ms']:.0f} ms; a record in memory {data['bytes_per_record']:.0f} bytes. "
+        f"A process's first product takes {data['first_call_ms']:.0f} ms with {data['records']} records and "
+        f"{data['first_call_few_records_ms']:.0f} ms with few"
     )
+    if (parts := data.get("first_call_parts")) is not None:
+        warm, cold = parts["warm"], parts["cold"]
+        told += (
+            f": {warm['records_ms']:.0f} ms to read the records, {warm['kernel_ms']:.0f} ms to load the kernel "
+            f"and {warm['device_ms']:.0f} ms to ask for the device. With its files dropped from the page "
+            f"cache it takes {cold['first_call_ms']:.0f} ms, and the import {cold['import_and_matmul_ms']:.0f} ms"
+        )
+    told += "."
     return "\n\n".join([machine_line(data["meta"]), table, told])
 
 

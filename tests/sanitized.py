@@ -47,6 +47,11 @@ CASES = [
     ("328x528x392", {"epilogue": "swiglu+amax"}, _PINGPONG | {"tile_m": 64}, {}),
     ("328x528x1032", {"epilogue": "swiglu+amax"}, {"tile_m": 64}, _SECOND | {"split_k": 2}),
     ("328x528x1032", {"epilogue": "alpha+beta_c+bias_m"}, {"tile_m": 64}, {"split_k": 2}),
+    ("328x1056x392", {"epilogue": "swiglu+residual"}, _PINGPONG | {"tile_n": 176, "epi_n": 16}, {}),
+    (
+        "200x272x656", {"dtype": "int8", "out_dtype": "bf16", "epilogue": "scale_rowwise+residual"},
+        {"tile_k": 128, "stages": 3}, {},
+    ),
 ]  # fmt: skip
 
 

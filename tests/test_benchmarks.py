@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import dispatch, peers, results, shapes, sweep, tuning_time
+from benchmarks import dispatch, first_call, peers, results, shapes, sweep, tuning_time
 from benchmarks.footprint import Footprint
 from benchmarks.interleave import interleave
 from benchmarks.providers import PROVIDERS, Contender, Options, Skip, _deadline, _OutOfTime
@@ -327,13 +327,13 @@ def test_the_parts_of_the_dispatch_benchmark_that_need_no_gpu(tmp_path, monkeypa
     """Turns, fresh processes and the file; on the CPU torch computes, so that no launch is measured."""
     for name in ("TUNEGEMM_DB", "TUNEGEMM_CACHE_DIR", "XDG_DATA_HOME"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(dispatch, "PROCESSES", 1)
+    monkeypatch.setattr(first_call, "PROCESSES", 1)
     dispatch.place(tmp_path)
     samples = dispatch.host_times({"slow": lambda: time.sleep(1e-4), "fast": lambda: None}, 3, lambda: None)
     assert [len(each) for each in samples.values()] == [3, 3]
     assert min(samples["slow"]) > 90 > max(samples["fast"])
     on_cpu = dataclasses.replace(device, spec="cpu")
-    found = dispatch.fresh_processes(SMALL, on_cpu, records=400)
+    found = first_call.fresh_processes(SMALL, on_cpu, records=400)
     assert found["records"] >= 400 and not found["first_call_is_tuned"]
     assert 100 < found["bytes_per_record"] < 10_000
     assert 0 < found["import_ms"] <= found["import_and_matmul_ms"]

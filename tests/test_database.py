@@ -21,7 +21,7 @@ from sqlalchemy import event, insert
 from tests.processes import environment
 from tests.stores import Location, Store, damage
 from tunegemm.database import Database, Record
-from tunegemm.database.models import SCHEMA_VERSION, VERSION_TABLE
+from tunegemm.database.schema import SCHEMA_VERSION, VERSION_TABLE
 from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
 from tunegemm.errors import DatabaseError
 from tunegemm.outcome import Failure, Measurement, Resources

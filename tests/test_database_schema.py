@@ -15,7 +15,8 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from tunegemm.database import Database, store
 from tunegemm.database.documents import data_dictionary, schema_sql
 from tunegemm.database.migrations import alembic_config
-from tunegemm.database.models import SCHEMA_VERSION, VERSION_TABLE, Base, FingerprintRow, ProblemRow
+from tunegemm.database.models import Base, FingerprintRow, ProblemRow
+from tunegemm.database.schema import SCHEMA_VERSION, VERSION_TABLE
 from tunegemm.device import Fingerprint
 from tunegemm.problem import Problem
 from tunegemm.resources import data_path

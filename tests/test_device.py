@@ -135,3 +135,30 @@ def test_telemetry_of_a_real_gpu() -> None:
     assert telemetry.sm_clock_mhz and 100 <= telemetry.sm_clock_mhz <= 4000
     assert telemetry.power_w and 10 <= telemetry.power_w <= 2000
     assert telemetry.temperature_c and 10 <= telemetry.temperature_c <= 110
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster_size", [2, 4, 8])
+def test_the_driver_counts_clusters_as_its_own_bindings_say(cluster_size: int) -> None:
+    """Its structures are declared in `tunegemm.device`; cuda.bindings has them from NVIDIA's header."""
+    import torch
+    from cuda.bindings import driver
+
+    from tunegemm.device import _EMPTY_PTX, _active_clusters
+
+    torch.ones(1, device="cuda:0")
+    _, module = driver.cuModuleLoadData(_EMPTY_PTX)
+    _, function = driver.cuModuleGetFunction(module, b"nothing")
+    smem_bytes = find_device("cuda:0").architecture.smem_bytes_per_block
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    driver.cuFuncSetAttribute(function, limit, smem_bytes)
+    cluster, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y = cluster_size, 1
+    cluster.value.clusterDim.z = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = 1024 * cluster_size, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 128, 1, 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = smem_bytes, [cluster], 1
+    error, count = driver.cuOccupancyMaxActiveClusters(function, config)
+    assert error == driver.CUresult.CUDA_SUCCESS and count > 0
+    assert _active_clusters(0, cluster_size) == int(count)

@@ -26,6 +26,7 @@ from tunegemm import families
 from tunegemm.device import Device, Fingerprint, find_device, kernel_source_hash
 from tunegemm.dispatch import api
 from tunegemm.dispatch.dispatcher import LOOK_SECONDS, Dispatcher, tune_command
+from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.launchers import TORCH, Prepared, is_torch
 from tunegemm.dispatch.operands import Operands, Refusal, describe
 from tunegemm.dispatch.snapshot import Snapshot
@@ -472,15 +473,13 @@ def test_autocast_to_another_dtype_after_a_call_without(serve, kernel):
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
 def test_what_autocast_leaves_alone(serve, kernel):
-    """fp64 is not cast; for a weight that requires grad torch has a cache, on the CPU out of reach."""
+    """fp64 is not cast."""
     dispatcher = serve(Problem(32, 48, 64))
     a, b = operands()
-    weight = torch.nn.Parameter(b.t().float())
     with torch.autocast("cpu", dtype=BF16), torch.no_grad():
         assert dispatcher.matmul(a.double(), b.double()).dtype == torch.float64
         with pytest.raises(RuntimeError):
             dispatcher.matmul(a.double(), b.float())
-        assert torch.equal(dispatcher.linear(a, weight), torch.nn.functional.linear(a, weight))
     assert not kernel.calls
 
 
@@ -991,6 +990,54 @@ class Counted:
     @property
     def calls(self) -> list[tuple[int, ...]]:
         return self._kernel.calls[self._before :]
+
+
+def test_views_that_are_made_for_the_call_are_known(serve):
+    """What ATen passes for a weight is a new object each time, and Python's identities come back."""
+    launchers = {n: ByAddress(Problem(32, n, 64)) for n in (16, 48, 80)}
+    dispatcher = serve(*(each.problem for each in launchers.values()))
+    dispatcher._prepare = lambda record, _: Prepared(launchers[record.problem.n].launcher, tma=True)
+    a, _ = operands()
+    weights = [operands(32, n, 64)[1].t().contiguous() for n in (16, 48, 80, 48, 16)]
+    for turn in range(3):
+        for weight in weights:
+            python, _ = calls_of(lambda weight=weight: dispatcher.recorded(a, weight.t()))
+            assert turn == 0 or "_general" not in python
+    assert [len(each.calls) for each in launchers.values()] == [6, 6, 3]
+
+
+def test_compiled_code_is_not_asked_again_what_it_promises(by_address):
+    """One look-up and one launch for operands that compiled code has made sure of; the modes are still minded."""
+    kernel, dispatcher = by_address
+    a, b = operands()
+    expected, out = torch.matmul(a, b), torch.zeros(32, 48, dtype=BF16)
+    plain = form_of(MATMUL, "")
+
+    def call(left=a, site="32x48x64"):
+        out.zero_()
+        assert dispatcher.compiled(site, plain, left, b.t().t(), (), (), out) is out
+        assert torch.equal(out, expected)
+
+    call()
+    python, c = calls_of(call)
+    python = python[python.index("compiled") + 1 : python.index("launch")]
+    assert not python and "check" not in c[: c.index("append")] and len(kernel.calls) == 2
+    dispatcher.compiled("", plain, a, b, (), (), out)
+    assert list(dispatcher._state.sites) == ["32x48x64"], "symbolic extents are looked at each time"
+    torch.use_deterministic_algorithms(True)
+    try:
+        call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    odd = torch.zeros(32 * 64 + 1, dtype=BF16)[1:].view(32, 64).copy_(a)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)
+        call(odd)
+    assert len(kernel.calls) == 3
+    dispatcher.refresh()
+    assert not dispatcher._state.sites
+    call()
+    assert len(kernel.calls) == 4
 
 
 def test_modes_that_take_turns_are_both_served_the_short_way(by_address):

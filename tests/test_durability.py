@@ -19,7 +19,7 @@ from tests.processes import environment
 from tests.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
 from tunegemm.database import Database
 from tunegemm.database.connection import on_network
-from tunegemm.database.models import VERSION_TABLE
+from tunegemm.database.schema import VERSION_TABLE
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.errors import DatabaseError, TunegemmWarning
 

@@ -342,6 +342,31 @@ def test_fork(tuned, parent, status):
     assert done.returncode == status, done.stdout + done.stderr
 
 
+_FRESH = """
+import sys, time, torch
+a = torch.rand(128, 64, dtype=torch.bfloat16, device="cuda")
+b = torch.rand(128, 64, dtype=torch.bfloat16, device="cuda").t()
+expected = a @ b
+torch.cuda.synchronize()
+start = time.process_time()
+import tunegemm
+result = tunegemm.matmul(a, b)
+seconds = time.process_time() - start
+from tunegemm.dispatch import api
+assert [plan.at is not None for plan in api._dispatcher._state.plans.values()] == [True]
+torch.testing.assert_close(result, expected)
+assert not {"cutlass", "sqlalchemy", "alembic", "optuna", "pandas"} & set(sys.modules)
+print(seconds)
+"""
+
+
+def test_a_fresh_process_launches_without_the_compiler_and_ends_quietly(tuned):
+    """At its end the kernel is unloaded while CUDA shuts down. Bytecode is compiled within the bound."""
+    done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert float(done.stdout) < 1.0
+
+
 def test_a_foreign_process_publishes(tuned, monkeypatch):
     """A product left to torch is served, without `refresh`, once another process has tuned it."""
     problem = Problem(96, 80, 64)

@@ -174,6 +174,44 @@ def test_scales_are_applied(
             assert objection is None, (problem, name, objection)
 
 
+SCALED = [
+    ("scale_tensor", "bf16"), ("scale_rowwise", "fp16"), ("scale_rowwise+bias_n", "bf16"),
+    ("alpha+scale_tensor+bias_n+gelu_tanh+residual", "bf16"), ("scale_rowwise+silu+amax", "fp32"),
+    ("scale_rowwise+residual", "fp32"), ("scale_rowwise+bias_n+swiglu", "bf16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[7], (*KERNELS[2][:7], True, 1)])
+def test_int8_products_are_scaled(device: Device, pool: CompilePool, kernel: tuple[str | int, ...]) -> None:
+    """By our kernel, whole and in parts of k, and by torch alike; m as of a decode step, too."""
+    cases = []
+    for epilogue, out_dtype in SCALED:
+        for shape, parts in (("256x512x1024", 1), ("100x272x400", 1), ("3x528x144", 1), ("264x272x2048", 3)):
+            problem = Problem.parse(shape, dtype="int8", out_dtype=out_dtype, epilogue=epilogue)
+            chosen = candidate(kernel, problem, ("along_m", 1, "all", parts, "none"))
+            verdict = FAMILY.check(problem, chosen, device)
+            if verdict.rule == "fused_store":
+                assert "swiglu" in epilogue
+                continue
+            assert verdict or verdict.rule in FAMILY.extent_rules, (problem, verdict)
+            key = FAMILY.kernel_key(problem, chosen, device)
+            cases.append((problem, chosen, pool.submit("cute_sm90", key)))
+    for problem, chosen, submitted in cases:
+        result = submitted.result()
+        assert result.artifact is not None, result.failure
+        operands = data.make_operands(problem, torch.device("cuda"), seed=1)
+        wanted = data.expected(problem, operands)
+        assert 0.1 < wanted.float().std() < 10, "of a size where activations bend"
+        for name, launch in {
+            "ours": FAMILY.load(problem, chosen, device, result.artifact.path),
+            "torch": LIBRARY.load(problem, TORCH_MM, device, None),
+        }.items():
+            data.restore(operands)
+            launch(*operands.arguments)
+            objection = data.check(operands, wanted).objection(data.tolerance(problem))
+            assert objection is None, (problem, name, objection)
+
+
 def test_two_level_sums_are_closer_than_fast_ones(device: Device, pool: CompilePool) -> None:
     """What the accumulation is for: over a long k, and with an fp32 output that shows it."""
     errors = {}

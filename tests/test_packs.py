@@ -144,6 +144,7 @@ for shape in ("512x512x512", "768x512x512"):
     found[family.name] = packs.find(family.kernel_key(problem, record.candidate, device)).path
 from tunegemm.families.cute_object import load_function
 assert callable(load_function(found["cute_sm90"]))
+assert "cutlass" not in sys.modules
 print(sorted(found))
 """
 

@@ -111,6 +111,16 @@ class TestConstruction:
             for out_dtype in outs:
                 assert Problem(8, 8, 8, in_dtype=in_dtype, out_dtype=out_dtype).out_dtype in DTYPE_BYTES
 
+    def test_int8_products_are_stored_in_fewer_bits_once_they_are_scaled(self) -> None:
+        scaled = Problem.parse("8x8x8", dtype="int8", out_dtype="bf16", epilogue="scale_rowwise+bias_n")
+        assert (scaled.out_dtype, str(scaled)) == ("bf16", "8x8x8 int8>bf16 tn align8 scale_rowwise+bias_n")
+        with pytest.raises(
+            ProblemError, match="use one of int32; with scale_tensor or scale_rowwise bf16, fp16"
+        ):
+            dataclasses.replace(scaled, epilogue="bias_n")
+        with pytest.raises(ProblemError, match="of an int32 product: epilogues compute in fp32"):
+            dataclasses.replace(scaled, out_dtype="int32")
+
     def test_hashable_ordered_frozen(self) -> None:
         small, large = Problem(8, 8, 8), Problem(16, 8, 8)
         assert len({small, Problem(8, 8, 8), large}) == 2

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import threading
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear as torch_linear
 
@@ -23,12 +26,18 @@ from tunegemm.dispatch import api, ops, takeover
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.snapshot import Snapshot
+from tunegemm.errors import TunegemmWarning
+from tunegemm.problem import Problem
 
 pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning")
 
 
 class Everything(Snapshot):
     """A record for every problem."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digest = os.urandom(8).hex()  # what other runs left on torch's disk is not to be taken
 
     def find(self, problem, fingerprint):
         return Row(problem, fingerprint, CANDIDATE)
@@ -53,7 +62,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
-    yield
+    # Else the first call of compiled code is made under a mode, where products are torch's.
+    with functorch_config.patch(check_custom_op_aliasing=False):
+        yield
     assert not takeover._active
     torch._dynamo.reset()
 
@@ -157,7 +168,7 @@ def test_what_changed_since_the_forward_pass_is_noticed(kernel):
         result.sum().backward()
 
 
-def test_autocast_and_deterministic_gradients_are_torchs(kernel):
+def test_deterministic_gradients_are_torchs(kernel):
     a, b = operands()
     a.requires_grad_()
     torch.use_deterministic_algorithms(True)
@@ -165,9 +176,23 @@ def test_autocast_and_deterministic_gradients_are_torchs(kernel):
         tunegemm.matmul(a, b).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
-    with torch.autocast("cpu", dtype=torch.float16):
-        assert tunegemm.matmul(a, b).dtype == torch.float16
     assert not kernel.calls
+
+
+def test_training_under_autocast_dispatches_all_three_products(kernel):
+    layer = torch.nn.Linear(64, 48, bias=False)
+    x = operands()[0].float().requires_grad_()
+    grads = []
+    for patched in (False, True):
+        if patched:
+            takeover.patch(layer)
+        with torch.autocast("cpu", dtype=BF16):
+            result = layer(x)
+        assert result.dtype == BF16
+        grads.append(torch.autograd.grad(result.float().pow(2).sum(), (x, layer.weight)))
+    assert len(kernel.calls) == 3
+    for ours, theirs in zip(*grads, strict=True):
+        assert ours.dtype == torch.float32 and (ours - theirs).norm() < 1e-2 * theirs.norm()
 
 
 # Functions of torch.func
@@ -259,8 +284,35 @@ def test_inductor_calls_by_a_function_and_leaves_the_untuned_to_aten(kernel, mon
         result, (code, *_) = run_and_get_code(function, a, b)
     assert torch.equal(result, torch.matmul(a, b).relu())
     assert torch.equal(function(a, b), result)  # not under the mode that looked at the code
-    assert ("extern_kernels.tunegemm_matmul(" in code) == served == bool(kernel.calls)
+    assert ("extern_kernels.tunegemm_product(" in code) == served == bool(kernel.calls)
     assert "torch.ops.tunegemm" not in code
+
+
+def test_inductors_code_is_what_it_is_with_torchs_products(kernel):
+    """No operand is copied, or computed for each product that reads it."""
+    from torch._inductor.utils import run_and_get_code
+
+    x, b = operands()
+    weight = b.t().contiguous()
+
+    def code(multiply):
+        def layer(x):
+            normed = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True)).to(BF16)
+            return torch.nn.functional.silu(multiply(normed, weight)) * multiply(normed, weight + 1)
+
+        torch._dynamo.reset()
+        _, (text,) = run_and_get_code(torch.compile(layer, fullgraph=True), x.view(2, 16, 64))
+        called = text[text.index("def call(") : text.index("runner = ")]
+        return [
+            called.count(word) for word in ("empty_strided", "cpp_fused", "_product(", "extern_kernels.mm(")
+        ]
+
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        ours, torchs = code(tunegemm.linear), code(torch_linear)
+    assert ours[:2] == torchs[:2] and ours[2:] == [2, 0] and torchs[2:] == [0, 2]
 
 
 def test_compiled_training_dispatches_all_three_products(kernel):
@@ -596,3 +648,36 @@ def test_a_patched_model_trains_and_compiles(kernel):
     assert len(kernel.calls) == 2
     before(x).float().sum().backward()
     assert layers[0].weight.grad is not None and len(kernel.calls) == 2 + 2 + 3
+
+
+# What torch.compile keeps on disk
+
+
+def test_compiled_code_is_kept_by_the_records_that_decided(kernel):
+    """Calls of the kernel, and what was taken from torch's caches, as records change under one function."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    device = find_device("model:h200")
+
+    def run(*ratios: float) -> list[int]:
+        rows = [Row(Problem(32, 48, 64), device.fingerprint, CANDIDATE, ratio) for ratio in ratios]
+        dispatcher = Dispatcher(
+            device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device,
+            prepare=lambda record, _: Prepared(kernel), modified=lambda: (),
+        )  # fmt: skip
+        api._dispatcher = dispatcher
+        torch._dynamo.reset()
+        counters.clear()
+        kernel.calls.clear()
+        torch.compile(tunegemm.matmul, fullgraph=True)(*operands())
+        caches = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
+        return [len(kernel.calls), *caches]
+
+    with fresh_cache(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)
+        assert run() == [0, 0, 0]
+        assert run(1.1) == [1, 0, 0], "a record since"
+        assert run(1.1) == [1, 1, 1], "all as before"
+        assert run(1.2) == [1, 0, 1], "another record, the same decision: Inductor's part is kept"
+        assert run(1.001) == [0, 0, 1], "not worth it: the code of before the record"

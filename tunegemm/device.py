@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -10,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tunegemm.errors import DeviceError
@@ -289,8 +291,6 @@ def kernel_source_hash(family: str) -> str:
 
     These are `kernel*.py` and `config.py` in its folder. A record holds for its own family's sources.
     """
-    from pathlib import Path
-
     digest = hashlib.sha256()
     root = Path(__file__).parent / "families"
     paths = sorted([*(root / family).rglob("kernel*.py"), *(root / family).rglob("config.py")])
@@ -317,45 +317,67 @@ def even_cut(sm_count: int, cluster_size: int) -> int:
 _EMPTY_PTX = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
 
 
+class _ClusterDimension(ctypes.Structure):
+    """`CUlaunchAttribute` of that kind, 72 bytes in cuda.h of CUDA 12 and 13."""
+
+    _fields_ = (("id", ctypes.c_uint64), ("dimension", ctypes.c_uint32 * 3), ("unused", ctypes.c_uint32 * 13))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig` of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("smem_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_ClusterDimension)),
+        ("num_attributes", ctypes.c_uint32),
+    )  # fmt: skip
+
+
+_CLUSTER_DIMENSION = 4
+_MAX_DYNAMIC_SMEM = 8
+
+
 @functools.cache
 def _active_clusters(index: int, cluster_size: int) -> int | None:
-    """The driver's count for a block that fills a multiprocessor; None when it cannot be asked."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        return None
+    """The driver's count for a block that fills a multiprocessor; None when it cannot be asked.
+
+    By ctypes: to import cuda.bindings was 16 ms of a process's first call (H200 host, 2026-11-21).
+    """
     import torch
 
     try:
+        driver = ctypes.CDLL("libcuda.so.1")
         torch.cuda.init()  # type: ignore[no-untyped-call]
         with torch.cuda.device(index):
             torch.cuda.current_stream().synchronize()  # the device's primary context is the current one now
             return _ask_for_active_clusters(driver, cluster_size, torch.cuda.get_device_capability(index))
-    except RuntimeError:  # no context: the GPU's memory is full, or another process has the GPU to itself
+    except (OSError, RuntimeError):  # no context: the GPU's memory is full, or another process has it alone
         return None
 
 
-def _ask_for_active_clusters(driver: Any, cluster_size: int, capability: tuple[int, int]) -> int | None:
-    error, module = driver.cuModuleLoadData(_EMPTY_PTX)
-    if error != driver.CUresult.CUDA_SUCCESS:
+def _ask_for_active_clusters(
+    driver: ctypes.CDLL, cluster_size: int, capability: tuple[int, int]
+) -> int | None:
+    module, function, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+    if driver.cuModuleLoadData(ctypes.byref(module), _EMPTY_PTX):
         return None
     try:
-        _, function = driver.cuModuleGetFunction(module, b"nothing")
+        if driver.cuModuleGetFunction(ctypes.byref(function), module, b"nothing"):
+            return None
         smem = ARCHITECTURES[capability].smem_bytes_per_block
-        attribute = driver.CUfunction_attribute
-        driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem)
-        dimension = driver.CUlaunchAttribute()
-        dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        dimension.value.clusterDim.x, dimension.value.clusterDim.y = cluster_size, 1
-        dimension.value.clusterDim.z = 1
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = 1024 * cluster_size, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = 128, 1, 1
-        config.sharedMemBytes, config.attrs, config.numAttrs = smem, [dimension], 1
-        error, count = driver.cuOccupancyMaxActiveClusters(function, config)
+        driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SMEM, smem)
+        cluster = _ClusterDimension(id=_CLUSTER_DIMENSION, dimension=(cluster_size, 1, 1))
+        config = _LaunchConfig(
+            grid=(1024 * cluster_size, 1, 1),
+            block=(128, 1, 1),
+            smem_bytes=smem,
+            attributes=ctypes.pointer(cluster),
+            num_attributes=1,
+        )
+        error = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
     finally:
         driver.cuModuleUnload(module)
-    return int(count) if error == driver.CUresult.CUDA_SUCCESS and count > 0 else None
+    return count.value if not error and count.value > 0 else None
 
 
 def memory_device(address: int) -> int | None:
@@ -388,6 +410,9 @@ def _nvml() -> Iterator[Any]:
 
 
 def _driver_version() -> str:
+    """From the kernel module where it says so: starting NVML looks at every GPU of the host."""
+    with suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text().strip()
     import pynvml
 
     with suppress(pynvml.NVMLError), _nvml() as nvml:

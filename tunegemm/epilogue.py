@@ -131,6 +131,11 @@ class Epilogue:
         return any(step in GATED for step in self.steps)
 
     @property
+    def scales(self) -> bool:
+        """Whether the product is multiplied by fp32 scales, for all one knows: a function may do so."""
+        return self.function is not None or "scale_tensor" in self.steps or "scale_rowwise" in self.steps
+
+    @property
     def operands(self) -> tuple[Operand, ...]:
         """What a launch takes after (a, b, out), in this order."""
         if self.function is not None:
@@ -355,8 +360,21 @@ def sigmoid(x: Any) -> Any:
         return 1.0 / (exp(x * -1.0) + 1.0)
     from cutlass.cute import math as cute_math
 
-    reciprocal = getattr(cute_math, "rcp")  # noqa: B009 - the module defines its functions in a loop
-    return reciprocal(exp(x * -1.0) + 1.0, fastmath=True)  # a division costs several times as much
+    exp2 = getattr(cute_math, "exp2")  # noqa: B009 - the module defines its functions in a loop
+    return _reciprocal(exp2(x * -math.log2(math.e), fastmath=True) + 1.0)
+
+
+def _reciprocal(x: Any) -> Any:
+    """By one instruction: a division, and the compiler's `rcp`, fast or not, round to nearest in a dozen."""
+    from cutlass import Float32, cute
+
+    if not isinstance(x, cute.TensorSSA):
+        return cute.arch.rcp_approx(x)
+    values = cute.make_rmem_tensor(x.shape, Float32)
+    values.store(x)
+    for index in range(cute.size(values)):
+        values[index] = cute.arch.rcp_approx(values[index])
+    return values.load()
 
 
 def absolute(x: Any) -> Any:

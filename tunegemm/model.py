@@ -212,7 +212,8 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     dram_us = (read_bytes + problem.m * problem.n * problem.batch * out_bytes) / bandwidth
 
     # 5. Epilogue of one tile, and how much of all of them stays exposed.
-    subtiles = ceil(tile_n / int(params.get("epi_n", 32)))
+    epi_n = int(params.get("epi_n", 32))
+    subtiles = 1 if epi_n == 16 and problem.fused.gated else ceil(tile_n / epi_n)  # 16: staged whole
     rows_in_turn = tile_m // 64 if pingpong else ceil(tile_m / 128)
     epilogue_cycles = (
         subtiles * rows_in_turn * _SUBTILE_CYCLES + 2 * tile_m * tile_n * out_bytes / _SMEM_BYTES_PER_CYCLE
@@ -305,6 +306,12 @@ class TileGrid:
     @property
     def tiles(self) -> int:
         return self.clusters * self.cluster_size
+
+
+def elementwise_us(num_bytes: int, device: Device) -> float:
+    """Of a kernel that does nothing but read and write so many bytes."""
+    bandwidth = (device.bandwidth_gbps or _DEFAULT_BANDWIDTH_GBPS) * 1e3 * _DRAM_EFFICIENCY
+    return _LAUNCH_US + num_bytes / bandwidth
 
 
 def operand_bytes_from_dram(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
+import functools
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Literal
 
 from tunegemm.space import Candidate
@@ -46,23 +47,23 @@ class Measurement:
 
     @property
     def median_us(self) -> float:
-        return statistics.median(self.samples_us)
+        return _statistics().median(self.samples_us)
 
     @property
     def baseline_median_us(self) -> float:
-        return statistics.median(self.baseline_us)
+        return _statistics().median(self.baseline_us)
 
     @property
     def ratio(self) -> float:
         """Speed relative to the baseline: above 1 is faster than torch.mm. Median of the rounds' ratios."""
-        return statistics.median(b / s for b, s in zip(self.baseline_us, self.samples_us, strict=True))
+        return _statistics().median(b / s for b, s in zip(self.baseline_us, self.samples_us, strict=True))
 
     @property
     def spread(self) -> float:
         """Interquartile range over the median."""
         if len(self.samples_us) < 2:
             return 0.0
-        low, _, high = statistics.quantiles(self.samples_us, n=4)
+        low, _, high = _statistics().quantiles(self.samples_us, n=4)
         return (high - low) / self.median_us
 
 
@@ -77,3 +78,11 @@ class Failure:
 
 
 Outcome = Measurement | Failure
+
+
+@functools.cache
+def _statistics() -> ModuleType:
+    """Loaded on first use: with its fractions and decimals it is a tenth of what dispatch imports."""
+    import statistics
+
+    return statistics

@@ -35,6 +35,9 @@ OUTPUT_DTYPES: dict[str, tuple[str, ...]] = {
     "int8": ("int32",),
 }
 
+#: Further ones where the epilogue scales the product: as they are, sums of int8 products are beyond fp16.
+SCALED_OUTPUT_DTYPES: dict[str, tuple[str, ...]] = {"int8": ("bf16", "fp16", "fp32")}
+
 #: How sums over k are kept, the default first. Hopper's tensor cores add fp8 products with 14 significant
 #: bits or so; ``two_level`` adds what they made of every 128 of k in fp32 registers.
 ACCUMULATIONS = ("fast", "two_level")
@@ -142,10 +145,12 @@ class Problem:
                     f"{name}={extent} in {self.shape}: every extent must be from 1 to {_MAX_EXTENT}"
                 )
         default_out_dtype(self.in_dtype)  # raises for dtypes without kernels
-        if self.out_dtype not in OUTPUT_DTYPES[self.in_dtype]:
-            allowed = ", ".join(OUTPUT_DTYPES[self.in_dtype])
+        allowed, scaled = OUTPUT_DTYPES[self.in_dtype], SCALED_OUTPUT_DTYPES.get(self.in_dtype, ())
+        if self.out_dtype not in (allowed + scaled if self.fused.scales else allowed):
+            more = f"; with scale_tensor or scale_rowwise {', '.join(scaled)}" if scaled else ""
             raise ProblemError(
-                f"output dtype {self.out_dtype!r} for {self.in_dtype} inputs; use one of {allowed}"
+                f"output dtype {self.out_dtype!r} for {self.in_dtype} inputs; use one of "
+                f"{', '.join(allowed)}{more}"
             )
         if (self.a_major, self.b_major) not in LAYOUTS.values():
             raise ProblemError(f"majors {self.a_major!r}, {self.b_major!r}: A is 'k' or 'm', B is 'k' or 'n'")
@@ -217,7 +222,13 @@ class Problem:
 
     @classmethod
     def from_tensors(
-        cls, a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None
+        cls,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        out_dtype: torch.dtype | None = None,
+        epilogue: str = "",
+        accumulation: str = "fast",
     ) -> Problem:
         """From torch operands with the meaning of ``torch.matmul(a, b)``: a (m, k) or (l, m, k), b alike.
 
@@ -246,6 +257,8 @@ class Problem:
             a_major,
             b_major,
             alignment=alignment_of(a, b, a_major, b_major),
+            epilogue=epilogue,
+            accumulation=accumulation,
         )
 
     def backward(self) -> tuple[Problem, Problem]:

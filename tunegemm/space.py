@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -114,6 +113,8 @@ class SearchSpace:
         `parameters` names the parameters that the family knows, per table ``compile`` and ``launch``; a
         missing or further one raises SpaceError, which names the nearest known key.
         """
+        import tomllib  # dispatch reads no space
+
         path = Path(family_or_path)
         if path.suffix != ".toml":
             try:

@@ -4,7 +4,8 @@ from alembic import context
 from sqlalchemy.types import TypeDecorator
 
 from tunegemm.database.connection import connect, resolve, writer
-from tunegemm.database.models import VERSION_TABLE, Base
+from tunegemm.database.models import Base
+from tunegemm.database.schema import VERSION_TABLE
 
 
 def render_item(kind, item, _):

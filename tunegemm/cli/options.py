@@ -30,7 +30,8 @@ OutDtype = Annotated[
     str | None,
     typer.Option(
         "--out-dtype",
-        help="Element type of D: bf16, fp16 or fp32; of fp8 operands also fp8_e4m3 or fp8_e5m2. "
+        help="Element type of D: bf16, fp16 or fp32; of fp8 operands also fp8_e4m3 or fp8_e5m2; "
+        "of int8 int32, or with scales bf16, fp16 or fp32. "
         "Default: as A and B; of fp8 bf16, of tf32 fp32, of int8 int32.",
     ),
 ]

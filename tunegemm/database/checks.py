@@ -44,7 +44,7 @@ def typed(kind: type[Value], data: Any) -> Value:
 def candidate_of(data: Any) -> Candidate:
     """A candidate of a family that is known here, from its JSON object."""
     candidate = Candidate.from_json(json.dumps(data))
-    families.get(candidate.family)  # raises for a family that is not known
+    families.require(candidate.family)
     for name, value in (*candidate.compile_params, *candidate.launch_params):
         if type(value) not in (int, str, bool):
             raise ValueError(f"parameter {name} {value!r} is no integer, text or boolean")

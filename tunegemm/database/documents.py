@@ -12,7 +12,8 @@ from typing import cast
 
 from sqlalchemy import Table
 
-from tunegemm.database.models import SCHEMA_VERSION, VERSION_TABLE, Base
+from tunegemm.database.models import Base
+from tunegemm.database.schema import SCHEMA_VERSION, VERSION_TABLE
 from tunegemm.resources import data_path
 
 _COMMAND = "python -m tunegemm.database.documents"

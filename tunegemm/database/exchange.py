@@ -32,7 +32,6 @@ from tunegemm.database.checks import (
     typed,
 )
 from tunegemm.database.models import (
-    FASTEST,
     CandidateRow,
     ChoiceRow,
     FailureRow,
@@ -41,6 +40,7 @@ from tunegemm.database.models import (
     ProblemRow,
     RecordRow,
 )
+from tunegemm.database.schema import FASTEST
 from tunegemm.database.store import Database
 from tunegemm.device import Fingerprint, kernel_source_hash
 from tunegemm.errors import DatabaseError

@@ -73,9 +73,21 @@ def read_records() -> tuple[list[Record], list[str]]:
 
 
 def read_lookups() -> tuple[list[Record], list[Lookup], list[str]]:
-    """As `read_records`: the records of the layers that are text, and the others' to look up."""
+    """As `read_records`: the records of the layers that are text, and the others' to look up.
+
+    SQLAlchemy is loaded for a server's database only, or one that is not as it should be.
+    """
+    from tunegemm.database.lookup import read_file
+
     records, warnings = read_texts()
-    return records, of_databases(lambda database: database.lookup(), warnings), warnings
+    lookups = []
+    for layer, location in _databases():
+        found = None if "://" in str(location) else read_file(Path(location).expanduser(), layer)
+        if found is not None:
+            lookups.append(found)
+        else:
+            lookups += _of_database(lambda database: database.lookup(), layer, location, warnings)
+    return records, lookups, warnings
 
 
 def read_texts() -> tuple[list[Record], list[str]]:
@@ -92,18 +104,27 @@ def read_texts() -> tuple[list[Record], list[str]]:
 
 def of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
     """What is read of the user's and of the project's layer; adds a line for one that cannot be."""
-    found = []
-    for layer, location in (("user", user_location()), ("project", project_location())):
-        if location is None or (layer == "user" and not _exists(location)):
-            continue
-        from tunegemm.database.store import Database  # a host that only has packs needs no SQLAlchemy
+    return [found for place in _databases() for found in _of_database(read, *place, warnings)]
 
-        try:
-            with Database.open(location, read_only=True, layer=layer) as database:
-                found.append(read(database))
-        except DatabaseError as error:
-            warnings.append(str(error))
-    return found
+
+def _of_database(
+    read: Callable[[Database], T], layer: str, location: Path | str, warnings: list[str]
+) -> list[T]:
+    from tunegemm.database.store import Database  # brings SQLAlchemy
+
+    try:
+        with Database.open(location, read_only=True, layer=layer) as database:
+            return [read(database)]
+    except DatabaseError as error:
+        warnings.append(str(error))
+        return []
+
+
+def _databases() -> list[tuple[str, Path | str]]:
+    """The layers that are databases, and where they are; of the user's only one that is there."""
+    user, project = user_location(), project_location()
+    found: list[tuple[str, Path | str]] = [("user", user)] if _exists(user) else []
+    return found if project is None else [*found, ("project", project)]
 
 
 def _exists(location: Path | str) -> bool:

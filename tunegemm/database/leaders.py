@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from sqlalchemy import case, func, select
 
 from tunegemm.database.models import (
-    FASTEST,
     CandidateRow,
     FingerprintRow,
     MeasurementRow,
     ProblemRow,
     RecordRow,
 )
+from tunegemm.database.schema import FASTEST
 from tunegemm.database.store import Database
 from tunegemm.problem import Problem
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, column, func, inspect, select, table
 
-from tunegemm.database.models import SCHEMA_VERSION, VERSION_TABLE
+from tunegemm.database.schema import SCHEMA_VERSION, VERSION_TABLE
 from tunegemm.errors import DatabaseError
 from tunegemm.resources import data_path
 

@@ -2,7 +2,7 @@
 
 Measurements, failures and choices are a history: rows are added, never changed. Only `records` (which
 measurement is the best) and a candidate's label are updated. A change here needs a migration in
-db/migrations/versions and a new `SCHEMA_VERSION`; tests compare the two.
+db/migrations/versions and a new `tunegemm.database.schema.SCHEMA_VERSION`; tests compare the two.
 """
 
 from __future__ import annotations
@@ -26,15 +26,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
-#: The newest revision under db/migrations/versions. Held here so that opening an up-to-date database
-#: does not load Alembic; a test compares it with Alembic's head.
-SCHEMA_VERSION = "0005"
-
-#: The policy of records that are chosen by speed alone.
-FASTEST = "fastest"
-
-#: Not Alembic's default name: Optuna's storages claim that one, should both live on one server.
-VERSION_TABLE = "tunegemm_alembic_version"
+from tunegemm.database.schema import FASTEST
 
 
 class JsonText(TypeDecorator[Any]):

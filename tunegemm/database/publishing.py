@@ -14,7 +14,6 @@ from sqlalchemy import Connection, Select, Table, bindparam, insert, select, upd
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tunegemm.database.models import (
-    FASTEST,
     Base,
     CandidateRow,
     ChoiceRow,
@@ -24,6 +23,7 @@ from tunegemm.database.models import (
     ProblemRow,
     RecordRow,
 )
+from tunegemm.database.schema import FASTEST
 
 Values = Mapping[str, Any]
 

@@ -11,7 +11,6 @@ from sqlalchemy import func, select
 
 from tunegemm.database.lookup import checked_candidate
 from tunegemm.database.models import (
-    FASTEST,
     CandidateRow,
     FailureRow,
     FingerprintRow,
@@ -19,6 +18,7 @@ from tunegemm.database.models import (
     ProblemRow,
     RecordRow,
 )
+from tunegemm.database.schema import FASTEST
 from tunegemm.database.store import Database, _readable
 from tunegemm.device import Fingerprint
 from tunegemm.problem import Problem

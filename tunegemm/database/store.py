@@ -16,15 +16,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from sqlalchemy import URL, Connection, Engine, Select, exists, or_, select, text
+from sqlalchemy import URL, Connection, Engine, Executable, Select, exists, or_, select, text
 from sqlalchemy.orm import Session
 
 from tunegemm import families
 from tunegemm.database import migrations, publishing
 from tunegemm.database.connection import connect, display, migrating, resolve, translated, writer
-from tunegemm.database.lookup import Lookup, checked_candidate
+from tunegemm.database.lookup import Lookup, checked_candidate, read_lookup
 from tunegemm.database.models import (
-    FASTEST,
     CandidateRow,
     ChoiceRow,
     FailureRow,
@@ -35,6 +34,7 @@ from tunegemm.database.models import (
     plain,
 )
 from tunegemm.database.record import Choice, Entry, Record
+from tunegemm.database.schema import FASTEST
 from tunegemm.device import Device, Fingerprint, kernel_source_hash
 from tunegemm.errors import DatabaseError, TunegemmError
 from tunegemm.outcome import Failure, Measurement, Resources
@@ -184,21 +184,8 @@ class Database:
 
     def lookup(self) -> Lookup:
         """All records for dispatch, which wants them soon, and few of them."""
-        records = select(
-            *(RecordRow.problem_id, RecordRow.fingerprint_id, RecordRow.candidate_id),
-            *(RecordRow.ratio, RecordRow.kernel_source),
-        ).where(RecordRow.policy == FASTEST)
-        chosen = select(CandidateRow.id, CandidateRow.json, CandidateRow.digest).where(
-            CandidateRow.id.in_(select(RecordRow.candidate_id))
-        )
         with self._raw_reading() as read:
-            return Lookup(
-                read(select(ProblemRow.id, *_PROBLEM_COLUMNS)),
-                read(records),
-                {key: facts for key, *facts in read(select(FingerprintRow.id, *_FINGERPRINT_COLUMNS))},
-                {key: (text, digest) for key, text, digest in read(chosen)},
-                self.layer,
-            )
+            return read_lookup(lambda query: read(text(query)), self.layer)
 
     def measurements(
         self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False
@@ -389,7 +376,7 @@ class Database:
             yield session
 
     @contextmanager
-    def _raw_reading(self) -> Iterator[Callable[[Select[*tuple[Any, ...]]], list[tuple[Any, ...]]]]:
+    def _raw_reading(self) -> Iterator[Callable[[Executable], list[tuple[Any, ...]]]]:
         """What runs a query and gives its rows as the driver does, for reading many: SQLAlchemy's own take
         three times as long, and pandas twice as long to convert. All queries see one state of the database.
         """

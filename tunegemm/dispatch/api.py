@@ -34,7 +34,8 @@ class Extras(TypedDict, total=False):
     operands: Sequence[Any]
     """What that epilogue takes, in its order: tensors and numbers."""
     out_dtype: torch.dtype | None
-    """Of the result, where it is not the operands': fp32 for 16-bit ones, int32 for int8."""
+    """Of the result, where it is not the operands': fp32 for 16-bit ones, int32 for int8; bf16, fp16 or fp32
+    for int8 with an epilogue that scales."""
 
 
 def matmul(
@@ -151,13 +152,16 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """``(a * scale_a) @ (b * scale_b) + bias`` of fp8 operands, with the meaning of ``torch._scaled_mm``.
+    """``(a * scale_a) @ (b * scale_b) + bias`` of fp8 operands, as ``torch._scaled_mm`` means it, or of int8.
 
     Scales are fp32: of one element each, or (m, 1) and (1, n), one for each row of a and column of b; torch
-    computes other ones. out_dtype: by default that of a. use_fast_accum: whether sums may be kept with the 14
-    bits or so that the tensor cores have; else every 128 of k are added up in fp32. Served as `matmul` is;
-    the problems' epilogues are ``scale_tensor`` and ``scale_rowwise``, and ``+bias_n``.
+    computes other ones. out_dtype: by default that of a, of int8 bf16. use_fast_accum: whether sums may be
+    kept with the 14 bits or so that the tensor cores have; else every 128 of k are added up in fp32. Sums of
+    int8 products are exact. Served as `matmul` is; the problems' epilogues are ``scale_tensor`` and
+    ``scale_rowwise``, and ``+bias_n``.
     """
+    if a.dtype == torch.int8:
+        out_dtype, use_fast_accum = out_dtype or torch.bfloat16, True
     text = ops.scale_steps(a, b, scale_a, scale_b, bias is not None)
     if not text:
         return torch._scaled_mm(

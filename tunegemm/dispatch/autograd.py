@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 #: Element types that have kernels and gradients.
 DTYPES = frozenset((torch.bfloat16, torch.float16))
@@ -87,7 +88,11 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        _Transformable.setup_context(ctx, (product, a, b), None)
+        ctx.product = product
+        ctx.save_for_backward(a, b)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(a, b)
+        ctx.set_materialize_grads(False)  # no product with zeros
         return _Transformable.forward(product, a, b)
 
     @staticmethod
@@ -144,7 +149,7 @@ class _Transformable(Product):
         ctx.product, a, b = inputs
         ctx.save_for_backward(a, b)
         ctx.save_for_forward(a, b)
-        ctx.set_materialize_grads(False)  # no product with zeros
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], product: Maybe, a: Any, b: Any) -> tuple[torch.Tensor, int]:
@@ -154,6 +159,8 @@ class _Transformable(Product):
 def multiply_differentiably(product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a @ b`` with what autograd and torch.func want to know of it; `is_simple` must hold."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if not transformed and not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        return _Transformable.forward(product, a, b)  # a backward pass, mostly: nobody wants to know
     return (_Transformable if transformed else Product).apply(product, a, b)
 
 

@@ -6,12 +6,14 @@ call of a key, under a lock, and are then read without one. Nothing is compiled 
 read or loaded while the current stream records a CUDA graph: a product without a plan is then torch's.
 
 Building such a key costs more than all else that is left of a call. So a call first looks at what was done
-last with the same object as `b`, mostly a weight: if one check in C says that the operands are as they were
-then, that plan is right, whatever `b` is now.
+last with the `b` at this address, mostly a weight: if one check in C says that the operands are as they were
+then, that plan is right, whatever `b` is now. (Not with the same object: what ATen and Inductor's code pass
+is a new view each time.) Code that was compiled for operands of one kind does without the check, too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
@@ -21,6 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +32,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tunegemm.database.layers import modified
-from tunegemm.device import Device, find_device
+from tunegemm.device import Device, find_device, package_version
 from tunegemm.dispatch.autograd import (
     DTYPES,
     PLAIN,
@@ -43,7 +46,6 @@ from tunegemm.dispatch.guards import (
     TensorGuards,
     allocation,
     any_autocast,
-    are_aligned,
     autocast,
     capturing,
     cast_by_autocast,
@@ -76,7 +78,8 @@ from tunegemm.dispatch.plans import (
 from tunegemm.dispatch.policies import Policy
 from tunegemm.dispatch.selection import Rival, read_rivals, select
 from tunegemm.dispatch.snapshot import Record, Snapshot, read_snapshot
-from tunegemm.dispatch.unfused import absorbs, unfused
+from tunegemm.dispatch.unfused import absorbs, taken_operands, unfused
+from tunegemm.dispatch.worth import least_ratio
 from tunegemm.errors import (
     DatabaseError,
     DeviceError,
@@ -177,21 +180,24 @@ class Dispatcher:
 
     def product(self, kind: int, a: Any, b: Any, out: Any = None) -> Any:
         """Of any kind of call."""
+        try:
+            a_address, b_address = a.data_ptr(), b.data_ptr()
+        except (AttributeError, RuntimeError, TypeError):  # no tensors, or such as have no memory
+            return self._general(kind, a, b, out)
+        if (a_address | b_address) & (ALIGNMENT - 1):
+            return self._general(kind, a, b, out)
         if out is None:
-            place = id(b) | kind  # identities are multiples of 16
+            place = b_address | kind
             recent = self._state.recent.get(place)
             known = recent is not None and recent.check(a, b)
         else:
-            place = id(b) | 2 | kind
+            place = b_address | 2 | kind
             recent = self._state.recent.get(place)
             known = recent is not None and recent.check(a, b, out)
         if not known:
             recent = self._earlier(place, a, b) if out is None else self._earlier(place, a, b, out)
-        if recent is None:
-            return self._general(kind, a, b, out)
-        a_address, b_address = a.data_ptr(), b.data_ptr()
         if (
-            (a_address | b_address) & (ALIGNMENT - 1)
+            recent is None
             or (recent.trains and grad_enabled())
             or dispatch_modes()
             or deterministic()
@@ -232,16 +238,19 @@ class Dispatcher:
 
         None where the form is of the kind RECORDED and torch shall compute it.
         """
-        place = id(b) | form.place if out is None else id(b) | 2 | form.place
+        try:
+            a_address, b_address = a.data_ptr(), b.data_ptr()
+        except (AttributeError, RuntimeError, TypeError):
+            return self._generally_fused(form, a, b, tensors, numbers, out)
+        if (a_address | b_address) & (ALIGNMENT - 1):
+            return self._generally_fused(form, a, b, tensors, numbers, out)
+        place = b_address | form.place if out is None else b_address | 2 | form.place
         everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)
         recent = self._state.recent.get(place)
         if recent is None or not recent.check(*everything):
             recent = self._earlier(place, *everything)
-        if recent is None:
-            return self._generally_fused(form, a, b, tensors, numbers, out)
-        a_address, b_address = a.data_ptr(), b.data_ptr()
         if (
-            (a_address | b_address) & (ALIGNMENT - 1)
+            recent is None
             or (recent.trains and grad_enabled())
             or dispatch_modes()
             or deterministic()
@@ -271,6 +280,46 @@ class Dispatcher:
             pass
         return self._generally_fused(form, a, b, tensors, numbers, out)
 
+    def compiled(
+        self,
+        site: str,
+        form: Form,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[float],
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """What a form makes of a product, for the code of a compiler, which has made sure of all but addresses.
+
+        site: the kinds, extents, strides and devices of all operands in words; empty where they may change.
+        """
+        plan = self._state.sites.get(site)
+        if plan is not None and plan.at is not None:
+            a_address, b_address, out_address = a.data_ptr(), b.data_ptr(), out.data_ptr()
+            words = () if plan.words is None else plan.words(tensors, numbers)
+            if not (
+                words is None
+                or (a_address | b_address | out_address) & (ALIGNMENT - 1)
+                or dispatch_modes()
+                or deterministic()
+                or (plan.guarded and plan.device.index != current_device())
+            ):
+                try:
+                    plan.at(a_address, b_address, out_address, *words)
+                    return out
+                except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
+                    pass
+        if form.text or form.out_dtype is not None:
+            result = self.fused(form, a, b, tensors, numbers, out)
+        else:
+            result = self.product(form.kind, a, b, out)
+        state, kind = self._state, form.place if form.text or form.out_dtype is not None else form.kind
+        recent = state.recent.get(b.data_ptr() | 2 | kind)
+        if site and recent is not None and recent.plan is not None and recent.check(a, b, *tensors, out):
+            state.sites[site] = recent.plan
+        return result
+
     def _earlier(self, place: int, a: Any, *others: Any) -> Recent | None:
         """What was done before the last time with this `b`, for as many rows of `a`."""
         state = self._state
@@ -287,17 +336,22 @@ class Dispatcher:
         if kind == RECORDED:
             if type(a) not in PLAIN or type(b) not in PLAIN or deterministic():
                 return None
+        elif (
+            out is None  # torch.matmul(out=) is not cast
+            and any_autocast()
+            and type(a) in PLAIN
+            and type(b) in PLAIN
+            and (cast := cast_by_autocast(a, b)) is not None
+        ):
+            if cast is TORCHS:
+                return _torch_product(kind, a, b, out)
+            return self.product(kind, autocast(a, cast), autocast(b, cast))
         elif not is_ordinary(a, b):
             if out is None and self._is_differentiable(a, b) and (kind == MATMUL or b.ndim == 2):
                 return multiply_differentiably(self.recorded, a, b.t() if kind == LINEAR else b)
             return _torch_product(kind, a, b, out)
         if out is not None and type(out) not in PLAIN:
             return _torch_product(kind, a, b, out)
-        cast = None
-        if out is None and kind != RECORDED and any_autocast():  # torch.matmul(out=) is not cast
-            cast = cast_by_autocast(a, b)
-            if cast is TORCHS:
-                return _torch_product(kind, a, b, out)
         key: tuple[Any, ...]
         tensors = (a, b) if out is None else (a, b, out)
         try:
@@ -307,9 +361,7 @@ class Dispatcher:
                 key += (out.shape, out.stride(), out.dtype, out.device)
         except RuntimeError:  # sparse and nested tensors have no strides
             return _torch_product(kind, a, b, out)
-        if cast is not None:
-            key += (cast,)
-        elif low:
+        if low:
             key += (low & -low,)
         if a.dtype is torch.float32:
             key += (tf32_allowed(),)
@@ -318,33 +370,28 @@ class Dispatcher:
         if plan is None:
 
             def make(state: State) -> Plan | None:
-                left, right = (a, b) if cast is None else (a.to(cast), b.to(cast))
-                if (kind == LINEAR and b.ndim != 2) or (cast is not None and not are_aligned(left, right)):
+                if kind == LINEAR and b.ndim != 2:
                     return None
-                return self._make_plan(state, _PLAIN_FORMS[kind], left, right, (), (), out)
+                return self._make_plan(state, _PLAIN_FORMS[kind], a, b, (), (), out)
 
             state, plan = self._plan(state, key, a.device, make)
             if plan is None:
-                if cast is None and not low and key in state.plans:
+                if not low and key in state.plans:
                     self._remember(state, key, None, kind, *tensors, has_out=out is not None)
                 return _torch_product(kind, a, b, out)
-        left, right, result = a, b, out
-        if cast is not None:
-            left, right = autocast(a, cast), autocast(b, cast)
-            if left.dtype is not cast or right.dtype is not cast or not are_aligned(left, right):
-                return _torch_product(kind, a, b, out)
+        result = out
         if result is None:
-            result = left.new_empty(plan.out_shape)
-        elif not is_writable(plan, left, right, result):
+            result = a.new_empty(plan.out_shape)
+        elif not is_writable(plan, a, b, result):
             return _torch_product(kind, a, b, out)
         elif not result.is_inference():  # inference tensors count no versions
             increment_version(result)
         try:
-            launch_plan(plan, left, right.t() if kind == LINEAR else right, result)
+            launch_plan(plan, a, b.t() if kind == LINEAR else b, result)
         except (RuntimeError, ValueError) as error:
             self._drop(state, key, plan, a, b, error)
             return _torch_product(kind, a, b, out)
-        if plan.at is not None and cast is None and not low:
+        if plan.at is not None and not low:
             self._remember(state, key, plan, kind, *tensors, has_out=out is not None)
         return result
 
@@ -356,6 +403,14 @@ class Dispatcher:
         if kind == RECORDED:
             if any(type(tensor) not in PLAIN for tensor in (a, b, *tensors)) or deterministic():
                 return None
+        elif (
+            out is None
+            and any_autocast()
+            and all(type(tensor) in PLAIN for tensor in (a, b, *tensors))
+            and a.dtype.itemsize > 1  # products of scaled operands are not cast
+            and (cast := cast_by_autocast(a, b, *tensors[: len(tensors) - form.writes])) is not None
+        ):
+            return self._cast_and_fused(form, a, b, tensors, numbers, cast)
         elif not is_ordinary(a, b) or not all(map(is_quiet, tensors)):
             plain = all(type(tensor) in PLAIN for tensor in tensors)
             if out is None and plain and self._is_differentiable(a, b) and (kind == MATMUL or b.ndim == 2):
@@ -363,13 +418,6 @@ class Dispatcher:
             return _torchs(form, a, b, tensors, numbers, out)
         if out is not None and type(out) not in PLAIN:
             return _torchs(form, a, b, tensors, numbers, out)
-        cast = None
-        if out is None and kind != RECORDED and a.dtype.itemsize > 1 and any_autocast():
-            cast = cast_by_autocast(a, b)
-            if cast is TORCHS or (cast is not None and b.requires_grad and b.dtype is not cast):
-                return _torchs(form, a, b, tensors, numbers, out)  # a weight is cast once for many calls
-            if cast is not None:
-                a, b, *tensors = (tensor.to(cast) for tensor in (a, b, *tensors))
         everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)
         try:
             low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
@@ -402,7 +450,7 @@ class Dispatcher:
         if plan is None:
             if key in state.of_tuned_products:
                 return unfused(form, a, b, tensors, numbers, out, multiply=partial(self.product, kind))
-            if cast is None and not (low or below) and key in state.plans:
+            if not (low or below) and key in state.plans:
                 self._remember(state, key, None, kind, *everything, form=form, has_out=out is not None)
             return _torchs(form, a, b, tensors, numbers, out)
         result = out
@@ -420,9 +468,37 @@ class Dispatcher:
         if form.writes:
             if not tensors[-1].is_inference():
                 increment_version(tensors[-1])
-        elif plan.at is not None and cast is None and not low:
+        elif plan.at is not None and not low:
             self._remember(state, key, plan, kind, *everything, form=form, has_out=out is not None)
         return result
+
+    def _cast_and_fused(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], cast: Any
+    ) -> Any:
+        """What torch's own calls would make of it: autocast casts what goes into the product's call, bias and C,
+        too; what is added afterwards keeps its dtype, which may be the wider one and then is the result's.
+        """
+        if cast is TORCHS or form.out_dtype not in (None, cast):
+            return _torchs(form, a, b, tensors, numbers, None)
+        names = [operand.name for operand in form.epilogue.operands if operand.kind != "number"]
+        # A user's function gives the product's dtype, whatever its operands have.
+        taken = taken_operands(form, a, b) if form.epilogue.function is None else names
+        a, b = autocast(a, cast), autocast(b, cast)
+        seen = [
+            autocast(tensor, cast) if name in taken else tensor
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+        wide = [
+            name for name, tensor in zip(names, seen, strict=True)
+            if tensor.dtype is not cast and name != "amax"
+        ]  # fmt: skip
+        if not wide:
+            return self.fused(form, a, b, seen, numbers)
+        if wide == ["residual"] and form.epilogue.steps[-1] == "residual":
+            text = form.text.removesuffix("residual").removesuffix("+")
+            before = form_of(form.kind, text, form.out_dtype, form.accumulation)
+            return self.fused(before, a, b, seen[:-1], numbers) + seen[-1]
+        return _torchs(form, a, b, seen, numbers, None)
 
     def _differentiably(
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
@@ -462,8 +538,6 @@ class Dispatcher:
         """Let the next call with this `b` find the plan without a key."""
         if TensorGuards is None or self._empty is None:
             return
-        if kind != RECORDED and any_autocast():
-            return  # the check does not know to what autocast casts
         tensors = (a, b, *others)
         recent = state.checked.get(key)
         if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
@@ -478,7 +552,7 @@ class Dispatcher:
         if len(state.earlier) >= MAX_PLANS:
             state.recent.clear()
             state.earlier.clear()
-        place = id(b) | (kind if form is None else form.place) | (2 if has_out else 0)
+        place = b.data_ptr() | (kind if form is None else form.place) | (2 if has_out else 0)
         state.recent[place] = state.earlier[place, a.numel()] = recent
 
     def _is_differentiable(self, a: Any, b: Any) -> bool:
@@ -494,7 +568,6 @@ class Dispatcher:
             and not dispatch_modes()
             and not tracing()
             and not (a.is_neg() or b.is_neg())
-            and not (any_autocast() and cast_by_autocast(a, b) is not None)
         )
 
     # Everything below runs on the first call of a key only.
@@ -656,7 +729,8 @@ class Dispatcher:
     def serves(
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
     ) -> bool:
-        """Whether a kernel is recorded for what `fused` would be asked, by shapes, strides and dtypes alone.
+        """Whether a kernel is recorded for what `fused` would be asked, by shapes, strides and dtypes alone,
+        and is worth it (`worth`).
 
         For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
         is enough. Warns where there is none.
@@ -677,7 +751,27 @@ class Dispatcher:
             device = torch.device(self._device_type, index)
             prepared = self._prepared(state, operands.problem, device, name)
             state.untuned = None
-        return prepared is not None and prepared.launch is not None
+            known = state.devices.get(index)
+        if prepared is None or prepared.launch is None or known is None:
+            return False
+        return prepared.ratio >= least_ratio(operands.problem, known)
+
+    def fingerprint(self) -> str:
+        """Some letters that change with what `serves` goes by."""
+        if self._mode is None:
+            self._begin()
+        with self._lock:
+            state = self._state
+            if state.snapshot is None:
+                state.snapshot = self._snapshot(state, "")
+            facts = (
+                package_version("tunegemm"),
+                self._mode,
+                state.policy,
+                state.modified,
+                state.snapshot.digest,
+            )
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def _prepared(self, state: State, problem: Problem, device: torch.device, name: str) -> Prepared | None:
         """The launcher of the problem's record, or None after a warning that says why there is none."""
@@ -706,7 +800,7 @@ class Dispatcher:
         for record in selection.options:
             try:
                 with torch.cuda.device(index) if self._device_type == "cuda" else nullcontext():
-                    return self._prepare(record, state.policy.device(known))
+                    return replace(self._prepare(record, state.policy.device(known)), ratio=record.ratio)
             except (TunegemmError, ValueError, RuntimeError) as error:
                 why = _one_line(error)
         # In mode online the product is tuned next, or a warning says why it could not be.

@@ -12,7 +12,6 @@ import torch
 from torch.autograd import forward_ad
 
 from tunegemm.dispatch.autograd import PLAIN
-from tunegemm.dispatch.operands import ALIGNMENT
 
 # Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
 grad_enabled = torch.is_grad_enabled
@@ -81,6 +80,10 @@ def check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
     if tensors[0].dtype is torch.float32:  # kernels compute it in tf32, where the program allows that now
         allowed = tf32_allowed()
         return lambda *others: tf32_allowed() == allowed and check(*others)
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):  # torch's check knows that, and not to what it casts
+        cast = torch.get_autocast_dtype(kind)
+        return lambda *others: torch.get_autocast_dtype(kind) is cast and check(*others)
     return check
 
 
@@ -95,32 +98,27 @@ def _check_of_repeated(tensors: tuple[torch.Tensor, ...], check: Callable[..., b
     return check_repeated
 
 
-def cast_by_autocast(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """The dtype that autocast gives the operands, None where they have it, TORCHS where it is not to say."""
+def cast_by_autocast(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> Any:
+    """The dtype that autocast gives the operands, None where all have it, TORCHS where it is not to say."""
     kind = a.device.type
     if not torch.is_autocast_enabled(kind):
         return None
     cast = torch.get_autocast_dtype(kind)
-    if a.dtype is cast and b.dtype is cast:
+    if a.dtype is cast and b.dtype is cast and all(tensor.dtype is cast for tensor in others):
         return None
     castable = all(
         tensor.device.type == kind and tensor.is_floating_point() and tensor.dtype is not torch.float64
-        for tensor in (a, b)
+        for tensor in (a, b, *others)
     )
-    return cast if castable else TORCHS
+    return cast if castable and not dispatch_modes() and not tracing() else TORCHS
 
 
 def autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor as autocast casts it. Weights that it casts once per `with` come from its cache."""
     if tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled():
-        return torch.einsum(
-            "...->...", tensor
-        )  # the plainest operator that returns its operand as it was cast
+        # The plainest operator that returns its operand as it was cast; on a CPU it is not.
+        tensor = torch.einsum("...->...", tensor)
     return tensor.to(dtype)
-
-
-def are_aligned(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return not (a.data_ptr() | b.data_ptr()) % ALIGNMENT
 
 
 def tf32_allowed() -> bool:

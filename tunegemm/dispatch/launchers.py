@@ -30,6 +30,8 @@ class Prepared:
     """Reads its operands through TMA: 16-byte addresses and strides."""
     packed: bool = False
     """Wants dense operands: a library's algorithm was chosen and timed for these leading dimensions."""
+    ratio: float = 0.0
+    """Of the record, or what is expected of a near hit: how many times as fast as torch."""
 
     @property
     def address_bytes(self) -> int:

@@ -22,7 +22,15 @@ from tunegemm.dispatch.forms import MATMUL, form_of
 if TYPE_CHECKING:
     from tunegemm.dispatch.dispatcher import Dispatcher
 
-_NAME = "tunegemm_matmul"
+_NAME = "tunegemm_product"
+
+
+def site_of(operands: Sequence[torch.Tensor], *form: object) -> str:
+    """What compiled code promises of operands, traced ones; empty where an extent or a stride may change."""
+    if any(type(extent) is not int for each in operands for extent in (*each.shape, *each.stride())):
+        return ""
+    places = (f"{each.device} {each.dtype} {tuple(each.shape)} {each.stride()}" for each in operands)
+    return "; ".join((*places, *map(str, form)))
 
 
 def lower(serving: Callable[[], Dispatcher]) -> None:
@@ -34,46 +42,47 @@ def lower(serving: Callable[[], Dispatcher]) -> None:
 def _lower(serving: Callable[[], Dispatcher]) -> None:
     inductor: Any = importlib.import_module("torch._inductor.select_algorithm")
     ir: Any = importlib.import_module("torch._inductor.ir")
-    register: Any = importlib.import_module("torch._inductor.lowering").register_lowering
+    lowering: Any = importlib.import_module("torch._inductor.lowering")
     graphs: Any = importlib.import_module("torch._inductor.virtualized").V
     if hasattr(inductor.extern_kernels, _NAME):
         return
 
-    def multiply(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        return serving().matmul(a, b, out)
+    # Names and arguments are in code that Inductor keeps on disk: see `ops._CALLS`.
+    def product(a: torch.Tensor, b: torch.Tensor, *, site: str, out: torch.Tensor) -> torch.Tensor:
+        return serving().compiled(site, plain, a, b, (), (), out)
 
-    def multiply_and_more(
-        a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, numbers: Sequence[float], epilogue: str,
-        out_dtype: torch.dtype | None, accumulation: str, out: torch.Tensor,
+    def fused_product(
+        a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, site: str, numbers: Sequence[float],
+        epilogue: str, out_dtype: torch.dtype | None, accumulation: str, out: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         form = form_of(MATMUL, epilogue, out_dtype, accumulation)
-        return serving().fused(form, a, b, operands, numbers, out)
+        return serving().compiled(site, form, a, b, operands, numbers, out)
 
-    choice = inductor.ExternKernelChoice(multiply, name=_NAME)
-    fused_choice = inductor.ExternKernelChoice(multiply_and_more, name=f"{_NAME}_and_more")
+    plain = form_of(MATMUL, "")
+    choice = inductor.ExternKernelChoice(product, name=_NAME)
+    fused_choice = inductor.ExternKernelChoice(fused_product, name=f"{_NAME}_and_more")
 
     def called(
         choice: Any, operands: Sequence[Any], traced: Sequence[Any], halves: bool, **words: Any
     ) -> Any:
+        values = [argument.meta["val"] for argument in traced]
         nodes = [
-            ir.ExternKernel.require_exact_strides(
-                ir.ExternKernel.realize_input(node), argument.meta["val"].stride()
-            )
-            for node, argument in zip(operands, traced, strict=True)
+            ir.ExternKernel.require_exact_strides(ir.ExternKernel.realize_input(node), value.stride())
+            for node, value in zip(operands, values, strict=True)
         ]
         columns = nodes[1].get_size()[-1]
         size = [*nodes[0].get_size()[:-1], columns // 2 if halves else columns]
         dtype = graphs.graph.current_node.meta["val"].dtype
         layout = ir.FixedLayout(nodes[0].get_device(), dtype, size)
-        found = choice.bind(nodes, layout, **words).output_node()
+        found = choice.bind(nodes, layout, site=site_of(values, *words.values()), **words).output_node()
         return found[0] if isinstance(found, tuple) else found
 
-    def lowered(a: Any, b: Any) -> Any:
+    def plainly(a: Any, b: Any, *, records: str = "") -> Any:
         return called(choice, (a, b), graphs.graph.current_node.args, False)
 
     def fused(
         a: Any, b: Any, operands: Sequence[Any], numbers: Sequence[float], epilogue: str,
-        out_dtype: torch.dtype | None = None, accumulation: str = "fast",
+        out_dtype: torch.dtype | None = None, accumulation: str = "fast", *, records: str = "",
     ) -> Any:  # fmt: skip
         left, right, others, *_ = graphs.graph.current_node.args
         halves = form_of(MATMUL, epilogue).epilogue.gated
@@ -82,6 +91,16 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
             epilogue=epilogue, out_dtype=out_dtype, accumulation=accumulation,
         )  # fmt: skip
 
-    register(torch.ops.tunegemm.fused.default, type_promotion_kind=None)(fused)
+    def register(operator: Any, call: Callable[..., Any]) -> None:
+        by_operator = lowering.fallback_handler(operator, add_to_fallback_set=False)
+
+        def lowered(*arguments: Any, **keywords: Any) -> Any:
+            # C++ calls no Python functions, but operators.
+            return (by_operator if graphs.graph.cpp_wrapper else call)(*arguments, **keywords)
+
+        lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
+        lowering.add_needs_realized_inputs(operator)  # as for aten.mm
+
+    register(torch.ops.tunegemm.fused.default, fused)
     for operator in (torch.ops.tunegemm.mm.default, torch.ops.tunegemm.bmm.default):
-        register(operator, type_promotion_kind=None)(lowered)
+        register(operator, plainly)

@@ -84,9 +84,9 @@ def describe(
         rows = f"operand of strides {a.stride()} has no single row stride"
         return Refusal(rows if b.ndim == 2 and out is None else "")
     try:
-        problem = Problem.from_tensors(matrix, other, out_dtype=out_dtype)
-        if epilogue or accumulation != "fast":
-            problem = replace(problem, epilogue=epilogue, accumulation=accumulation)
+        problem = Problem.from_tensors(
+            matrix, other, out_dtype=out_dtype, epilogue=epilogue, accumulation=accumulation
+        )
     except ProblemError as error:
         return Refusal(str(error))
     if DTYPE_BYTES[problem.in_dtype] == 1 and out_dtype is None:

@@ -4,10 +4,15 @@ torch.compile and torch.export put them into their graphs and do not look inside
 graph runs. Eager code does without them: torch's way to an operator written in Python costs more than the
 dispatcher does. `fused` stays in a graph only where a kernel is recorded for it when the graph is made: its
 parts are torch's operators then, which a compiler fuses with what is around them.
+
+torch.compile keeps what it made on disk, by the graph that Dynamo traced. What is served is decided later, from
+records: so they are part of that graph, as the argument `records` of the operators, some letters that change
+with them. With the decision they become `_CALLS`: where it is the same, Inductor's code is.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +29,21 @@ if TYPE_CHECKING:
 #: Products of other devices stay torch's in a graph, where its compiler may fuse them.
 _DEVICE_TYPE = "cuda"
 
+#: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it keeps
+#: on disk is of any age.
+_CALLS = "calls-2"
+
 _library = torch.library.Library("tunegemm", "DEF")
 
 
 def define(serving: Callable[[], Dispatcher]) -> None:
     """Registers the operators, whose products are computed by what `serving` returns at each call."""
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    _records_of.append(serving)
+    # Strides are fixed where a compiler calls us (`lowering`). By a tag they would be earlier, which copies what is
+    # not computed yet: the norm of a model was written anew for each product that reads it.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     for name in ("mm", "bmm"):
-        _library.define(f"{name}(Tensor a, Tensor b) -> Tensor", tags=tags)
+        _library.define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", tags=tags)
         _define_product(name, serving)
     _library.define("matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()", tags=tags)
 
@@ -46,12 +58,25 @@ def define(serving: Callable[[], Dispatcher]) -> None:
     torch.library.register_fake("tunegemm::matmul_out", lambda a, b, out: None, lib=_library)
 
 
+_records_of: list[Callable[[], Dispatcher]] = []
+
+
+def _records() -> str:
+    """What is served is decided by; nothing in exported programs, which other hosts run by other records."""
+    return "" if torch.compiler.is_exporting() else _records_of[-1]().fingerprint()
+
+
+# For Dynamo a constant of the time of tracing, as torch.compiler.assume_constant_result makes it, which would
+# import Dynamo now.
+_records._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
     operator = getattr(torch.ops.tunegemm, name).default
     rank = 2 if name == "mm" else 3
     plain, aten = form_of(MATMUL, ""), getattr(torch.ops.aten, name)
 
-    def compute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def compute(a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
         result = serving().recorded(a, b)
         return torch.matmul(a, b) if result is None else result
 
@@ -61,7 +86,7 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
         for x, y in zip((*a.shape[:-2], a.shape[-1]), b.shape[:-1], strict=True):
             torch._check(x == y, lambda: f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
 
-    def fake(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def fake(a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
         if torch.compiler.is_compiling():
             from tunegemm.dispatch.lowering import lower
 
@@ -82,9 +107,9 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
 
     def below_autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, a, b)
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, a, b, records=_CALLS)
 
-    def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return torch.matmul(a, b)  # an autograd.Function cannot be applied inside a transform's kernel
         if torch._C._len_torch_dispatch_stack() and not _is_served(serving(), plain, a, b):
@@ -96,7 +121,9 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
             return compute(a, b)  # nobody below wants to know; saves the way through torch's dispatcher
         return below_autograd(keyset, a, b)
 
-    def vmap(info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def vmap(
+        info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = ""
+    ) -> tuple[torch.Tensor, int]:
         return batched(traced_matmul, in_dims, a, b), 0
 
     _library.impl(name, compute, "CompositeExplicitAutograd")
@@ -108,7 +135,7 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
 def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]) -> None:
     _library.define(
         "fused(Tensor a, Tensor b, Tensor[] operands, float[] numbers, str epilogue, "
-        "ScalarType? out_dtype=None, str accumulation='fast') -> Tensor",
+        "ScalarType? out_dtype=None, str accumulation='fast', *, str records='') -> Tensor",
         tags=tags,
     )
     operator = torch.ops.tunegemm.fused.default
@@ -119,7 +146,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
 
     def compute(
         a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float], epilogue: str,
-        out_dtype: torch.dtype | None = None, accumulation: str = "fast",
+        out_dtype: torch.dtype | None = None, accumulation: str = "fast", *, records: str = "",
     ) -> torch.Tensor:  # fmt: skip
         result = None
         if a.device.type == _DEVICE_TYPE:
@@ -131,7 +158,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
 
     def fake(
         a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float], epilogue: str,
-        out_dtype: torch.dtype | None = None, accumulation: str = "fast",
+        out_dtype: torch.dtype | None = None, accumulation: str = "fast", *, records: str = "",
     ) -> torch.Tensor:  # fmt: skip
         if torch.compiler.is_compiling():
             from tunegemm.dispatch.lowering import lower
@@ -141,7 +168,8 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
 
     def autograd(
         keyset: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float],
-        epilogue: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast",
+        epilogue: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast", *,
+        records: str = "",
     ) -> torch.Tensor:  # fmt: skip
         asked = form(epilogue, out_dtype, accumulation)
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -153,13 +181,13 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(
                 keyset & torch._C._after_autograd_keyset,
-                a, b, operands, numbers, epilogue, out_dtype, accumulation,
+                a, b, operands, numbers, epilogue, out_dtype, accumulation, records=_CALLS,
             )  # fmt: skip
 
     def vmap(
         info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands,
         numbers: Sequence[float], epilogue: str, out_dtype: torch.dtype | None = None,
-        accumulation: str = "fast",
+        accumulation: str = "fast", *, records: str = "",
     ) -> tuple[torch.Tensor, int]:  # fmt: skip
         asked = form(epilogue, out_dtype, accumulation)
         mapped = torch.vmap(
@@ -182,6 +210,8 @@ def _is_served(dispatcher: Any, form: Form, a: torch.Tensor, b: torch.Tensor) ->
         return False
     if torch.is_autocast_enabled(_DEVICE_TYPE) and torch.get_autocast_dtype(_DEVICE_TYPE) != a.dtype:
         return False
+    if getattr(sys.modules.get("torch._inductor.config"), "cpp_wrapper", False):
+        return False  # C++ would call us through torch's dispatcher, and outlive the Python that we need
     places = [
         ([_hint(extent) for extent in tensor.shape], [_hint(step) for step in tensor.stride()], tensor.dtype)
         for tensor in (a, b)
@@ -216,7 +246,9 @@ def traced_fused(
     if amax is not None:
         text, tensors = text.removesuffix("amax").removesuffix("+"), tensors[:-1]
     right = b.mT if kind == LINEAR else b
-    result = torch.ops.tunegemm.fused(a, right, list(tensors), list(numbers), text, out_dtype, accumulation)
+    result = torch.ops.tunegemm.fused(
+        a, right, list(tensors), list(numbers), text, out_dtype, accumulation, records=_records()
+    )
     if amax is not None:
         amax.copy_(torch.maximum(amax, result.float().abs().amax()))
     return result if out is None else out.copy_(result)
@@ -263,10 +295,10 @@ def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = N
         torch.ops.tunegemm.matmul_out(a, b, out)
         return out
     if b.ndim == 3:
-        return torch.ops.tunegemm.bmm(a, b)
+        return torch.ops.tunegemm.bmm(a, b, records=_records())
     if a.ndim == 2:
-        return torch.ops.tunegemm.mm(a, b)
-    return torch.ops.tunegemm.mm(a.flatten(0, -2), b).unflatten(0, a.shape[:-1])
+        return torch.ops.tunegemm.mm(a, b, records=_records())
+    return torch.ops.tunegemm.mm(a.flatten(0, -2), b, records=_records()).unflatten(0, a.shape[:-1])
 
 
 def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

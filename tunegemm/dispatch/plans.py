@@ -80,9 +80,11 @@ class State:
         self.checked: dict[tuple[Any, ...], Recent] = {}
         """By the key of the plan."""
         self.recent: dict[int, Recent] = {}
-        """By the identity of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
+        """By the address of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
         self.earlier: dict[tuple[int, int], Recent] = {}
         """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
+        self.sites: dict[str, Plan] = {}
+        """Of compiled code, by what it says of its operands."""
         self.snapshot = snapshot
         self.modified = modified
         self.devices: dict[int, Device | None] = {}
@@ -95,7 +97,7 @@ class State:
 
     def forget_checks(self) -> None:
         """Every call makes a key again."""
-        for kept in (self.checked, self.recent, self.earlier):
+        for kept in (self.checked, self.recent, self.earlier, self.sites):
             kept.clear()
 
 

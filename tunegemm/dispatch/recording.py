@@ -254,8 +254,16 @@ class _Leave:
     def fused(self, form: Form, a: Any, b: Any, tensors: Any, numbers: Any = (), out: Any = None) -> Any:
         return None if form.kind == RECORDED else unfused(form, a, b, tensors, numbers, out)
 
+    def compiled(
+        self, site: str, form: Form, a: Any, b: Any, tensors: Any, numbers: Any, out: Any
+    ) -> Any:  # fmt: skip
+        return unfused(form, a, b, tensors, numbers, out)
+
     def serves(self, *_: Any, **__: Any) -> bool:
         return False
+
+    def fingerprint(self) -> str:
+        return "recording"
 
     def refresh(self) -> None:
         pass

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tunegemm.database.validity import Grade, judge_stored
 from tunegemm.device import Device
-from tunegemm.dispatch.neighbours import Near, Neighbourhood, neighbourhood
 from tunegemm.dispatch.policies import FASTEST, Policy
 from tunegemm.dispatch.snapshot import Record, Snapshot
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
+
+if TYPE_CHECKING:
+    from tunegemm.dispatch.neighbours import Near
 
 Outcome = Literal["hit", "near", "miss"]
 
@@ -90,7 +92,9 @@ def select(
     why = snapshot.why_not(problem, device.fingerprint)
     if not near:
         return Selection("miss", (), why)
-    around: Neighbourhood = neighbourhood(snapshot, problem, device, policy.refusal)
+    from tunegemm.dispatch.neighbours import neighbourhood  # and the model: a hit does without
+
+    around = neighbourhood(snapshot, problem, device, policy.refusal)
     if not around.options:
         return Selection("miss", (), f"{why}; {around.refusal}", witnesses=around.witnesses)
     options = tuple(option.record for option in around.options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 import math
@@ -73,6 +74,16 @@ class Snapshot:
         for m, n, k, *kind in itertools.chain(map(problem_fields, self._records), *lookups):
             found.setdefault(tuple(kind), {}).setdefault((n, k), set()).add(m)
         return found
+
+    @cached_property
+    def digest(self) -> str:
+        """Changes with the records that are given here, and with the number of those to look up."""
+        records = [
+            (problem, record.candidate, record.ratio, record.kernel_source, record.fingerprint)
+            for problem, found in self._records.items()
+            for record in found
+        ]
+        return hashlib.sha256(repr((records, len(self))).encode()).hexdigest()
 
     def extents(self, problem: Problem) -> frozenset[int]:
         """The recorded m of problems that differ from this one in m at most."""

@@ -11,11 +11,12 @@ import torch
 from tunegemm.dispatch import api
 from tunegemm.dispatch.aten import Layer, replacements
 from tunegemm.dispatch.autograd import DTYPES
-from tunegemm.dispatch.forms import RECORDED, form_of
+from tunegemm.dispatch.forms import LINEAR, RECORDED, form_of
 from tunegemm.dispatch.guards import tf32_allowed
 from tunegemm.dispatch.ops import addmm_steps, scale_steps
 
 _KEYS = ("CUDA",)
+_is_compiling = torch.compiler.is_compiling
 
 
 class Takeover:
@@ -147,7 +148,15 @@ class TunedLinear(torch.nn.Linear):
     """`torch.nn.Linear` by `tunegemm.linear`: what `patch` makes of one. Has nothing of its own to store."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return api.linear(input, self.weight, self.bias)
+        if _is_compiling():
+            return api.linear(input, self.weight, self.bias)
+        try:  # as attributes of the module the two cost the host a third of the call
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+        except KeyError:  # they are something else's to give, such as a parametrization's
+            weight, bias = self.weight, self.bias
+        if bias is None:
+            return api._product(LINEAR, input, weight)  # type: ignore[no-any-return]
+        return api._dispatcher.fused(api._WITH_BIAS, input, weight, (bias,))  # type: ignore[no-any-return]
 
 
 def patch(model: torch.nn.Module) -> int:

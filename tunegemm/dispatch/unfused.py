@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from tunegemm.dispatch.forms import LINEAR, Form
+from tunegemm.families.cublaslt.baseline import INT8_LEAST_ROWS
 from tunegemm.families.cublaslt.eager import step_of
 
 #: Functions in the place of torch's: a product of (a, b) as the form's kind means it; one with a column bias.
@@ -41,13 +42,16 @@ def unfused(
     if out is not None and steps == ["bias_n"] and biased is None and _is_plain_addmm(form, a, b, out):
         return torch.addmm(named["bias"], a, b.t() if form.kind == LINEAR else b, out=out)
     value, taken = _product(form, a, b, steps, named, multiply, biased)
+    dtype = form.out_dtype_of(a)
+    own = value.dtype if value.dtype.is_floating_point else dtype  # sums of int8 products are scaled first
+    if "scale_rowwise" in steps and "scale_rowwise" not in taken:  # given as (m, 1) and (1, n)
+        named |= {name: named[name].flatten() for name in ("scale_a", "scale_b")}
     if form.epilogue.function is not None:
-        value = form.epilogue.reference(value, named).to(value.dtype)
+        value = form.epilogue.reference(value, named).to(own)
     else:
         for step in steps:
             if step not in taken:
-                value = step_of(step, value.dtype)(value, named, None)
-    dtype = form.out_dtype_of(a)
+                value = step_of(step, own)(value, named, None)
     if value.dtype.is_floating_point and dtype.itemsize == 1:
         value = value.to(dtype)
     if form.writes:
@@ -59,6 +63,14 @@ def unfused(
 def absorbs(form: Form) -> bool:
     """Whether the library's own call takes a step of the form along with the product."""
     return bool(_taken(form, list(form.epilogue.steps)))
+
+
+def taken_operands(form: Form, a: Any, b: Any) -> tuple[str, ...]:
+    """The operands that go into the library's call, with which autocast casts them."""
+    taken = _taken(form, [step for step in form.epilogue.steps if step != "amax"])
+    if taken == ("bias_n",):
+        return ("bias",) if form.kind == LINEAR or (a.ndim > 1 and b.ndim == 2) else ()
+    return ("c",) if "beta_c" in taken and a.ndim == b.ndim else ()
 
 
 def _taken(form: Form, steps: list[str]) -> tuple[str, ...]:
@@ -94,7 +106,7 @@ def _product(
         add = torch.addmm if a.ndim == 2 else torch.baddbmm
         right = b.mT if form.kind == LINEAR else b
         return add(named["c"], a, right, beta=named["beta"], alpha=named.get("alpha", 1)), taken
-    elif taken and taken[0].startswith("scale") and a.ndim == 2 and a.dtype.itemsize == 1:
+    elif taken and taken[0].startswith("scale") and a.ndim == 2 and _is_fp8(a):
         bias = named["bias"] if "bias_n" in taken else None
         right = b.mT if form.kind == LINEAR else b
         value = torch._scaled_mm(
@@ -107,11 +119,23 @@ def _product(
     if own_dtype:
         return linear(a, b) if form.kind == LINEAR else torch.matmul(a, b), ()
     right = b.mT if form.kind == LINEAR else b
-    if a.dtype == torch.int8 and form.out_dtype == torch.int32:
-        return torch._int_mm(a, right), ()
+    if a.dtype == torch.int8 and (form.out_dtype == torch.int32 or form.epilogue.scales):
+        return _of_int8(a, right), ()
     if form.out_dtype == torch.float32 and a.dtype.itemsize == 2:
         return _in_fp32(a, right), ()
     return torch.matmul(a, right).to(form.out_dtype), ()
+
+
+def _is_fp8(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating_point) and tensor.dtype.itemsize == 1
+
+
+def _of_int8(a: Any, b: Any) -> Any:
+    """``torch._int_mm``, which wants more rows on a GPU than a decode step has."""
+    if not a.is_cuda or a.ndim != 2 or a.shape[0] >= INT8_LEAST_ROWS:
+        return torch._int_mm(a, b)
+    padded = torch.nn.functional.pad(a, (0, 0, 0, INT8_LEAST_ROWS - a.shape[0]))
+    return torch._int_mm(padded, b)[: a.shape[0]]
 
 
 def _in_fp32(a: Any, b: Any) -> Any:

@@ -93,11 +93,16 @@ class Family(Protocol):
         """
 
 
+def require(name: str) -> None:
+    """Raises SpaceError, which lists the known families, for a name that is none; loads no family."""
+    if name not in NAMES:
+        raise SpaceError(f"kernel family {name!r} is not known; use one of {', '.join(NAMES)}")
+
+
 @cache
 def get(name: str) -> Family:
     """The family of that name. Raises SpaceError, which lists the known ones."""
-    if name not in NAMES:
-        raise SpaceError(f"kernel family {name!r} is not known; use one of {', '.join(NAMES)}")
+    require(name)
     return importlib.import_module(f"tunegemm.families.{name}").FAMILY
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from tunegemm.device import Device
-from tunegemm.problem import Problem, swapped_dtype
+from tunegemm.problem import Problem, default_out_dtype, swapped_dtype
 from tunegemm.space import Candidate
 
 _SWAP_MAX_M = 128
@@ -17,7 +17,8 @@ _MAX_WORK_PER_SM = 2
 def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
     """The product that the kernel computes: with swap_ab it is D^T = B^T A^T, n x m, from the same memory.
 
-    What becomes of it before it is stored is left out: it is written for D.
+    What becomes of it before it is stored is left out, as it is written for D; so is D's dtype, which may
+    depend on that.
     """
     if not candidate.params.get("swap_ab", False):
         return problem
@@ -27,6 +28,7 @@ def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
         m=problem.n,
         n=problem.m,
         in_dtype=swapped_dtype(problem.in_dtype),
+        out_dtype=default_out_dtype(problem.in_dtype),
         a_major=a_major,
         b_major=b_major,
         out_major=out_major,

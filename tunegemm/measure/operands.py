@@ -44,6 +44,9 @@ ELEMENT_FACTOR = 16.0
 #: random ones, its rounding error is larger in proportion: the unit is then the largest over this.
 _PEAK = 6.0
 
+#: Of integers from -128 to 127.
+_INT8_VARIANCE = (256**2 - 1) / 12
+
 _GUARD_BYTE = 0xA5
 _MIB = 1 << 20
 
@@ -103,7 +106,7 @@ def tolerance(problem: Problem) -> float:
     if problem.in_dtype.startswith("fp8"):
         summed = min(problem.k, _PROMOTED_K) if problem.accumulation == "two_level" else problem.k
         return limit + math.ceil(summed / 32) * _FP8_LOSS_PER_INSTRUCTION
-    if problem.out_dtype in ("fp32", "int32"):
+    if problem.out_dtype in ("fp32", "int32") or problem.in_dtype == "int8":
         return limit
     return max(_TOLERANCES[problem.in_dtype], limit)
 
@@ -133,7 +136,8 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
 
     a and b have the problem's alignment, neither more nor less: packed where that gives it, else by gaps
     between lines, or by their addresses where there are none to step over. With an epilogue, a is scaled so
-    that products have a variance of 1: that is where activations bend, and where a bias shows.
+    that products have a variance of 1: that is where activations bend, and where a bias shows. Of int8, whose
+    values are what they are, the first scale does that.
     """
     import torch
 
@@ -161,6 +165,8 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
         if operand.name == "amax":
             return torch.zeros(shape, dtype=torch.float32, device=device)
         low, high = (0.5, 1.5) if operand.fp32 else (-2.0, 2.0)
+        if operand.name == "scale_a" and problem.in_dtype == "int8":
+            low, high = (bound / (_INT8_VARIANCE * math.sqrt(problem.k)) for bound in (low, high))
         dtype_here = torch_dtype(operand_dtype(operand, problem.out_dtype))
         turned = problem.out_major == "m" and operand.kind == "matrix"
         lines = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
@@ -263,7 +269,7 @@ def expected(problem: Problem, operands: Operands) -> torch.Tensor:
     if not fused:
         return product
     named = {operand.name: value for operand, value in zip(fused.operands, operands.fused, strict=True)}
-    result: torch.Tensor = fused.reference(product, named)
+    result: torch.Tensor = fused.reference(product.float(), named)
     return result
 
 

@@ -49,6 +49,7 @@ def examine(database: str | None = None) -> list[Check]:
         _packages(),
         *_devices(),
         *_families(),
+        _linker(),
         _database(database),
         *_packs(),
         _cache(),
@@ -118,6 +119,15 @@ def _families() -> list[Check]:
         else:
             checks.append(Check(f"family {name}", status, reason, "see the packages above"))
     return checks
+
+
+def _linker() -> Check:
+    from tunegemm.families.cute_object import find_linker
+
+    if (linker := find_linker()) is None:
+        detail = "none: a process's first launch of a CuTe kernel compiled here will import the CuTe DSL"
+        return Check("linker", "note", detail, "install binutils, then tune again or pack elsewhere")
+    return Check("linker", "ok", linker)
 
 
 def _packs() -> list[Check]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 #: Extents that torch's 8-bit products take: multiples of these; and `_int_mm` more rows than 16.
 _FP8_UNIT = 16
 _INT8_UNIT = 8
-_INT8_LEAST_ROWS = 17
+INT8_LEAST_ROWS = 17
 
 
 def torch_mm(problem: Problem) -> Launcher:
@@ -136,8 +136,8 @@ def fits_library(problem: Problem, unit: int = _FP8_UNIT) -> bool:
 def _padded_extents(problem: Problem, unit: int) -> tuple[int, int, int]:
     n, k = (-(-extent // unit) * unit for extent in (problem.n, problem.k))
     m = problem.m
-    if unit == _INT8_UNIT and m < _INT8_LEAST_ROWS:
-        m = -(-_INT8_LEAST_ROWS // unit) * unit
+    if unit == _INT8_UNIT and m < INT8_LEAST_ROWS:
+        m = -(-INT8_LEAST_ROWS // unit) * unit
     return m, n, k
 
 

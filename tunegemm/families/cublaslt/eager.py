@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from tunegemm.families.cublaslt.baseline import (
     fits_library,
     fp8_product,
     library_multiplies_fp8,
+    torch_mm,
     with_tf32,
 )
 from tunegemm.problem import Problem
@@ -42,8 +44,8 @@ def composed(problem: Problem) -> Callable[..., Any]:
     """A function of (a, b, operands ..., out=None) that returns D, without its amax.
 
     alpha, C and a column bias go into ``torch.addmm`` (`baddbmm` with a batch) where dtypes allow, scales of
-    fp8 operands into ``torch._scaled_mm``; all else follows. Of a user's function every operation is a kernel
-    of its own.
+    fp8 operands into ``torch._scaled_mm``; all else follows, as scales do ``torch._int_mm``. Of a user's
+    function every operation is a kernel of its own.
     """
     import torch
 
@@ -53,7 +55,8 @@ def composed(problem: Problem) -> Callable[..., Any]:
     multiply, added = _product(problem, steps)
     rest = [step_of(step, _working_dtype(problem)) for step in steps if step not in added]
     if fused.function is not None:
-        rest = [lambda x, given, out: _into(out, fused.reference(x, given).to(x.dtype))]
+        own = _working_dtype(problem)
+        rest = [lambda x, given, out: _into(out, fused.reference(x, given).to(own))]
     if rest and problem.out_dtype in _FP8:
         rest.append(lambda x, given, out: _into(out, x.to(getattr(torch, _FP8[problem.out_dtype]))))
 
@@ -77,6 +80,15 @@ def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tu
 
     if problem.in_dtype.startswith("fp8"):
         return _fp8_product(problem, steps)
+    if problem.in_dtype == "int8":
+        exact = torch_mm(replace(problem, out_dtype="int32", out_major="n", epilogue=""))
+
+        def of_int8(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
+            sums = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=torch.int32, device=a.device)
+            exact(a, b, sums)
+            return sums
+
+        return of_int8, ()
     many = problem.batch > 1
     same = problem.out_dtype == ("fp32" if problem.in_dtype == "tf32" else problem.in_dtype)
     if "beta_c" in steps and same and not {"scale_tensor", "scale_rowwise"} & set(steps):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tunegemm.epilogue import Epilogue
+from tunegemm.epilogue import Epilogue, Operand, operand_dtype
 from tunegemm.problem import DTYPE_BYTES
 
 WARPGROUP_THREADS = 128
@@ -61,9 +61,51 @@ class KernelConfig:
         return Epilogue.parse(self.epilogue)
 
     @property
+    def subtile_n(self) -> int:
+        """Columns of the product in one subtile: `epi_n`, but all of a gated tile that 32 does not divide, as
+        half of 16 would be stored in lines of 16 bytes.
+        """
+        return self.tile_n if self.fused.gated and self.epi_n == 16 else self.epi_n
+
+    @property
     def out_epi_n(self) -> int:
-        """Columns that one subtile stores: half of `epi_n` where pairs of columns gate each other."""
-        return self.epi_n // 2 if self.fused.gated else self.epi_n
+        """Columns that one subtile stores: half of `subtile_n` where pairs of columns gate each other."""
+        return self.subtile_n // 2 if self.fused.gated else self.subtile_n
+
+    @property
+    def converted_columns(self) -> int:
+        """Columns of a subtile that are converted at a time: with an epilogue few, as it needs registers."""
+        return (8 if self.out_epi_n % 16 else 16) if self.epilogue else self.out_epi_n
+
+    @property
+    def gates_halves(self) -> bool:
+        """Whether TMA puts the even rows of a B tile before the odd ones: one thread then has both columns
+        of neighbouring gates, and stores pairs. Columns that lie side by side TMA cannot tell apart.
+        """
+        return self.fused.gated and self.b_major == "k"
+
+    @property
+    def stages_pairs(self) -> bool:
+        """Whether stmatrix puts pairs of 16-bit values into the staging buffers; else each goes by itself."""
+        return DTYPE_BYTES[self.out_dtype] == 2 and not (self.fused.gated and not self.gates_halves)
+
+    @property
+    def staged_matrix(self) -> Operand | None:
+        """The matrix that TMA brings to where its sum will leave from: the epilogue's first one that is as D.
+
+        Others are read from global memory where they are used, as C is that is added before columns gate.
+        """
+        if self.fused.gated and not self.gates_halves:
+            return None
+        for operand in self.fused.operands:
+            if operand.kind == "matrix" and not (self.fused.gated and operand.name == "c"):
+                return operand if operand_dtype(operand, self.out_dtype) == self.out_dtype else None
+        return None
+
+    @property
+    def subtiles(self) -> int:
+        """Subtiles that one warpgroup stores of a tile."""
+        return self.atoms_per_warpgroup * self.tile_n // self.subtile_n
 
     @property
     def consumers(self) -> int:
@@ -119,16 +161,16 @@ class KernelConfig:
         if self.epi_n == 0:
             return 0
         left = SMEM_LIMIT - SMEM_ALIGNMENT - self.stages * self.stage_bytes
-        return min(4, max(1, left // (self.consumers * self._subtile_bytes)))
+        return min(4, max(1, left // (self.consumers * self.subtile_bytes)))
 
     @property
-    def _subtile_bytes(self) -> int:
+    def subtile_bytes(self) -> int:
         return MMA_ATOM_M * self.out_epi_n * DTYPE_BYTES[self.out_dtype]
 
     @property
     def epilogue_bytes(self) -> int:
         """Staging buffers of all consumer warpgroups."""
-        return self.consumers * self.epilogue_buffers * self._subtile_bytes
+        return self.consumers * self.epilogue_buffers * self.subtile_bytes
 
     @property
     def smem_bytes(self) -> int:

@@ -66,6 +66,7 @@ class Gemm(Fusion, Pieces, Sums):
         self.epilogue = config.fused
         # Vectors and matrices of an epilogue have the output's dtype, but that of fp8 outputs is too coarse.
         self.operand_dtype = DTYPES[operand_dtype(Operand("", "matrix"), config.out_dtype)]
+        self.staged_matrix = config.staged_matrix
         self.cluster_size = config.cluster_m * config.cluster_n
         self.smem_bytes = 0
 
@@ -137,24 +138,43 @@ class Gemm(Fusion, Pieces, Sums):
         # multiple of 1024 elements, as of tf32 at tile_n 48 (nvidia-cutlass-dsl 4.8.1).
         stage_a = self.ring_layout(a_layout, self.a_dtype, config.tile_m)
         stage_b = self.ring_layout(b_layout, self.b_dtype, config.tile_n)
+        box_b = (config.tile_n, config.tile_k)
+        gated_ring = None
+        if const_expr(config.gates_halves):
+            mB, stage_b, gated_ring, box_b = self.halves(b_layout, mB, ldb)
         tma_a, gA = self.tma_load(mA, stage_a, (config.tile_m, config.tile_k), config.cluster_n)
-        tma_b, gB = self.tma_load(mB, stage_b, (config.tile_n, config.tile_k), config.cluster_m)
+        tma_b, gB = self.tma_load(mB, stage_b, box_b, config.cluster_m)
         epilogue_mma = None
         sD_layout = None
         tma_d = None
         gD = mD
+        matrix = ()
         if const_expr(config.epi_n > 0):
-            # The same atom, one subtile wide: which thread holds which element of a subtile.
-            epilogue_mma = self.tiled_mma(a_layout, b_layout, 1, config.epi_n)
+            # The same atom, as wide as what is converted at a time: which thread holds which element of that.
+            epilogue_mma = self.tiled_mma(a_layout, b_layout, 1, config.converted_columns)
+            d_layout = LayoutEnum.from_tensor(mD)
             sD_layout = self.staging_layout(
-                LayoutEnum.from_tensor(mD), config.out_epi_n, config.consumers * config.epilogue_buffers
+                d_layout, config.out_epi_n, config.consumers * config.epilogue_buffers
             )
+            one_buffer = self.staging_layout(d_layout, config.out_epi_n)
             tma_d, gD = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileS2GOp(),
                 mD,
-                cute.slice_(sD_layout, (None, None, 0)),
+                one_buffer,
                 (MMA_ATOM_M, config.out_epi_n),
             )
+            if const_expr(self.staged_matrix is not None):
+                address, leading, step = self.words_of(self.staged_matrix, words)
+                mC = self.operand(
+                    address, self.out_dtype, (m, out_n, batch), config.out_major == "n", leading, step
+                )
+                tma_c, gC = cpasync.make_tiled_tma_atom(
+                    cpasync.CopyBulkTensorTileG2SOp(),
+                    mC,
+                    one_buffer,
+                    (MMA_ATOM_M, config.out_epi_n),
+                )
+                matrix = (tma_c, gC)
         Storage = self.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
 
         self.storage = Storage
@@ -173,8 +193,8 @@ class Gemm(Fusion, Pieces, Sums):
         fused = (n, *words) if const_expr(self.epilogue) else ()
 
         self.kernel(
-            tma_a, gA, tma_b, gB, tma_d, gD, tiled_mma, epilogue_mma, sA_layout, sB_layout, sD_layout,
-            k_tiles, walk, l2_hint, partials, counters, fused,
+            tma_a, gA, tma_b, gB, tma_d, gD, matrix, tiled_mma, epilogue_mma, sA_layout, sB_layout,
+            gated_ring, sD_layout, k_tiles, walk, l2_hint, partials, counters, fused,
         ).launch(
             grid=(config.cluster_m, config.cluster_n, clusters),
             block=(config.threads, 1, 1),
@@ -224,6 +244,7 @@ class Gemm(Fusion, Pieces, Sums):
             full: cute.struct.MemRange[Int64, config.stages]
             empty: cute.struct.MemRange[Int64, config.stages]
             arrived: cute.struct.MemRange[Int32, 4]
+            loaded: cute.struct.MemRange[Int64, max(1, config.consumers * config.epilogue_buffers)]
             a: cute.struct.Align[cute.struct.MemRange[self.a_dtype, a_elements], SMEM_ALIGNMENT]
             b: cute.struct.Align[cute.struct.MemRange[self.b_dtype, b_elements], SMEM_ALIGNMENT]
 
@@ -245,16 +266,38 @@ class Gemm(Fusion, Pieces, Sums):
         order = (0, 1, 2) if k_major else (1, 0, 2)
         return cute.tile_to_shape(atom, shape, order=order[: len(shape)])
 
-    def staging_layout(self, layout, columns, buffers):
-        """Swizzled (64, columns, buffers) layout of the output's staging buffers, warpgroup by warpgroup."""
+    @cute.jit
+    def halves(self, layout, mB, ldb):
+        """B as its even and its odd rows, so that one box of it is the even rows of a tile and then the odd
+        ones; the layouts of a stage and of the ring, and the box.
+        """
+        config = self.config
+        n, k, batch = mB.shape
+        ldb = cute.assume(ldb, divby=128 // self.b_dtype.width)
+        split = cute.make_layout((n // 2, k, 2, batch), stride=(2 * ldb, 1, ldb, mB.stride[2]))
+        atom = warpgroup.make_smem_layout_atom(
+            sm90.get_smem_layout_atom(layout, self.b_dtype, config.tile_k), self.b_dtype
+        )
+        box = (config.tile_n // 2, config.tile_k, 2)
+        stage = cute.tile_to_shape(atom, box, order=(0, 2, 1))
+        ring = cute.tile_to_shape(atom, (*box, config.stages), order=(0, 2, 1, 3))
+        return cute.make_tensor(mB.iterator, split), stage, ring, box
+
+    def staging_layout(self, layout, columns, *buffers):
+        """Swizzled (64, columns, buffers) layout of the output's staging buffers, or of one."""
         n_major = self.config.out_major == "n"
+        shape = (MMA_ATOM_M, columns, *buffers)
+        if n_major and columns % 16:
+            # Lines of an odd number of 16 bytes lie in different banks without a swizzle.
+            stride = (columns, 1, MMA_ATOM_M * columns)
+            plain = cute.make_layout(shape, stride=stride[: len(shape)])
+            return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, plain)
         atom = warpgroup.make_smem_layout_atom(
             sm90.get_smem_layout_atom(layout, self.out_dtype, columns if n_major else MMA_ATOM_M),
             self.out_dtype,
         )
-        return cute.tile_to_shape(
-            atom, (MMA_ATOM_M, columns, buffers), order=(0, 1, 2) if n_major else (1, 0, 2)
-        )
+        order = (0, 1, 2) if n_major else (1, 0, 2)
+        return cute.tile_to_shape(atom, shape, order=order[: len(shape)])
 
     def tma_load(self, tensor, stage_layout, box, multicast):
         """TMA load atom of one stage; with a cluster each CTA loads its share and multicasts it."""
@@ -276,10 +319,12 @@ class Gemm(Fusion, Pieces, Sums):
         mB: cute.Tensor,
         tma_d: cute.CopyAtom | None,
         mD: cute.Tensor,
+        matrix: tuple,
         tiled_mma: cute.TiledMma,
         epilogue_mma: cute.TiledMma | None,
         sA_layout: cute.ComposedLayout,
         sB_layout: cute.ComposedLayout,
+        gated_ring: cute.ComposedLayout | None,
         sD_layout: cute.ComposedLayout | None,
         k_tiles: Int32,
         walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32],
@@ -290,6 +335,8 @@ class Gemm(Fusion, Pieces, Sums):
     ):
         """`walk`: cluster tiles along m and n, batch, split count (of stream-K: tiles that are cut), whether
         along m, width of a band, whether a second kernel adds the parts, clusters of the grid.
+
+        `matrix`: how TMA loads the epilogue's matrix; empty without one. `gated_ring`: see `halves`.
 
         `fused`, where there is an epilogue: columns of the product, of which D has half where they gate each
         other, and the words of its operands. Without one it is empty.
@@ -309,6 +356,8 @@ class Gemm(Fusion, Pieces, Sums):
             cpasync.prefetch_descriptor(tma_b)
             if const_expr(config.epi_n > 0):
                 cpasync.prefetch_descriptor(tma_d)
+            if const_expr(self.staged_matrix is not None):
+                cpasync.prefetch_descriptor(matrix[0])
 
         if second_kernel != 0:
             cute.arch.griddepcontrol_launch_dependents()
@@ -321,6 +370,9 @@ class Gemm(Fusion, Pieces, Sums):
             for stage in cutlass.range_constexpr(config.stages):
                 cute.arch.mbarrier_init(full + stage, 1)
                 cute.arch.mbarrier_init(empty + stage, releases)
+            if const_expr(self.staged_matrix is not None):
+                for buffer in cutlass.range_constexpr(config.consumers * config.epilogue_buffers):
+                    cute.arch.mbarrier_init(storage.loaded.data_ptr() + buffer, 1)
         cute.arch.mbarrier_init_fence()
         # Nobody waits here: the producer goes on to its first loads, the others to where they need a barrier.
         if const_expr(self.cluster_size > 1):
@@ -343,7 +395,12 @@ class Gemm(Fusion, Pieces, Sums):
                 if const_expr(self.cluster_size == 1):
                     cute.arch.sync_warp()
                     cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                self.produce(tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work, l2_hint)
+                sB_loaded = sB
+                if const_expr(config.gates_halves):
+                    sB_loaded = storage.b.get_tensor(gated_ring.outer, swizzle=gated_ring.inner)
+                self.produce(
+                    tma_a, mA, tma_b, mB, sA, sB_loaded, full, empty, k_tiles, walk, total_work, l2_hint
+                )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             if const_expr(self.cluster_size > 1):
@@ -351,8 +408,9 @@ class Gemm(Fusion, Pieces, Sums):
             else:
                 cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
             self.consume(
-                tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, storage.arrived.data_ptr(),
-                thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, total_work, partials, counters, fused,
+                tma_d, mD, (*matrix, storage.loaded.data_ptr()), tiled_mma, epilogue_mma, sA, sB, sD, full,
+                empty, storage.arrived.data_ptr(), thread - WARPGROUP_THREADS, group - 1, k_tiles, walk,
+                total_work, partials, counters, fused,
             )  # fmt: skip
 
     @cute.jit
@@ -407,7 +465,12 @@ class Gemm(Fusion, Pieces, Sums):
         config = self.config
         cta_layout = cute.make_layout((config.cluster_m, config.cluster_n))
         gA = cute.local_tile(mA, (config.tile_m, config.tile_k), (None, None, None))
-        gB = cute.local_tile(mB, (config.tile_n, config.tile_k), (None, None, None))
+        if const_expr(config.gates_halves):
+            gB = cute.local_tile(mB, (config.tile_n // 2, config.tile_k, 2), (None, None, 0, None))
+            gB, sB = cute.group_modes(gB, 0, 3), cute.group_modes(sB, 0, 3)
+        else:
+            gB = cute.local_tile(mB, (config.tile_n, config.tile_k), (None, None, None))
+            gB, sB = cute.group_modes(gB, 0, 2), cute.group_modes(sB, 0, 2)
         # CTAs of one cluster row share A tiles, those of one column share B tiles.
         tAsA, tAgA = cpasync.tma_partition(
             tma_a,
@@ -420,8 +483,8 @@ class Gemm(Fusion, Pieces, Sums):
             tma_b,
             cta_m,
             cute.make_layout(config.cluster_m),
-            cute.group_modes(sB, 0, 2),
-            cute.group_modes(gB, 0, 2),
+            sB,
+            gB,
         )
         a_mask = None
         b_mask = None
@@ -488,8 +551,8 @@ class Gemm(Fusion, Pieces, Sums):
 
     @cute.jit
     def consume(
-        self, tma_d, mD, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, arrived, thread, group, k_tiles,
-        walk, total_work, partials, counters, fused,
+        self, tma_d, mD, matrix, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, arrived, thread, group,
+        k_tiles, walk, total_work, partials, counters, fused,
     ):  # fmt: skip
         """One consumer warpgroup: multiply, convert, store."""
         config = self.config
@@ -522,8 +585,10 @@ class Gemm(Fusion, Pieces, Sums):
             signal = lane < self.cluster_size and (peer_m == cta_m or peer_n == cta_n)
 
         # The largest magnitude of what this thread stores, over all of its tiles.
-        amax = cute.make_rmem_tensor(1, self.acc_dtype)
-        amax[0] = self.acc_dtype(0.0)
+        amax = cute.make_rmem_tensor(1, cutlass.Float32)
+        amax[0] = cutlass.Float32(0.0)
+        # Phases of the barriers of the matrix's loads, a bit for each staging buffer of this warpgroup.
+        phases = Int32(0)
 
         stage = Int32(0)
         phase = Int32(0)
@@ -542,6 +607,9 @@ class Gemm(Fusion, Pieces, Sums):
                 cute.arch.barrier(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP_THREADS)
 
             if const_expr(two_level):
+                if const_expr(self.staged_matrix is not None):
+                    if not self.has_parts(work, walk):
+                        self.load_matrix(matrix, sD, group, group_thread, self.tile_of(work, walk))
                 stage, phase = self.sum_two_level(
                     tiled_mma, accumulators, partial, tCrA, tCrB, full, empty, stage, phase, count, signal,
                     peer,
@@ -556,6 +624,10 @@ class Gemm(Fusion, Pieces, Sums):
                     self.multiply(tiled_mma, accumulators, tCrA, tCrB, block, stage)
                     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
                 warpgroup.commit_group()
+                if const_expr(self.staged_matrix is not None):
+                    # Nobody else may have this tile to store; with parts of k it shows in the end who has.
+                    if not self.has_parts(work, walk):
+                        self.load_matrix(matrix, sD, group, group_thread, self.tile_of(work, walk))
                 previous = stage
                 stage += 1
                 if stage == config.stages:
@@ -604,9 +676,12 @@ class Gemm(Fusion, Pieces, Sums):
                     )  # fmt: skip
             if holds_sum:
                 if const_expr(config.epi_n > 0):
-                    self.store(
-                        tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry,
-                        fused, amax,
+                    if const_expr(self.staged_matrix is not None):
+                        if self.has_parts(work, walk):
+                            self.load_matrix(matrix, sD, group, group_thread, (tile_m, tile_n, entry, part))
+                    phases = self.store(
+                        tma_d, mD, matrix, epilogue_mma, accumulators, sD, group, group_thread, tile_m,
+                        tile_n, entry, fused, amax, phases,
                     )  # fmt: skip
                 else:
                     self.store_directly(mD, accumulators, group, group_thread, tile_m, tile_n, entry)
@@ -663,8 +738,8 @@ class Gemm(Fusion, Pieces, Sums):
 
     @cute.jit
     def store(
-        self, tma_d, mD, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry, fused,
-        amax,
+        self, tma_d, mD, matrix, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry,
+        fused, amax, phases,
     ):  # fmt: skip
         """Convert and store one warpgroup's rows, subtile by subtile, without the other warpgroups.
 
@@ -672,65 +747,114 @@ class Gemm(Fusion, Pieces, Sums):
         converted. Buffer reuse needs the earlier read to be done, which only the issuing warp can await:
         with three buffers or more it awaits it one subtile early and the barrier that publishes a subtile
         also hands out the next buffer; with fewer that would serialize, so each subtile takes two barriers.
+        Where TMA brought a matrix into the buffers, its arrival says that a buffer is free.
+
+        Returns the new `phases` of these arrivals.
         """
         config = self.config
         buffers = config.epilogue_buffers
+        loads = const_expr(self.staged_matrix is not None)
+        pairs = const_expr(config.fused.gated and not config.gates_halves)
+        store_op, load_op = cute.nvgpu.CopyUniversalOp(), cute.nvgpu.CopyUniversalOp()
         if const_expr(self.out_dtype.width == 16):
-            op = warp.StMatrix8x8x16bOp(config.out_major == "m", 4)
-        else:
-            op = cute.nvgpu.CopyUniversalOp()
-        tiled_copy = None
-        tRS_sD = None
-        if const_expr(not self.epilogue.gated):
-            tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, self.out_dtype), epilogue_mma)
+            matrices = min(4, config.converted_columns // 4)
+            store_op = warp.StMatrix8x8x16bOp(config.out_major == "m", matrices)
+            load_op = warp.LdMatrix8x8x16bOp(config.out_major == "m", matrices)
+        tiled_copy, tRS_sD, tiled_load, tSR_sC = None, None, None, None
+        if const_expr(not pairs):
+            tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(store_op, self.out_dtype), epilogue_mma)
             tRS_sD = tiled_copy.get_slice(group_thread).partition_D(sD)
-        gD = cute.local_tile(mD, (MMA_ATOM_M, config.out_epi_n), (None, None, None))
-        bSG_sD, bSG_gD = cpasync.tma_partition(
-            tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
-        )
-        atoms_m = config.tile_m // MMA_ATOM_M
-        subtiles = config.tile_n // config.epi_n
-        values = MMA_ATOM_M * config.epi_n // WARPGROUP_THREADS
+        if const_expr(loads):
+            tiled_load = cute.make_tiled_copy_C(cute.make_copy_atom(load_op, self.out_dtype), epilogue_mma)
+            tSR_sC = tiled_load.get_slice(group_thread).partition_S(sD)
+        bSG_sD, bSG_gD = self.staged_boxes(tma_d, mD, sD)
+        subtiles = config.tile_n // config.subtile_n
+        columns = config.converted_columns * config.subtile_n // config.out_epi_n  # of the product
+        values = MMA_ATOM_M * columns // WARPGROUP_THREADS
+        pieces = config.subtile_n // columns
+        out_shape = epilogue_mma.partition_shape_C((MMA_ATOM_M, config.converted_columns))
         issues = group_thread < 32
 
-        # The previous tile's stores have had a whole mainloop to be read.
-        self.await_buffers(issues, 0)
-        self.epilogue_barrier(group)
-        for index in cutlass.range_constexpr(config.atoms_per_warpgroup * subtiles):
+        if const_expr(not loads):
+            # The previous tile's stores have had a whole mainloop to be read.
+            self.await_buffers(issues, 0)
+            self.epilogue_barrier(group)
+        for index in cutlass.range_constexpr(config.subtiles):
             atom, subtile = index // subtiles, index % subtiles
-            buffer = group * buffers + index % buffers
-            row = tile_m * atoms_m + atom * config.tile_warpgroups
-            if const_expr(config.tile_warpgroups > 1):
-                row += group
-            fragment = cute.make_rmem_tensor(
-                epilogue_mma.partition_shape_C((MMA_ATOM_M, config.epi_n)), self.acc_dtype
-            )
-            for value in cutlass.range_constexpr(values):
-                fragment[value] = accumulators[index * values + value]
-            if const_expr(self.epilogue):
-                place = (row * MMA_ATOM_M, tile_n * config.tile_n + subtile * config.epi_n, entry)
-                fragment = self.fuse(
-                    fragment, config.epi_n, group_thread, place, mD, fused[0], fused[1:], amax
-                )
-            converted = cute.make_rmem_tensor(fragment.layout, self.out_dtype)
-            converted.store(fragment.load().to(self.out_dtype))
-
-            if const_expr(buffers <= 2 and index >= buffers):
-                self.await_buffers(issues, buffers - 1)
-                self.epilogue_barrier(group)
-            if const_expr(self.epilogue.gated):
-                self.stage_halves(converted, sD, group_thread, buffer)
-            else:
-                cute.copy(tiled_copy, tiled_copy.retile(converted), tRS_sD[(None, None, None, buffer)])
+            own_buffer = index % buffers
+            buffer = group * buffers + own_buffer
+            row, column = self.subtile_place(index, group, tile_m, tile_n)
+            if const_expr(loads):
+                phase = (phases >> own_buffer) ^ (index // buffers)
+                cute.arch.mbarrier_wait(matrix[2] + buffer, phase & 1)
+            for piece in cutlass.range_constexpr(pieces):
+                fragment = cute.make_rmem_tensor(values, self.acc_dtype)
+                for value in cutlass.range_constexpr(values):
+                    source = (index * pieces + piece) * values + value
+                    if const_expr(config.gates_halves):
+                        # Four columns, gate and up in turns, from where the tile has either half.
+                        source = (
+                            (atom * 2 + value % 2) * (config.tile_n // 4)
+                            + (subtile * pieces + piece) * (values // 2) + value // 4 * 2 + value // 2 % 2
+                        )  # fmt: skip
+                    fragment[value] = accumulators[source]
+                if const_expr(self.epilogue):
+                    loaded = None
+                    if const_expr(loads):
+                        given = cute.make_rmem_tensor(out_shape, self.out_dtype)
+                        cute.copy(
+                            tiled_load, tSR_sC[(None, None, piece, buffer)],
+                            tiled_load.retile(given)[(None, None, 0)],
+                        )  # fmt: skip
+                        loaded = self.flat(given).load().to(cutlass.Float32)
+                    first = tile_n * config.tile_n + subtile * config.subtile_n + piece * columns
+                    fragment = self.fuse(
+                        fragment, columns, group_thread, (row * MMA_ATOM_M, first, entry), mD, fused[0],
+                        fused[1:], loaded, amax,
+                    )  # fmt: skip
+                converted = cute.make_rmem_tensor(out_shape, self.out_dtype)
+                self.flat(converted).store(fragment.load().to(self.out_dtype))
+                if const_expr(piece == 0 and buffers <= 2 and index >= buffers and not loads):
+                    self.await_buffers(issues, buffers - 1)
+                    self.epilogue_barrier(group)
+                if const_expr(pairs):
+                    self.stage_halves(converted, sD, group_thread, piece, buffer)
+                else:
+                    cute.copy(
+                        tiled_copy, tiled_copy.retile(converted)[(None, None, 0)],
+                        tRS_sD[(None, None, piece, buffer)],
+                    )  # fmt: skip
             cute.arch.fence_view_async_shared()
-            if const_expr(buffers > 2 and index >= buffers - 1):
+            if const_expr(buffers > 2 and index >= buffers - 1 and not loads):
                 self.await_buffers(issues, buffers - 2)
             self.epilogue_barrier(group)
             if issues:
-                cute.copy(
-                    tma_d, bSG_sD[(None, buffer)], bSG_gD[(None, row, tile_n * subtiles + subtile, entry)]
-                )
+                cute.copy(tma_d, bSG_sD[(None, buffer)], bSG_gD[(None, row, column, entry)])
                 cute.arch.cp_async_bulk_commit_group()
+            if const_expr(loads):
+                self.load_next(index, matrix, sD, group, group_thread, tile_m, tile_n, entry)
+        if const_expr(loads):
+            odd = sum(1 << own for own in range(buffers) if len(range(own, config.subtiles, buffers)) % 2)
+            phases ^= odd
+        return phases
+
+    @cute.jit
+    def subtile_place(self, index: cutlass.Constexpr, group, tile_m, tile_n):
+        """A subtile's coordinates in D, counted in subtiles."""
+        config = self.config
+        subtiles = config.tile_n // config.subtile_n
+        row = tile_m * (config.tile_m // MMA_ATOM_M) + index // subtiles * config.tile_warpgroups
+        if const_expr(config.tile_warpgroups > 1):
+            row += group
+        return row, tile_n * subtiles + index % subtiles
+
+    @cute.jit
+    def staged_boxes(self, tma, tensor, sD):
+        """The staging buffers and a tensor's subtiles, as TMA copies between them."""
+        tiled = cute.local_tile(tensor, (MMA_ATOM_M, self.config.out_epi_n), (None, None, None))
+        return cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(tiled, 0, 2)
+        )
 
     @cute.jit
     def store_directly(self, mD, accumulators, group, group_thread, tile_m, tile_n, entry):

@@ -10,106 +10,156 @@ from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
 class Fusion:
     """The part of `kernel.Gemm` that knows epilogues."""
 
+    def words_of(self, operand, words):
+        """The words of a launch that say where an operand is."""
+        operands = self.epilogue.operands
+        first = sum(each.words for each in operands[: operands.index(operand)])
+        return words[first : first + operand.words]
+
     @cute.jit
-    def fuse(self, fragment, columns: cutlass.Constexpr, group_thread, place, mD, n, words, amax):
-        """What the epilogue makes of 64 rows and `columns` columns; half as many values where they gate.
+    def flat(self, fragment):
+        """The same registers, counted from 0."""
+        return cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
+
+    @cute.jit
+    def load_matrix(self, matrix, sD, group, group_thread, tile):
+        """Start the loads of a tile's matrix into all of this warpgroup's staging buffers.
+
+        TMA has read what the previous tile left there by then: it had a k tile's time, with pingpong a main
+        loop's.
+        """
+        config = self.config
+        if group_thread < 32:
+            tile_m, tile_n, entry, _ = tile
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            for index in cutlass.range_constexpr(min(config.epilogue_buffers, config.subtiles)):
+                self.load_subtile(index, matrix, sD, group, tile_m, tile_n, entry)
+
+    @cute.jit
+    def load_next(self, index: cutlass.Constexpr, matrix, sD, group, group_thread, tile_m, tile_n, entry):
+        """Start the load of the subtile that comes next into a buffer whose store has been issued.
+
+        With three buffers or more that of the store before: this one's has only begun.
+        """
+        config = self.config
+        behind = 1 if const_expr(config.epilogue_buffers > 2) else 0
+        following = index - behind + config.epilogue_buffers
+        if const_expr(index >= behind and following < config.subtiles):
+            if group_thread < 32:
+                cute.arch.cp_async_bulk_wait_group(behind, read=True)
+                self.load_subtile(following, matrix, sD, group, tile_m, tile_n, entry)
+
+    @cute.jit
+    def load_subtile(self, index: cutlass.Constexpr, matrix, sD, group, tile_m, tile_n, entry):
+        """One warp: let TMA bring a subtile of the matrix into the staging buffer that it will leave from."""
+        config = self.config
+        tma, tensor, loaded = matrix
+        bGS_sC, bGS_gC = self.staged_boxes(tma, tensor, sD)
+        buffer = group * config.epilogue_buffers + index % config.epilogue_buffers
+        row, column = self.subtile_place(index, group, tile_m, tile_n)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(loaded + buffer, config.subtile_bytes)
+        cute.copy(
+            tma, bGS_gC[(None, row, column, entry)], bGS_sC[(None, buffer)], tma_bar_ptr=loaded + buffer
+        )
+
+    @cute.jit
+    def fuse(self, fragment, columns: cutlass.Constexpr, group_thread, place, mD, n, words, loaded, amax):
+        """What the epilogue makes of 64 rows and `columns` columns, as fp32; half as many where they gate.
 
         A thread holds two neighbouring columns of rows 8 apart, for each 8 columns (PTX ISA, wgmma, register
-        fragment of D): value = 4 * block + 2 * half + pair. Loads beyond the edge are clamped to it: what
-        they give is never stored.
+        fragment of D): value = 4 * block + 2 * half + pair; of halves that gate each other four columns of
+        each 16. `loaded`: what TMA brought of the `staged_matrix`. Loads beyond the edge are clamped to it:
+        what they give is never stored.
         """
         config = self.config
         epilogue = self.epilogue
         first_row, first_column, entry = place
         m, out_n, _ = mD.shape
-        count = MMA_ATOM_M * columns // WARPGROUP_THREADS
         row = first_row + group_thread // 32 * 16 + group_thread % 32 // 4
-        column = first_column + group_thread % 4 * 2
+        run = 4 if const_expr(config.gates_halves) else 2
+        column = first_column + group_thread % 4 * run
+        count = MMA_ATOM_M * columns // WARPGROUP_THREADS
         values = {}
-        word = 0
-        for operand in cutlass.range_constexpr(len(epilogue.operands)):
-            described = epilogue.operands[operand]
-            given = words[word : word + described.words]
-            word += described.words
-            if const_expr(described.name not in ("residual", "amax")):
-                values[described.name] = self.fetch(described, given, count, row, column, entry, m, n, False)
-        flat = cute.make_tensor(fragment.iterator, cute.make_layout(count))
+        for operand in epilogue.operands:
+            if const_expr(operand == self.staged_matrix):
+                values[operand.name] = loaded
+            elif const_expr(operand.name not in ("residual", "amax")):
+                values[operand.name] = self.fetch(
+                    operand, self.words_of(operand, words), count, row, column, entry, m, n, run
+                )
+        flat = fragment
+        if const_expr(self.acc_dtype != cutlass.Float32):
+            flat = cute.make_rmem_tensor(count, cutlass.Float32)
+            flat.store(fragment.load().to(cutlass.Float32))
         result = epilogue.before_gate(flat.load(), values)
         if const_expr(epilogue.gated):
             flat.store(result)
-            count = count // 2
-            even = cute.make_rmem_tensor(count, self.acc_dtype)
-            odd = cute.make_rmem_tensor(count, self.acc_dtype)
+            count, run = count // 2, run // 2
+            even = cute.make_rmem_tensor(count, cutlass.Float32)
+            odd = cute.make_rmem_tensor(count, cutlass.Float32)
             for value in cutlass.range_constexpr(count):
                 even[value] = flat[2 * value]
                 odd[value] = flat[2 * value + 1]
             result = epilogue.gate(even.load(), odd.load())
-            column = first_column // 2 + group_thread % 4
-        if const_expr("residual" in epilogue.steps):
-            described = next(operand for operand in epilogue.operands if operand.name == "residual")
-            word = sum(operand.words for operand in epilogue.operands[: epilogue.operands.index(described)])
-            values["residual"] = self.fetch(
-                described, words[word : word + described.words], count, row, column, entry, m, out_n,
-                epilogue.gated,
-            )  # fmt: skip
-        result = epilogue.after_gate(result, values)
-        if const_expr(epilogue.gated):
-            fused = cute.make_rmem_tensor(count, self.acc_dtype)
-            fused.store(result)
-        else:
-            flat.store(result)
-            fused = fragment
+            column = first_column // 2 + group_thread % 4 * run
+        for operand in epilogue.operands:
+            if const_expr(operand.name == "residual" and operand != self.staged_matrix):
+                values["residual"] = self.fetch(
+                    operand, self.words_of(operand, words), count, row, column, entry, m, out_n, run
+                )
+        fused = cute.make_rmem_tensor(count, cutlass.Float32)
+        fused.store(epilogue.after_gate(result, values))
         if const_expr("amax" in epilogue.steps):
-            self.track_amax(fused, row, column, m, out_n, amax)
+            self.track_amax(fused, row, column, m, out_n, run, amax)
         return fused
 
     @cute.jit
     def fetch(
         self, operand: cutlass.Constexpr, words, count: cutlass.Constexpr, row, column, entry, m, n,
-        gated: cutlass.Constexpr,
+        run: cutlass.Constexpr,
     ):  # fmt: skip
         """An operand's values for a fragment as `fuse` describes it, in fp32; of a number or scalar just one.
 
-        gated: the fragment has one column of each pair: value = 2 * block + half.
+        run: how many columns side by side a thread has: value = (2 * block + half) * run + column.
         """
         config = self.config
         if const_expr(operand.kind == "number"):
-            return Int32(words[0]).bitcast(self.acc_dtype)
-        dtype = self.acc_dtype if const_expr(operand.fp32) else self.operand_dtype
+            return Int32(words[0]).bitcast(cutlass.Float32)
+        dtype = cutlass.Float32 if const_expr(operand.fp32) else self.operand_dtype
         if const_expr(operand.kind == "scalar"):
             pointer = cute.make_ptr(dtype, words[0], cute.AddressSpace.gmem, assumed_align=4)
             return cute.make_tensor(pointer, cute.make_layout(1))[0]
-        pairs = 1 if const_expr(gated) else 2
         # Pairs of columns lie side by side where extents are even; elsewhere each value is read alone.
-        width = pairs if const_expr(config.out_major == "n") else 1
+        width = min(run, 2) if const_expr(config.out_major == "n") else 1
         bytes_each = dtype.width // 8
         along = operand.kind
         if const_expr(config.transposed and along != "matrix"):
             along = "n" if const_expr(along == "m") else "m"
-        loaded = cute.make_rmem_tensor(count, self.acc_dtype)
-        for block in cutlass.range_constexpr(count // (2 * pairs)):
+        loaded = cute.make_rmem_tensor(count, cutlass.Float32)
+        for block in cutlass.range_constexpr(count // (2 * run)):
             for half in cutlass.range_constexpr(2):
                 line = cutlass.min(row + half * 8, m - 1)
-                for pair in cutlass.range_constexpr(0, pairs, width):
-                    value = (block * 2 + half) * pairs + pair
+                for pair in cutlass.range_constexpr(0, run, width):
+                    value = (block * 2 + half) * run + pair
                     if const_expr(along == "m" and block > 0):
-                        loaded[value] = loaded[half * pairs]
+                        loaded[value] = loaded[half * run]
                         if const_expr(width == 2):
-                            loaded[value + 1] = loaded[half * pairs]
+                            loaded[value + 1] = loaded[half * run]
                     elif const_expr(along == "n" and half > 0):
-                        loaded[value] = loaded[value - pairs]
+                        loaded[value] = loaded[value - run]
                         if const_expr(width == 2):
-                            loaded[value + 1] = loaded[value + 1 - pairs]
+                            loaded[value + 1] = loaded[value + 1 - run]
                     elif const_expr(along == "m"):
                         pointer = cute.make_ptr(
                             dtype, words[0] + Int64(line) * bytes_each, cute.AddressSpace.gmem,
                             assumed_align=bytes_each,
                         )  # fmt: skip
-                        loaded[value] = cute.make_tensor(pointer, cute.make_layout(1))[0].to(self.acc_dtype)
+                        loaded[value] = cute.make_tensor(pointer, cute.make_layout(1))[0].to(cutlass.Float32)
                         if const_expr(width == 2):
                             loaded[value + 1] = loaded[value]
                     else:
-                        across = cutlass.min(column + block * 4 * pairs + pair, n - width)
+                        across = cutlass.min(column + block * 4 * run + pair, n - width)
                         offset = Int64(across)
                         if const_expr(along == "matrix"):
                             offset = Int64(entry) * words[2]
@@ -124,24 +174,23 @@ class Fusion:
                         piece = cute.make_rmem_tensor(width, dtype)
                         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(width)), piece)
                         for lane in cutlass.range_constexpr(width):
-                            loaded[value + lane] = piece[lane].to(self.acc_dtype)
+                            loaded[value + lane] = piece[lane].to(cutlass.Float32)
         return loaded.load()
 
     @cute.jit
-    def stage_halves(self, converted, sD, group_thread, buffer):
+    def stage_halves(self, converted, sD, group_thread, piece: cutlass.Constexpr, buffer):
         """Put a gated fragment, one column of each pair, into its staging buffer, element by element."""
         row = group_thread // 32 * 16 + group_thread % 32 // 4
-        column = group_thread % 4
+        column = piece * self.config.converted_columns + group_thread % 4
         for value in cutlass.range_constexpr(cute.size(converted)):
             sD[row + value % 2 * 8, column + value // 2 * 4, buffer] = converted[value]
 
     @cute.jit
-    def track_amax(self, fragment, row, column, m, n, amax):
+    def track_amax(self, fragment, row, column, m, n, run: cutlass.Constexpr, amax):
         """The largest magnitude so far, of what lies inside the output."""
-        pairs = 1 if const_expr(self.epilogue.gated) else 2
         for value in cutlass.range_constexpr(cute.size(fragment)):
-            line = row + value // pairs % 2 * 8
-            across = column + value // (2 * pairs) * (4 * pairs) + value % pairs
+            line = row + value // run % 2 * 8
+            across = column + value // (2 * run) * (4 * run) + value % run
             magnitude = cute.arch.fmax(fragment[value], -fragment[value])
             if line < m and across < n:
                 amax[0] = cute.arch.fmax(amax[0], magnitude)

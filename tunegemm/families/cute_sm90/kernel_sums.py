@@ -22,6 +22,9 @@ from tunegemm.families.cute_sm90.config import MMA_ATOM_M, SMEM_ALIGNMENT, WARPG
 #: idle.
 SECOND_SMEM_BYTES = 46 * 1024
 
+#: Columns of the output in a slice of 64 rows, which a block of the second kernel stores; few, for many blocks.
+SLICE_COLUMNS = 16
+
 #: Parts whose loads the second kernel has in flight at once, 32 bytes of a thread each: with four blocks of
 #: 128 threads on a multiprocessor 64 KiB, more than L2's latency times what it gives one multiprocessor.
 PARTS_IN_FLIGHT = 4
@@ -117,8 +120,8 @@ class Sums:
 
     @property
     def slice_columns(self):
-        """Columns of a slice of 64 rows, which a block of the second kernel stores; few, for many blocks."""
-        return 32 if self.epilogue.gated else 16
+        """Columns of the product of which a slice is made, `SLICE_COLUMNS` of the output."""
+        return 2 * SLICE_COLUMNS if self.epilogue.gated else SLICE_COLUMNS
 
     @cute.jit
     def launch_sum(self, mD, a_layout, b_layout, k_tiles, walk, partials, fused, stream):
@@ -126,16 +129,15 @@ class Sums:
         tiles = walk[0] * walk[1] * walk[2]
         if const_expr(self.streams):
             tiles = walk[3]
-        columns = self.slice_columns
-        out_columns = columns // 2 if const_expr(self.epilogue.gated) else columns
         # The first kernel's atom, one slice wide: which thread holds which element.
-        mma = self.tiled_mma(a_layout, b_layout, 1, columns)
-        sD_layout = self.staging_layout(LayoutEnum.from_tensor(mD), out_columns, 1)
+        mma = self.tiled_mma(a_layout, b_layout, 1, SLICE_COLUMNS)
+        d_layout = LayoutEnum.from_tensor(mD)
+        sD_layout = self.staging_layout(d_layout, SLICE_COLUMNS, 1)
         tma_d, gD = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(),
             mD,
-            cute.slice_(sD_layout, (None, None, 0)),
-            (MMA_ATOM_M, out_columns),
+            self.staging_layout(d_layout, SLICE_COLUMNS),
+            (MMA_ATOM_M, SLICE_COLUMNS),
         )
         slices = self.config.tile_m // MMA_ATOM_M * (self.config.tile_n // self.slice_columns)
         self.sum_kernel(tma_d, gD, mma, sD_layout, k_tiles, walk, partials, fused).launch(
@@ -150,23 +152,54 @@ class Sums:
         )
 
     @cute.jit
-    def add_parts(self, fragment, address, layout, stride_bytes, start, parts):
+    def add_parts(self, sums, address, layout, stride_bytes, start, parts):
         """Add the next parts in their order, once the loads of all are under way; none beyond the last."""
-        loaded = cute.make_rmem_tensor((cute.size(layout), PARTS_IN_FLIGHT), self.acc_dtype)
+        count = cute.size(sums)
+        loaded = cute.make_rmem_tensor((count, PARTS_IN_FLIGHT), self.acc_dtype)
         for ahead in cutlass.range_constexpr(PARTS_IN_FLIGHT):
             part = cutlass.min(start + ahead, parts - 1)
             place = cute.make_ptr(
                 self.acc_dtype, address + stride_bytes * part, cute.AddressSpace.gmem, assumed_align=16
             )
             theirs = cute.make_tensor(place, layout)
-            own = cute.make_tensor(loaded[(None, ahead)].iterator, cute.make_layout(layout.shape))
-            for chunk in cutlass.range_constexpr(cute.size(layout, mode=[1])):
+            own = cute.make_tensor(loaded[(None, ahead)].iterator, cute.make_layout((4, count // 4)))
+            for chunk in cutlass.range_constexpr(count // 4):
                 cute.autovec_copy(theirs[(None, chunk)], own[(None, chunk)])
         for ahead in cutlass.range_constexpr(PARTS_IN_FLIGHT):
             counts = start + ahead < parts
-            for value in cutlass.range_constexpr(cute.size(layout)):
-                added = fragment[value] + loaded[value, ahead]
-                fragment[value] = added if counts else fragment[value]
+            for value in cutlass.range_constexpr(count):
+                added = sums[value] + loaded[value, ahead]
+                sums[value] = added if counts else sums[value]
+
+    @cute.jit
+    def slice_of_sums(self, partials, piece, rank, sharer, atom, column_slice, thread):
+        """This thread's sums of a slice of a piece: (4, chunks); of halves that gate each other chunks of the
+        even columns, then of the odd ones.
+        """
+        config = self.config
+        chunk = 4 * WARPGROUP_THREADS
+        chunks = self.slice_columns // 8
+        layout = cute.make_layout((4, chunks), stride=(1, chunk))
+        if const_expr(config.gates_halves):
+            chunks //= 2
+            layout = cute.make_layout((4, (chunks, 2)), stride=(1, (chunk, config.tile_n // 16 * chunk)))
+        tile = self.sums_of(partials, piece, rank, sharer, thread)
+        start = atom * (config.tile_n // 8) + column_slice * chunks
+        return cute.make_tensor(tile.iterator + start * chunk, layout)
+
+    @cute.jit
+    def read_matrix(self, thread, place, mD, words):
+        """The values of the `staged_matrix` for a slice, as `fuse` takes them: here from global memory."""
+        row, column, entry = place
+        m, out_n, _ = mD.shape
+        run = 2
+        if const_expr(self.epilogue.gated):
+            column = column // 2
+        return self.fetch(
+            self.staged_matrix, self.words_of(self.staged_matrix, words),
+            MMA_ATOM_M * SLICE_COLUMNS // WARPGROUP_THREADS, row + thread // 32 * 16 + thread % 32 // 4,
+            column + thread % 4 * run, entry, m, out_n, run,
+        )  # fmt: skip
 
     @cute.kernel
     def sum_kernel(
@@ -183,7 +216,6 @@ class Sums:
         """Add the parts of one slice of a tile in their order, and store it."""
         config = self.config
         columns = self.slice_columns
-        out_columns = columns // 2 if const_expr(self.epilogue.gated) else columns
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         if thread == 0:
@@ -202,34 +234,42 @@ class Sums:
         cluster_m, cluster_n, entry, _ = self.cluster_tile_of(tile, walk)
         tile_m = cluster_m * config.cluster_m + rank % config.cluster_m
         tile_n = cluster_n * config.cluster_n + rank // config.cluster_m
-        piece, apart, parts = self.parts_of(tile, 0, k_tiles, walk)
-
-        first = self.sums_of(partials, piece, rank, sharer, thread)
-        first = cute.local_tile(first, (4, columns // 8), (0, atom * across + column_slice))
-        stride_bytes = Int64(apart * self.cluster_size) * (config.tile_m * config.tile_n * 4)
-        fragment = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ATOM_M, columns)), self.acc_dtype)
-        fragment.fill(0)
-        cute.arch.griddepcontrol_wait()
-        address = first.iterator.toint()
-        for part in cutlass.range(0, parts, PARTS_IN_FLIGHT, unroll=1):
-            self.add_parts(fragment, address, first.layout, stride_bytes, part, parts)
-
         row = (tile_m * (config.tile_m // MMA_ATOM_M) + row_atom) * MMA_ATOM_M
+        place = (row, tile_n * config.tile_n + column_slice * columns, entry)
+
+        piece, apart, parts = self.parts_of(tile, 0, k_tiles, walk)
+        first = self.slice_of_sums(partials, piece, rank, sharer, atom, column_slice, thread)
+        address = first.iterator.toint()
+        stride_bytes = Int64(apart * self.cluster_size) * (config.tile_m * config.tile_n * 4)
+        count = MMA_ATOM_M * columns // WARPGROUP_THREADS
+        sums = cute.make_rmem_tensor(count, self.acc_dtype)
+        sums.fill(0)
+        cute.arch.griddepcontrol_wait()
+        for part in cutlass.range(0, parts, PARTS_IN_FLIGHT, unroll=1):
+            self.add_parts(sums, address, first.layout, stride_bytes, part, parts)
+
+        fragment = sums
+        if const_expr(config.gates_halves):
+            fragment = cute.make_rmem_tensor(count, self.acc_dtype)
+            for value in cutlass.range_constexpr(count):
+                fragment[value] = sums[value % 2 * (count // 2) + value // 4 * 2 + value // 2 % 2]
         if const_expr(self.epilogue):
-            amax = cute.make_rmem_tensor(1, self.acc_dtype)
-            amax[0] = self.acc_dtype(0.0)
-            place = (row, tile_n * config.tile_n + column_slice * columns, entry)
-            fragment = self.fuse(fragment, columns, thread, place, mD, fused[0], fused[1:], amax)
+            amax = cute.make_rmem_tensor(1, cutlass.Float32)
+            amax[0] = cutlass.Float32(0.0)
+            loaded = None
+            if const_expr(self.staged_matrix is not None):
+                loaded = self.read_matrix(thread, place, mD, fused[1:])
+            fragment = self.fuse(fragment, columns, thread, place, mD, fused[0], fused[1:], loaded, amax)
             if const_expr("amax" in self.epilogue.steps):
                 self.publish_amax(fused[1:], amax, thread % 32)
-        converted = cute.make_rmem_tensor(fragment.layout, self.out_dtype)
-        converted.store(fragment.load().to(self.out_dtype))
+        converted = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ATOM_M, SLICE_COLUMNS)), self.out_dtype)
+        self.flat(converted).store(fragment.load().to(self.out_dtype))
 
         sD = SmemAllocator().allocate_tensor(
             self.out_dtype, sD_layout.outer, byte_alignment=SMEM_ALIGNMENT, swizzle=sD_layout.inner
         )
-        if const_expr(self.epilogue.gated):
-            self.stage_halves(converted, sD, thread, 0)
+        if const_expr(self.epilogue.gated and not config.gates_halves):
+            self.stage_halves(converted, sD, thread, 0, 0)
         else:
             if const_expr(self.out_dtype.width == 16):
                 op = warp.StMatrix8x8x16bOp(config.out_major == "m", 4)
@@ -240,7 +280,7 @@ class Sums:
             cute.copy(tiled_copy, tiled_copy.retile(converted), tRS_sD[(None, None, None, 0)])
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
-        gD = cute.local_tile(mD, (MMA_ATOM_M, out_columns), (None, None, None))
+        gD = cute.local_tile(mD, (MMA_ATOM_M, SLICE_COLUMNS), (None, None, None))
         bSG_sD, bSG_gD = cpasync.tma_partition(
             tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
         )

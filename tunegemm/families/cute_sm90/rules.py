@@ -27,9 +27,13 @@ _MAIN_LOOP_REGISTERS = 16
 _PROMOTED_K = 128
 _SWIZZLE_ROW_BYTES = 128
 
-#: More of them where pairs of columns gate each other: both halves of a fragment beside the accumulators. 160
-#: accumulators compile without spills, 192 spill 384 B (tests/test_epilogue.py).
-_GATE_REGISTERS = 24
+#: More of them with an epilogue that reads a matrix or converts int32 sums: 176 accumulators compile without
+#: spills, of 192 some kernels spill (tests/test_epilogue.py).
+_FUSED_REGISTERS = 24
+#: And with one that gates and stages by elements: 160 compile, 176 spill up to 648 B (same tests).
+_ELEMENT_REGISTERS = 40
+#: Accumulators beside which a warpgroup of two 64-row atoms has room for a second matrix.
+_ROOMY_ACCUMULATORS = 128
 
 config_of = config_maker(KernelConfig)
 
@@ -47,32 +51,30 @@ def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str |
         return None
     if candidate["epi_n"] == 0:
         return f"epilogue {problem.epilogue} with epi_n 0: it works on staged subtiles"
-    if problem.fused.gated:
-        if candidate["swap_ab"]:
-            return f"epilogue {problem.epilogue} with swap_ab: pairs of columns become rows of two threads"
-        if candidate["epi_n"] < 32:
-            return f"epilogue {problem.epilogue} with epi_n {candidate['epi_n']} < 32: half of it is staged"
+    if problem.fused.gated and candidate["swap_ab"]:
+        return f"epilogue {problem.epilogue} with swap_ab: pairs of columns become rows of two threads"
     return None
 
 
 def fused_registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A warpgroup of two 64-row atoms keeps what both need; with several things to read or track it spills.
+    """A warpgroup of two 64-row atoms keeps what both need; with a second matrix or amax to track it spills.
 
-    Of 45 kernels compiled with such epilogues those of one atom never spilled; of two, 13 of the 19 that this
-    rejects did, and none of the 4 that it admits (nvidia-cutlass-dsl 4.8.1; some are in
-    tests/test_epilogue.py). What ptxas makes of the other 6 follows no simple law: here the rule is stricter
-    than the compiler.
+    What ptxas makes of such kernels follows no simple law, and the rule is stricter than the compiler: of 25
+    that it rejects 11 spilled, of the 40 that it admits none (nvidia-cutlass-dsl 4.8.1; some are in
+    tests/test_epilogue.py).
     """
     config = config_of(problem, candidate)
-    if config.atoms_per_warpgroup < 2 or not config.fused.is_defined:
+    atoms, sums = config.atoms_per_warpgroup, config.accumulator_registers
+    if atoms < 2 or not config.fused.is_defined:
         return None
-    fused = config.fused
-    matrices = sum(operand.kind == "matrix" for operand in fused.operands)
-    amax = "amax" in fused.steps
-    if matrices > 1 or (amax and (matrices or fused.gated or config.accumulator_registers > 128)):
-        atoms = config.atoms_per_warpgroup
-        return f"epilogue {problem.epilogue} with {atoms} atoms of 64 rows in a warpgroup: it spills"
+    if "amax" in config.fused.steps or (_matrices(config) > 1 and sums > _ROOMY_ACCUMULATORS):
+        return f"epilogue {problem.epilogue} with {atoms} atoms of 64 rows, {sums} accumulators: it spills"
     return None
+
+
+def _matrices(config: KernelConfig) -> int:
+    fused = config.fused
+    return sum(operand.kind == "matrix" for operand in (fused.operands if fused.is_defined else ()))
 
 
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -116,7 +118,11 @@ def promotion(problem: Problem, candidate: Candidate, device: Device) -> str | N
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills."""
     config = config_of(problem, candidate)
-    overhead = _OVERHEAD_REGISTERS + (_GATE_REGISTERS if config.fused.gated else 0)
+    overhead = _OVERHEAD_REGISTERS
+    if config.fused.gated and not config.stages_pairs:
+        overhead += _ELEMENT_REGISTERS
+    elif config.fused and (_matrices(config) or config.in_dtype == "int8"):
+        overhead += _FUSED_REGISTERS
     budget = config.registers[1]
     for sums, others in (
         (config.accumulator_registers, overhead),
@@ -205,6 +211,14 @@ def reduction_fits(problem: Problem, candidate: Candidate, device: Device) -> st
     return split_fits(problem, candidate.with_launch(split_k=split_k), device)
 
 
+def second_slices(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A second kernel stores slices of 16 columns; where pairs of columns gate each other, made of 32."""
+    second = candidate.params.get("reduction", "pairs") == "second_kernel"
+    if second and problem.fused.gated and candidate["tile_n"] % 32:
+        return f"epilogue {problem.epilogue} by a second kernel with tile_n {candidate['tile_n']}, which 32 does not divide"
+    return None
+
+
 def stream_split(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Stream-K cuts k by itself: the launch says how many tiles it cuts where others say how many parts."""
     if streams(candidate) and int(candidate.params.get("split_k", 1)) > 1:
@@ -233,6 +247,7 @@ RULES = (
     ring_rows,
     promotion,
     stream_split,
+    second_slices,
     fused_store,
     epilogue_tile,
     cluster,

@@ -1,0 +1,162 @@
+"""What `import tunegemm` and its first product cost, in processes of their own.
+
+A part of `benchmarks.dispatch`.
+
+Each process has torch imported, CUDA started and one `torch.mm` done before the clock starts. Modules are
+compiled to bytecode beforehand, as an installer leaves them. *Cold* is with the files that it reads dropped
+from the page cache, as far as no other process has them open; `read_mb` says what then came from the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tunegemm.device import Device
+from tunegemm.errors import TunegemmError
+from tunegemm.problem import Problem
+
+RECORDS = 10_000
+PROCESSES = 5
+
+_IMPORT = """
+import json, time, torch
+start = time.perf_counter()
+import tunegemm
+print(json.dumps({"import_ms": 1e3 * (time.perf_counter() - start)}))
+"""
+
+#: Prints milliseconds of each part; then whether a tuned kernel was launched, what was read from the disk,
+#: and the files that the process had open or loaded since torch was imported.
+_FIRST_CALL = """
+import json, os, sys, time, torch
+m, n, k, spec = *map(int, sys.argv[1:4]), sys.argv[4]
+a = torch.rand(m, k, dtype=torch.bfloat16, device=spec)
+b = torch.rand(n, k, dtype=torch.bfloat16, device=spec).t()
+torch.mm(a, b)  # CUDA and cuBLAS start up, as they do in any program
+torch.cuda.synchronize() if torch.cuda.is_available() else None
+parts, files = {}, set()
+
+def disk_bytes():
+    with open("/proc/self/io") as lines:
+        return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+def timed(name, call):
+    def run(*given):
+        begin = time.perf_counter()
+        try:
+            return call(*given)
+        finally:
+            parts[name] = 1e3 * (time.perf_counter() - begin)
+    return run
+
+def see(event, given):
+    if event in ("open", "ctypes.dlopen", "import"):  # the file of an import is its second argument
+        files.update(name for name in given[:2] if isinstance(name, str))
+
+if len(sys.argv) > 5:
+    sys.addaudithook(see)
+before = disk_bytes()
+times = [time.perf_counter()]
+import tunegemm
+tunegemm.matmul
+times.append(time.perf_counter())
+from tunegemm.dispatch import api
+serving = api._dispatcher
+serving._find = timed("device_ms", serving._find)
+serving._read = timed("records_ms", serving._read)
+serving._prepare = timed("kernel_ms", serving._prepare)
+for _ in range(2):
+    times.append(time.perf_counter())
+    tunegemm.matmul(a, b)
+    times.append(time.perf_counter())
+read = disk_bytes() - before
+kept = [plan for plan in serving._state.plans.values() if plan is not None]
+steps = [1e3 * (end - begin) for begin, end in zip(times, times[1:])]
+print(json.dumps({
+    "import_and_matmul_ms": steps[0], **parts, "first_call_ms": steps[2],
+    "import_and_first_call_ms": steps[0] + steps[2], "second_call_ms": steps[4], "read_mb": read / 1e6,
+    "tuned": bool(kept), "modules": len(sys.modules), "files": sorted(filter(os.path.isfile, files)),
+}))
+"""
+
+_MEMORY = """
+import gc, json, tracemalloc
+import tunegemm.dispatch
+from tunegemm.dispatch.snapshot import read_snapshot
+read_snapshot()
+gc.collect()
+tracemalloc.start()
+snapshot = read_snapshot()
+gc.collect()
+print(json.dumps({"bytes": tracemalloc.get_traced_memory()[0], "records": len(snapshot)}))
+"""
+
+
+def fresh_processes(problem: Problem, device: Device, records: int = RECORDS) -> dict[str, Any]:
+    """Medians of `PROCESSES` processes each; with the records that are there, then with `records` more."""
+    extents = (str(problem.m), str(problem.n), str(problem.k), device.spec)
+    _python(_FIRST_CALL, *extents)  # compiles the bytecode
+    imports = [_python(_IMPORT) for _ in range(PROCESSES)]
+    few = [_python(_FIRST_CALL, *extents) for _ in range(PROCESSES)]
+    add_records(records)
+    files = _python(_FIRST_CALL, *extents, "files")["files"]
+    many = [_python(_FIRST_CALL, *extents) for _ in range(PROCESSES)]
+    cold = []
+    for _ in range(PROCESSES):
+        drop_from_page_cache(files)
+        cold.append(_python(_FIRST_CALL, *extents))
+    memory = _python(_MEMORY)
+    warm = _medians(many)
+    return {
+        **_medians(imports),
+        **{name: warm[name] for name in ("import_and_matmul_ms", "first_call_ms", "second_call_ms")},
+        "first_call_few_records_ms": _medians(few)["first_call_ms"],
+        "first_call_cold_ms": _medians(cold)["first_call_ms"],
+        "first_call_parts": {"warm": warm, "cold": _medians(cold)},
+        "first_call_is_tuned": all(sample["tuned"] for sample in (*few, *many, *cold)),
+        "records": memory["records"],
+        "bytes_per_record": round(memory["bytes"] / memory["records"], 1),
+    }
+
+
+def add_records(count: int) -> None:
+    """Synthetic records of two GPUs and two toolchains, in the user's layer of this process's folder."""
+    from benchmarks import database
+    from tunegemm.database.layers import user_location
+
+    location = user_location()
+    location.parent.mkdir(parents=True, exist_ok=True)
+    database.build(location, shapes=-(-count // 4), toolchains=2, measured=1)
+
+
+def drop_from_page_cache(files: list[str]) -> None:
+    """As far as the kernel does it for one who is not root: not for pages that a process has mapped."""
+    for file in files:
+        with suppress(OSError), Path(file).open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _medians(samples: list[dict[str, Any]]) -> dict[str, float]:
+    numbers = [name for name, value in samples[0].items() if isinstance(value, float) or name.endswith("_ms")]
+    return {
+        name: round(statistics.median(sample.get(name, 0.0) for sample in samples), 3) for name in numbers
+    }
+
+
+def _python(code: str, *arguments: str) -> dict[str, Any]:
+    """The object that a program prints on its last line; Python may keep bytecode, as it does by default."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise TunegemmError(f"a measuring process failed: {lines[-1]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -1,0 +1,13 @@
+"""What is known of a database without SQLAlchemy: dispatch asks before it reads one."""
+
+from __future__ import annotations
+
+#: The newest revision under db/migrations/versions. Held here so that opening an up-to-date database
+#: does not load Alembic; a test compares it with Alembic's head.
+SCHEMA_VERSION = "0005"
+
+#: Not Alembic's default name: Optuna's storages claim that one, should both live on one server.
+VERSION_TABLE = "tunegemm_alembic_version"
+
+#: The policy of records that are chosen by speed alone.
+FASTEST = "fastest"
