@@ -168,6 +168,11 @@ def test_what_is_rejected_fails(
         ("split_fits", Problem.parse("64x64x512"), {"split_k": 4}),
         ("reduction_fits", Problem.parse("512x512x65536"), {"reduction": "second_kernel", "split_k": 1}),
         ("reduction_fits", PROBLEMS[0], {"reduction": "second_kernel"}),
+        (
+            "second_slices",
+            Problem.parse("512x512x65536", epilogue="swiglu"),
+            {"reduction": "second_kernel", "split_k": 8, "tile_n": 48, "epi_n": 16},
+        ),
         ("stream_split", PROBLEMS[0], {"tile_scheduler": "stream_k", "split_k": 2}),
         ("stream_fits", Problem.parse("1536x2816x4096"), {"tile_scheduler": "stream_k"}),
         ("stream_fits", Problem.parse("128x128x256"), {"tile_scheduler": "stream_k"}),
@@ -188,7 +193,7 @@ def test_every_rule_can_object(h200: Device) -> None:
     seen = {rule for rule, _, _ in REJECTED} | {rule for rule, *_ in REJECTED_DTYPES}
     seen |= {"ring_depth", "ring_rows", "promotion", "epilogue_tile"}
     seen |= {"cluster", "cluster_fits", "swap_fits", "split_fits", "architecture"}
-    seen |= {"reduction_fits", "stream_split", "stream_fits"}
+    seen |= {"second_slices", "reduction_fits", "stream_split", "stream_fits"}
     seen |= {"fused_store", "fused_registers"}  # tests/test_epilogue.py
     assert {rule.__name__ for rule in RULES} <= seen
     assert FAMILY.check(PROBLEMS[0], candidate(), find_device("model:a100-sxm-80gb")).rule == "architecture"

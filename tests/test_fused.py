@@ -732,8 +732,7 @@ def test_autocast_means_what_it_means_for_torchs_calls(serve, kernel, dtypes, gr
         close(mine, torchs)
         if grad:
             pairs = [
-                torch.autograd.grad(result.float().sum(), wanted, allow_unused=True)
-                for result in (mine, torchs)
+                torch.autograd.grad(result.float().sum(), wanted, allow_unused=True) for result in (mine, torchs)
             ]
             for one, other in zip(*pairs, strict=True):
                 assert (one is None) == (other is None), name

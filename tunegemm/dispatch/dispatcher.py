@@ -764,13 +764,7 @@ class Dispatcher:
             state = self._state
             if state.snapshot is None:
                 state.snapshot = self._snapshot(state, "")
-            facts = (
-                package_version("tunegemm"),
-                self._mode,
-                state.policy,
-                state.modified,
-                state.snapshot.digest,
-            )
+            facts = (package_version("tunegemm"), self._mode, state.policy, state.modified, state.snapshot.digest)
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def _prepared(self, state: State, problem: Problem, device: torch.device, name: str) -> Prepared | None:

@@ -22,7 +22,8 @@ from tunegemm.families.cute_sm90.config import MMA_ATOM_M, SMEM_ALIGNMENT, WARPG
 #: idle.
 SECOND_SMEM_BYTES = 46 * 1024
 
-#: Columns of the output in a slice of 64 rows, which a block of the second kernel stores; few, for many blocks.
+#: Columns of the output in a slice of 64 rows, which a block of the second kernel stores: few, for many
+#: blocks.
 SLICE_COLUMNS = 16
 
 #: Parts whose loads the second kernel has in flight at once, 32 bytes of a thread each: with four blocks of

@@ -214,8 +214,8 @@ def reduction_fits(problem: Problem, candidate: Candidate, device: Device) -> st
 def second_slices(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A second kernel stores slices of 16 columns; where pairs of columns gate each other, made of 32."""
     second = candidate.params.get("reduction", "pairs") == "second_kernel"
-    if second and problem.fused.gated and candidate["tile_n"] % 32:
-        return f"epilogue {problem.epilogue} by a second kernel with tile_n {candidate['tile_n']}, which 32 does not divide"
+    if second and problem.fused.gated and (tile_n := candidate["tile_n"]) % 32:
+        return f"epilogue {problem.epilogue} by a second kernel, with tile_n {tile_n} that 32 does not divide"
     return None
 
 
