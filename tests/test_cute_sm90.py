@@ -313,3 +313,18 @@ def test_an_object_holds_the_launch_function(pool: CompilePool, h200: Device) ->
     (result,) = compile_all(pool, h200, [(PROBLEMS[0], candidate())])
     assert result.artifact is not None
     assert callable(load_function(Path(result.artifact.path)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "units"),
+    [
+        (PROBLEMS[0], (8, 8)),
+        (Problem.parse(SHAPE, out_dtype="fp32"), (8, 8)),
+        (Problem(4096, 4096, 4096, epilogue="swiglu"), (8, 16)),
+        (Problem.parse(SHAPE, dtype="fp8_e4m3", out_dtype="fp8_e4m3"), (8, 16)),
+        (Problem(4096, 4096, 4096, out_major="m"), (8, 8)),
+    ],
+)
+def test_the_last_tiles_begin_where_tma_may_store(problem: Problem, units: tuple[int, int]) -> None:
+    """Columns of D at multiples of 16 bytes."""
+    assert config_of(problem, candidate()).edge_units == units

@@ -17,10 +17,12 @@ recorded kernel is taken for another problem where both agree:
    What is expected, at most the least of the recorded ratios, must pass the margin, too.
 
 5. *The tiles.* The kernel has at most a tenth more tiles along m than at its witness, and no more rows beyond
-   the edge than 16, than m / 32 or than its witness has. A second tile reads the weights again, and TMA fills
-   rows beyond the edge slowly: at 4096x4096 a kernel with tiles of 64 took 12.4 us for m = 120 to 128 and
-   20.9 us for m = 65; at 28672x4096 one with tiles of 16 was 1.10 of torch up to m = 16 and 0.67 at 17 (H200,
-   2026-11-21, benchmarks/results/h200/decode-first-rule-2026-11-21.json).
+   the edge than 16, than m / 32 or than its witness has. A second tile reads the weights again: at
+   28672x4096 a kernel with tiles of 16 was 1.10 of torch up to m = 16 and 0.67 at 17. And TMA fills rows
+   beyond the edge slowly: at 4096x4096 a kernel with tiles of 64 took 12.4 us for m = 120 to 128 and 20.9 us
+   for m = 65 (H200, 2026-11-21, benchmarks/results/h200/decode-first-rule-2026-11-21.json). Families whose
+   last tile begins inside have no such rows where a tile fits at all (`edges_inside`); but for epilogues that
+   read a matrix, which may be D.
 
 A row of one (m = 1) takes what was recorded for it, and is no witness: libraries multiply matrix and vector
 by other kernels. Launch parameters that depend on m are derived anew (`l2_hint`) or counted at load (`ctas`);
@@ -217,7 +219,9 @@ def _tiles_differ(problem: Problem, witness: Problem, candidate: Candidate) -> s
     if here > there * MOST_TILES:
         return f"{here} tiles of {tile} rows here, {there} there"
     beyond, known = here * tile - problem.m, there * tile - witness.m
-    if beyond > max(MOST_ROWS_BEYOND, known, problem.m // 32):
+    matrices = any(operand.kind == "matrix" for operand in problem.fused.operands)
+    inside = families.get(candidate.family).edges_inside and problem.m >= tile and not matrices
+    if not inside and beyond > max(MOST_ROWS_BEYOND, known, problem.m // 32):
         return f"{beyond} rows of its tiles lie beyond the edge, {known} there"
     return ""
 

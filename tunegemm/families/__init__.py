@@ -48,6 +48,8 @@ class Family(Protocol):
     """Whether candidates need `compile`; a library's algorithms do not."""
     tma: bool
     """Whether kernels read and write through TMA, which wants 16-byte addresses and strides."""
+    edges_inside: bool
+    """Whether tiles at the edge begin inside, so that none hangs over it where a tile fits at all."""
 
     def unavailable(self, *, launching: bool = False) -> str | None:
         """None when the family's packages are installed; else one line that names the missing one.

@@ -83,6 +83,7 @@ class Generator(ABC):
     rules: Sequence[Rule]
     fuses = False
     """Whether kernels take an epilogue."""
+    edges_inside = False
 
     @abstractmethod
     def config_of(self, problem: Problem, candidate: Candidate) -> Config:

@@ -116,6 +116,7 @@ class CublasLt:
     extent_rules: frozenset[str] = frozenset()
     compiled = False
     tma = False
+    edges_inside = False
 
     def unavailable(self, *, launching: bool = False) -> str | None:
         """None when nvmath-python is installed. Without it torch.mm is the family's only candidate."""

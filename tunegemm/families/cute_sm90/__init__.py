@@ -51,6 +51,7 @@ class CuteSm90(Generator):
     config = KernelConfig
     rules = RULES
     fuses = True
+    edges_inside = True
 
     def toolchain(self) -> Mapping[str, str | int]:
         return {"cutlass_dsl": package_version("nvidia-cutlass-dsl")}

@@ -108,6 +108,17 @@ class KernelConfig:
         return self.atoms_per_warpgroup * self.tile_n // self.subtile_n
 
     @property
+    def edge_units(self) -> tuple[int, int]:
+        """What rows and columns at which the last tiles begin are multiples of.
+
+        TMA wants innermost coordinates at multiples of 16 bytes (else: illegal instruction); those of D are
+        half the product's columns where pairs gate each other.
+        """
+        unit = 16 // DTYPE_BYTES[self.out_dtype] * (2 if self.fused.gated else 1)
+        innermost, other = max(8, unit), 8  # 8: A and B whose innermost mode it is have 16-bit elements
+        return (other, innermost) if self.out_major == "n" else (innermost, other)
+
+    @property
     def consumers(self) -> int:
         """Consumer warpgroups: pingpong 2; cooperative one per 64 rows, but 2 for 256 rows."""
         if self.schedule == "pingpong":

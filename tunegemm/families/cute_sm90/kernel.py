@@ -54,6 +54,9 @@ START_BARRIER = 6  # the ring's barriers are there; without a cluster
 EVICT_NORMAL = 0x1000000000000000
 EVICT_FIRST = 0x12F0000000000000
 
+# Where a tile begins that begins nowhere inside.
+NOWHERE = 2**31 - 1
+
 
 class Gemm(Fusion, Pieces, Sums):
     """D[m, n] = A[m, k] B[n, k]^T for one `KernelConfig`."""
@@ -180,7 +183,7 @@ class Gemm(Fusion, Pieces, Sums):
         self.storage = Storage
         self.smem_bytes = Storage.size_in_bytes()
 
-        # Work is counted in clusters; a tile beyond the edge loads zeros and stores nothing (TMA clips).
+        # Work is counted in clusters.
         work_m = cute.ceil_div(m, config.tile_m * config.cluster_m)
         work_n = cute.ceil_div(n, config.tile_n * config.cluster_n)
         k_tiles = cute.ceil_div(k, config.tile_k)
@@ -190,11 +193,12 @@ class Gemm(Fusion, Pieces, Sums):
         counters = cute.make_ptr(Int32, counters_address, cute.AddressSpace.gmem, assumed_align=4)
 
         walk = (work_m, work_n, batch, split_k, raster_along_m, swizzle_size, second_kernel, clusters)
+        last = self.last_begins(m, n, d_address, words)
         fused = (n, *words) if const_expr(self.epilogue) else ()
 
         self.kernel(
             tma_a, gA, tma_b, gB, tma_d, gD, matrix, tiled_mma, epilogue_mma, sA_layout, sB_layout,
-            gated_ring, sD_layout, k_tiles, walk, l2_hint, partials, counters, fused,
+            gated_ring, sD_layout, k_tiles, walk, last, l2_hint, partials, counters, fused,
         ).launch(
             grid=(config.cluster_m, config.cluster_n, clusters),
             block=(config.threads, 1, 1),
@@ -205,7 +209,38 @@ class Gemm(Fusion, Pieces, Sums):
             min_blocks_per_mp=1,
         )  # fmt: skip
         if second_kernel != 0:
-            self.launch_sum(mD, a_layout, b_layout, k_tiles, walk, partials, fused, stream)
+            self.launch_sum(mD, a_layout, b_layout, k_tiles, walk, last, partials, fused, stream)
+
+    @cute.jit
+    def last_begins(self, m, n, d_address, words):
+        """Row and column where the last tiles begin: inside, so that they end with the matrix.
+
+        What hangs over the edge TMA fills with zeros, more slowly than it loads. Where tiles overlap they
+        store the same values twice. But for two cases: stream-K cuts tiles at different places of k, so that
+        their sums differ in the last bits; and a matrix that an epilogue reads where D lies must be read by
+        one tile alone, before it stores.
+        """
+        config = self.config
+        if const_expr(self.streams):
+            return Int32(NOWHERE), Int32(NOWHERE)
+        unit_m, unit_n = config.edge_units
+        last_m = cute.ceil_div(cutlass.max(m - config.tile_m, 0), unit_m) * unit_m
+        last_n = cute.ceil_div(cutlass.max(n - config.tile_n, 0), unit_n) * unit_n
+        word = 0
+        for operand in cutlass.range_constexpr(len(self.epilogue.operands)):
+            described = self.epilogue.operands[operand]
+            if const_expr(described.kind == "matrix"):
+                if words[word] == d_address:
+                    last_m = Int32(NOWHERE)
+                    last_n = Int32(NOWHERE)
+            word += described.words
+        return last_m, last_n
+
+    @cute.jit
+    def begin(self, tile_m, tile_n, last):
+        """First row and column of a tile."""
+        row, column = tile_m * self.config.tile_m, tile_n * self.config.tile_n
+        return cutlass.min(row, last[0]), cutlass.min(column, last[1])
 
     @cute.jit
     def operand(self, address, dtype, shape, minor_is_second, leading, batch_stride):
@@ -328,6 +363,7 @@ class Gemm(Fusion, Pieces, Sums):
         sD_layout: cute.ComposedLayout | None,
         k_tiles: Int32,
         walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32],
+        last: tuple[Int32, Int32],
         l2_hint: Int32,
         partials: cute.Pointer,
         counters: cute.Pointer,
@@ -336,7 +372,8 @@ class Gemm(Fusion, Pieces, Sums):
         """`walk`: cluster tiles along m and n, batch, split count (of stream-K: tiles that are cut), whether
         along m, width of a band, whether a second kernel adds the parts, clusters of the grid.
 
-        `matrix`: how TMA loads the epilogue's matrix; empty without one. `gated_ring`: see `halves`.
+        `last`: see `last_begins`. `matrix`: how TMA loads the epilogue's matrix; empty without one.
+        `gated_ring`: see `halves`.
 
         `fused`, where there is an epilogue: columns of the product, of which D has half where they gate each
         other, and the words of its operands. Without one it is empty.
@@ -399,7 +436,8 @@ class Gemm(Fusion, Pieces, Sums):
                 if const_expr(config.gates_halves):
                     sB_loaded = storage.b.get_tensor(gated_ring.outer, swizzle=gated_ring.inner)
                 self.produce(
-                    tma_a, mA, tma_b, mB, sA, sB_loaded, full, empty, k_tiles, walk, total_work, l2_hint
+                    tma_a, mA, tma_b, mB, sA, sB_loaded, full, empty, k_tiles, walk, last,
+                    total_work, l2_hint,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(mma_registers)
@@ -409,7 +447,7 @@ class Gemm(Fusion, Pieces, Sums):
                 cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
             self.consume(
                 tma_d, mD, (*matrix, storage.loaded.data_ptr()), tiled_mma, epilogue_mma, sA, sB, sD, full,
-                empty, storage.arrived.data_ptr(), thread - WARPGROUP_THREADS, group - 1, k_tiles, walk,
+                empty, storage.arrived.data_ptr(), thread - WARPGROUP_THREADS, group - 1, k_tiles, walk, last,
                 total_work, partials, counters, fused,
             )  # fmt: skip
 
@@ -459,33 +497,21 @@ class Gemm(Fusion, Pieces, Sums):
         return tile_m, tile_n, entry, part
 
     @cute.jit
-    def produce(self, tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, total_work, l2_hint):
+    def place_of(self, work, walk, last):
+        """Of the tile of a work index: first row and column, entry of the batch."""
+        tile_m, tile_n, entry, _ = self.tile_of(work, walk)
+        row, column = self.begin(tile_m, tile_n, last)
+        return row, column, entry
+
+    @cute.jit
+    def produce(self, tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, last, total_work, l2_hint):
         """One warp: fill the ring, tile after tile."""
         cta_m, cta_n, _ = cute.arch.block_idx()
         config = self.config
         cta_layout = cute.make_layout((config.cluster_m, config.cluster_n))
-        gA = cute.local_tile(mA, (config.tile_m, config.tile_k), (None, None, None))
+        b_box, halves = (config.tile_n, config.tile_k), 1
         if const_expr(config.gates_halves):
-            gB = cute.local_tile(mB, (config.tile_n // 2, config.tile_k, 2), (None, None, 0, None))
-            gB, sB = cute.group_modes(gB, 0, 3), cute.group_modes(sB, 0, 3)
-        else:
-            gB = cute.local_tile(mB, (config.tile_n, config.tile_k), (None, None, None))
-            gB, sB = cute.group_modes(gB, 0, 2), cute.group_modes(sB, 0, 2)
-        # CTAs of one cluster row share A tiles, those of one column share B tiles.
-        tAsA, tAgA = cpasync.tma_partition(
-            tma_a,
-            cta_n,
-            cute.make_layout(config.cluster_n),
-            cute.group_modes(sA, 0, 2),
-            cute.group_modes(gA, 0, 2),
-        )
-        tBsB, tBgB = cpasync.tma_partition(
-            tma_b,
-            cta_m,
-            cute.make_layout(config.cluster_m),
-            sB,
-            gB,
-        )
+            b_box, halves = (config.tile_n // 2, config.tile_k, 2), 2
         a_mask = None
         b_mask = None
         if const_expr(config.cluster_n > 1):
@@ -511,15 +537,19 @@ class Gemm(Fusion, Pieces, Sums):
         while work < total_work:
             if const_expr(not self.streams):
                 first_k_tile = part * k_tiles
-            tAgA_tile = tAgA[(None, tile_m, None, entry)]
-            tBgB_tile = tBgB[(None, tile_n, None, entry)]
+            row, column = self.begin(tile_m, tile_n, last)
+            # CTAs of one cluster row share A tiles, those of one column share B tiles.
+            tAsA, tAgA = self.tile_at(
+                tma_a, mA, sA, row, (config.tile_m, config.tile_k), cta_n, config.cluster_n
+            )
+            tBsB, tBgB = self.tile_at(tma_b, mB, sB, column // halves, b_box, cta_m, config.cluster_m)
             for k_tile in cutlass.range(count, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, config.stage_bytes)
                 cute.copy(
                     tma_a,
-                    tAgA_tile[(None, first_k_tile + k_tile)],
+                    tAgA[(None, first_k_tile + k_tile, entry)],
                     tAsA[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=a_mask,
@@ -527,7 +557,7 @@ class Gemm(Fusion, Pieces, Sums):
                 )
                 cute.copy(
                     tma_b,
-                    tBgB_tile[(None, first_k_tile + k_tile)],
+                    tBgB[(None, first_k_tile + k_tile, entry)],
                     tBsB[(None, stage)],
                     tma_bar_ptr=full + stage,
                     mcast_mask=b_mask,
@@ -550,9 +580,25 @@ class Gemm(Fusion, Pieces, Sums):
                     phase ^= 1
 
     @cute.jit
+    def tile_at(
+        self, tma, tensor, ring, first, box: cutlass.Constexpr, rank, ways: cutlass.Constexpr
+    ):  # fmt: skip
+        """A CTA's shares of the ring's stages and of an operand's tile that begins at row `first`."""
+        modes = len(box)
+        inside = cute.domain_offset((first, *[0] * modes), tensor)
+        tile = cute.local_tile(inside, box, (0, None, *[0] * (modes - 2), None))
+        return cpasync.tma_partition(
+            tma,
+            rank,
+            cute.make_layout(ways),
+            cute.group_modes(ring, 0, modes),
+            cute.group_modes(tile, 0, modes),
+        )
+
+    @cute.jit
     def consume(
         self, tma_d, mD, matrix, tiled_mma, epilogue_mma, sA, sB, sD, full, empty, arrived, thread, group,
-        k_tiles, walk, total_work, partials, counters, fused,
+        k_tiles, walk, last, total_work, partials, counters, fused,
     ):  # fmt: skip
         """One consumer warpgroup: multiply, convert, store."""
         config = self.config
@@ -609,7 +655,7 @@ class Gemm(Fusion, Pieces, Sums):
             if const_expr(two_level):
                 if const_expr(self.staged_matrix is not None):
                     if not self.has_parts(work, walk):
-                        self.load_matrix(matrix, sD, group, group_thread, self.tile_of(work, walk))
+                        self.load_matrix(matrix, sD, group, group_thread, self.place_of(work, walk, last))
                 stage, phase = self.sum_two_level(
                     tiled_mma, accumulators, partial, tCrA, tCrB, full, empty, stage, phase, count, signal,
                     peer,
@@ -627,7 +673,7 @@ class Gemm(Fusion, Pieces, Sums):
                 if const_expr(self.staged_matrix is not None):
                     # Nobody else may have this tile to store; with parts of k it shows in the end who has.
                     if not self.has_parts(work, walk):
-                        self.load_matrix(matrix, sD, group, group_thread, self.tile_of(work, walk))
+                        self.load_matrix(matrix, sD, group, group_thread, self.place_of(work, walk, last))
                 previous = stage
                 stage += 1
                 if stage == config.stages:
@@ -675,16 +721,17 @@ class Gemm(Fusion, Pieces, Sums):
                         sharer, group, group_thread,
                     )  # fmt: skip
             if holds_sum:
+                place = (*self.begin(tile_m, tile_n, last), entry)
                 if const_expr(config.epi_n > 0):
                     if const_expr(self.staged_matrix is not None):
                         if self.has_parts(work, walk):
-                            self.load_matrix(matrix, sD, group, group_thread, (tile_m, tile_n, entry, part))
+                            self.load_matrix(matrix, sD, group, group_thread, place)
                     phases = self.store(
-                        tma_d, mD, matrix, epilogue_mma, accumulators, sD, group, group_thread, tile_m,
-                        tile_n, entry, fused, amax, phases,
+                        tma_d, mD, matrix, epilogue_mma, accumulators, sD, group, group_thread, place,
+                        fused, amax, phases,
                     )  # fmt: skip
                 else:
-                    self.store_directly(mD, accumulators, group, group_thread, tile_m, tile_n, entry)
+                    self.store_directly(mD, accumulators, group, group_thread, place)
 
             if const_expr(pingpong):
                 # Skip the other warpgroup's piece.
@@ -738,8 +785,8 @@ class Gemm(Fusion, Pieces, Sums):
 
     @cute.jit
     def store(
-        self, tma_d, mD, matrix, epilogue_mma, accumulators, sD, group, group_thread, tile_m, tile_n, entry,
-        fused, amax, phases,
+        self, tma_d, mD, matrix, epilogue_mma, accumulators, sD, group, group_thread, tile, fused, amax,
+        phases,
     ):  # fmt: skip
         """Convert and store one warpgroup's rows, subtile by subtile, without the other warpgroups.
 
@@ -749,9 +796,11 @@ class Gemm(Fusion, Pieces, Sums):
         also hands out the next buffer; with fewer that would serialize, so each subtile takes two barriers.
         Where TMA brought a matrix into the buffers, its arrival says that a buffer is free.
 
-        Returns the new `phases` of these arrivals.
+        `tile`: its first row and column in the product, and its entry of the batch. Returns the new `phases`
+        of these arrivals.
         """
         config = self.config
+        first_row, first_column, entry = tile
         buffers = config.epilogue_buffers
         loads = const_expr(self.staged_matrix is not None)
         pairs = const_expr(config.fused.gated and not config.gates_halves)
@@ -767,7 +816,7 @@ class Gemm(Fusion, Pieces, Sums):
         if const_expr(loads):
             tiled_load = cute.make_tiled_copy_C(cute.make_copy_atom(load_op, self.out_dtype), epilogue_mma)
             tSR_sC = tiled_load.get_slice(group_thread).partition_S(sD)
-        bSG_sD, bSG_gD = self.staged_boxes(tma_d, mD, sD)
+        bSG_sD, bSG_gD = self.staged_boxes(tma_d, mD, sD, tile)
         subtiles = config.tile_n // config.subtile_n
         columns = config.converted_columns * config.subtile_n // config.out_epi_n  # of the product
         values = MMA_ATOM_M * columns // WARPGROUP_THREADS
@@ -783,7 +832,7 @@ class Gemm(Fusion, Pieces, Sums):
             atom, subtile = index // subtiles, index % subtiles
             own_buffer = index % buffers
             buffer = group * buffers + own_buffer
-            row, column = self.subtile_place(index, group, tile_m, tile_n)
+            row, column = self.subtile_place(index, group)
             if const_expr(loads):
                 phase = (phases >> own_buffer) ^ (index // buffers)
                 cute.arch.mbarrier_wait(matrix[2] + buffer, phase & 1)
@@ -807,10 +856,10 @@ class Gemm(Fusion, Pieces, Sums):
                             tiled_load.retile(given)[(None, None, 0)],
                         )  # fmt: skip
                         loaded = self.flat(given).load().to(cutlass.Float32)
-                    first = tile_n * config.tile_n + subtile * config.subtile_n + piece * columns
+                    first = first_column + subtile * config.subtile_n + piece * columns
+                    place = (first_row + row * MMA_ATOM_M, first, entry)
                     fragment = self.fuse(
-                        fragment, columns, group_thread, (row * MMA_ATOM_M, first, entry), mD, fused[0],
-                        fused[1:], loaded, amax,
+                        fragment, columns, group_thread, place, mD, fused[0], fused[1:], loaded, amax
                     )  # fmt: skip
                 converted = cute.make_rmem_tensor(out_shape, self.out_dtype)
                 self.flat(converted).store(fragment.load().to(self.out_dtype))
@@ -832,32 +881,36 @@ class Gemm(Fusion, Pieces, Sums):
                 cute.copy(tma_d, bSG_sD[(None, buffer)], bSG_gD[(None, row, column, entry)])
                 cute.arch.cp_async_bulk_commit_group()
             if const_expr(loads):
-                self.load_next(index, matrix, sD, group, group_thread, tile_m, tile_n, entry)
+                self.load_next(index, matrix, sD, group, group_thread, tile)
         if const_expr(loads):
             odd = sum(1 << own for own in range(buffers) if len(range(own, config.subtiles, buffers)) % 2)
             phases ^= odd
         return phases
 
     @cute.jit
-    def subtile_place(self, index: cutlass.Constexpr, group, tile_m, tile_n):
-        """A subtile's coordinates in D, counted in subtiles."""
+    def subtile_place(self, index: cutlass.Constexpr, group):
+        """A subtile's coordinates in its tile, counted in subtiles."""
         config = self.config
         subtiles = config.tile_n // config.subtile_n
-        row = tile_m * (config.tile_m // MMA_ATOM_M) + index // subtiles * config.tile_warpgroups
+        row = Int32(index // subtiles * config.tile_warpgroups)
         if const_expr(config.tile_warpgroups > 1):
             row += group
-        return row, tile_n * subtiles + index % subtiles
+        return row, index % subtiles
 
     @cute.jit
-    def staged_boxes(self, tma, tensor, sD):
-        """The staging buffers and a tensor's subtiles, as TMA copies between them."""
-        tiled = cute.local_tile(tensor, (MMA_ATOM_M, self.config.out_epi_n), (None, None, None))
+    def staged_boxes(self, tma, tensor, sD, tile):
+        """The staging buffers and a tensor's subtiles from a tile on, as TMA copies between them."""
+        row, column, _ = tile
+        if const_expr(self.epilogue.gated):
+            column = column // 2
+        inside = cute.domain_offset((row, column, 0), tensor)
+        tiled = cute.local_tile(inside, (MMA_ATOM_M, self.config.out_epi_n), (None, None, None))
         return cpasync.tma_partition(
             tma, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(tiled, 0, 2)
         )
 
     @cute.jit
-    def store_directly(self, mD, accumulators, group, group_thread, tile_m, tile_n, entry):
+    def store_directly(self, mD, accumulators, group, group_thread, tile):
         """Convert and store one warpgroup's rows from registers, pair by pair of columns.
 
         A thread holds two neighbouring columns of rows 8 apart, for each 8 columns of the tile (PTX ISA,
@@ -865,10 +918,11 @@ class Gemm(Fusion, Pieces, Sums):
         """
         config = self.config
         m, n, _ = mD.shape
-        row = tile_m * config.tile_m + group_thread // 32 * 16 + group_thread % 32 // 4
+        first_row, first_column, entry = tile
+        row = first_row + group_thread // 32 * 16 + group_thread % 32 // 4
         if const_expr(config.tile_warpgroups > 1):
             row += group * MMA_ATOM_M
-        column = tile_n * config.tile_n + group_thread % 4 * 2
+        column = first_column + group_thread % 4 * 2
         rows_apart = MMA_ATOM_M * config.tile_warpgroups
         out_bytes = self.out_dtype.width // 8
         for half in cutlass.range_constexpr(2 * config.atoms_per_warpgroup):

@@ -30,13 +30,12 @@ class Fusion:
         """
         config = self.config
         if group_thread < 32:
-            tile_m, tile_n, entry, _ = tile
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             for index in cutlass.range_constexpr(min(config.epilogue_buffers, config.subtiles)):
-                self.load_subtile(index, matrix, sD, group, tile_m, tile_n, entry)
+                self.load_subtile(index, matrix, sD, group, tile)
 
     @cute.jit
-    def load_next(self, index: cutlass.Constexpr, matrix, sD, group, group_thread, tile_m, tile_n, entry):
+    def load_next(self, index: cutlass.Constexpr, matrix, sD, group, group_thread, tile):
         """Start the load of the subtile that comes next into a buffer whose store has been issued.
 
         With three buffers or more that of the store before: this one's has only begun.
@@ -47,20 +46,20 @@ class Fusion:
         if const_expr(index >= behind and following < config.subtiles):
             if group_thread < 32:
                 cute.arch.cp_async_bulk_wait_group(behind, read=True)
-                self.load_subtile(following, matrix, sD, group, tile_m, tile_n, entry)
+                self.load_subtile(following, matrix, sD, group, tile)
 
     @cute.jit
-    def load_subtile(self, index: cutlass.Constexpr, matrix, sD, group, tile_m, tile_n, entry):
+    def load_subtile(self, index: cutlass.Constexpr, matrix, sD, group, tile):
         """One warp: let TMA bring a subtile of the matrix into the staging buffer that it will leave from."""
         config = self.config
         tma, tensor, loaded = matrix
-        bGS_sC, bGS_gC = self.staged_boxes(tma, tensor, sD)
+        bGS_sC, bGS_gC = self.staged_boxes(tma, tensor, sD, tile)
         buffer = group * config.epilogue_buffers + index % config.epilogue_buffers
-        row, column = self.subtile_place(index, group, tile_m, tile_n)
+        row, column = self.subtile_place(index, group)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(loaded + buffer, config.subtile_bytes)
         cute.copy(
-            tma, bGS_gC[(None, row, column, entry)], bGS_sC[(None, buffer)], tma_bar_ptr=loaded + buffer
+            tma, bGS_gC[(None, row, column, tile[2])], bGS_sC[(None, buffer)], tma_bar_ptr=loaded + buffer
         )
 
     @cute.jit

@@ -125,7 +125,7 @@ class Sums:
         return 2 * SLICE_COLUMNS if self.epilogue.gated else SLICE_COLUMNS
 
     @cute.jit
-    def launch_sum(self, mD, a_layout, b_layout, k_tiles, walk, partials, fused, stream):
+    def launch_sum(self, mD, a_layout, b_layout, k_tiles, walk, last, partials, fused, stream):
         """The second kernel: a block for each slice of each tile that has parts."""
         tiles = walk[0] * walk[1] * walk[2]
         if const_expr(self.streams):
@@ -141,7 +141,7 @@ class Sums:
             (MMA_ATOM_M, SLICE_COLUMNS),
         )
         slices = self.config.tile_m // MMA_ATOM_M * (self.config.tile_n // self.slice_columns)
-        self.sum_kernel(tma_d, gD, mma, sD_layout, k_tiles, walk, partials, fused).launch(
+        self.sum_kernel(tma_d, gD, mma, sD_layout, k_tiles, walk, last, partials, fused).launch(
             grid=(tiles * self.cluster_size * slices, 1, 1),
             block=(WARPGROUP_THREADS, 1, 1),
             smem=SECOND_SMEM_BYTES,
@@ -211,6 +211,7 @@ class Sums:
         sD_layout: cute.ComposedLayout,
         k_tiles: Int32,
         walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32],
+        last: tuple[Int32, Int32],
         partials: cute.Pointer,
         fused: tuple,
     ):
@@ -235,8 +236,8 @@ class Sums:
         cluster_m, cluster_n, entry, _ = self.cluster_tile_of(tile, walk)
         tile_m = cluster_m * config.cluster_m + rank % config.cluster_m
         tile_n = cluster_n * config.cluster_n + rank // config.cluster_m
-        row = (tile_m * (config.tile_m // MMA_ATOM_M) + row_atom) * MMA_ATOM_M
-        place = (row, tile_n * config.tile_n + column_slice * columns, entry)
+        row, column = self.begin(tile_m, tile_n, last)
+        place = (row + row_atom * MMA_ATOM_M, column + column_slice * columns, entry)
 
         piece, apart, parts = self.parts_of(tile, 0, k_tiles, walk)
         first = self.slice_of_sums(partials, piece, rank, sharer, atom, column_slice, thread)
@@ -281,15 +282,13 @@ class Sums:
             cute.copy(tiled_copy, tiled_copy.retile(converted), tRS_sD[(None, None, None, 0)])
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
-        gD = cute.local_tile(mD, (MMA_ATOM_M, SLICE_COLUMNS), (None, None, None))
+        out_column = place[1] // 2 if const_expr(self.epilogue.gated) else place[1]
+        inside = cute.domain_offset((place[0], out_column, 0), mD)
+        gD = cute.local_tile(inside, (MMA_ATOM_M, SLICE_COLUMNS), (0, 0, None))
         bSG_sD, bSG_gD = cpasync.tma_partition(
             tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
         )
         if thread < 32:
-            cute.copy(
-                tma_d,
-                bSG_sD[(None, 0)],
-                bSG_gD[(None, row // MMA_ATOM_M, tile_n * across + column_slice, entry)],
-            )
+            cute.copy(tma_d, bSG_sD[(None, 0)], bSG_gD[(None, entry)])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

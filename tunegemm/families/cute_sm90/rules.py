@@ -186,7 +186,7 @@ def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | Non
 
 
 def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A cluster larger than the problem's tiles only loads zeros."""
+    """A cluster larger than the problem's tiles only computes some of them twice."""
     seen = seen_by_kernel(problem, candidate)
     for extent, tile, ways, name in (
         (seen.m, candidate["tile_m"], candidate["cluster_m"], "m"),
