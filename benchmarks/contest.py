@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 def hopper(
     schedule: str, tile: tuple[int, int, int], stages: int, cluster: tuple[int, int], epi_n: int,
-    raster_order: str = "along_m", swizzle_size: int = 1, ctas: str = "all",
+    raster_order: str = "along_m", swizzle_size: int = 1, ctas: str = "all", swap_ab: bool = False,
 ) -> Candidate:  # fmt: skip
     """A kernel of `cute_sm90` and its launch."""
     compile_params: dict[str, Value] = {
         "schedule": schedule, "tile_m": tile[0], "tile_n": tile[1], "tile_k": tile[2], "stages": stages,
-        "cluster_m": cluster[0], "cluster_n": cluster[1], "epi_n": epi_n, "swap_ab": False,
+        "cluster_m": cluster[0], "cluster_n": cluster[1], "epi_n": epi_n, "swap_ab": swap_ab,
     }  # fmt: skip
     launch_params: dict[str, Value] = {
         "raster_order": raster_order, "swizzle_size": swizzle_size, "ctas": ctas, "split_k": 1,

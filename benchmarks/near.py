@@ -38,6 +38,7 @@ from tunegemm.dispatch import neighbours
 from tunegemm.dispatch.neighbours import library_us, neighbourhood
 from tunegemm.dispatch.selection import select
 from tunegemm.dispatch.snapshot import Snapshot
+from tunegemm.families import completed
 from tunegemm.measure.replay import ReplayDevice, open_replay
 from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem
@@ -54,7 +55,11 @@ def replay(device: ReplayDevice) -> dict[str, Any]:
     """All four answers, from what is recorded."""
     records = [
         # As if the kernels were those of today: the question is the rule, not this checkout.
-        replace(record, kernel_source=kernel_source_hash(record.candidate.family))
+        replace(
+            record,
+            kernel_source=kernel_source_hash(record.candidate.family),
+            candidate=completed(record.candidate),
+        )
         for record in read_shipped()[0]
         if record.fingerprint.device_name == device.device.name
     ]

@@ -23,6 +23,7 @@ from tunegemm.space import Candidate
 
 _PINGPONG = {"schedule": "pingpong", "cluster_n": 1}
 _NARROW = {"tile_m": 64, "tile_n": 16, "epi_n": 16, "cluster_n": 1, "swap_ab": True}
+_STREAM, _SECOND = {"tile_scheduler": "stream_k"}, {"reduction": "second_kernel"}
 #: Shape, what else the problem is, what of the kernel and of its launch differs from `HOPPER`.
 CASES = [
     ("328x520x392", {}, {}, {}),
@@ -33,6 +34,10 @@ CASES = [
     ("200x520x1032", {}, {"tile_m": 64}, {"split_k": 3}),
     ("200x520x1032", {}, _PINGPONG | {"tile_n": 64}, {"split_k": 4}),
     ("16x520x1032", {}, _NARROW, {"split_k": 2}),
+    ("200x520x1032", {}, {"tile_m": 64}, _SECOND | {"split_k": 3}),
+    ("16x520x1032", {}, _NARROW, _SECOND | {"split_k": 2}),
+    ("200x520x1032", {}, _STREAM | {"tile_m": 64}, {}),
+    ("200x520x1032", {}, _PINGPONG | _STREAM | {"tile_n": 64}, _SECOND),
     ("200x264x328", {"out_dtype": "fp32"}, {"tile_m": 64}, {}),
     ("200x272x656", {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"}, {"tile_k": 128, "tile_m": 64}, {}),
     ("200x272x656", {"dtype": "fp8_e4m3", "accumulation": "two_level"}, {"tile_k": 128, "stages": 3}, {}),
@@ -40,6 +45,7 @@ CASES = [
     ("200x264x328", {"dtype": "tf32"}, {"tile_k": 32}, {}),
     ("328x528x392", {"epilogue": "bias_n+gelu+residual"}, {}, {}),
     ("328x528x392", {"epilogue": "swiglu+amax"}, _PINGPONG | {"tile_m": 64}, {}),
+    ("328x528x1032", {"epilogue": "swiglu+amax"}, {"tile_m": 64}, _SECOND | {"split_k": 2}),
     ("328x528x1032", {"epilogue": "alpha+beta_c+bias_m"}, {"tile_m": 64}, {"split_k": 2}),
     ("328x1056x392", {"epilogue": "swiglu+residual"}, _PINGPONG | {"tile_n": 176, "epi_n": 16}, {}),
     (

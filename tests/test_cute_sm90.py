@@ -15,7 +15,7 @@ from tunegemm import families
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.compile import CompilePool, CompileResult
 from tunegemm.device import Device, find_device
-from tunegemm.families.cute_sm90 import FAMILY, grid_clusters
+from tunegemm.families.cute_sm90 import FAMILY, Division
 from tunegemm.families.cute_sm90.rules import RULES, config_of
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -24,9 +24,9 @@ SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "32"))
 SHAPE = "4096x4096x4096"
 GOOD = {
     "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4,
-    "cluster_m": 1, "cluster_n": 1, "epi_n": 32, "swap_ab": False,
+    "cluster_m": 1, "cluster_n": 1, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
 }  # fmt: skip
-LAUNCH = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1}
+LAUNCH = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "reduction": "pairs"}
 PROBLEMS = [
     Problem.parse(SHAPE),
     Problem.parse(SHAPE, layout="tt"),
@@ -84,6 +84,8 @@ def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200
         candidate(schedule="pingpong", tile_m=128, tile_n=208, epi_n=16),
         candidate(schedule="pingpong", tile_m=192, tile_n=128),
     ]
+    streams = {"tile_scheduler": "stream_k", "cluster_m": 2}
+    corners += [candidate(**dict(corners[i].compile_params) | streams) for i in (0, 2)]
     pairs += [(PROBLEMS[0], corner) for corner in corners]
     corners = [
         candidate(tile_k=128, tile_n=224, stages=3),
@@ -164,6 +166,16 @@ def test_what_is_rejected_fails(
         ("swap_fits", PROBLEMS[0], {"swap_ab": True}),
         ("split_fits", PROBLEMS[0], {"split_k": 2}),
         ("split_fits", Problem.parse("64x64x512"), {"split_k": 4}),
+        ("reduction_fits", Problem.parse("512x512x65536"), {"reduction": "second_kernel", "split_k": 1}),
+        ("reduction_fits", PROBLEMS[0], {"reduction": "second_kernel"}),
+        (
+            "second_slices",
+            Problem.parse("512x512x65536", epilogue="swiglu"),
+            {"reduction": "second_kernel", "split_k": 8, "tile_n": 48, "epi_n": 16},
+        ),
+        ("stream_split", PROBLEMS[0], {"tile_scheduler": "stream_k", "split_k": 2}),
+        ("stream_fits", Problem.parse("1536x2816x4096"), {"tile_scheduler": "stream_k"}),
+        ("stream_fits", Problem.parse("128x128x256"), {"tile_scheduler": "stream_k"}),
     ],
 )
 def test_each_rule_names_its_numbers(
@@ -181,6 +193,7 @@ def test_every_rule_can_object(h200: Device) -> None:
     seen = {rule for rule, _, _ in REJECTED} | {rule for rule, *_ in REJECTED_DTYPES}
     seen |= {"ring_depth", "ring_rows", "promotion", "epilogue_tile"}
     seen |= {"cluster", "cluster_fits", "swap_fits", "split_fits", "architecture"}
+    seen |= {"second_slices", "reduction_fits", "stream_split", "stream_fits"}
     seen |= {"fused_store", "fused_registers"}  # tests/test_epilogue.py
     assert {rule.__name__ for rule in RULES} <= seen
     assert FAMILY.check(PROBLEMS[0], candidate(), find_device("model:a100-sxm-80gb")).rule == "architecture"
@@ -241,11 +254,33 @@ def test_balanced_grid_has_no_more_waves_and_fewer_clusters(h200: Device) -> Non
     ]:
         problem = Problem.parse(shape)
         launch = Candidate.make("cute_sm90", GOOD | tile, LAUNCH | {"ctas": "balanced"})
-        assert grid_clusters(problem, launch, h200) == expected
-        everything = grid_clusters(problem, launch.with_launch(ctas="all"), h200)
+        assert Division.of(problem, launch, h200).clusters == expected
+        everything = Division.of(problem, launch.with_launch(ctas="all"), h200).clusters
         tiles = math.ceil(problem.m / 128) * math.ceil(problem.n / int(launch["tile_n"]))
         assert everything == min(132, tiles)
         assert math.ceil(tiles / expected) == math.ceil(tiles / everything)
+
+
+def test_stream_k_gives_every_cluster_as_many_k_tiles(h200: Device) -> None:
+    """Cut are the tiles of the last wave; those of the wave before too, where the last is next to empty."""
+    for shape, clusters, cut in [
+        ("4096x4096x4096", 132, 100),  # 1024 tiles: 7 waves and 100
+        ("1536x1536x8192", 132, 12),  # 144 tiles: a wave and 12, 11 k tiles for each cluster
+        ("1408x1664x1024", 132, 143),  # 143 tiles: a wave and 11, of 16 k tiles each
+        ("512x512x65536", 132, 16),  # 16 tiles, no wave
+        ("128x128x4096", 16, 1),  # 64 k tiles: 4 for each of 16
+    ]:
+        problem = Problem.parse(shape)
+        chosen = candidate(tile_scheduler="stream_k").with_launch(**LAUNCH)
+        division = Division.of(problem, chosen, h200)
+        assert (division.clusters, division.split, division.pieces) == (clusters, cut, cut + clusters), shape
+        pairs, second = (
+            FAMILY.workspace(problem, chosen.with_launch(reduction=reduction), h200, None)
+            for reduction in ("pairs", "second_kernel")
+        )
+        assert pairs is not None and second is not None
+        assert pairs.partial_bytes == second.partial_bytes == (cut + clusters) * 128 * 128 * 4
+        assert (pairs.counter_bytes, second.counter_bytes) == ((cut + clusters) * 2 * 4, 0)
 
 
 def test_labels_are_short_and_distinct(h200: Device) -> None:

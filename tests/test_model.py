@@ -10,6 +10,7 @@ import pytest
 from tunegemm import model
 from tunegemm.device import PARTS, Device, Fingerprint, device_from_part, even_cut
 from tunegemm.errors import SpaceError
+from tunegemm.families.cute_sm90 import FAMILY
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -196,3 +197,21 @@ def test_ranks_thousands_in_a_second(h200: Device) -> None:
     began = time.process_time()
     model.rank_kernels(Problem.parse("4096x4096x4096"), candidates, LAUNCHES, h200)
     assert time.process_time() - began < 1.0
+
+
+def test_cutting_k_pays_where_waves_are_badly_filled(h200: Device) -> None:
+    """Stream-K for a wave and a little, a second kernel for many parts, neither where tiles fill waves."""
+    launches = LAUNCHES | {"split_k": (1, 2, 4, 8), "reduction": ("pairs", "second_kernel")}
+
+    def best(shape: str) -> Candidate:
+        problem = Problem.parse(shape)
+        kernels = [tile(128, 128, tile_scheduler=scheduler) for scheduler in ("static", "stream_k")]
+        kernels = [kernel for kernel in kernels if FAMILY.check(problem, kernel, h200)]
+        return model.rank_kernels(
+            problem, kernels, launches, h200, lambda launch: bool(FAMILY.check(problem, launch, h200))
+        )[0].candidate
+
+    assert best("1536x1536x8192")["tile_scheduler"] == "stream_k"  # 144 tiles
+    assert best("512x512x65536")["reduction"] == "second_kernel"  # 16 tiles
+    whole = best("1536x2816x4096")  # 132 tiles x 2
+    assert (whole["tile_scheduler"], whole["split_k"]) == ("static", 1)

@@ -23,7 +23,7 @@ from tunegemm.dispatch.selection import read_rivals, select
 from tunegemm.dispatch.snapshot import Snapshot
 from tunegemm.errors import PolicyError, TunegemmWarning
 from tunegemm.families.cublaslt import TORCH_MM
-from tunegemm.families.cute_sm90 import grid_clusters
+from tunegemm.families.cute_sm90 import Division
 from tunegemm.measure.replay import open_replay
 from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem
@@ -44,7 +44,7 @@ PLAIN = Candidate.make(
     ("policy", "candidate", "clause"),
     [("deterministic", kernel(split_k=4), ""), ("deterministic", SPLITTING, "splits k"),
      ("deterministic", PLAIN, ""), ("deterministic", TORCH_MM, ""),
-     ("no_workspace", kernel(split_k=4), "partial sums"), ("no_workspace", SPLITTING, "4096 B"),
+     ("no_workspace", kernel(split_k=4), "keep their sums"), ("no_workspace", SPLITTING, "4096 B"),
      ("no_workspace", PLAIN, ""), ("no_workspace", kernel(), ""),
      ("min_energy", SPLITTING, ""), ("fastest", SPLITTING, ""),
      ("fastest,max_sms=100", SPLITTING, "library"), ("fastest,max_sms=100", kernel(), ""),
@@ -73,7 +73,7 @@ def test_a_launch_fills_no_more_multiprocessors_than_it_may(sms, clusters):
     cluster_m, cluster_n = clusters
     for ctas in ("all", "balanced"):
         candidate = kernel(128, 128, cluster_m=cluster_m, cluster_n=cluster_n, ctas=ctas)
-        blocks = grid_clusters(Problem(8192, 8192, 512), candidate, seen) * cluster_m * cluster_n
+        blocks = Division.of(Problem(8192, 8192, 512), candidate, seen).clusters * cluster_m * cluster_n
         assert blocks <= max(sms, cluster_m * cluster_n) and blocks <= 132
     assert seen.fingerprint.sm_budget == min(sms, 132)
 

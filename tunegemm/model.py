@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, log2
 
 from tunegemm.device import Device
 from tunegemm.errors import SpaceError
@@ -65,6 +65,16 @@ _L2_USABLE = 0.6
 _SUBTILE_CYCLES = 185
 # Split-K: the last part of a tile waits for an atomic and reads the others' sums through L2.
 _REDUCTION_US = 1.5
+# Sums that meet in pairs, or in a second kernel: for each level of the tree, for the kernel, and the bytes a
+# microsecond in which sums are written and read. Fitted by hand to splits of five shapes on an H200,
+# each timed both ways (splits-log-2026-11-21.json).
+_MEETING_US, _PAIRS_BYTES_PER_US = 3.0, 3.5e6
+_SECOND_KERNEL_US, _SECOND_BYTES_PER_US = 2.5, 7.0e6
+# Where stream-K's whole tiles follow, sums that meet do so under others' main loops; those of a second kernel
+# are out of L2 by the time that it reads them (four shapes, same file).
+_EARLY_PAIRS_BYTES_PER_US, _EARLY_SECOND_BYTES_PER_US = 7.0e6, 3.0e6
+# Clusters of stream-K walk through k out of step: that part of what L2 would else have shared is read again.
+_OUT_OF_STEP = 0.6
 _LAUNCH_US = 2.0
 _FILL_US = 1.0
 # Overlapping limits disturb each other: the sum of powers lies between their maximum and their sum.
@@ -73,10 +83,13 @@ _OVERLAP_POWER = 4.9
 _DEFAULT_CLOCK_MHZ = 1700.0
 _DEFAULT_BANDWIDTH_GBPS = 3000.0
 
+#: Stream-K gives no cluster fewer k tiles than that.
+_MIN_K_TILES_OF_SHARE = 4
+
 _REQUIRED = ("tile_m", "tile_n", "tile_k")
 _TILE_GRID = ("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
 #: What decides on the best launch: the grid of tiles, and for a split of k also the length of the main loop.
-_GRID_PARAMETERS = (*_TILE_GRID, "tile_k", "schedule")
+_GRID_PARAMETERS = (*_TILE_GRID, "tile_k", "schedule", "tile_scheduler")
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,7 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     if params.get("swap_ab", False):  # the kernel computes D^T = B^T A^T
         problem = replace(problem, m=problem.n, n=problem.m)
     split_k = int(params.get("split_k", 1))
+    streams = params.get("tile_scheduler") == "stream_k"
 
     # 1. Waves. Parts of k are tiles of their own.
     grid = TileGrid.of(problem, tile_m, tile_n, cluster_m, cluster_n, split_k)
@@ -147,6 +161,12 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     waves = ceil(grid.clusters / resident)
     balanced = ceil(grid.clusters / waves)
     launched = balanced if params.get("ctas") == "balanced" else min(resident, grid.clusters)
+    filled = grid.clusters / (waves * resident)
+    cut = 0
+    if streams:
+        launched = stream_clusters(grid.clusters, ceil(problem.k / tile_k), resident)
+        cut = stream_tiles(grid.clusters, ceil(problem.k / tile_k), launched)
+        filled = launched / resident
     active_ctas = min(resident, grid.clusters) * grid.cluster_size
 
     # 2. Compute: cycles of one k-step of one tile; a CTA's tiles share the SM's tensor cores one by one.
@@ -170,18 +190,24 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     load_cycles = _LOAD_LATENCY_CYCLES + slot_bytes / _L2_BYTES_PER_CYCLE_AND_SM
     step_cycles = _overlap(step_cycles, load_cycles / max(stages - 1, 1))
     mainloop_us = k_steps * step_cycles / clock_mhz
-    compute_us = waves * mainloop_us
+    work_waves = grid.clusters / launched if streams else waves
+    compute_us = work_waves * mainloop_us
 
     # 3. L2: what all CTAs of a wave ask for together; the tail wave asks for less but takes as long.
     operand_bytes = problem.k / split_k * in_bytes * (tile_m / cluster_n + tile_n / cluster_m)
     l2_bytes = active_ctas * waves * (operand_bytes + tile_m * tile_n * out_bytes)
-    if split_k > 1:  # partial sums are written once and read once
-        l2_bytes += 2 * grid.tiles * tile_m * tile_n * 4
+    if streams:
+        l2_bytes = grid.tiles * (operand_bytes + tile_m * tile_n * out_bytes)
+    pieces = (cut + launched if cut else 0) if streams else (grid.clusters if split_k > 1 else 0)
+    sum_bytes = pieces * grid.cluster_size * tile_m * tile_n * 4
+    l2_bytes += 2 * sum_bytes  # partial sums are written once and read once
     l2_us = l2_bytes / (_L2_BYTES_PER_CYCLE_AND_SM * device.sm_count * _clock_mhz(device))
 
     # 4. DRAM.
     raster, swizzle = str(params.get("raster_order", "along_m")), int(params.get("swizzle_size", 1))
     read_bytes = operand_bytes_from_dram(problem, grid, resident, _usable_l2(device), raster, swizzle)
+    if streams:
+        read_bytes += _OUT_OF_STEP * cut / grid.clusters * _unshared_bytes(problem, grid, _usable_l2(device))
     bandwidth = (device.bandwidth_gbps or _DEFAULT_BANDWIDTH_GBPS) * 1e3 * _DRAM_EFFICIENCY
     dram_us = (read_bytes + problem.m * problem.n * problem.batch * out_bytes) / bandwidth
 
@@ -199,14 +225,51 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     else:
         epilogue_us = waves * tile_epilogue_us
 
-    if split_k > 1:
+    if pieces and "reduction" in params:
+        parts = ceil(launched / cut) + 1 if streams else split_k
+        early = streams and grid.clusters > launched
+        epilogue_us += _sums_us(sum_bytes, parts, params["reduction"] == "second_kernel", early)
+    elif split_k > 1:
         epilogue_us += _REDUCTION_US + split_k * tile_m * tile_n * 4 / _SMEM_BYTES_PER_CYCLE / clock_mhz
 
     busy_us = _overlap(compute_us, l2_us, dram_us)
     return Prediction(
-        candidate, grid.tiles, launched * grid.cluster_size, waves, grid.clusters / (waves * resident),
+        candidate, grid.tiles, launched * grid.cluster_size, waves, filled,
         compute_us, l2_us, dram_us, epilogue_us, _LAUNCH_US + _FILL_US + busy_us + epilogue_us,
     )  # fmt: skip
+
+
+def _sums_us(sum_bytes: float, parts: int, second_kernel: bool, early: bool) -> float:
+    """What it costs that the sums of a tile's parts become one. early: whole tiles follow the parts."""
+    if second_kernel:
+        rate = _EARLY_SECOND_BYTES_PER_US if early else _SECOND_BYTES_PER_US
+        return _SECOND_KERNEL_US + 2 * sum_bytes / rate
+    # Of two that meet only one writes its sums, and the other reads them.
+    moved = 2 * sum_bytes * (parts - 1) / parts
+    if early:
+        return _MEETING_US + moved / _EARLY_PAIRS_BYTES_PER_US
+    return ceil(log2(parts)) * _MEETING_US + moved / _PAIRS_BYTES_PER_US
+
+
+def _unshared_bytes(problem: Problem, grid: TileGrid, l2_bytes: int) -> float:
+    """Operand bytes beyond one reading, if each cluster read its own; of operands that L2 cannot keep."""
+    k_bytes = problem.k * DTYPE_BYTES[problem.in_dtype]
+    readers = ((problem.m * k_bytes, grid.clusters_n), (problem.n * k_bytes, grid.clusters_m))
+    return problem.batch * sum(size * (count - 1) for size, count in readers if size > l2_bytes)
+
+
+def stream_clusters(tiles: int, k_tiles: int, resident: int) -> int:
+    """The grid of stream-K, in clusters: all that run at once, as long as each has some k tiles."""
+    return max(1, min(resident, tiles * k_tiles // _MIN_K_TILES_OF_SHARE))
+
+
+def stream_tiles(tiles: int, k_tiles: int, clusters: int) -> int:
+    """Of so many cluster tiles those that stream-K cuts: what the last wave has; the wave before too, where
+    that leaves a cluster but a few k tiles.
+    """
+    last = tiles % clusters
+    few = last * k_tiles < _MIN_K_TILES_OF_SHARE * clusters
+    return last + clusters if last > 0 and few and tiles > clusters else last
 
 
 @dataclass(frozen=True)
@@ -326,6 +389,10 @@ def best_launch(
     seen = [] if _fits_l2(problem, device) else ["raster_order", "swizzle_size"]
     for name in {*seen, "split_k"} & lists.keys():
         lists[name] += [v for v in launch_values[name][1:] if feasible(first.with_launch(**{name: v}))]
+    for reduction in launch_values.get("reduction", ())[1:]:  # a second kernel, where there are parts to add
+        parts = lists["split_k"][-1]
+        if feasible(first.with_launch(split_k=parts, reduction=reduction)):
+            lists["reduction"].append(reduction)
     if (hint := l2_hint(problem, kernel)) in launch_values.get("l2_hint", ()):
         lists["l2_hint"] = [hint]
     return min(
@@ -364,7 +431,7 @@ def rank_kernels(
     """
     best: dict[tuple[Value | None, ...], Mapping[str, Value]] = {}
     predictions = []
-    splits = len(launch_values.get("split_k", ())) > 1
+    splits = len(launch_values.get("split_k", ())) > 1 or len(launch_values.get("reduction", ())) > 1
     for kernel in kernels:
         shape = grid_shape(kernel) if splits else grid_shape(kernel)[: len(_TILE_GRID)]
         if shape in best:

@@ -35,9 +35,9 @@ class Operation:
     the place of the C++ compiler. All but `initialize` and `run` work without a GPU. ::
 
         kernel = {"schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 5,
-                  "cluster_m": 1, "cluster_n": 2, "epi_n": 32, "swap_ab": False}
+                  "cluster_m": 1, "cluster_n": 2, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static"}
         launch = {"raster_order": "along_m", "swizzle_size": 8, "ctas": "all", "split_k": 8,
-                  "l2_hint": "none"}
+                  "reduction": "second_kernel", "l2_hint": "none"}
         operation = tunegemm.Operation(
             Problem.parse("512x512x65536"), Candidate.make("cute_sm90", kernel, launch), "cuda:0"
         )

@@ -394,7 +394,8 @@ class _Run:
         """What was best of this problem elsewhere: other software, older sources, another GPU of its kind."""
         if self.tuner.database is None:
             return []
-        return seeds(self.tuner.database, self.problem, self.device.fingerprint)
+        found = seeds(self.tuner.database, self.problem, self.device.fingerprint)
+        return [families.completed(candidate) for candidate in found]
 
     def _ranked_kernels(self, family: str) -> tuple[Mapping[str, tuple[Value, ...]], list[model.Prediction]]:
         """Launch values that some kernel can take, and one prediction per feasible kernel, fastest first.

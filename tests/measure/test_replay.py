@@ -181,7 +181,7 @@ def _edited(change) -> bytes:
         lambda content: b"version https://git-lfs.github.com/spec/v1\n",
         lambda content: lzma.compress(b"not json"),
         lambda content: lzma.compress(b"[1, 2]"),
-        _edited(lambda data: data.update(format=3)),
+        _edited(lambda data: data.update(format=4)),
         _edited(lambda data: data.update(problem="1x1x1-bf16-tn")),
         _edited(lambda data: data["measured"].pop("evidence")),
         _edited(lambda data: data["measured"]["samples_us"].pop()),

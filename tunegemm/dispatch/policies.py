@@ -89,7 +89,7 @@ def _no_workspace(problem: Problem, candidate: Candidate) -> str:
     if candidate.params.get("algorithm") is not None:
         return ""
     if _splits(candidate):
-        return "split-K keeps partial sums in a workspace"
+        return "parts of k keep their sums in a workspace"
     from tunegemm import families
 
     if families.get(candidate.family).tma and not tma_takes(problem):
@@ -98,7 +98,8 @@ def _no_workspace(problem: Problem, candidate: Candidate) -> str:
 
 
 def _splits(candidate: Candidate) -> bool:
-    return int(candidate.params.get("split_k", 1)) > 1
+    params = candidate.params
+    return int(params.get("split_k", 1)) > 1 or params.get("tile_scheduler") == "stream_k"
 
 
 def _grid_refusal(candidate: Candidate) -> str:
@@ -111,6 +112,8 @@ def _grid_refusal(candidate: Candidate) -> str:
     per_sm = int(candidate.params.get("ctas_per_sm", candidate.params.get("occupancy", 1)))
     if candidate.params.get("ctas") not in ("all", "balanced") or per_sm != 1:
         return "its grid is not one block per multiprocessor"
+    if candidate.params.get("reduction") == "second_kernel" and _splits(candidate):
+        return "its second kernel fills all multiprocessors"
     return ""
 
 

@@ -16,7 +16,7 @@ from tunegemm.errors import SpaceError
 from tunegemm.feasibility import Verdict
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
-from tunegemm.space import Candidate, SearchSpace
+from tunegemm.space import Candidate, SearchSpace, Value
 
 if TYPE_CHECKING:
     from tunegemm.families.launching import Workspace
@@ -111,3 +111,26 @@ def get(name: str) -> Family:
 def load_space(name: str, path: Path | None = None) -> SearchSpace:
     """The search space of a family, checked against the parameters it knows."""
     return SearchSpace.load(path or name, parameters=get(name).parameters)
+
+
+def completed(candidate: Candidate) -> Candidate:
+    """A stored candidate with the parameters that its family got later, at what kernels did before: the first
+    of their values in the shipped space.
+    """
+    if not get(candidate.family).compiled:
+        return candidate
+    compile_first, launch_first = _first_values(candidate.family)
+    return Candidate.make(
+        candidate.family,
+        compile_first | dict(candidate.compile_params),
+        launch_first | dict(candidate.launch_params) if candidate.launch_params else {},
+    )
+
+
+@cache
+def _first_values(family: str) -> tuple[dict[str, Value], dict[str, Value]]:
+    space = load_space(family)
+    return (
+        {name: values[0] for name, values in space.compile_values.items()},
+        {name: values[0] for name, values in space.launch_values.items()},
+    )

@@ -149,6 +149,8 @@ class Generator(ABC):
         words = [kernel, f"r{raster}", f"w{params['swizzle_size']}", str(params["ctas"])]
         if int(params.get("split_k", 1)) > 1:
             words.append(f"k{params['split_k']}")
+        if params.get("reduction", "pairs") == "second_kernel":
+            words.append("second")
         if (hint := params.get("l2_hint", "none")) != "none":
             words.append(f"h{str(hint).removesuffix('_first')}")
         return " ".join(words)

@@ -17,10 +17,10 @@ _WARNING = re.compile(r"\bC75\d\d\b")
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas says of one kernel."""
+    """What ptxas says of an object's kernels."""
 
     registers: int
-    """Registers per thread at launch."""
+    """Registers per thread at launch, of the kernel that has most."""
     spill_bytes: int
     """Stack plus spill stores plus spill loads."""
     warnings: tuple[str, ...]
@@ -30,12 +30,12 @@ class Report:
 def read_report(log: str) -> Report:
     """The report in a compiler's output. Raises RuntimeError when there is none."""
     text = " ".join(log.split())  # compilers wrap long lines
-    spills, registers = _SPILLS.search(text), _REGISTERS.search(text)
-    if spills is None or registers is None:
+    spills, registers = _SPILLS.findall(text), _REGISTERS.findall(text)
+    if not spills or not registers:
         raise RuntimeError("ptxas reported neither registers nor spills; is this a tested compiler version?")
     return Report(
-        int(registers[1]),
-        sum(int(group) for group in spills.groups()),
+        max(map(int, registers)),
+        sum(int(group) for kernel in spills for group in kernel),
         tuple(sorted(set(_WARNING.findall(text)))),
     )
 

@@ -62,6 +62,11 @@ def balanced(work: int, resident: int) -> int:
     return math.ceil(work / math.ceil(work / resident))
 
 
+def streams(candidate: Candidate) -> bool:
+    """Whether the candidate's clusters share k tiles evenly, instead of taking tiles."""
+    return candidate.params.get("tile_scheduler", "static") == "stream_k"
+
+
 def swap_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Swapping puts m on WGMMA's narrow side; an m that fills the 64-row side gains nothing there."""
     if candidate.params.get("swap_ab", False) and problem.m > _SWAP_MAX_M:

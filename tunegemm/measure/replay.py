@@ -19,12 +19,13 @@ from typing import Any, Protocol, get_args
 
 from tunegemm.device import ARCHITECTURES, PARTS, Device, Fingerprint, kernel_source_hash
 from tunegemm.errors import DeviceError, ProblemError
+from tunegemm.families import completed
 from tunegemm.outcome import Failure, Measurement, Outcome, Stage
 from tunegemm.problem import DTYPE_BYTES, Problem, default_out_dtype
 from tunegemm.resources import data_path
 from tunegemm.space import Candidate, Value
 
-FORMAT = 2
+FORMAT = 3
 _SUFFIX = ".json.xz"
 _DTYPES = "|".join(DTYPE_BYTES)
 _STEM = re.compile(
@@ -214,9 +215,6 @@ def _replace(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-#: Launch parameters that came with format 2, and what every launch did before.
-_FORMAT_1: dict[str, dict[str, Value]] = {"cute_sm90": {"l2_hint": "none"}}
-
 # Columns: `candidates` per family and parameter (which compresses a hundredfold), `interleaves` with what a
 # measurement shares with its rivals, then one row per outcome that points into both.
 
@@ -265,8 +263,8 @@ def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, 
         family = columns["family"]
         tables = [_rows(columns[table], count) for table in ("compile", "launch")]
         for compile_params, launch_params in zip(*tables, strict=True):
-            launch = (_FORMAT_1.get(family, {}) if data["format"] == 1 else {}) | launch_params
-            candidates.append(Candidate.make(family, compile_params, launch))
+            candidate = Candidate.make(family, compile_params, launch_params)
+            candidates.append(completed(candidate) if data["format"] < FORMAT else candidate)
     outcomes: dict[int, Outcome] = {}
     for row, interleave, samples, error, evidence in _zip_columns(
         data["measured"], "row", "interleave", "samples_us", "relative_error", "evidence"
@@ -311,8 +309,8 @@ def _rounded(samples: Iterable[float]) -> list[float]:
 def _read(path: Path, problem: Problem) -> Sweep:
     try:
         data = json.loads(lzma.decompress(path.read_bytes()))
-        if data["format"] not in (1, FORMAT):
-            raise ValueError(f"format {data['format']}, not 1 or {FORMAT}")
+        if data["format"] not in range(1, FORMAT + 1):
+            raise ValueError(f"format {data['format']}, not 1 to {FORMAT}")
         if data["problem"] != _stem(problem):
             raise ValueError(f"it holds {data['problem']}")
         return Sweep(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from tunegemm.families.launching import (
     tma_takes,
     words_reader,
 )
-from tunegemm.families.tiles import balanced, seen_by_kernel, tile_count
+from tunegemm.families.tiles import balanced, seen_by_kernel, streams, tile_count
+from tunegemm.model import stream_clusters, stream_tiles
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -37,13 +39,14 @@ class CuteSm90(Generator):
     tma = True
     parameters: Mapping[str, tuple[str, ...]] = {
         "compile": (
-            "schedule", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n", "epi_n", "swap_ab",
+            "schedule", "tile_scheduler", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n",
+            "epi_n", "swap_ab",
         ),
-        "launch": ("raster_order", "swizzle_size", "ctas", "split_k", "l2_hint"),
+        "launch": ("raster_order", "swizzle_size", "ctas", "split_k", "reduction", "l2_hint"),
     }  # fmt: skip
 
-    limited_launch = ("split_k",)
-    extent_rules = frozenset({"cluster_fits", "swap_fits", "split_fits"})
+    limited_launch = ("split_k", "reduction")
+    extent_rules = frozenset({"cluster_fits", "swap_fits", "split_fits", "reduction_fits", "stream_fits"})
     packages = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi"))
     config = KernelConfig
     rules = RULES
@@ -67,7 +70,7 @@ class CuteSm90(Generator):
 
             return FusedGemm(config) if takes_words else Gemm(config)
 
-        return compile_object(make, 5, str(key["target"]), out, words=MAX_WORDS if takes_words else 0)
+        return compile_object(make, 6, str(key["target"]), out, words=MAX_WORDS if takes_words else 0)
 
     def kernel_key(
         self, problem: Problem, candidate: Candidate, device: Device
@@ -80,14 +83,15 @@ class CuteSm90(Generator):
     def workspace(
         self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
     ) -> Workspace | None:
-        """Partial sums of every part of every tile; as many counters, by warpgroup (see `Gemm.reduce`)."""
-        split_k = int(candidate["split_k"])
-        if split_k == 1:
+        """Partial sums of every part of a tile; where they meet in pairs, as many counters, by warpgroup."""
+        division = Division.of(problem, candidate, device)
+        if division.pieces == 0:
             return None
-        config, tiles = config_of(problem, candidate), tile_count(problem, candidate)
+        config = config_of(problem, candidate)
+        blocks = division.pieces * config.cluster_m * config.cluster_n
         return Workspace(
-            tiles * split_k * config.tile_m * config.tile_n * 4,
-            tiles * split_k * config.tile_warpgroups * 4,
+            blocks * config.tile_m * config.tile_n * 4,
+            0 if division.second_kernel else blocks * config.tile_warpgroups * 4,
             device.index if device.is_real else 0,
         )
 
@@ -106,16 +110,39 @@ class CuteSm90(Generator):
 FAMILY = CuteSm90()
 
 
-def grid_clusters(problem: Problem, candidate: Candidate, device: Device) -> int:
-    """The grid, in clusters, for the candidate's `ctas` rule.
+@dataclass(frozen=True)
+class Division:
+    """How a candidate's work is cut for a device. Counts are of clusters and of what one works on."""
 
-    ``all`` fills the device. ``balanced`` takes the fewest clusters that need no further wave:
-    ceil(T / ceil(T / R)) for T pieces of work and R resident clusters.
-    """
-    config = config_of(problem, candidate)
-    work = tile_count(problem, candidate) // (config.cluster_m * config.cluster_n) * candidate["split_k"]
-    resident = device.resident_clusters(config.cluster_m * config.cluster_n)
-    return balanced(work, resident) if candidate["ctas"] == "balanced" else int(min(resident, work))
+    clusters: int
+    """The grid."""
+    split: int
+    """Parts of every tile; of stream-K the tiles that are cut."""
+    pieces: int
+    """Pieces whose sums are parts of a tile's, and lie in the workspace; 0 where no tile has parts."""
+    second_kernel: bool
+    """Whether a second kernel adds them; else they meet in pairs."""
+
+    @classmethod
+    def of(cls, problem: Problem, candidate: Candidate, device: Device) -> Division:
+        """For the candidate's `ctas`, `split_k` and `reduction`, as records older than some of them mean it.
+
+        `ctas`: ``all`` fills the device; ``balanced`` takes the fewest clusters that need no further wave.
+        Stream-K always fills it, as far as each cluster has a few k tiles.
+        """
+        size = candidate["cluster_m"] * candidate["cluster_n"]
+        tiles = tile_count(problem, candidate) // size
+        resident = device.resident_clusters(size)
+        second = candidate.params.get("reduction", "pairs") == "second_kernel"
+        if streams(candidate):
+            k_tiles = -(-problem.k // candidate["tile_k"])
+            clusters = stream_clusters(tiles, k_tiles, resident)
+            cut = stream_tiles(tiles, k_tiles, clusters)
+            return cls(clusters, cut, cut + clusters if cut else 0, second and cut > 0)
+        parts = int(candidate["split_k"])
+        work = tiles * parts
+        clusters = balanced(work, resident) if candidate["ctas"] == "balanced" else min(resident, work)
+        return cls(clusters, parts, work if parts > 1 else 0, second and parts > 1)
 
 
 def l2_hint(candidate: Candidate) -> int:
@@ -131,11 +158,13 @@ def _launcher(
 
     seen, swap = seen_by_kernel(problem, candidate), bool(candidate["swap_ab"])
     extents = (seen.m, seen.n, problem.k, problem.batch)
+    division = Division.of(problem, candidate, device)
     walk = (
         int(candidate["raster_order"] == "along_m"),
         int(candidate["swizzle_size"]),
-        grid_clusters(problem, candidate, device),
-        int(candidate["split_k"]),
+        division.clusters,
+        division.split,
+        int(division.second_kernel),
         l2_hint(candidate),
     )
     index = device.index if device.is_real else 0

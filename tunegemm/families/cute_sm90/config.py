@@ -45,6 +45,8 @@ class KernelConfig:
     """The problem's, as `tunegemm.epilogue` writes it."""
     transposed: bool = False
     """Whether that epilogue's rows are the kernel's columns: with swap_ab. False without an epilogue."""
+    tile_scheduler: str = "static"
+    """``static``: whole tiles, or equal parts of all; ``stream_k``: as many k tiles for every cluster."""
     accumulation: str = "fast"
     """``fast``, or ``two_level``: see `tunegemm.problem.ACCUMULATIONS`."""
 
@@ -193,6 +195,7 @@ class KernelConfig:
         return (
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
             f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n}"
+            f"{' sk' if self.tile_scheduler == 'stream_k' else ''}"
         )
 
 

@@ -8,9 +8,8 @@ consumer warpgroups multiply them by WGMMA and store through shared memory by TM
                every CTA that this CTA's tiles reach   multicasts into the released stage
     order[w]   named barrier, pingpong only: warpgroup w may issue its mainloop
 
-With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. Their sums meet in
-pairs in a workspace, where the later of two goes on with the total; the last one stores: the result does not
-depend on who was late, and nobody waits.
+With split-K, a tile's k range is cut into equal parts, each a piece of work of its own; with stream-K so that
+every cluster has as much to do (`kernel_stream`). `kernel_sums` says how their sums become one.
 
 An epilogue (`tunegemm.epilogue`) works on a warpgroup's accumulators, fp32 and in registers, one subtile at a
 time between the mainloop and the staging buffers; its vectors and matrices are read from global memory where
@@ -34,6 +33,8 @@ from tunegemm.families.cute_sm90.config import (
     KernelConfig,
 )
 from tunegemm.families.cute_sm90.kernel_epilogue import Fusion
+from tunegemm.families.cute_sm90.kernel_stream import Pieces
+from tunegemm.families.cute_sm90.kernel_sums import Sums
 from tunegemm.families.cute_sm90.kernel_tf32 import MmaTf32
 from tunegemm.problem import operand_dtypes
 
@@ -57,7 +58,7 @@ EVICT_FIRST = 0x12F0000000000000
 NOWHERE = 2**31 - 1
 
 
-class Gemm(Fusion):
+class Gemm(Fusion, Pieces, Sums):
     """D[m, n] = A[m, k] B[n, k]^T for one `KernelConfig`."""
 
     def __init__(self, config: KernelConfig):
@@ -94,6 +95,7 @@ class Gemm(Fusion):
         swizzle_size: Int32,
         clusters: Int32,
         split_k: Int32,
+        second_kernel: Int32,
         l2_hint: Int32,
         partials_address: Int64,
         counters_address: Int64,
@@ -102,20 +104,22 @@ class Gemm(Fusion):
         """Encode the TMA descriptors and launch.
 
         Strides count elements; `clusters` is the grid; `l2_hint` names the operand whose lines leave the L2
-        first: 1 A, 2 B, 0 neither. With split_k > 1, `partials` holds fp32 sums
-        (`workspace` in the package says how many), `counters` zeros, which the kernel leaves as zeros.
+        first: 1 A, 2 B, 0 neither. With stream-K, `split_k` is the number of cluster tiles that are cut.
+        Where tiles have parts, `partials` holds fp32 sums (`Division` in the package says how many), which a
+        second kernel adds where `second_kernel` is 1; where it is 0 they meet in pairs, counted by
+        `counters`, zeros that the kernel leaves as zeros.
         """
         self.launch(
             a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, l2_hint, partials_address,
-            counters_address, (), stream,
+            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint,
+            partials_address, counters_address, (), stream,
         )  # fmt: skip
 
     @cute.jit
     def launch(
         self, a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-        d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, l2_hint, partials_address,
-        counters_address, words, stream,
+        d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint,
+        partials_address, counters_address, words, stream,
     ):  # fmt: skip
         """See `__call__`; words: what an epilogue's operands are (see `FusedGemm`)."""
         config = self.config
@@ -152,8 +156,10 @@ class Gemm(Fusion):
             # The same atom, as wide as what is converted at a time: which thread holds which element of that.
             epilogue_mma = self.tiled_mma(a_layout, b_layout, 1, config.converted_columns)
             d_layout = LayoutEnum.from_tensor(mD)
-            sD_layout = self.staging_layout(d_layout, config.consumers * config.epilogue_buffers)
-            one_buffer = self.staging_layout(d_layout)
+            sD_layout = self.staging_layout(
+                d_layout, config.out_epi_n, config.consumers * config.epilogue_buffers
+            )
+            one_buffer = self.staging_layout(d_layout, config.out_epi_n)
             tma_d, gD = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileS2GOp(),
                 mD,
@@ -180,16 +186,19 @@ class Gemm(Fusion):
         # Work is counted in clusters.
         work_m = cute.ceil_div(m, config.tile_m * config.cluster_m)
         work_n = cute.ceil_div(n, config.tile_n * config.cluster_n)
-        k_tiles = cute.ceil_div(cute.ceil_div(k, config.tile_k), split_k)
+        k_tiles = cute.ceil_div(k, config.tile_k)
+        if const_expr(not self.streams):
+            k_tiles = cute.ceil_div(k_tiles, split_k)
         partials = cute.make_ptr(self.acc_dtype, partials_address, cute.AddressSpace.gmem, assumed_align=16)
         counters = cute.make_ptr(Int32, counters_address, cute.AddressSpace.gmem, assumed_align=4)
 
+        walk = (work_m, work_n, batch, split_k, raster_along_m, swizzle_size, second_kernel, clusters)
+        last = self.last_begins(m, n, d_address, words)
+        fused = (n, *words) if const_expr(self.epilogue) else ()
+
         self.kernel(
             tma_a, gA, tma_b, gB, tma_d, gD, matrix, tiled_mma, epilogue_mma, sA_layout, sB_layout,
-            gated_ring, sD_layout, k_tiles,
-            (work_m, work_n, batch, split_k, raster_along_m, swizzle_size),
-            self.last_begins(m, n, d_address, words), l2_hint, partials, counters,
-            (n, *words) if const_expr(self.epilogue) else (),
+            gated_ring, sD_layout, k_tiles, walk, last, l2_hint, partials, counters, fused,
         ).launch(
             grid=(config.cluster_m, config.cluster_n, clusters),
             block=(config.threads, 1, 1),
@@ -199,16 +208,21 @@ class Gemm(Fusion):
             # Without it ptxas ignores setmaxnreg (warning C7508).
             min_blocks_per_mp=1,
         )  # fmt: skip
+        if second_kernel != 0:
+            self.launch_sum(mD, a_layout, b_layout, k_tiles, walk, last, partials, fused, stream)
 
     @cute.jit
     def last_begins(self, m, n, d_address, words):
         """Row and column where the last tiles begin: inside, so that they end with the matrix.
 
         What hangs over the edge TMA fills with zeros, more slowly than it loads. Where tiles overlap they
-        store the same values twice. But for one case: a matrix that an epilogue reads where D lies must be
-        read by one tile alone, before it stores.
+        store the same values twice. But for two cases: stream-K cuts tiles at different places of k, so that
+        their sums differ in the last bits; and a matrix that an epilogue reads where D lies must be read by
+        one tile alone, before it stores.
         """
         config = self.config
+        if const_expr(self.streams):
+            return Int32(NOWHERE), Int32(NOWHERE)
         unit_m, unit_n = config.edge_units
         last_m = cute.ceil_div(cutlass.max(m - config.tile_m, 0), unit_m) * unit_m
         last_n = cute.ceil_div(cutlass.max(n - config.tile_n, 0), unit_n) * unit_n
@@ -304,18 +318,17 @@ class Gemm(Fusion):
         ring = cute.tile_to_shape(atom, (*box, config.stages), order=(0, 2, 1, 3))
         return cute.make_tensor(mB.iterator, split), stage, ring, box
 
-    def staging_layout(self, layout, *buffers):
+    def staging_layout(self, layout, columns, *buffers):
         """Swizzled (64, columns, buffers) layout of the output's staging buffers, or of one."""
-        config = self.config
-        n_major = config.out_major == "n"
-        shape = (MMA_ATOM_M, config.out_epi_n, *buffers)
-        if n_major and config.out_epi_n % 16:
+        n_major = self.config.out_major == "n"
+        shape = (MMA_ATOM_M, columns, *buffers)
+        if n_major and columns % 16:
             # Lines of an odd number of 16 bytes lie in different banks without a swizzle.
-            stride = (config.out_epi_n, 1, MMA_ATOM_M * config.out_epi_n)
+            stride = (columns, 1, MMA_ATOM_M * columns)
             plain = cute.make_layout(shape, stride=stride[: len(shape)])
             return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, plain)
         atom = warpgroup.make_smem_layout_atom(
-            sm90.get_smem_layout_atom(layout, self.out_dtype, config.out_epi_n if n_major else MMA_ATOM_M),
+            sm90.get_smem_layout_atom(layout, self.out_dtype, columns if n_major else MMA_ATOM_M),
             self.out_dtype,
         )
         order = (0, 1, 2) if n_major else (1, 0, 2)
@@ -349,14 +362,15 @@ class Gemm(Fusion):
         gated_ring: cute.ComposedLayout | None,
         sD_layout: cute.ComposedLayout | None,
         k_tiles: Int32,
-        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32],
         last: tuple[Int32, Int32],
         l2_hint: Int32,
         partials: cute.Pointer,
         counters: cute.Pointer,
         fused: tuple,
     ):
-        """`walk`: cluster tiles along m and n, batch, split count, whether along m, width of a band.
+        """`walk`: cluster tiles along m and n, batch, split count (of stream-K: tiles that are cut), whether
+        along m, width of a band, whether a second kernel adds the parts, clusters of the grid.
 
         `last`: see `last_begins`. `matrix`: how TMA loads the epilogue's matrix; empty without one.
         `gated_ring`: see `halves`.
@@ -369,8 +383,10 @@ class Gemm(Fusion):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % 32
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        work_m, work_n, batch, split_k, _, _ = walk
-        total_work = work_m * work_n * batch * split_k
+        work_m, work_n, batch, split_k, _, _, second_kernel, _ = walk
+        total_work = work_m * work_n * batch
+        if const_expr(not self.streams):
+            total_work *= split_k
 
         if warp_index == 0:
             cpasync.prefetch_descriptor(tma_a)
@@ -379,6 +395,9 @@ class Gemm(Fusion):
                 cpasync.prefetch_descriptor(tma_d)
             if const_expr(self.staged_matrix is not None):
                 cpasync.prefetch_descriptor(matrix[0])
+
+        if second_kernel != 0:
+            cute.arch.griddepcontrol_launch_dependents()
 
         storage = SmemAllocator().allocate(self.storage)
         full = storage.full.data_ptr()
@@ -434,15 +453,20 @@ class Gemm(Fusion):
 
     @cute.jit
     def tile_of(self, work, walk):
-        """(tile m, tile n, batch entry, part of k) of this CTA for a work index.
+        """(tile m, tile n, batch entry, part of k) of this CTA for a work index."""
+        cta_m, cta_n, _ = cute.arch.block_idx()
+        tile_m, tile_n, entry, part = self.cluster_tile_of(work, walk)
+        return tile_m * self.config.cluster_m + cta_m, tile_n * self.config.cluster_n + cta_n, entry, part
+
+    @cute.jit
+    def cluster_tile_of(self, work, walk):
+        """(cluster tile along m, along n, batch entry, part of k) for a work index.
 
         Parts of k are outermost, so that CTAs that run together share operands; then batch entries. The
         walk over an entry goes along the raster order's mode in bands `swizzle_size` cluster tiles wide;
         the last band may be narrower, so no index is a phantom tile.
         """
-        config = self.config
-        cta_m, cta_n, _ = cute.arch.block_idx()
-        work_m, work_n, batch, _, raster_along_m, swizzle_size = walk
+        work_m, work_n, batch, _, raster_along_m, swizzle_size, _, _ = walk
         length = work_n
         width = work_m
         if raster_along_m != 0:
@@ -470,7 +494,7 @@ class Gemm(Fusion):
         if raster_along_m != 0:
             tile_m = step
             tile_n = across
-        return tile_m * config.cluster_m + cta_m, tile_n * config.cluster_n + cta_n, entry, part
+        return tile_m, tile_n, entry, part
 
     @cute.jit
     def place_of(self, work, walk, last):
@@ -482,8 +506,7 @@ class Gemm(Fusion):
     @cute.jit
     def produce(self, tma_a, mA, tma_b, mB, sA, sB, full, empty, k_tiles, walk, last, total_work, l2_hint):
         """One warp: fill the ring, tile after tile."""
-        cta_m, cta_n, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
+        cta_m, cta_n, _ = cute.arch.block_idx()
         config = self.config
         cta_layout = cute.make_layout((config.cluster_m, config.cluster_n))
         b_box, halves = (config.tile_n, config.tile_k), 1
@@ -505,21 +528,22 @@ class Gemm(Fusion):
 
         stage = Int32(0)
         phase = Int32(1)  # of a fresh barrier the previous phase counts as done: the ring starts empty
-        work = Int32(cluster)
+        work, first_k_tile, count, left = self.first_piece(k_tiles, walk)
         # The divisions of a tile's coordinates run while others are waited for: the first tile's under the
         # start of the cluster, the others' under the loads in flight.
         tile_m, tile_n, entry, part = self.tile_of(work, walk)
         if const_expr(self.cluster_size > 1):
             cute.arch.cluster_wait()
         while work < total_work:
-            first_k_tile = part * k_tiles
+            if const_expr(not self.streams):
+                first_k_tile = part * k_tiles
             row, column = self.begin(tile_m, tile_n, last)
             # CTAs of one cluster row share A tiles, those of one column share B tiles.
             tAsA, tAgA = self.tile_at(
                 tma_a, mA, sA, row, (config.tile_m, config.tile_k), cta_n, config.cluster_n
             )
             tBsB, tBgB = self.tile_at(tma_b, mB, sB, column // halves, b_box, cta_m, config.cluster_m)
-            for k_tile in cutlass.range(k_tiles, unroll=1):
+            for k_tile in cutlass.range(count, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, config.stage_bytes)
@@ -543,7 +567,7 @@ class Gemm(Fusion):
                 if stage == config.stages:
                     stage = Int32(0)
                     phase ^= 1
-            work += clusters
+            work, first_k_tile, count, left = self.next_piece(work, count, left, k_tiles, walk)
             tile_m, tile_n, entry, part = self.tile_of(work, walk)
 
         # A CTA must outlive the arrivals that its cluster's consumers send to its barriers.
@@ -580,8 +604,7 @@ class Gemm(Fusion):
         config = self.config
         pingpong = const_expr(config.schedule == "pingpong")
         two_level = const_expr(config.accumulation == "two_level")
-        cta_m, cta_n, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
+        cta_m, cta_n, _ = cute.arch.block_idx()
         group_thread = thread % WARPGROUP_THREADS
         lane = thread % 32
 
@@ -615,13 +638,14 @@ class Gemm(Fusion):
 
         stage = Int32(0)
         phase = Int32(0)
-        work = Int32(cluster)
+        work, _, count, left = self.first_piece(k_tiles, walk)
         if const_expr(pingpong):
             if group == 1:
-                # The second warpgroup takes the cluster's second tile, k_tiles deeper in the ring.
-                work += clusters
-                stage = k_tiles % config.stages
-                phase = (k_tiles // config.stages) & 1
+                # The second warpgroup takes the cluster's second piece, the first one's k tiles deeper in the
+                # ring.
+                stage = count % config.stages
+                phase = (count // config.stages) & 1
+                work, _, count, left = self.next_piece(work, count, left, k_tiles, walk)
                 cute.arch.barrier_arrive(barrier_id=ORDER_BARRIER, number_of_threads=2 * WARPGROUP_THREADS)
 
         while work < total_work:
@@ -630,10 +654,10 @@ class Gemm(Fusion):
 
             if const_expr(two_level):
                 if const_expr(self.staged_matrix is not None):
-                    if walk[3] == 1:
+                    if not self.has_parts(work, walk):
                         self.load_matrix(matrix, sD, group, group_thread, self.place_of(work, walk, last))
                 stage, phase = self.sum_two_level(
-                    tiled_mma, accumulators, partial, tCrA, tCrB, full, empty, stage, phase, k_tiles, signal,
+                    tiled_mma, accumulators, partial, tCrA, tCrB, full, empty, stage, phase, count, signal,
                     peer,
                 )  # fmt: skip
             else:
@@ -648,14 +672,14 @@ class Gemm(Fusion):
                 warpgroup.commit_group()
                 if const_expr(self.staged_matrix is not None):
                     # Nobody else may have this tile to store; with parts of k it shows in the end who has.
-                    if walk[3] == 1:
+                    if not self.has_parts(work, walk):
                         self.load_matrix(matrix, sD, group, group_thread, self.place_of(work, walk, last))
                 previous = stage
                 stage += 1
                 if stage == config.stages:
                     stage = Int32(0)
                     phase ^= 1
-                for _ in cutlass.range(k_tiles - 1, unroll=1):
+                for _ in cutlass.range(count - 1, unroll=1):
                     cute.arch.mbarrier_wait(full + stage, phase)
                     warpgroup.fence()
                     for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
@@ -681,24 +705,26 @@ class Gemm(Fusion):
                     cute.arch.mbarrier_arrive(empty + previous, peer)
 
             holds_sum = cutlass.Boolean(True)
-            if walk[3] > 1:
-                tile = (entry * walk[1] * config.cluster_n + tile_n) * walk[0] * config.cluster_m + tile_m
-                holds_sum = self.reduce(
-                    accumulators,
-                    partials,
-                    counters,
-                    arrived + group,
-                    tile,
-                    part,
-                    walk[3],
-                    group,
-                    group_thread,
-                )
+            if self.has_parts(work, walk):
+                rank = cta_n * config.cluster_m + cta_m
+                sharer = 0 if const_expr(pingpong) else group
+                piece = self.piece_of(work)
+                if walk[6] != 0:
+                    self.deposit(accumulators, partials, piece, rank, sharer, group_thread)
+                    holds_sum = cutlass.Boolean(False)
+                else:
+                    first, apart, parts = self.parts_of(work, part, k_tiles, walk)
+                    if const_expr(self.streams):
+                        part = piece - first
+                    holds_sum = self.reduce(
+                        accumulators, partials, counters, arrived + group, first, apart, part, parts, rank,
+                        sharer, group, group_thread,
+                    )  # fmt: skip
             if holds_sum:
                 place = (*self.begin(tile_m, tile_n, last), entry)
                 if const_expr(config.epi_n > 0):
                     if const_expr(self.staged_matrix is not None):
-                        if walk[3] > 1:
+                        if self.has_parts(work, walk):
                             self.load_matrix(matrix, sD, group, group_thread, place)
                     phases = self.store(
                         tma_d, mD, matrix, epilogue_mma, accumulators, sD, group, group_thread, place,
@@ -708,13 +734,12 @@ class Gemm(Fusion):
                     self.store_directly(mD, accumulators, group, group_thread, place)
 
             if const_expr(pingpong):
-                # Skip the other warpgroup's tile.
-                work += 2 * clusters
-                skipped = stage + k_tiles
+                # Skip the other warpgroup's piece.
+                work, _, count, left = self.next_piece(work, count, left, k_tiles, walk)
+                skipped = stage + count
                 phase ^= (skipped // config.stages) & 1
                 stage = skipped % config.stages
-            else:
-                work += clusters
+            work, _, count, left = self.next_piece(work, count, left, k_tiles, walk)
 
         if const_expr("amax" in self.epilogue.steps):
             self.publish_amax(fused[1:], amax, lane)
@@ -757,70 +782,6 @@ class Gemm(Fusion):
                 stage = Int32(0)
                 phase ^= 1
         return stage, phase
-
-    @cute.jit
-    def reduce(self, accumulators, partials, counters, arrived, tile, part, parts, group, group_thread):
-        """Add up the parts of a tile along a tree; true for the one that then holds the total.
-
-        Parts 0 and 1 meet, 2 and 3, then 0-1 and 2-3, and so on: the later of two adds the earlier's sums to
-        its own, the earlier is done. Nobody waits, and the sums are the same whoever is late: additions
-        commute, and who meets whom is fixed. A part that is late each time reads log2(parts) sums.
-
-        Only the same warpgroup of other CTAs touches these sums, thread by thread at the same place, so
-        that their layout is free: four neighbours of a thread, then threads, for 16-byte accesses. Each
-        meeting has a counter, that of the first part on its right side.
-        """
-        config = self.config
-        values = config.accumulator_registers
-        tile_group = tile * config.tile_warpgroups
-        if const_expr(config.tile_warpgroups > 1):
-            tile_group += group
-        layout = cute.make_layout((4, values // 4), stride=(1, 4 * WARPGROUP_THREADS))
-        own = cute.make_tensor(accumulators.iterator, cute.make_layout((4, values // 4)))
-        first = partials + Int64(tile_group * parts) * (values * WARPGROUP_THREADS) + group_thread * 4
-        answer = cute.make_tensor(arrived, cute.make_layout(1))
-        holds = cutlass.Boolean(True)
-        side = Int32(1)  # parts on each side of a meeting
-        while holds and side < parts:
-            left = part & ~(2 * side - 1)
-            right = left + side
-            if right < parts:
-                counter = counters + tile_group * parts + right
-                mine = part & ~(side - 1)
-                # Sums that nobody will read need not be written: first a look whether the other is there.
-                if group_thread == 0:
-                    answer[0] = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-                self.epilogue_barrier(group)
-                late = answer[0] == 1
-                self.epilogue_barrier(group)
-                if not late:
-                    place = cute.make_tensor(first + Int64(mine) * (values * WARPGROUP_THREADS), layout)
-                    for chunk in cutlass.range_constexpr(values // 4):
-                        cute.autovec_copy(own[(None, chunk)], place[(None, chunk)])
-                    # Each thread's sums are visible before the one thread counts, and counting orders it
-                    # before the reader: release and acquire at device scope on both sides of the barrier.
-                    cute.arch.fence_acq_rel_gpu()
-                    self.epilogue_barrier(group)
-                    if group_thread == 0:
-                        answer[0] = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-                    self.epilogue_barrier(group)
-                    late = answer[0] == 1
-                    self.epilogue_barrier(group)
-                if late:
-                    cute.arch.fence_acq_rel_gpu()
-                    if group_thread == 0:
-                        cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
-                    theirs = cute.make_tensor(
-                        first + Int64(left + right - mine) * (values * WARPGROUP_THREADS), layout
-                    )
-                    for chunk in cutlass.range_constexpr(values // 4):
-                        piece = cute.make_rmem_tensor(4, self.acc_dtype)
-                        cute.autovec_copy(theirs[(None, chunk)], piece)
-                        for value in cutlass.range_constexpr(4):
-                            own[value, chunk] = own[value, chunk] + piece[value]
-                holds = late
-            side *= 2
-        return holds
 
     @cute.jit
     def store(
@@ -1027,6 +988,7 @@ class FusedGemm(Gemm):
         swizzle_size: Int32,
         clusters: Int32,
         split_k: Int32,
+        second_kernel: Int32,
         l2_hint: Int32,
         partials_address: Int64,
         counters_address: Int64,
@@ -1048,6 +1010,6 @@ class FusedGemm(Gemm):
         words = (word0, word1, word2, word3, word4, word5, word6, word7, word8, word9, word10, word11)
         self.launch(
             a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, l2_hint, partials_address,
-            counters_address, words[: self.epilogue.words], stream,
+            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint,
+            partials_address, counters_address, words[: self.epilogue.words], stream,
         )  # fmt: skip

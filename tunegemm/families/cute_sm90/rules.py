@@ -5,7 +5,14 @@ from __future__ import annotations
 from tunegemm.device import Device
 from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, KernelConfig
 from tunegemm.families.generator import config_maker
-from tunegemm.families.tiles import seen_by_kernel, split_fits, swap_fits
+from tunegemm.families.tiles import (
+    seen_by_kernel,
+    split_fits,
+    streams,
+    swap_fits,
+    tile_count,
+)
+from tunegemm.model import stream_clusters, stream_tiles
 from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
 
@@ -197,6 +204,47 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+def reduction_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A second kernel has nothing to add where nothing is split.
+
+    Of a kernel without a launch it says whether some split would do: the fewest parts.
+    """
+    if candidate.params.get("reduction", "pairs") == "pairs" or streams(candidate):
+        return None
+    split_k = int(candidate.params.get("split_k", 2))
+    if split_k == 1:
+        return "reduction second_kernel with split_k 1: there are no parts to add"
+    return split_fits(problem, candidate.with_launch(split_k=split_k), device)
+
+
+def second_slices(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A second kernel stores slices of 16 columns; where pairs of columns gate each other, made of 32."""
+    second = candidate.params.get("reduction", "pairs") == "second_kernel"
+    if second and problem.fused.gated and (tile_n := candidate["tile_n"]) % 32:
+        return f"epilogue {problem.epilogue} by a second kernel, with tile_n {tile_n} that 32 does not divide"
+    return None
+
+
+def stream_split(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Stream-K cuts k by itself: the launch says how many tiles it cuts where others say how many parts."""
+    if streams(candidate) and int(candidate.params.get("split_k", 1)) > 1:
+        return f"split_k {candidate['split_k']} with tile_scheduler stream_k, which cuts k by itself"
+    return None
+
+
+def stream_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Where tiles fill whole waves nothing is cut, and the static scheduler does the same."""
+    if not streams(candidate):
+        return None
+    size = candidate["cluster_m"] * candidate["cluster_n"]
+    tiles = tile_count(problem, candidate) // size
+    k_tiles = -(-problem.k // candidate["tile_k"])
+    clusters = stream_clusters(tiles, k_tiles, device.resident_clusters(size))
+    if stream_tiles(tiles, k_tiles, clusters) == 0:
+        return f"tile_scheduler stream_k: {tiles} tiles fill {tiles // clusters} waves of {clusters} clusters"
+    return None
+
+
 #: Cheapest first. Those named `..._fits` look at extents: what they reject runs, but repeats another
 #: candidate or computes nothing.
 RULES = (
@@ -204,6 +252,8 @@ RULES = (
     operand_majors,
     ring_rows,
     promotion,
+    stream_split,
+    second_slices,
     fused_store,
     epilogue_tile,
     cluster,
@@ -216,6 +266,8 @@ RULES = (
     cluster_fits,
     swap_fits,
     split_fits,
+    reduction_fits,
+    stream_fits,
 )
 
 assert WARPGROUP_THREADS == 128  # the formulas above count per 128-thread warpgroup
