@@ -30,8 +30,8 @@ _SWIZZLE_ROW_BYTES = 128
 #: More of them with an epilogue that reads a matrix or converts int32 sums: 176 accumulators compile without
 #: spills, of 192 some kernels spill (tests/test_epilogue.py).
 _FUSED_REGISTERS = 24
-#: And with one that gates and stages by elements, or by subtiles of 8 columns: 160 compile, 176 spill 24 to
-#: 648 B (same tests).
+#: And with one that gates and stages by elements, or reads a vector and stages its tile whole: 160 compile,
+#: 176 spill 24 to 648 B (same tests).
 _ELEMENT_REGISTERS = 40
 #: And with one that reads several vectors: 192 compile, 208 spill 224 B (same tests).
 _VECTOR_REGISTERS = 8
@@ -123,7 +123,8 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills."""
     config = config_of(problem, candidate)
     overhead = _OVERHEAD_REGISTERS
-    if config.fused.gated and (not config.stages_pairs or config.epi_n < 32):
+    staged_whole = config.epi_n < 32 and _operands(config, "m", "n") > 0
+    if config.fused.gated and (not config.stages_pairs or staged_whole):
         overhead += _ELEMENT_REGISTERS
     elif config.fused and (_operands(config, "matrix") or config.in_dtype == "int8"):
         overhead += _FUSED_REGISTERS
