@@ -32,6 +32,9 @@ _SWIZZLE_ROW_BYTES = 128
 _FUSED_REGISTERS = 24
 #: And with one that gates and stages by elements: 160 compile, 176 spill up to 648 B (same tests).
 _ELEMENT_REGISTERS = 40
+#: More of them for stream-K's walk: 192 accumulators compile without spills, 208 spill 72 B in pingpong with
+#: operands that are not k-major (tests/test_cute_sm90.py).
+_STREAM_REGISTERS = 8
 #: Accumulators beside which a warpgroup of two 64-row atoms has room for a second matrix.
 _ROOMY_ACCUMULATORS = 128
 
@@ -119,6 +122,8 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills."""
     config = config_of(problem, candidate)
     overhead = _OVERHEAD_REGISTERS
+    if streams(candidate):
+        overhead += _STREAM_REGISTERS
     if config.fused.gated and not config.stages_pairs:
         overhead += _ELEMENT_REGISTERS
     elif config.fused and (_matrices(config) or config.in_dtype == "int8"):
