@@ -201,7 +201,8 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
         return run
 
     plain, site = form_of(MATMUL, ""), site_of((a, b))
-    view: Any = torch._C._dynamo.guards._reinterpret_tensor
+    inductors: Any = torch._C._dynamo.guards
+    view = inductors._reinterpret_tensor
 
     def compiled() -> Any:
         """As Inductor writes it, see `tunegemm.dispatch.lowering`."""

@@ -525,9 +525,10 @@ def dispatch(results: Path) -> str:
     if (parts := data.get("first_call_parts")) is not None:
         warm, cold = parts["warm"], parts["cold"]
         told += (
-            f": {warm['records_ms']:.0f} ms to read the records, {warm['kernel_ms']:.0f} ms to load the kernel "
-            f"and {warm['device_ms']:.0f} ms to ask for the device. With its files dropped from the page "
-            f"cache it takes {cold['first_call_ms']:.0f} ms, and the import {cold['import_and_matmul_ms']:.0f} ms"
+            f": {warm['records_ms']:.0f} ms to read the records, {warm['kernel_ms']:.0f} ms to load the "
+            f"kernel and {warm['device_ms']:.0f} ms to ask for the device. With its files dropped from the "
+            f"page cache it takes {cold['first_call_ms']:.0f} ms, and the import "
+            f"{cold['import_and_matmul_ms']:.0f} ms"
         )
     told += "."
     return "\n\n".join([machine_line(data["meta"]), table, told])

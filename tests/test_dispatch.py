@@ -25,10 +25,11 @@ import torch
 from tunegemm import families
 from tunegemm.device import Device, Fingerprint, find_device, kernel_source_hash
 from tunegemm.dispatch import api
-from tunegemm.dispatch.dispatcher import LOOK_SECONDS, Dispatcher, tune_command
+from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.launchers import TORCH, Prepared, is_torch
 from tunegemm.dispatch.operands import Operands, Refusal, describe
+from tunegemm.dispatch.planning import LOOK_SECONDS, tune_command
 from tunegemm.dispatch.snapshot import Snapshot
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, TunegemmWarning
 from tunegemm.families import Launcher
@@ -740,7 +741,7 @@ def test_mode_off_reads_nothing(monkeypatch, kernel):
 def test_nothing_is_made_during_graph_capture(serve, kernel, monkeypatch):
     dispatcher = serve(Problem(32, 48, 64))
     a, b = operands()
-    monkeypatch.setattr("tunegemm.dispatch.dispatcher.capturing", lambda device: True)
+    monkeypatch.setattr("tunegemm.dispatch.planning.capturing", lambda device: True)
     quietly(dispatcher.matmul, a, b)
     assert not kernel.calls
     monkeypatch.undo()
@@ -1007,7 +1008,7 @@ def test_views_that_are_made_for_the_call_are_known(serve):
 
 
 def test_compiled_code_is_not_asked_again_what_it_promises(by_address):
-    """One look-up and one launch for operands that compiled code has made sure of; the modes are still minded."""
+    """One look-up and one launch for operands that compiled code has made sure of; modes are minded."""
     kernel, dispatcher = by_address
     a, b = operands()
     expected, out = torch.matmul(a, b), torch.zeros(32, 48, dtype=BF16)
@@ -1169,7 +1170,7 @@ def test_records_published_meanwhile_are_found_by_products_left_to_torch(device,
     monkeypatch.setenv("TUNEGEMM_MODE", "exact")
     known, later = ByAddress(Problem(32, 48, 64)), Kernel()
     rows, looks, now = [Row(known.problem, device.fingerprint)], [], [0.0]
-    monkeypatch.setattr("tunegemm.dispatch.dispatcher.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tunegemm.dispatch.planning.time.monotonic", lambda: now[0])
 
     def modified():
         looks.append(now[0])
@@ -1202,7 +1203,7 @@ def test_records_published_meanwhile_are_found_by_products_left_to_torch(device,
 
 def test_nothing_is_looked_for_during_graph_capture(device, monkeypatch):
     looks, now = [], [0.0]
-    monkeypatch.setattr("tunegemm.dispatch.dispatcher.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tunegemm.dispatch.planning.time.monotonic", lambda: now[0])
     dispatcher = Dispatcher(
         device_type="cpu",
         read=Snapshot,
@@ -1212,7 +1213,7 @@ def test_nothing_is_looked_for_during_graph_capture(device, monkeypatch):
     a, b = operands()
     with pytest.warns(TunegemmWarning, match="no record"):
         dispatcher.matmul(a, b)
-    monkeypatch.setattr("tunegemm.dispatch.dispatcher.capturing", lambda device: True)
+    monkeypatch.setattr("tunegemm.dispatch.planning.capturing", lambda device: True)
     now[0] = LOOK_SECONDS + 1
     quietly(dispatcher.matmul, a, b)
     assert looks == [0.0]
@@ -1311,7 +1312,7 @@ def test_threads_agree_and_prepare_once(device, kernel):
 
 
 def test_plans_are_bounded(serve, kernel, monkeypatch):
-    monkeypatch.setattr("tunegemm.dispatch.dispatcher.MAX_PLANS", 4)
+    monkeypatch.setattr("tunegemm.dispatch.planning.MAX_PLANS", 4)
     dispatcher = serve(*(Problem(m, 48, 64) for m in range(1, 9)))
     a, b = operands()
     for m in range(1, 9):

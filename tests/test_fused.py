@@ -21,8 +21,9 @@ import tunegemm
 from tests.test_dispatch import BF16, Kernel, Row, at, calls_of, operands, quietly
 from tunegemm.device import find_device
 from tunegemm.dispatch import api, ops, takeover
-from tunegemm.dispatch.dispatcher import Dispatcher, tune_command
+from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import TORCH, Prepared
+from tunegemm.dispatch.planning import tune_command
 from tunegemm.dispatch.snapshot import Snapshot
 from tunegemm.dispatch.worth import kernels_after, least_ratio
 from tunegemm.epilogue import MAX_WORDS, Epilogue, Matrix, Number, PerColumn, maximum, tanh
@@ -732,7 +733,8 @@ def test_autocast_means_what_it_means_for_torchs_calls(serve, kernel, dtypes, gr
         close(mine, torchs)
         if grad:
             pairs = [
-                torch.autograd.grad(result.float().sum(), wanted, allow_unused=True) for result in (mine, torchs)
+                torch.autograd.grad(result.float().sum(), wanted, allow_unused=True)
+                for result in (mine, torchs)
             ]
             for one, other in zip(*pairs, strict=True):
                 assert (one is None) == (other is None), name
@@ -817,19 +819,23 @@ def test_what_a_kernel_must_gain_in_compiled_code(shape, epilogue, least):
 def test_every_operation_of_a_users_function_is_a_kernel_of_eager_torch():
     assert kernels_after(Problem(32, 48, 64, epilogue=str(bent))) == 6
     assert kernels_after(Problem(32, 48, 64, epilogue="bias_n+gelu+residual")) == 2
+    scaled = Problem.parse("4096x4096x4096", dtype="int8", out_dtype="bf16", epilogue="scale_rowwise+bias_n")
+    assert kernels_after(scaled) == 2 and least_ratio(scaled, find_device("model:h200")) > 1.1
 
 
 def test_code_in_cpp_is_torchs(serve, kernel):
     """It would call us through torch's dispatcher, and may run where there is no Python."""
+    from torch._dynamo.backends.common import aot_autograd
+
     serve()
-    x, weight, bias, _ = layer()
+    x, weight, _, _ = layer()
     graphs = []
 
     def compiler(graph, _):
         graphs.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=compiler)
+    backend = aot_autograd(fw_compiler=compiler)
     with torch.no_grad(), torch._inductor.config.patch(cpp_wrapper=True):
         compiled = torch.compile(
             lambda x: tunegemm.linear(tunegemm.linear(x, weight), weight.t(), None, "relu"),

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import tunegemm.dispatch.dispatcher as module
 from tests.processes import compile_workers
 from tunegemm.database import Database
 from tunegemm.device import find_device
 from tunegemm.dispatch import api, linear, matmul, refresh
+from tunegemm.dispatch.guards import autocast
 from tunegemm.errors import TunegemmWarning
 from tunegemm.measure.operands import make_operands, reference, tolerance
 from tunegemm.problem import LAYOUTS, Problem
@@ -64,7 +64,7 @@ def tuned() -> frozenset[Problem]:
 @pytest.fixture
 def only_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails a test that leaves a product to torch, or warns."""
-    monkeypatch.setattr(module, "_torch_matmul", lambda *_: pytest.fail("left to torch"))
+    monkeypatch.setattr("tunegemm.dispatch.dispatcher._torch_matmul", lambda *_: pytest.fail("left to torch"))
     with warnings.catch_warnings():
         warnings.simplefilter("error", TunegemmWarning)
         yield
@@ -299,7 +299,7 @@ def test_autocast_uses_its_cache_of_weights(tuned, only_ours, monkeypatch):
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
         expected = torch.nn.functional.linear(x, layer.weight)
         monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: pytest.fail("left to torch"))
-        addresses = {module._autocast(layer.weight, torch.bfloat16).data_ptr() for _ in range(3)}
+        addresses = {autocast(layer.weight, torch.bfloat16).data_ptr() for _ in range(3)}
         results = [linear(x, layer.weight) for _ in range(3)]
     assert len(addresses) == 1, "the weight is cast once"
     for result in results:
@@ -371,7 +371,7 @@ def test_a_foreign_process_publishes(tuned, monkeypatch):
     """A product left to torch is served, without `refresh`, once another process has tuned it."""
     problem = Problem(96, 80, 64)
     a, b = operands(problem)
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("tunegemm.dispatch.planning.LOOK_SECONDS", 0.0)
     refresh()
     with pytest.warns(TunegemmWarning, match="no record"):
         matmul(a, b)

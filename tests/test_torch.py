@@ -303,7 +303,9 @@ def test_inductors_code_is_what_it_is_with_torchs_products(kernel):
         torch._dynamo.reset()
         _, (text,) = run_and_get_code(torch.compile(layer, fullgraph=True), x.view(2, 16, 64))
         called = text[text.index("def call(") : text.index("runner = ")]
-        return [called.count(word) for word in ("empty_strided", "cpp_fused", "_product(", "extern_kernels.mm(")]
+        return [
+            called.count(word) for word in ("empty_strided", "cpp_fused", "_product(", "extern_kernels.mm(")
+        ]
 
     with (
         torch._inductor.config.patch(fx_graph_cache=False),

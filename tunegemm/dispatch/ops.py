@@ -5,9 +5,9 @@ graph runs. Eager code does without them: torch's way to an operator written in 
 dispatcher does. `fused` stays in a graph only where a kernel is recorded for it when the graph is made: its
 parts are torch's operators then, which a compiler fuses with what is around them.
 
-torch.compile keeps what it made on disk, by the graph that Dynamo traced. What is served is decided later, from
-records: so they are part of that graph, as the argument `records` of the operators, some letters that change
-with them. With the decision they become `_CALLS`: where it is the same, Inductor's code is.
+torch.compile keeps what it made on disk, by the graph that Dynamo traced. What is served is decided later,
+from records: so they are part of that graph, as the argument `records` of the operators, some letters that
+change with them. With the decision they become `_CALLS`: where it is the same, Inductor's code is.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 #: Products of other devices stay torch's in a graph, where its compiler may fuse them.
 _DEVICE_TYPE = "cuda"
 
-#: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it keeps
-#: on disk is of any age.
+#: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it
+#: keeps on disk is of any age.
 _CALLS = "calls-2"
 
 _library = torch.library.Library("tunegemm", "DEF")
@@ -39,8 +39,8 @@ _library = torch.library.Library("tunegemm", "DEF")
 def define(serving: Callable[[], Dispatcher]) -> None:
     """Registers the operators, whose products are computed by what `serving` returns at each call."""
     _records_of.append(serving)
-    # Strides are fixed where a compiler calls us (`lowering`). By a tag they would be earlier, which copies what is
-    # not computed yet: the norm of a model was written anew for each product that reads it.
+    # Strides are fixed where a compiler calls us (`lowering`). By a tag they would be earlier, which copies
+    # what is not computed yet: the norm of a model was written anew for each product that reads it.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     for name in ("mm", "bmm"):
         _library.define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", tags=tags)

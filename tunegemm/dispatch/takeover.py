@@ -150,13 +150,15 @@ class TunedLinear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if _is_compiling():
             return api.linear(input, self.weight, self.bias)
+        weight: torch.Tensor | None
+        bias: torch.Tensor | None
         try:  # as attributes of the module the two cost the host a third of the call
             weight, bias = self._parameters["weight"], self._parameters["bias"]
         except KeyError:  # they are something else's to give, such as a parametrization's
             weight, bias = self.weight, self.bias
         if bias is None:
-            return api._product(LINEAR, input, weight)  # type: ignore[no-any-return]
-        return api._dispatcher.fused(api._WITH_BIAS, input, weight, (bias,))  # type: ignore[no-any-return]
+            return api._product(LINEAR, input, weight)
+        return api._dispatcher.fused(api._WITH_BIAS, input, weight, (bias,))
 
 
 def patch(model: torch.nn.Module) -> int:

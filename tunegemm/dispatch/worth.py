@@ -16,8 +16,8 @@ from tunegemm.dispatch.neighbours import library_us
 from tunegemm.epilogue import GATED
 from tunegemm.problem import DTYPE_BYTES, Problem
 
-#: Least gain over what the compiler would do: sessions of one H200 disagree by 0.2 to 0.3 % in the ratio of one
-#: kernel (see `neighbours`).
+#: Least gain over what the compiler would do: sessions of one H200 disagree by 0.2 to 0.3 % in the ratio of
+#: one kernel (see `neighbours`).
 LEAST_GAIN = 0.01
 #: Steps that the library's call takes along, by the first of them.
 _ABSORBED = {
@@ -31,7 +31,8 @@ def least_ratio(problem: Problem, device: Device) -> float:
     kernels = kernels_after(problem)
     if not kernels:
         return 1 + LEAST_GAIN
-    plain = replace(problem, epilogue="", accumulation="fast")
+    out_dtype = "int32" if problem.in_dtype == "int8" else problem.out_dtype
+    plain = replace(problem, epilogue="", accumulation="fast", out_dtype=out_dtype)
     matrix_bytes = plain.m * plain.n * plain.batch * DTYPE_BYTES[plain.out_dtype]
     after_us = kernels * model.elementwise_us(2 * matrix_bytes, device)
     return (1 + LEAST_GAIN) * (1 + after_us / library_us(plain, device))
@@ -43,6 +44,7 @@ def kernels_after(problem: Problem) -> int:
     if fused.function is not None:
         nodes = ast.walk(ast.parse(fused.function.source))
         return sum(isinstance(node, ast.BinOp | ast.UnaryOp | ast.Call) for node in nodes)
-    absorbed = _ABSORBED.get(fused.steps[0], ()) if fused.steps else ()
+    of_int8 = problem.in_dtype == "int8"  # the library's product of which takes nothing along
+    absorbed = _ABSORBED.get(fused.steps[0], ()) if fused.steps and not of_int8 else ()
     rest = [step for step in fused.steps if step not in absorbed]
     return len(rest) + sum(step in GATED for step in rest)  # a gate is an activation and a product

@@ -19,10 +19,10 @@ from tunegemm.database.layers import read_records
 from tunegemm.database.record import Entry
 from tunegemm.database.validity import judge_stored
 from tunegemm.device import Device
-from tunegemm.dispatch.dispatcher import tune_command
 from tunegemm.dispatch.launchers import find_object
 from tunegemm.dispatch.modes import read_mode, read_policy
 from tunegemm.dispatch.neighbours import Near
+from tunegemm.dispatch.planning import tune_command
 from tunegemm.dispatch.policies import Policy
 from tunegemm.dispatch.selection import Outcome, Selection, read_rivals, select
 from tunegemm.dispatch.snapshot import Snapshot
