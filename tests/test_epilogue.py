@@ -273,7 +273,9 @@ def test_what_the_rules_of_registers_reject_spills_and_what_they_admit_does_not(
         ("swiglu", turned, wide | {"tile_n": 176, "epi_n": 16}, "accumulators"),
         ("swiglu", turned, wide | {"tile_n": 160}, None),
         ("bias_n+geglu", {}, wide, None),
-        ("bias_n+swiglu", {}, wide | {"tile_n": 176, "epi_n": 16}, None),
+        ("bias_n+swiglu", {}, wide | {"tile_n": 176, "epi_n": 16}, "accumulators"),
+        ("scale_rowwise+bias_n+gelu_tanh", {}, wide | {"tile_n": 208, "epi_n": 16}, "accumulators"),
+        ("scale_rowwise+bias_n+gelu_tanh", {}, wide, None),
     ]
     submitted = []
     for text, changes, kernel, rule in cases:
