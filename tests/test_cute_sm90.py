@@ -73,9 +73,11 @@ def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200
     space = families.load_space("cute_sm90")
     generator = random.Random(0)
     pairs = []
+    kernels = list(space.kernels())
     for problem in PROBLEMS:
-        accepted = [k for k in space.kernels() if FAMILY.check(problem, k, h200)]
-        assert len(accepted) > 500
+        drawn = generator.sample(kernels, 40_000)  # of half a million, which take seconds to check
+        accepted = [k for k in drawn if FAMILY.check(problem, k, h200)]
+        assert len(accepted) > 200
         pairs += [(problem, k) for k in generator.sample(accepted, math.ceil(SAMPLE / len(PROBLEMS)))]
     # The corners of the register rules, where a spill would show first.
     corners = [
@@ -85,7 +87,7 @@ def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200
         candidate(schedule="pingpong", tile_m=192, tile_n=128),
     ]
     streams = {"tile_scheduler": "stream_k", "cluster_m": 2}
-    corners += [candidate(**dict(corners[i].compile_params) | streams) for i in (0, 2)]
+    corners += [candidate(**dict(corners[i].compile_params) | streams) for i in (1, 3)]
     pairs += [(PROBLEMS[0], corner) for corner in corners]
     corners = [
         candidate(tile_k=128, tile_n=224, stages=3),
@@ -124,8 +126,17 @@ REJECTED_DTYPES = [
     ("accumulators", TWO_LEVEL, {"tile_n": 240, "epi_n": 16, "stages": 3}, "spills"),
     ("accumulators", TWO_LEVEL, {"tile_m": 192, "tile_n": 160, "stages": 3}, "spills"),
     ("accumulators", TWO_LEVEL, {"schedule": "pingpong", "tile_m": 64, "tile_n": 240, "epi_n": 16}, "spills"),
+    (
+        "accumulators",
+        PROBLEMS[1],
+        {
+            "tile_scheduler": "stream_k", "schedule": "pingpong", "tile_n": 208, "tile_k": 64, "epi_n": 16,
+            "cluster_n": 2,
+        },
+        "spills",
+    ),
     ("shared_memory", FP8, {"stages": 8}, ""),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ _FUSED_REGISTERS = 24
 _ELEMENT_REGISTERS = 40
 #: And with one that reads several vectors: 192 compile, 208 spill 224 B (same tests).
 _VECTOR_REGISTERS = 8
+#: More of them for stream-K's walk: 192 accumulators compile without spills, 208 spill 72 B in pingpong with
+#: operands that are not k-major (tests/test_cute_sm90.py).
+_STREAM_REGISTERS = 8
 #: Accumulators beside which a warpgroup of two 64-row atoms has room for a second matrix.
 _ROOMY_ACCUMULATORS = 128
 
@@ -123,6 +126,8 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills."""
     config = config_of(problem, candidate)
     overhead = _OVERHEAD_REGISTERS
+    if streams(candidate):
+        overhead += _STREAM_REGISTERS
     staged_whole = config.epi_n < 32 and _operands(config, "m", "n") > 0
     if config.fused.gated and (not config.stages_pairs or staged_whole):
         overhead += _ELEMENT_REGISTERS
