@@ -31,10 +31,11 @@ pytestmark = pytest.mark.gpu
 
 _HOPPER = {
     "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4, "cluster_m": 1,
-    "cluster_n": 2, "epi_n": 32, "swap_ab": False,
+    "cluster_n": 2, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
 }  # fmt: skip
 _HOPPER_LAUNCH = {
-    "raster_order": "along_m", "swizzle_size": 2, "ctas": "all", "split_k": 1, "l2_hint": "none",
+    "raster_order": "along_m", "swizzle_size": 2, "ctas": "all", "split_k": 1, "reduction": "pairs",
+    "l2_hint": "none",
 }  # fmt: skip
 HOPPER = Candidate.make("cute_sm90", _HOPPER, _HOPPER_LAUNCH)
 PINGPONG = Candidate.make("cute_sm90", _HOPPER | {"schedule": "pingpong", "cluster_n": 1}, _HOPPER_LAUNCH)

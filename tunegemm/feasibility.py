@@ -6,12 +6,15 @@ that forbid it. Each rule states one physical cause, once. Families list their r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tunegemm.device import Device
 from tunegemm.problem import DTYPE_BYTES, Problem
-from tunegemm.space import Candidate
+from tunegemm.space import Candidate, SearchSpace, Value
 
 Rule = Callable[[Problem, Candidate, Device], str | None]
 
@@ -77,3 +80,64 @@ def tma_alignment(problem: Problem, candidate: Candidate, device: Device) -> str
     if problem.alignment < 16:
         return f"operands aligned to {problem.alignment} B, less than the 16 B that TMA needs"
     return None
+
+
+def plausible_kernels(
+    space: SearchSpace, rules: Sequence[Rule], problem: Problem, device: Device
+) -> Iterator[Candidate]:
+    """The kernels of a space, in its order, without what a rule rejects by a few of their parameters alone.
+
+    Half a million kernels are in the lists of `cute_sm90`, and a rule that reads nothing but `tile_k` rejects
+    half of them for one problem. Which parameters a rule reads is seen when it looks at the first kernel; it
+    is then asked about each combination of their values, once. What reads all, such as a kernel's
+    configuration, is left to `apply_rules`.
+    """
+    family, kernels = space.family, space.compile_values
+    names = list(kernels)
+    first = {name: values[0] for name, values in kernels.items()}
+    dead: list[tuple[tuple[int, ...], set[tuple[Value, ...]]]] = []
+    for rule in rules:
+        reads = _Partial(family, first)
+        try:
+            rule(problem, reads, device)  # type: ignore[arg-type]
+        except _ReadsAll:
+            continue
+        read = [name for name in names if name in reads.read]
+        rejected = set()
+        for values in itertools.product(*(kernels[name] for name in read)):
+            with contextlib.suppress(_ReadsAll):
+                part = _Partial(family, dict(zip(read, values, strict=True)))
+                if rule(problem, part, device) is not None:  # type: ignore[arg-type]
+                    rejected.add(values)
+        if rejected:
+            dead.append((tuple(names.index(name) for name in read), rejected))
+    alive = [list(values) for values in kernels.values()]
+    for places, rejected in [one for one in dead if len(one[0]) == 1]:
+        alive[places[0]] = [value for value in alive[places[0]] if (value,) not in rejected]
+    pairs = [one for one in dead if len(one[0]) != 1]
+    in_order = sorted(range(len(names)), key=names.__getitem__)
+    for values in itertools.product(*alive):
+        if any(tuple([values[place] for place in places]) in rejected for places, rejected in pairs):
+            continue
+        yield Candidate(family, tuple([(names[place], values[place]) for place in in_order]))
+
+
+class _ReadsAll(Exception):
+    """A rule asks for more than a few parameters by name."""
+
+
+class _Partial:
+    """Some parameters of a kernel, which remembers those that were read."""
+
+    def __init__(self, family: str, values: Mapping[str, Value]) -> None:
+        self.family, self.read = family, set[str]()
+        self._values = values
+
+    def __getitem__(self, name: str) -> Value:
+        self.read.add(name)
+        if name not in self._values:
+            raise _ReadsAll
+        return self._values[name]
+
+    def __getattr__(self, name: str) -> Any:
+        raise _ReadsAll

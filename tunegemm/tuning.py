@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from tunegemm.database.history import seeds
 from tunegemm.device import Device, cuda_device_count, find_device
 from tunegemm.errors import DeviceError
 from tunegemm.families.cublaslt import TORCH_MM, is_torch
+from tunegemm.feasibility import plausible_kernels
 from tunegemm.measure import FINAL, SCREEN, Job, Policy
 from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
 from tunegemm.measure.statistics import winner
@@ -262,10 +263,15 @@ class Tuner:
         """Those of a generator's space. Of its 100,000 kernels most are ruled out for all extents alike."""
         family = families.get(name)
         majors = (problem.a_major, problem.b_major, problem.out_major)
-        kind = (name, problem.in_dtype, problem.out_dtype, problem.accumulation, *majors, problem.alignment)
+        dtypes = (problem.in_dtype, problem.out_dtype, problem.accumulation, problem.epilogue)
+        kind = (name, *dtypes, *majors, problem.alignment)
         known = self._possible.get(kind)
+        rules = [rule for rule in family.rules if rule.__name__ not in family.extent_rules]
+        kernels: Iterable[Candidate] = (
+            plausible_kernels(self.space(name), rules, problem, self.device) if known is None else known
+        )
         possible, feasible, learned = [], [], False
-        for kernel in self.space(name).kernels() if known is None else known:
+        for kernel in kernels:
             rule = family.check(problem, kernel, self.device).rule
             if rule is None:
                 feasible.append(kernel)

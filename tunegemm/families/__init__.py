@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tunegemm.device import Device
 from tunegemm.errors import SpaceError
-from tunegemm.feasibility import Verdict
+from tunegemm.feasibility import Rule, Verdict
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate, SearchSpace, Value
@@ -42,6 +42,8 @@ class Family(Protocol):
     """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
     limited_launch: tuple[str, ...]
     """The launch parameters that `check` looks at: for the others every value is as feasible as the first."""
+    rules: tuple[Rule, ...]
+    """What `check` applies to a candidate, cheapest first; a library's algorithms need none."""
     extent_rules: frozenset[str]
     """The rules that look at m, n, k or batch: what another one rejects is rejected for all extents."""
     compiled: bool

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tunegemm.device import Device
 from tunegemm.errors import CompileError
-from tunegemm.feasibility import Verdict, apply_rules
+from tunegemm.feasibility import Rule, Verdict, apply_rules
 from tunegemm.outcome import Resources
 from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate, SearchSpace
@@ -113,6 +113,7 @@ class CublasLt:
         "launch": ("requested", "workspace_mib"),
     }
     limited_launch = ()
+    rules: tuple[Rule, ...] = ()
     extent_rules: frozenset[str] = frozenset()
     compiled = False
     tma = False
