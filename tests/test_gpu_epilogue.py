@@ -85,8 +85,8 @@ def test_right_on_every_shape(
         assert verdict, (problem, verdict)
         result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
         if "spills" in str(result.failure):
-            # The DSL's builds for CUDA 12 and 13 have two ptxas: of kernels with 176 accumulators a few spill by
-            # the second alone, such as silu to fp16. Nothing that spills is ever launched.
+            # The DSL's builds for CUDA 12 and 13 have two ptxas: of kernels with 176 accumulators a few spill
+            # by the second alone, such as silu to fp16. Nothing that spills is ever launched.
             assert chosen["tile_n"] == 176, (problem, FAMILY.label(chosen))
             refused += 1
             continue

@@ -63,6 +63,7 @@ class PlainTriton:
         "launch": ("swizzle_size",),
     }
     limited_launch = ()
+    rules = (operands, smem, registers)
     extent_rules = frozenset({"operands"})
 
     def unavailable(self, *, launching: bool = False) -> str | None:
@@ -70,7 +71,7 @@ class PlainTriton:
         return "triton is not installed; pip install triton" if missing else None
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        return apply_rules((operands, smem, registers), problem, candidate, device)
+        return apply_rules(self.rules, problem, candidate, device)
 
     def kernel_key(
         self, problem: Problem, candidate: Candidate, device: Device
