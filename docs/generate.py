@@ -537,9 +537,6 @@ def dispatch(results: Path) -> str:
 def clients(results: Path) -> str:
     """A model end to end: milliseconds by workload and mode, with and without tunegemm."""
     data = load(results, "clients.json")
-    told = ""
-    if data is None and (data := load(results, "clients-log-2026-11-21.json")) is not None:
-        told = f"Rows were not kept: this is {data['meta']['note']}. "
     if data is None:
         return not_measured(results, "clients.json")
     lines = []
@@ -559,7 +556,7 @@ def clients(results: Path) -> str:
         for row in data["rows"]
         if "ratio" in row and 1 - row["ratio"] > row["noise"]
     ]
-    told += f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."
+    told = f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), told])
 
 
