@@ -119,8 +119,8 @@ def carried(records: Sequence[Record], device: ReplayDevice) -> list[dict[str, A
                 if kernel not in best or outcome.ratio > best[kernel].ratio:
                     best[kernel] = outcome
         for record in records:
-            if record.problem.alignment != problem.alignment:
-                continue  # torch multiplies unaligned operands by kernels that are 2 to 5 times slower
+            if replace(record.problem, m=problem.m, n=problem.n, k=problem.k) != problem:
+                continue  # of another dtype, layout or alignment: torch has other kernels for it
             found = best.get(record.candidate.kernel)
             if found is None or record.problem == problem:
                 continue
