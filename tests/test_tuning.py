@@ -294,3 +294,18 @@ def test_the_function_without_a_tuner(monkeypatch: pytest.MonkeyPatch, cache: Pa
     monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(cache))
     result = tuning.tune("512x512x512", device="replay:h200", trials=2)
     assert result.source == "replayed" and result.best is not None
+
+
+@pytest.mark.parametrize("noise", [0.06, 0.04])
+def test_a_race_on_a_busy_gpu_settles_nothing(tmp_path: Path, noise: float) -> None:
+    """Of made-up times: torch.mm disagrees with itself, timed twice in one race."""
+    raced = [replace(one, noise=noise) for one in (measurement(FASTEST, 9.0), measurement(TORCH_MM, 10.0))]
+    with (
+        Database.open(tmp_path / "tuning.sqlite") as database,
+        Tuner(DEVICE, database, cache=tmp_path) as tuner,
+    ):
+        result = tuning._Run(tuner, PROBLEM, None).settle(raced)
+        known = database.best(PROBLEM, DEVICE.fingerprint)
+    assert result.best is not None and result.best.candidate == FASTEST
+    assert (known is not None and known.settled) == (noise < 0.05)
+    assert ("no record is settled" in result.note) == (noise > 0.05)
