@@ -176,7 +176,7 @@ class TestSpace:
     def test_table(self, small: Path) -> None:
         run = tunegemm(*self.ARGUMENTS, "--space-file", str(small))
         assert "(the whole space)" in run.stdout
-        assert re.search(r"feasible\s+.*\d+ of \d+ kernels", run.stdout)
+        assert re.search(r"feasible\s+.*[\d,]+ of [\d,]+ kernels", run.stdout)
 
     def test_shipped_spaces(self) -> None:
         run = tunegemm("space", "--shape", SHAPE, "--device", "model:h200", "--format", "json")

@@ -35,8 +35,8 @@ def portfolio() -> Portfolio:
 def test_a_family_that_is_far_behind_costs_its_first_round() -> None:
     assert run(portfolio(), {"cute_sm90": 1.0, "triton_tma": 0.7, "cute_sm80": 0.5}) == {
         "cute_sm90": 40,
-        "triton_tma": 4,
-        "cute_sm80": 4,
+        "triton_tma": 3,
+        "cute_sm80": 3,
     }
 
 
@@ -46,7 +46,7 @@ def test_a_family_that_is_near_or_ahead_is_searched_to_its_end() -> None:
 
 
 def test_a_family_whose_candidates_all_fail_is_given_up() -> None:
-    assert run(portfolio(), {"cute_sm90": 1.0, "cute_sm80": 0.5})["triton_tma"] == 4
+    assert run(portfolio(), {"cute_sm90": 1.0, "cute_sm80": 0.5})["triton_tma"] == 3
 
 
 def test_when_the_first_family_fails_the_others_are_searched() -> None:
@@ -76,7 +76,7 @@ def test_library_alone() -> None:
 
 
 def test_trials_are_those_that_are_sure() -> None:
-    assert portfolio().trials == 40 + 4 + 4
+    assert portfolio().trials == 40 + 3 + 3
 
 
 @pytest.mark.parametrize("trials", [1, 5])
