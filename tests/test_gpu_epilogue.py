@@ -70,7 +70,7 @@ _ALLOWED = (None, "cluster_fits", "swap_fits", "split_fits")
 def test_right_on_every_shape(
     device: Device, pool: CompilePool, text: str, kernel: dict[str, int | str | bool]
 ) -> None:
-    launched = refused = 0
+    launched = refused = spilled = 0
     for problem, split_k in zip(PROBLEMS, SPLITS, strict=True):
         problem = Problem(**(vars(problem) | {"epilogue": text}))
         chosen = candidate(kernel)
@@ -88,7 +88,7 @@ def test_right_on_every_shape(
             # The DSL's builds for CUDA 12 and 13 have two ptxas: of kernels with 176 accumulators a few spill
             # by the second alone, such as silu to fp16. Nothing that spills is ever launched.
             assert chosen["tile_n"] == 176, (problem, FAMILY.label(chosen))
-            refused += 1
+            spilled += 1
             continue
         assert result.artifact is not None, result.failure
         launch = FAMILY.load(problem, chosen, device, result.artifact.path)
@@ -105,7 +105,7 @@ def test_right_on_every_shape(
                 checked,
             )
         launched += 1
-    assert launched >= 3 or refused == len(PROBLEMS)
+    assert launched + spilled >= 4 or refused == len(PROBLEMS)
 
 
 #: Two buffers and four, a tile for one warpgroup and for two; more tiles than multiprocessors, parts of few.

@@ -77,7 +77,7 @@ def run(search: Search, value=truth, count: int = 24) -> list[Candidate]:
     return asked
 
 
-@pytest.mark.parametrize(("effort", "trials"), [("quick", 104), ("full", 440)])
+@pytest.mark.parametrize(("effort", "trials"), [("quick", 108), ("full", 440)])
 def test_spends_its_budget_on_distinct_candidates(effort, trials) -> None:
     ranked = kernels()
     asked = run(Search(ranked, LAUNCHES, effort=effort))
@@ -137,8 +137,8 @@ def test_finds_more_than_chance_under_a_blind_model() -> None:
             for kernel in rng.sample(kernels(), len(search.asked))
         ]
         drawn.append(max(map(truth, grid)))
-    assert sum(found) / 5 > sum(drawn) / 5 + 0.005
-    assert min(found) > SUMMIT - 0.05
+    assert sum(found) / 5 > sum(drawn) / 5 + 0.01
+    assert min(found) > SUMMIT - 0.04
 
 
 def test_exhaustive_takes_every_kernel_and_the_leaders_whole_grid() -> None:
@@ -166,10 +166,10 @@ def test_refining_needs_no_further_kernel() -> None:
 
 def test_screen_trusts_the_model_and_then_spreads() -> None:
     ranked = sorted(kernels(), key=truth, reverse=True)
-    screen = Search(ranked, LAUNCHES).ask(39)
+    screen = Search(ranked, LAUNCHES).ask(40)
     assert screen[:24] == ranked[:24]
     shapes = [tuple(c[name] for name in ("schedule", "tile_m", "tile_n", "cluster_m")) for c in screen[24:]]
-    assert len(set(shapes)) == 15
+    assert len(set(shapes)) == 16
 
 
 def test_quick_search_comes_within_a_percent_on_recorded_sweeps() -> None:
@@ -192,7 +192,7 @@ def test_quick_search_comes_within_a_percent_on_recorded_sweeps() -> None:
             for candidate in batch:
                 search.tell(candidate, ratios[candidate])
         assert search.best is not None
-        assert len(search.asked) <= 104
+        assert len(search.asked) <= 108
         assert search.best[1] > 0.99 * max(ratios.values()), problem
 
 
@@ -202,15 +202,15 @@ def test_disallowed_launches_are_never_asked() -> None:
 
     asked = run(Search(kernels(), LAUNCHES, allowed=allowed))
     assert all(allowed(candidate) for candidate in asked)
-    assert len(asked) == 104
+    assert len(asked) == 108
 
 
 def test_failures_teach_and_are_not_asked_again() -> None:
     """All of one tile fails: the budget is still spent, and nothing failed is a finalist."""
     search = Search(kernels(), LAUNCHES)
     asked = run(search, lambda c: None if c["tile_m"] == 128 else truth(c))
-    assert len(asked) == len(set(asked)) == 104
-    assert all(candidate["tile_m"] != 128 for candidate in search.finalists(104))
+    assert len(asked) == len(set(asked)) == 108
+    assert all(candidate["tile_m"] != 128 for candidate in search.finalists(108))
 
 
 def test_all_failing_ends() -> None:
