@@ -289,7 +289,7 @@ def test_inductor_calls_by_a_function_and_leaves_the_untuned_to_aten(kernel, mon
 
 
 def test_inductor_is_taught_by_every_traced_graph(monkeypatch):
-    """The flag of `is_compiling` stays down while torch 2.11 compiles: its code called operators for all that."""
+    """torch 2.11 compiles without raising the flag of `is_compiling`: its code called operators for it."""
     from torch._guards import TracingContext, tracing
 
     from tunegemm.dispatch import lowering
