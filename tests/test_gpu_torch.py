@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import linear as torch_linear
 
 import tunegemm
@@ -171,6 +172,14 @@ def test_compiled_model(launches, model, mode):
             result = compiled(tokens(seed)).clone()
     close(result, expected)
     assert len(launches) >= 12
+
+
+def test_inductors_code_calls_us_and_not_torchs_dispatcher(launches):
+    a, weight = operands()
+    compiled = torch.compile(lambda a: tunegemm.linear(a, weight) + 1, fullgraph=True)
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(compiled, a)
+    assert "extern_kernels.tunegemm_product(" in code and "torch.ops.tunegemm" not in code
 
 
 def test_compiled_training_step(launches, model):

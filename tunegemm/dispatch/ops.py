@@ -60,7 +60,7 @@ def define(serving: Callable[[], Dispatcher]) -> None:
 
 
 def _teach_inductor(serving: Callable[[], Dispatcher]) -> None:
-    """While a graph is traced for a compiler. torch 2.11 says `is_compiling` to traced code and exports only."""
+    """If a graph is being traced: torch 2.11 says `is_compiling` to the traced code and to exports only."""
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
         from tunegemm.dispatch.lowering import lower
 
