@@ -153,7 +153,8 @@ class KernelConfig:
             return 0
         kinds = [operand.kind for operand in fused.operands]
         rows, columns = ("n", "m") if self.transposed else ("m", "n")
-        return 2 * self.atoms_per_warpgroup * kinds.count(rows) + -(-self.tile_n // 32) * kinds.count(columns)
+        atoms, columns32 = self.atoms_per_warpgroup, -(-self.tile_n // 32)
+        return -(-atoms // 2) * kinds.count(rows) + columns32 * kinds.count(columns)
 
     @property
     def threads(self) -> int:

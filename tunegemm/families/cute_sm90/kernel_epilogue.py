@@ -78,9 +78,10 @@ class Fusion:
     ):  # fmt: skip
         """The vectors' values for a warpgroup's atoms and columns, in fp32 registers, all read at once.
 
-        Of rows a thread has its own, two of an atom (see `fuse`). Of columns a warp has each once, 32 in a
-        register of all its threads, who then hand them round: read where they are used, in turn with the
-        barriers of the subtiles, they would cost a latency each and twice the addresses.
+        A warp has each value once, 32 in a register of all its threads, who then hand them round (`spread`):
+        32 columns, or its 16 rows of two atoms. Read where they are used, in turn with the barriers of the
+        subtiles, they cost 2 % of 4096x7168x2048 in fp8 (H200, 2026-11-22). Handing rows round, too, where a
+        thread could hold its own, keeps the compiler from computing subtiles all at once, which spills.
         """
         first_row, first_column, _ = place
         held = []
@@ -89,14 +90,15 @@ class Fusion:
             bytes_each = dtype.width // 8
             address = self.words_of(vector, words)[0]
             across = const_expr(self.is_across(vector))
-            count = -(-columns // 32) if const_expr(across) else 2 * atoms
+            count = -(-columns // 32) if const_expr(across) else -(-atoms // 2)
             values = cute.make_rmem_tensor(count, cutlass.Float32)
             for value in cutlass.range_constexpr(count):
                 if const_expr(across):
                     index = cutlass.min(first_column + value * 32 + group_thread % 32, n - 1)
                 else:
-                    row = first_row + group_thread // 32 * 16 + group_thread % 32 // 4
-                    index = cutlass.min(row + value // 2 * rows_apart + value % 2 * 8, m - 1)
+                    row = first_row + group_thread // 32 * 16 + group_thread % 16
+                    atom = value * 2 + group_thread % 32 // 16
+                    index = cutlass.min(row + atom * rows_apart, m - 1)
                 pointer = cute.make_ptr(
                     dtype, address + Int64(index) * bytes_each, cute.AddressSpace.gmem,
                     assumed_align=bytes_each,
@@ -113,14 +115,17 @@ class Fusion:
         """A vector's values for a fragment as `fuse` describes it, `column` columns into the tile."""
         values = cute.make_rmem_tensor(count, cutlass.Float32)
         for value in cutlass.range_constexpr(count):
-            half = value // run % 2
-            if const_expr(not self.is_across(vector)):
-                values[value] = held[2 * atom + half]
-            elif const_expr(half == 0):
-                place = column + value // (2 * run) * (4 * run) + value % run
-                values[value] = cute.arch.shuffle_sync(held[place // 32], place % 32 + group_thread % 4 * run)
+            block, half, pair = value // (2 * run), value // run % 2, value % run
+            if const_expr(self.is_across(vector)):
+                first, source = value - half * run, column + block * (4 * run) + pair
+                lane = source % 32 + group_thread % 4 * run
             else:
-                values[value] = values[value - run]
+                first, source = half * run, atom * 16 + half * 8
+                lane = source % 32 + group_thread % 32 // 4
+            if const_expr(value == first):
+                values[value] = cute.arch.shuffle_sync(held[source // 32], lane)
+            else:
+                values[value] = values[first]
         return values.load()
 
     @cute.jit
