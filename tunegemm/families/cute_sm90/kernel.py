@@ -12,8 +12,8 @@ With split-K, a tile's k range is cut into equal parts, each a piece of work of 
 every cluster has as much to do (`kernel_stream`). `kernel_sums` says how their sums become one.
 
 An epilogue (`tunegemm.epilogue`) works on a warpgroup's accumulators, fp32 and in registers, one subtile at a
-time between the mainloop and the staging buffers; its vectors and matrices are read from global memory where
-they are used. With split-K it runs once, on the total.
+time between the mainloop and the staging buffers. A tile's values of its vectors are read once, before; its
+matrices come by TMA or are read where they are used. With split-K it runs once, on the total.
 
 Extents, strides, raster order, swizzle size, split count and grid are arguments of the launch.
 """

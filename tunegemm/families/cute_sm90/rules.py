@@ -74,15 +74,15 @@ def fused_registers(problem: Problem, candidate: Candidate, device: Device) -> s
     atoms, sums = config.atoms_per_warpgroup, config.accumulator_registers
     if atoms < 2 or not config.fused.is_defined:
         return None
-    if "amax" in config.fused.steps or (_operands(config, "matrix") > 1 and sums > _ROOMY_ACCUMULATORS):
+    if "amax" in config.fused.steps or (_matrices(config) > 1 and sums > _ROOMY_ACCUMULATORS):
         return f"epilogue {problem.epilogue} with {atoms} atoms of 64 rows, {sums} accumulators: it spills"
     return None
 
 
-def _operands(config: KernelConfig, *kinds: str) -> int:
-    """How many operands of these kinds its epilogue has."""
+def _matrices(config: KernelConfig) -> int:
+    """How many matrices its epilogue reads."""
     fused = config.fused
-    return sum(operand.kind in kinds for operand in (fused.operands if fused.is_defined else ()))
+    return sum(operand.kind == "matrix" for operand in (fused.operands if fused.is_defined else ()))
 
 
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -132,7 +132,7 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     staged_whole = config.epi_n < 32 and config.held_registers > 0
     if config.fused.gated and (not config.stages_pairs or staged_whole):
         overhead += _ELEMENT_REGISTERS
-    elif config.fused and (_operands(config, "matrix") or config.in_dtype == "int8"):
+    elif config.fused and (_matrices(config) or config.in_dtype == "int8"):
         overhead += _FUSED_REGISTERS
     elif config.held_registers:
         overhead += config.held_registers + _VECTOR_REGISTERS
