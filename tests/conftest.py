@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tunegemm.device import cuda_device_count
+from tunegemm.device import Device, cuda_device_count, find_device
 
 if TYPE_CHECKING:
     from tests.browser import Browser
+    from tests.kernels import Kernels
     from tests.postgres import Cluster
 
 
@@ -40,6 +42,39 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    """The GPU of GPU tests."""
+    return find_device("cuda:0")
+
+
+@pytest.fixture(scope="module")
+def kernels(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
+    """Compiles and loads kernels for it. A module that needs many overrides this and begins them at once."""
+    from tests.kernels import Kernels
+    from tests.processes import compile_workers
+    from tunegemm.artifacts import ArtifactStore
+    from tunegemm.compile import CompilePool
+
+    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
+        yield Kernels(pool, device)
+
+
+@pytest.fixture
+def all_tuned() -> Iterator[None]:
+    """Fails a test that has anything to warn of, such as an untuned product; leaves torch as it was."""
+    import torch
+
+    import tunegemm
+    from tunegemm.errors import TunegemmWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TunegemmWarning)
+        yield
+    tunegemm.disable()
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from tests.numerics import Case
 from tests.test_gpu_device_layer import HOPPER
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.device import find_device
-from tunegemm.measure import operands as data
 from tunegemm.operation import Operation
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -73,11 +73,9 @@ def main(folder: str, planted: bool = False) -> None:
         workspace = torch.empty(need // 2 if planted else need, dtype=torch.uint8, device="cuda")
         # An address is the caller's word, so that only the sanitizer knows how much memory is there.
         operation.initialize(workspace.data_ptr() if need else None)
-        operands = data.make_operands(operation.problem, torch.device("cuda"), 5)
-        operation.run(operands.a, operands.b, operands.out, *operands.fused)
-        torch.cuda.synchronize()
-        checked = data.check(operands, data.expected(operation.problem, operands))
-        objection = checked.objection(data.tolerance(operation.problem))
+        case = Case.of(operation.problem, seed=5)
+        operation.run(*case.operands.arguments)
+        objection = case.objection()
         print(operation.problem, operation.candidate, objection or "right", flush=True)
         if objection and not planted:
             raise SystemExit(1)

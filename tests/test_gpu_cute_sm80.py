@@ -1,19 +1,14 @@
 """Numerics of the Ampere kernels on the GPU, against fp32, at every alignment, ragged, batched and tiny."""
 
-import math
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from tests.numerics import DTYPES, TOLERANCE
-from tests.processes import compile_workers
-from tunegemm.artifacts import ArtifactStore
-from tunegemm.compile import CompilePool
-from tunegemm.device import Device, find_device
+from tests.kernels import Kernels
+from tests.numerics import TOLERANCE, Case, check_bits, check_refusals, difference, poisoned, untouched
 from tunegemm.families.cute_sm80 import FAMILY
 from tunegemm.families.cute_sm80.rules import config_of
 from tunegemm.feasibility import FEASIBLE
+from tunegemm.measure.operands import tolerance
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -69,24 +64,15 @@ KINDS = [
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
-    return find_device("cuda:0")
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
-        for layout, in_dtype, out_dtype in KINDS:  # all at once, on all cores
-            for alignment in (2, 4, 8, 16):
-                problem = Problem.parse(
-                    "512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout, alignment=alignment
-                )
-                for kernel in KERNELS:
-                    pool.submit(
-                        "cute_sm80",
-                        FAMILY.kernel_key(problem, candidate(kernel, alignment), find_device("cuda:0")),
-                    )
-        yield pool
+def kernels(kernels: Kernels) -> Kernels:
+    for layout, in_dtype, out_dtype in KINDS:
+        for alignment in (2, 4, 8, 16):
+            problem = Problem.parse(
+                "512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout, alignment=alignment
+            )
+            for kernel in KERNELS:
+                kernels.begin(problem, candidate(kernel, alignment))
+    return kernels
 
 
 def candidate(
@@ -108,7 +94,7 @@ def operand(
     """Random (batch, rows, columns); all memory around and between its lines is NaN."""
     outer, inner = (rows, columns) if row_major else (columns, rows)
     pitch = inner + gap
-    room = torch.full((offset + batch * outer * pitch + 8,), torch.nan, device="cuda", dtype=DTYPES[dtype])
+    room = poisoned(offset + batch * outer * pitch + 8, dtype=dtype)
     values = room[offset : offset + batch * outer * pitch].view(batch, outer, pitch)[:, :, :inner]
     values.copy_(torch.randn(batch, outer, inner, device="cuda"))
     return values if row_major else values.mT
@@ -117,7 +103,7 @@ def operand(
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_right_at_every_alignment(
-    device: Device, pool: CompilePool, kernel: tuple[int, ...], kind: tuple[str, str, str]
+    kernels: Kernels, kernel: tuple[int, ...], kind: tuple[str, str, str]
 ) -> None:
     layout, in_dtype, out_dtype = kind
     launched = set()
@@ -125,7 +111,7 @@ def test_right_at_every_alignment(
         packed = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
         a = operand(packed.a_major == "k", m, k, batch, gap, offset, in_dtype)
         b = operand(packed.b_major == "n", k, n, batch, gap, offset, in_dtype)
-        whole = torch.full((batch, m + 3, n + gap), torch.nan, dtype=DTYPES[out_dtype], device="cuda")
+        whole = poisoned(batch, m + 3, n + gap, dtype=out_dtype)
         out = whole[:, :m, :n]
         if batch == 1:
             a, b, out = a[0], b[0], out[0]
@@ -137,100 +123,67 @@ def test_right_at_every_alignment(
             problem = Problem(
                 m, n, k, batch, in_dtype, out_dtype, packed.a_major, packed.b_major, alignment=vector_bytes
             )
-            verdict = FAMILY.check(problem, chosen, device)
+            verdict = FAMILY.check(problem, chosen, kernels.device)
             if verdict.rule == "split_fits":
                 verdict = FEASIBLE  # it looks at speed: the kernel must be right all the same
             if verdict.rule in ("copies", "registers", "shared_memory"):
                 continue
             assert verdict, (problem, verdict)
-            result = pool.submit("cute_sm80", FAMILY.kernel_key(problem, chosen, device)).result()
-            assert result.artifact is not None, (problem, FAMILY.label(chosen), result.failure)
-            launch = FAMILY.load(problem, chosen, device, result.artifact.path)
-            whole.fill_(math.nan)
+            launch = kernels.load(problem, chosen)
+            whole.fill_(torch.nan)
             launch(a, b, out)
             torch.cuda.synchronize()
-            error = ((out.float() - expected).norm() / expected.norm()).item()
+            error = difference(out, expected)
             assert error < TOLERANCE[out_dtype], (problem, gap, offset, FAMILY.label(chosen), error)
-            untouched = int(whole.isnan().sum()) - int(out.isnan().sum())
-            assert untouched == whole.numel() - out.numel(), (problem, "wrote outside its output")
+            assert untouched(whole, out), (problem, "wrote outside its output")
             launched.add(vector_bytes)
     assert launched, "no alignment of this kernel was feasible"
 
 
 @pytest.mark.parametrize("split_k", [1, 3])
 @pytest.mark.parametrize("vector_bytes", [2, 16])
-def test_back_to_back_runs_agree_bitwise(
-    device: Device, pool: CompilePool, vector_bytes: int, split_k: int
-) -> None:
-    """A race would move the result; the order of additions is fixed, so equal inputs give equal bits."""
+def test_back_to_back_runs_agree_bitwise(kernels: Kernels, vector_bytes: int, split_k: int) -> None:
     gap = 1 if vector_bytes == 2 else 0
     problem = Problem(1000, 1032, 1000, alignment=vector_bytes)
     a = operand(True, 1000, 1000, 1, gap, 0, "bf16")[0]
     b = operand(False, 1000, 1032, 1, gap, 0, "bf16")[0]
     for kernel in KERNELS:
         chosen = candidate(kernel, vector_bytes, ("along_m", 4, "tiles", split_k))
-        verdict = FAMILY.check(problem, chosen, device)
+        verdict = FAMILY.check(problem, chosen, kernels.device)
         if not verdict and verdict.rule != "split_fits":
             continue
-        artifact = pool.submit("cute_sm80", FAMILY.kernel_key(problem, chosen, device)).result().artifact
-        assert artifact is not None
-        launch = FAMILY.load(problem, chosen, device, artifact.path)
-        outs = [torch.full((1000, 1032), torch.nan, device="cuda").bfloat16() for _ in range(20)]
-        for out in outs:
-            launch(a, b, out)
-        assert not outs[0].isnan().any()
-        assert all(torch.equal(outs[0], out) for out in outs[1:]), FAMILY.label(chosen)
+        check_bits(kernels.load(problem, chosen), a, b, FAMILY.label(chosen))
 
 
-def test_half_accumulators_are_as_exact_as_their_rule_says(device: Device, pool: CompilePool) -> None:
-    from tunegemm.measure.operands import make_operands, reference, tolerance
-
+def test_half_accumulators_are_as_exact_as_their_rule_says(kernels: Kernels) -> None:
     problem = Problem.parse("512x512x512", dtype="fp16")
     chosen = candidate(KERNELS[0], acc_dtype="fp16")
-    assert FAMILY.check(problem, chosen, device)
-    artifact = pool.submit("cute_sm80", FAMILY.kernel_key(problem, chosen, device)).result().artifact
-    assert artifact is not None
-    operands = make_operands(problem, torch.device("cuda"), 0)
-    FAMILY.load(problem, chosen, device, artifact.path)(operands.a, operands.b, operands.out)
-    expected = reference(operands.a, operands.b)
-    error = ((operands.out.float() - expected).norm() / expected.norm()).item()
-    assert 1e-4 < error < tolerance(problem)
+    assert FAMILY.check(problem, chosen, kernels.device)
+    case = Case.of(problem)
+    kernels.load(problem, chosen)(*case.operands.arguments)
+    assert 1e-4 < case.checked().relative_error < tolerance(problem)
 
 
-def test_output_of_any_stride_and_major(device: Device, pool: CompilePool) -> None:
+def test_output_of_any_stride_and_major(kernels: Kernels) -> None:
     """Vectors where the output's lines are aligned, elements where not, and the same kernel does both."""
     for out_major in ("n", "m"):
         problem = Problem(200, 264, 136, out_major=out_major)
         chosen = candidate(KERNELS[0])
         assert config_of(problem, chosen).out_major == out_major
-        result = pool.submit("cute_sm80", FAMILY.kernel_key(problem, chosen, device)).result()
-        assert result.artifact is not None, result.failure
-        launch = FAMILY.load(problem, chosen, device, result.artifact.path)
+        launch = kernels.load(problem, chosen)
         a = torch.randn(200, 136, device="cuda").bfloat16()
         b = torch.randn(264, 136, device="cuda").bfloat16().t()
         expected = a.float() @ b.float()
         lines, extent = (200, 264) if out_major == "n" else (264, 200)
         for gap, offset in ((0, 0), (8, 8), (1, 0), (8, 3)):
-            room = torch.full((offset + lines * (extent + gap),), torch.nan, device="cuda").bfloat16()
+            room = poisoned(offset + lines * (extent + gap))
             out = room[offset:].view(lines, extent + gap)[:, :extent]
             out = out if out_major == "n" else out.t()
             launch(a, b, out)
-            error = ((out.float() - expected).norm() / expected.norm()).item()
+            error = difference(out, expected)
             assert error < TOLERANCE["bf16"], (out_major, gap, offset, error)
-            assert int(room.isnan().sum()) == room.numel() - lines * extent
+            assert untouched(room, out)
 
 
-def test_refuses_what_its_vectors_cannot_read(device: Device, pool: CompilePool) -> None:
-    problem = Problem.parse("512x512x512")
-    artifact = (
-        pool.submit("cute_sm80", FAMILY.kernel_key(problem, candidate(KERNELS[0]), device)).result().artifact
-    )
-    assert artifact is not None
-    launch = FAMILY.load(problem, candidate(KERNELS[0]), device, artifact.path)
-    a, out = (torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    shifted = torch.zeros(512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(512, 512)
-    with pytest.raises(ValueError, match="multiple of the 16 B"):
-        launch(a, shifted.t(), out)
-    padded = torch.zeros(512, 516, device="cuda", dtype=torch.bfloat16)[:, :512]
-    with pytest.raises(ValueError, match="leading dimension 516"):
-        launch(padded, a.t(), out)
+def test_refuses_what_its_vectors_cannot_read(kernels: Kernels) -> None:
+    check_refusals(kernels.load(Problem.parse("512x512x512"), candidate(KERNELS[0])))

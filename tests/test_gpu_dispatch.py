@@ -14,15 +14,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.processes import compile_workers
-from tunegemm.database import Database
-from tunegemm.device import find_device
+from tests.kernels import tune_ours
+from tests.numerics import difference
 from tunegemm.dispatch import api, linear, matmul, refresh
 from tunegemm.dispatch.guards import autocast
 from tunegemm.errors import TunegemmWarning
 from tunegemm.measure.operands import make_operands, reference, tolerance
 from tunegemm.problem import LAYOUTS, Problem
-from tunegemm.tuning import Tuner
 
 pytestmark = pytest.mark.gpu
 
@@ -46,19 +44,10 @@ PROBLEMS = (
 
 @pytest.fixture(scope="module")
 def tuned() -> frozenset[Problem]:
-    """Problems whose record is one of our own kernels: the library is left out, so that no tie goes to it."""
-    device = find_device("cuda:0")
-    done = set()
-    with (
-        Database.open() as database,
-        Tuner(device, database, families=["cute_sm90"], workers=compile_workers()) as tuner,
-    ):
-        for problem in PROBLEMS:
-            if tuner.tune(problem, trials=6).best is not None:
-                done.add(problem)
+    """Those whose record is one of our own kernels."""
+    done = tune_ours(PROBLEMS, trials=6)
     assert {MAIN, ROW_MAJOR_B, TINY} <= done
-    refresh()
-    return frozenset(done)
+    return done
 
 
 @pytest.fixture
@@ -72,9 +61,7 @@ def only_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def close(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, problem: Problem = MAIN) -> None:
     assert result.dtype == a.dtype
-    expected = reference(a, b)
-    error = (result.float() - expected).norm() / expected.norm()
-    assert error <= tolerance(problem), float(error)
+    assert difference(result, reference(a, b)) <= tolerance(problem)
 
 
 def operands(problem: Problem = MAIN, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tunegemm.artifacts import ArtifactStore
-from tunegemm.compile import CompilePool
-from tunegemm.device import Device, find_device
+from tests.kernels import Kernels
+from tests.numerics import Case
+from tunegemm.device import Device
 from tunegemm.families.cublaslt import FAMILY as LIBRARY
 from tunegemm.families.cublaslt import TORCH_MM
 from tunegemm.families.cute_sm90 import FAMILY
-from tunegemm.measure import operands as data
 from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
 
@@ -56,10 +55,9 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
+@pytest.fixture(scope="module", autouse=True)
+def _exact_references() -> None:
     torch.backends.cuda.matmul.fp32_precision = "ieee"
-    return find_device("cuda:0")
 
 
 def candidate(
@@ -85,50 +83,43 @@ def pairs() -> Iterator[tuple[tuple[str, str, str], tuple[str | int, ...]]]:
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
-        for kind, kernel in pairs():  # all at once, on all cores
-            problem = problem_of(kind, SHAPES[0])
-            chosen = candidate(kernel, problem)
-            pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, find_device("cuda:0")))
-        yield pool
+def kernels(kernels: Kernels) -> Kernels:
+    for kind, kernel in pairs():
+        problem = problem_of(kind, SHAPES[0])
+        kernels.begin(problem, candidate(kernel, problem))
+    return kernels
 
 
-@pytest.mark.parametrize(("kind", "kernel"), pairs(), ids=lambda value: "-".join(map(str, value)))
+def check_rules(kernels: Kernels, problem: Problem, chosen: Candidate) -> None:
+    """Rules about extents look at speed: a kernel must be right all the same."""
+    verdict = FAMILY.check(problem, chosen, kernels.device)
+    assert verdict or verdict.rule in FAMILY.extent_rules, (problem, verdict)
+
+
+def check_both(kernels: Kernels, case: Case, chosen: Candidate) -> None:
+    """Our kernel and torch's own alike, on the same operands."""
+    case.check(kernels.load(case.problem, chosen), "ours")
+    case.check(LIBRARY.load(case.problem, TORCH_MM, kernels.device, None), "torch")
+
+
+@pytest.mark.parametrize(("kind", "kernel"), [*pairs()], ids=lambda value: "-".join(map(str, value)))
 def test_right_on_every_shape(
-    device: Device, pool: CompilePool, kind: tuple[str, str, str], kernel: tuple[str | int, ...]
+    kernels: Kernels, kind: tuple[str, str, str], kernel: tuple[str | int, ...]
 ) -> None:
     for i, shape in enumerate(SHAPES):
         problem = problem_of(kind, shape)
         chosen = candidate(kernel, problem, LAUNCHES[i % len(LAUNCHES)])
-        verdict = FAMILY.check(problem, chosen, device)
-        assert verdict or verdict.rule in FAMILY.extent_rules, (problem, verdict)
-        result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
-        assert result.artifact is not None, result.failure
-        launch = FAMILY.load(problem, chosen, device, result.artifact.path)
-        operands = data.make_operands(problem, torch.device("cuda"), seed=i)
-        expected = data.reference(operands.a, operands.b)
-        for _ in range(2):
-            data.restore(operands)
-            launch(operands.a, operands.b, operands.out)
-            torch.cuda.synchronize()
-            objection = data.check(operands, expected).objection(data.tolerance(problem))
-            assert objection is None, (problem, FAMILY.label(chosen), objection)
+        check_rules(kernels, problem, chosen)
+        Case.of(problem, seed=i).check(kernels.load(problem, chosen), FAMILY.label(chosen), runs=2)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 @pytest.mark.parametrize("shape", [(1001, 1003, 1007, 1), (7, 9, 11, 1), (40, 30, 50, 2)])
 def test_right_on_operands_that_tma_refuses(
-    device: Device, pool: CompilePool, kind: tuple[str, str, str], shape: tuple[int, int, int, int]
+    kernels: Kernels, kind: tuple[str, str, str], shape: tuple[int, int, int, int]
 ) -> None:
     problem = problem_of(kind, shape)
-    chosen = candidate(KERNELS[2], problem)
-    result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
-    assert result.artifact is not None, result.failure
-    operands = data.make_operands(problem, torch.device("cuda"), seed=0)
-    FAMILY.load(problem, chosen, device, result.artifact.path)(operands.a, operands.b, operands.out)
-    expected = data.reference(operands.a, operands.b)
-    assert data.check(operands, expected).objection(data.tolerance(problem)) is None
+    Case.of(problem).check(kernels.load(problem, candidate(KERNELS[2], problem)))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
@@ -137,10 +128,7 @@ def test_the_baseline_is_right(
     device: Device, kind: tuple[str, str, str], shape: tuple[int, int, int, int]
 ) -> None:
     problem = problem_of(kind, shape)
-    operands = data.make_operands(problem, torch.device("cuda"), seed=0)
-    LIBRARY.load(problem, TORCH_MM, device, None)(operands.a, operands.b, operands.out)
-    expected = data.reference(operands.a, operands.b)
-    assert data.check(operands, expected).objection(data.tolerance(problem)) is None, problem
+    Case.of(problem).check(LIBRARY.load(problem, TORCH_MM, device, None))
     assert torch.backends.cuda.matmul.fp32_precision == "ieee", "the program's choice is left as it was"
 
 
@@ -149,7 +137,7 @@ def test_the_baseline_is_right(
 @pytest.mark.parametrize("out_dtype", ["bf16", "fp16", "fp8_e4m3"])
 @pytest.mark.parametrize("swapped", [False, True])
 def test_scales_are_applied(
-    device: Device, pool: CompilePool, out_dtype: str, epilogue: str, accumulation: str, swapped: bool
+    kernels: Kernels, out_dtype: str, epilogue: str, accumulation: str, swapped: bool
 ) -> None:
     """By our kernel and by torch alike, on extents that the library takes and on ragged ones."""
     for shape in ("256x512x1024", "100x264x400"):
@@ -158,20 +146,8 @@ def test_scales_are_applied(
         )
         kernel = ("cooperative", 128, 96, 4, 1, 1, 32, swapped, 1)
         chosen = candidate(kernel, problem)
-        verdict = FAMILY.check(problem, chosen, device)
-        assert verdict or verdict.rule in FAMILY.extent_rules, (problem, verdict)
-        result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
-        assert result.artifact is not None, result.failure
-        operands = data.make_operands(problem, torch.device("cuda"), seed=1)
-        wanted = data.expected(problem, operands)
-        for name, launch in {
-            "ours": FAMILY.load(problem, chosen, device, result.artifact.path),
-            "torch": LIBRARY.load(problem, TORCH_MM, device, None),
-        }.items():
-            data.restore(operands)
-            launch(operands.a, operands.b, operands.out, *operands.fused)
-            objection = data.check(operands, wanted).objection(data.tolerance(problem))
-            assert objection is None, (problem, name, objection)
+        check_rules(kernels, problem, chosen)
+        check_both(kernels, Case.of(problem, seed=1), chosen)
 
 
 SCALED = [
@@ -182,72 +158,50 @@ SCALED = [
 
 
 @pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[7], (*KERNELS[2][:7], True, 1)])
-def test_int8_products_are_scaled(device: Device, pool: CompilePool, kernel: tuple[str | int, ...]) -> None:
+def test_int8_products_are_scaled(kernels: Kernels, kernel: tuple[str | int, ...]) -> None:
     """By our kernel, whole and in parts of k, and by torch alike; m as of a decode step, too."""
     cases = []
     for epilogue, out_dtype in SCALED:
         for shape, parts in (("256x512x1024", 1), ("100x272x400", 1), ("3x528x144", 1), ("264x272x2048", 3)):
             problem = Problem.parse(shape, dtype="int8", out_dtype=out_dtype, epilogue=epilogue)
             chosen = candidate(kernel, problem, ("along_m", 1, "all", parts, "none"))
-            verdict = FAMILY.check(problem, chosen, device)
-            if verdict.rule == "fused_store":
+            if FAMILY.check(problem, chosen, kernels.device).rule == "fused_store":
                 assert "swiglu" in epilogue
                 continue
-            assert verdict or verdict.rule in FAMILY.extent_rules, (problem, verdict)
-            key = FAMILY.kernel_key(problem, chosen, device)
-            cases.append((problem, chosen, pool.submit("cute_sm90", key)))
-    for problem, chosen, submitted in cases:
-        result = submitted.result()
-        assert result.artifact is not None, result.failure
-        operands = data.make_operands(problem, torch.device("cuda"), seed=1)
-        wanted = data.expected(problem, operands)
-        assert 0.1 < wanted.float().std() < 10, "of a size where activations bend"
-        for name, launch in {
-            "ours": FAMILY.load(problem, chosen, device, result.artifact.path),
-            "torch": LIBRARY.load(problem, TORCH_MM, device, None),
-        }.items():
-            data.restore(operands)
-            launch(*operands.arguments)
-            objection = data.check(operands, wanted).objection(data.tolerance(problem))
-            assert objection is None, (problem, name, objection)
+            check_rules(kernels, problem, chosen)
+            kernels.begin(problem, chosen)
+            cases.append((problem, chosen))
+    for problem, chosen in cases:
+        case = Case.of(problem, seed=1)
+        assert 0.1 < case.wanted.float().std() < 10, "of a size where activations bend"
+        check_both(kernels, case, chosen)
 
 
-def test_two_level_sums_are_closer_than_fast_ones(device: Device, pool: CompilePool) -> None:
+def test_two_level_sums_are_closer_than_fast_ones(kernels: Kernels) -> None:
     """What the accumulation is for: over a long k, and with an fp32 output that shows it."""
     errors = {}
     for accumulation in ("fast", "two_level"):
         problem = problem_of(("fp8_e4m3", "fp32", accumulation), (256, 512, 16384, 1))
-        chosen = candidate(KERNELS[0], problem)
-        artifact = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result().artifact
-        assert artifact is not None
-        operands = data.make_operands(problem, torch.device("cuda"), seed=0)
-        FAMILY.load(problem, chosen, device, artifact.path)(operands.a, operands.b, operands.out)
-        checked = data.check(operands, data.reference(operands.a, operands.b))
-        assert checked.objection(data.tolerance(problem)) is None, accumulation
-        errors[accumulation] = checked.relative_error
+        case = Case.of(problem)
+        case.check(kernels.load(problem, candidate(KERNELS[0], problem)), accumulation)
+        errors[accumulation] = case.checked().relative_error
     print(f"relative errors of 256x512x16384: {errors}")
     assert errors["two_level"] < errors["fast"] / 4
 
 
-def test_int8_is_exact_at_its_extremes(device: Device, pool: CompilePool) -> None:
+def test_int8_is_exact_at_its_extremes(kernels: Kernels) -> None:
     problem = problem_of(("int8", "int32", "fast"), (128, 128, 4096, 1))
-    artifact = pool.submit("cute_sm90", FAMILY.kernel_key(problem, candidate(KERNELS[0], problem), device))
-    stored = artifact.result().artifact
-    assert stored is not None
-    launch = FAMILY.load(problem, candidate(KERNELS[0], problem), device, stored.path)
+    launch = kernels.load(problem, candidate(KERNELS[0], problem))
     a = torch.full((128, 4096), -128, dtype=torch.int8, device="cuda")
     out = torch.empty(128, 128, dtype=torch.int32, device="cuda")
     launch(a, a.t(), out)
     assert (out == 128 * 128 * 4096).all()
 
 
-def test_fp8_output_saturates(device: Device, pool: CompilePool) -> None:
+def test_fp8_output_saturates(kernels: Kernels) -> None:
     """As torch._scaled_mm's does: beyond 448 is 448, not NaN."""
     problem = problem_of(("fp8_e4m3_e5m2", "fp8_e4m3", "fast"), (128, 128, 4096, 1))
-    chosen = candidate(KERNELS[0], problem)
-    artifact = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result().artifact
-    assert artifact is not None
-    launch = FAMILY.load(problem, chosen, device, artifact.path)
+    launch = kernels.load(problem, candidate(KERNELS[0], problem))
     a = torch.ones(128, 4096, device="cuda").to(torch.float8_e4m3fn)
     b = torch.ones(128, 4096, device="cuda").to(torch.float8_e5m2).t()
     out = torch.empty(128, 128, dtype=torch.float8_e4m3fn, device="cuda")

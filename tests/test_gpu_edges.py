@@ -1,16 +1,13 @@
 """Tiles at the edge of the matrix, on the GPU: the bits of a padded product, and nothing touched outside."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.processes import compile_workers
+from tests.kernels import Kernels
+from tests.numerics import TOLERANCE, difference, poisoned, untouched
 from tests.test_gpu_cute_sm90 import candidate
-from tunegemm.artifacts import ArtifactStore
-from tunegemm.compile import CompilePool
-from tunegemm.device import Device, find_device
 from tunegemm.families import Launcher
 from tunegemm.families.cute_sm90 import FAMILY
 from tunegemm.problem import Problem
@@ -42,34 +39,23 @@ EPILOGUES = ["residual", "beta_c", "bias_n+relu+amax", "bias_m+gelu_tanh", "swig
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
-    return find_device("cuda:0")
+def kernels(kernels: Kernels) -> Kernels:
+    problems = [Problem.parse("512x512x512", layout=layout) for layout in LAYOUTS]
+    for problem in problems + [Problem(512, 512, 512, epilogue=epilogue) for epilogue in EPILOGUES]:
+        for kernel in KERNELS:
+            if fuses(kernels, kernel, problem):
+                kernels.begin(problem, candidate(kernel))
+    return kernels
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
-        problems = [Problem.parse("512x512x512", layout=layout) for layout in LAYOUTS]
-        for problem in problems + [Problem(512, 512, 512, epilogue=epilogue) for epilogue in EPILOGUES]:
-            for kernel in KERNELS:  # all at once, on all cores
-                if fuses(kernel, problem):
-                    key = FAMILY.kernel_key(problem, candidate(kernel), find_device("cuda:0"))
-                    pool.submit("cute_sm90", key)
-        yield pool
-
-
-def fuses(kernel: tuple[str | int, ...], problem: Problem) -> bool:
-    return FAMILY.check(problem, candidate(kernel), find_device("cuda:0")).rule not in (
+def fuses(kernels: Kernels, kernel: tuple[str | int, ...], problem: Problem) -> bool:
+    return FAMILY.check(problem, candidate(kernel), kernels.device).rule not in (
         "fused_store", "fused_registers", "accumulators", "shared_memory",
     )  # fmt: skip
 
 
-def load(pool: CompilePool, problem: Problem, kernel: tuple[str | int, ...], parts: int) -> Launcher:
-    device = find_device("cuda:0")
-    chosen = candidate(kernel, ("along_n", 2, "all", parts, "none"))
-    result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
-    assert result.artifact is not None, result.failure
-    return FAMILY.load(problem, chosen, device, result.artifact.path)
+def load(kernels: Kernels, problem: Problem, kernel: tuple[str | int, ...], parts: int = 1) -> Launcher:
+    return kernels.load(problem, candidate(kernel, ("along_n", 2, "all", parts, "none")))
 
 
 def inside(values: torch.Tensor, row_major: bool, around: float) -> torch.Tensor:
@@ -84,7 +70,7 @@ def inside(values: torch.Tensor, row_major: bool, around: float) -> torch.Tensor
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_edges_have_the_bits_of_a_padded_product(
-    pool: CompilePool, layout: str, kernel: tuple[str | int, ...]
+    kernels: Kernels, layout: str, kernel: tuple[str | int, ...]
 ) -> None:
     for m, n, k, batch, parts in SHAPES:
         problem = Problem.parse(f"{m}x{n}x{k}x{batch}", layout=layout)
@@ -94,27 +80,27 @@ def test_edges_have_the_bits_of_a_padded_product(
         a = torch.zeros(batch, whole.m, k, device="cuda", dtype=torch.bfloat16)
         b = torch.zeros(batch, k, whole.n, device="cuda", dtype=torch.bfloat16)
         a[:, :m], b[..., :n] = torch.randn(batch, m, k), torch.randn(batch, k, n)
-        wanted = torch.full((batch, whole.m, whole.n), torch.nan, device="cuda", dtype=torch.bfloat16)
+        wanted = poisoned(batch, whole.m, whole.n)
         rows_of_a, rows_of_b = problem.a_major == "k", problem.b_major == "n"
         padded = [a if rows_of_a else a.mT.contiguous().mT, b if rows_of_b else b.mT.contiguous().mT, wanted]
-        room = torch.full((batch, m + 264, n + 264), torch.nan, device="cuda", dtype=torch.bfloat16)
+        room = poisoned(batch, m + 264, n + 264)
         out = room[:, :m, :n]
         ragged = [
             inside(a[:, :m], rows_of_a, torch.nan), inside(b[..., :n], rows_of_b, torch.nan), out
         ]  # fmt: skip
         if batch == 1:
             padded, ragged = [each[0] for each in padded], [each[0] for each in ragged]
-        load(pool, whole, kernel, parts)(*padded)
-        load(pool, problem, kernel, parts)(*ragged)
+        load(kernels, whole, kernel, parts)(*padded)
+        load(kernels, problem, kernel, parts)(*ragged)
         exact = torch.matmul(a[:, :m].float(), b[..., :n].float())
-        assert ((out.float() - exact).norm() / exact.norm()).item() < 4e-3, (problem, "wrong")
+        assert difference(out, exact) < TOLERANCE["bf16"], (problem, "wrong")
         assert torch.equal(out, wanted[:, :m, :n]), (problem, "other bits than the padded product's")
-        assert int(room.isnan().sum()) == room.numel() - out.numel(), (problem, "wrote outside its output")
+        assert untouched(room, out), (problem, "wrote outside its output")
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("shape", ["65x528x200", "200x272x1096", "1000x1000x520"])
-def test_epilogues_at_the_edge(pool: CompilePool, shape: str, epilogue: str) -> None:
+def test_epilogues_at_the_edge(kernels: Kernels, shape: str, epilogue: str) -> None:
     """Matrices are the output itself: what one tile has stored another must not read."""
     problem = replace(Problem.parse(shape), epilogue=epilogue)
     m, n = problem.m, problem.n
@@ -123,7 +109,7 @@ def test_epilogues_at_the_edge(pool: CompilePool, shape: str, epilogue: str) -> 
     exact = a.float() @ b.float()
     launched = 0
     for kernel in KERNELS:
-        if not fuses(kernel, problem):
+        if not fuses(kernels, kernel, problem):
             continue
         out = (10 * torch.randn(m, problem.out_n, device="cuda")).bfloat16()
         given: list[float | torch.Tensor] = []
@@ -140,21 +126,21 @@ def test_epilogues_at_the_edge(pool: CompilePool, shape: str, epilogue: str) -> 
             given = [bias]
         else:
             wanted = torch.nn.functional.silu(exact[:, 0::2]) * exact[:, 1::2]
-        load(pool, problem, kernel, 1)(a, b, out, *given)
-        error = ((out.float() - wanted).norm() / wanted.norm()).item()
-        assert error < 4e-3, (problem, FAMILY.label(candidate(kernel).kernel), error)
+        load(kernels, problem, kernel)(a, b, out, *given)
+        error = difference(out, wanted)
+        assert error < TOLERANCE["bf16"], (problem, FAMILY.label(candidate(kernel).kernel), error)
         if "amax" in epilogue:
             assert amax.item() == pytest.approx(wanted.abs().max().item(), rel=1e-3)
         launched += 1
     assert launched >= 3
 
 
-def test_an_output_of_bytes_is_stored_where_tma_may(pool: CompilePool) -> None:
+def test_an_output_of_bytes_is_stored_where_tma_may(kernels: Kernels) -> None:
     """TMA wants innermost coordinates at multiples of 16 bytes: of fp8, columns of 16."""
     problem = Problem.parse("200x1000x272", dtype="fp8_e4m3", out_dtype="fp8_e4m3")
     a = (torch.randn(200, 272, device="cuda") / 8).to(torch.float8_e4m3fn)
     b = (torch.randn(1000, 272, device="cuda") / 8).to(torch.float8_e4m3fn).t()
     out = torch.zeros(200, 1000, device="cuda").to(torch.float8_e4m3fn)
-    load(pool, problem, ("pingpong", 64, 128, 128, 4, 1, 2, 32, False), 1)(a, b, out)
+    load(kernels, problem, ("pingpong", 64, 128, 128, 4, 1, 2, 32, False))(a, b, out)
     exact = a.float() @ b.float()
-    assert ((out.float() - exact).norm() / exact.norm()).item() < 2 * 2.0**-5
+    assert difference(out, exact) < 2 * 2.0**-5

@@ -1,21 +1,16 @@
 """Numerics of fused epilogues on the GPU: ragged, batched, swapped, split, both output majors."""
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-import torch
 
-from tests.processes import compile_workers
+from tests.kernels import Kernels
+from tests.numerics import Case
 from tests.test_epilogue import EVERYTHING, candidate, capped
-from tunegemm.artifacts import ArtifactStore
-from tunegemm.compile import CompilePool
-from tunegemm.device import Device, find_device
 from tunegemm.epilogue import GATED
 from tunegemm.families.cute_sm90 import FAMILY
 from tunegemm.feasibility import FEASIBLE
-from tunegemm.measure import operands as data
 from tunegemm.problem import Problem
-from tunegemm.space import Candidate
 
 pytestmark = pytest.mark.gpu
 
@@ -43,22 +38,15 @@ SPLITS = [1, 1, 3, 1, 2, 1]
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
-    return find_device("cuda:0")
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[CompilePool]:
+def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
     texts = {item.callspec.params.get("text") for item in request.session.items if hasattr(item, "callspec")}
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
-        for text in filter(texts.__contains__, TEXTS):  # all at once, on all cores
-            for kernel in KERNELS:
-                for problem in PROBLEMS:
-                    fused = Problem(**(vars(problem) | {"epilogue": text}))
-                    if FAMILY.check(fused, candidate(kernel), find_device("cuda:0")).rule in _ALLOWED:
-                        key = FAMILY.kernel_key(fused, candidate(kernel), find_device("cuda:0"))
-                        pool.submit("cute_sm90", key)
-        yield pool
+    for text in filter(texts.__contains__, TEXTS):
+        for kernel in KERNELS:
+            for problem in PROBLEMS:
+                fused = replace(problem, epilogue=text)
+                if FAMILY.check(fused, candidate(kernel), kernels.device).rule in _ALLOWED:
+                    kernels.begin(fused, candidate(kernel))
+    return kernels
 
 
 #: Rules that look at speed: the kernel must be right all the same.
@@ -67,43 +55,24 @@ _ALLOWED = (None, "cluster_fits", "swap_fits", "split_fits")
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
 @pytest.mark.parametrize("text", TEXTS)
-def test_right_on_every_shape(
-    device: Device, pool: CompilePool, text: str, kernel: dict[str, int | str | bool]
-) -> None:
+def test_right_on_every_shape(kernels: Kernels, text: str, kernel: dict[str, int | str | bool]) -> None:
     launched = refused = spilled = 0
     for problem, split_k in zip(PROBLEMS, SPLITS, strict=True):
-        problem = Problem(**(vars(problem) | {"epilogue": text}))
-        chosen = candidate(kernel)
-        chosen = Candidate.make(
-            "cute_sm90", dict(chosen.compile_params), dict(chosen.launch_params) | {"split_k": split_k}
-        )
-        verdict = FAMILY.check(problem, chosen, device)
+        problem = replace(problem, epilogue=text)
+        chosen = candidate(kernel).with_launch(split_k=split_k)
+        verdict = FAMILY.check(problem, chosen, kernels.device)
         verdict = FEASIBLE if verdict.rule in _ALLOWED else verdict
         if verdict.rule in ("fused_store", "fused_registers", "accumulators", "shared_memory"):
             refused += verdict.rule != "shared_memory"
             continue
         assert verdict, (problem, verdict)
-        result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
-        if "spills" in str(result.failure):
+        if "spills" in str(kernels.begin(problem, chosen).result().failure):
             # The DSL's builds for CUDA 12 and 13 have two ptxas: of kernels with 176 accumulators a few spill
             # by the second alone, such as silu to fp16. Nothing that spills is ever launched.
             assert chosen["tile_n"] == 176, (problem, FAMILY.label(chosen))
             spilled += 1
             continue
-        assert result.artifact is not None, result.failure
-        launch = FAMILY.load(problem, chosen, device, result.artifact.path)
-        operands = data.make_operands(problem, torch.device("cuda"), 5)
-        wanted = data.expected(problem, operands)
-        for _ in range(2):
-            data.restore(operands)
-            launch(*operands.arguments)
-            torch.cuda.synchronize()
-            checked = data.check(operands, wanted)
-            assert checked.objection(data.tolerance(problem)) is None, (
-                problem,
-                FAMILY.label(chosen),
-                checked,
-            )
+        Case.of(problem, seed=5).check(kernels.load(problem, chosen), FAMILY.label(chosen), runs=2)
         launched += 1
     assert launched + spilled >= 4 or refused == len(PROBLEMS)
 
@@ -119,20 +88,13 @@ IN_PLACE = [
 
 @pytest.mark.parametrize(("kernel", "m", "split_k"), IN_PLACE)
 def test_a_residual_may_be_the_output(
-    device: Device, pool: CompilePool, kernel: dict[str, int | str | bool], m: int, split_k: int
+    kernels: Kernels, kernel: dict[str, int | str | bool], m: int, split_k: int
 ) -> None:
     problem = Problem(m, 2056, 776, epilogue="residual")
-    chosen = candidate(kernel)
-    chosen = Candidate.make(
-        "cute_sm90", dict(chosen.compile_params), dict(chosen.launch_params) | {"split_k": split_k}
-    )
-    result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
-    assert result.artifact is not None, result.failure
-    launch = FAMILY.load(problem, chosen, device, result.artifact.path)
-    operands = data.make_operands(problem, torch.device("cuda"), 5)
-    wanted = data.expected(problem, operands)
+    chosen = candidate(kernel).with_launch(split_k=split_k)
+    launch, case = kernels.load(problem, chosen), Case.of(problem, seed=5)
+    operands = case.operands
     for _ in range(5):
         operands.out.copy_(operands.fused[0])
         launch(operands.a, operands.b, operands.out, operands.out)
-        torch.cuda.synchronize()
-        assert data.check(operands, wanted).objection(data.tolerance(problem)) is None
+        assert case.objection() is None

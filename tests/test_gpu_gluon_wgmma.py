@@ -1,16 +1,10 @@
 """Numerics of the Gluon kernels on the GPU, against fp32, on ragged, strided, batched and tiny shapes."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from tests.numerics import DTYPES, TOLERANCE, operand, relative_error
-from tests.processes import compile_workers
-from tunegemm.artifacts import ArtifactStore
-from tunegemm.compile import CompilePool
-from tunegemm.device import Device, find_device
-from tunegemm.families import Launcher
+from tests.kernels import Kernels
+from tests.numerics import TOLERANCE, check_bits, check_product, check_refusals, relative_error
 from tunegemm.families.gluon_wgmma import FAMILY
 from tunegemm.feasibility import FEASIBLE
 from tunegemm.problem import Problem
@@ -62,18 +56,12 @@ KINDS = [
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
-    return find_device("cuda:0")
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory, device: Device) -> Iterator[CompilePool]:
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
-        for layout, in_dtype, out_dtype in KINDS:  # all at once, on all cores
-            problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
-            for kernel in KERNELS:
-                pool.submit("gluon_wgmma", FAMILY.kernel_key(problem, candidate(kernel), device))
-        yield pool
+def kernels(kernels: Kernels) -> Kernels:
+    for layout, in_dtype, out_dtype in KINDS:
+        problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+        for kernel in KERNELS:
+            kernels.begin(problem, candidate(kernel))
+    return kernels
 
 
 def candidate(kernel: tuple[str | int, ...], launch: tuple[str | int, ...] = LAUNCHES[0]) -> Candidate:
@@ -84,72 +72,42 @@ def candidate(kernel: tuple[str | int, ...], launch: tuple[str | int, ...] = LAU
     )
 
 
-def load(device: Device, pool: CompilePool, problem: Problem, chosen: Candidate) -> Launcher:
-    result = pool.submit("gluon_wgmma", FAMILY.kernel_key(problem, chosen, device)).result()
-    assert result.artifact is not None, result.failure
-    return FAMILY.load(problem, chosen, device, result.artifact.path)
-
-
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_right_on_every_shape(
-    device: Device, pool: CompilePool, kernel: tuple[str | int, ...], kind: tuple[str, str, str]
+    kernels: Kernels, kernel: tuple[str | int, ...], kind: tuple[str, str, str]
 ) -> None:
     layout, in_dtype, out_dtype = kind
     launched = 0
     for i, (m, n, k, batch, pad) in enumerate(SHAPES):
         problem = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
         chosen = candidate(kernel, LAUNCHES[i % len(LAUNCHES)])
-        verdict = FAMILY.check(problem, chosen, device)
+        verdict = FAMILY.check(problem, chosen, kernels.device)
         if verdict.rule == "narrow_lines":
             pytest.skip(verdict.reason)
         if (verdict.rule or "").endswith("_fits"):  # these look at speed: it must be right all the same
             verdict = FEASIBLE
         assert verdict, (problem, verdict)
-        launch = load(device, pool, problem, chosen)
-        a = operand(problem.a_major == "k", m, k, batch, pad, in_dtype)
-        b = operand(problem.b_major == "n", k, n, batch, pad, in_dtype)
-        whole = torch.full((batch, m + 3, n + pad), torch.nan, dtype=DTYPES[out_dtype], device="cuda")
-        out = whole[:, :m, :n]
-        if batch == 1:
-            a, b, out = a[0], b[0], out[0]
-        launch(a, b, out)
-        torch.cuda.synchronize()
-        error = relative_error(out, a, b)
-        assert error < TOLERANCE[out_dtype], (problem, FAMILY.label(chosen), error)
-        untouched = int(whole.isnan().sum()) - int(out.isnan().sum())
-        assert untouched == whole.numel() - out.numel(), (problem, "wrote outside its output")
+        check_product(kernels.load(problem, chosen), problem, FAMILY.label(chosen), pad=pad)
         launched += 1
     assert launched == len(SHAPES)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
-def test_back_to_back_runs_agree_bitwise(
-    device: Device, pool: CompilePool, kernel: tuple[str | int, ...]
-) -> None:
-    """A race would move the result; the order of additions is fixed, so equal inputs give equal bits."""
+def test_back_to_back_runs_agree_bitwise(kernels: Kernels, kernel: tuple[str | int, ...]) -> None:
     problem = Problem.parse("2048x2112x1000")
     a = torch.randn(2048, 1000, device="cuda").bfloat16()
     b = torch.randn(2112, 1000, device="cuda").bfloat16().t()
-    launch = load(device, pool, problem, candidate(kernel))
-    outs = [torch.full((2048, 2112), torch.nan, device="cuda").bfloat16() for _ in range(20)]
-    for out in outs:
-        launch(a, b, out)
-    assert all(torch.equal(outs[0], out) for out in outs[1:])
-    assert relative_error(outs[0], a, b) < TOLERANCE["bf16"]
+    check_bits(kernels.load(problem, candidate(kernel)), a, b, FAMILY.label(candidate(kernel)))
 
 
-def test_refuses_what_tma_cannot_read(device: Device, pool: CompilePool) -> None:
-    launch = load(device, pool, Problem.parse("512x512x512"), candidate(KERNELS[8]))
-    a, out = (torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    shifted = torch.zeros(512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(512, 512)
-    with pytest.raises(ValueError, match="multiple of the 16 B"):
-        launch(a, shifted.t(), out)
+def test_refuses_what_tma_cannot_read(kernels: Kernels) -> None:
+    check_refusals(kernels.load(Problem.parse("512x512x512"), candidate(KERNELS[8])))
 
 
-def test_a_captured_launch_replays(device: Device, pool: CompilePool) -> None:
+def test_a_captured_launch_replays(kernels: Kernels) -> None:
     problem = Problem.parse("512x512x512")
-    launch = load(device, pool, problem, candidate(KERNELS[13]))
+    launch = kernels.load(problem, candidate(KERNELS[13]))
     a, b = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(2))
     out = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)
     graph = torch.cuda.CUDAGraph()

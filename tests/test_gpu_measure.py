@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tunegemm.device import Device, find_device
+from tests.numerics import difference
+from tunegemm.device import Device
 from tunegemm.families.cublaslt import FAMILY, TORCH_MM
 from tunegemm.measure import FINAL, SCREEN, Job, MeasureWorker, Policy, ratio_interval, tie, winner
 from tunegemm.measure.operands import check, make_operands, reference, tolerance
@@ -23,11 +24,6 @@ QUICK = Policy(rounds=3, min_replay_ms=0.2, race_after=3, race_margin=1.0)
 
 def planted(what: str) -> Job:
     return Job(Candidate.make("planted", {"what": what}))
-
-
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return find_device("cuda:0")
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +134,7 @@ def test_a_stored_algorithm_survives_json_and_serves_views(worker: MeasureWorker
         launch = FAMILY.load(problem, Candidate.from_json(candidate.to_json()), device, None)
         out.fill_(float("nan"))
         launch(a, b, out)
-        error = (out.float() - expected).norm() / expected.norm()
-        assert error <= tolerance(problem), FAMILY.label(candidate)
+        assert difference(out, expected) <= tolerance(problem), FAMILY.label(candidate)
         if candidate != TORCH_MM:
             with pytest.raises(ValueError, match="aligned to 16 B"):
                 launch(full.a[:512, 1:1025], b, out)

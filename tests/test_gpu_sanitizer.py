@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes, sanitized
-from tunegemm.artifacts import ArtifactStore
-from tunegemm.compile import CompilePool
+from tests.kernels import Kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -21,18 +20,15 @@ FOUND = 9
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the kernels, so that the compiler does not run under the sanitizer."""
-    folder = tmp_path_factory.mktemp("objects")
-    with CompilePool(ArtifactStore(folder), workers=processes.compile_workers()) as pool:
-        futures = []
-        for operation in sanitized.operations():
-            assert (verdict := operation.can_implement()), (operation.problem, verdict)
-            key = operation._family.kernel_key(operation.problem, operation.candidate, operation.device)
-            futures.append(pool.submit("cute_sm90", key))
-        failures = [result.failure for future in futures if (result := future.result()).failure]
-    assert not failures
-    return folder
+def compiled(kernels: Kernels) -> Path:
+    """A store's folder with the kernels, so that the compiler does not run under the sanitizer."""
+    operations = [*sanitized.operations()]
+    for operation in operations:
+        assert (verdict := operation.can_implement()), (operation.problem, verdict)
+        kernels.begin(operation.problem, operation.candidate)
+    for operation in operations:
+        kernels.compiled(operation.problem, operation.candidate)
+    return kernels.pool.store.root.parent
 
 
 def sanitize(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:

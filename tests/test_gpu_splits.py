@@ -1,20 +1,16 @@
 """Parts of a tile on the GPU: split-K and stream-K, sums that meet in pairs and in a second kernel."""
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.numerics import DTYPES, TOLERANCE, operand
-from tests.processes import compile_workers
-from tunegemm.artifacts import ArtifactStore
-from tunegemm.compile import CompilePool
-from tunegemm.device import Device, find_device
+from tests.kernels import Kernels
+from tests.numerics import TOLERANCE, Case, check_bits, check_product, poisoned, relative_error
+from tunegemm.device import Device
 from tunegemm.families import Launcher
 from tunegemm.families.cute_sm90 import FAMILY, Division
 from tunegemm.families.launching import Workspace
-from tunegemm.measure import operands as data
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
@@ -54,20 +50,14 @@ FITS = {None, *FAMILY.extent_rules}
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
-    return find_device("cuda:0")
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
-        for layout, in_dtype, out_dtype in KINDS:
-            problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
-            for kernel in STATIC + STREAM:
-                pool.submit("cute_sm90", FAMILY.kernel_key(problem, candidate(kernel), find_device("cuda:0")))
-        for problem, kernel in map(fused, *zip(*FUSED, strict=True)):
-            pool.submit("cute_sm90", FAMILY.kernel_key(problem, candidate(kernel), find_device("cuda:0")))
-        yield pool
+def kernels(kernels: Kernels) -> Kernels:
+    for layout, in_dtype, out_dtype in KINDS:
+        problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+        for kernel in STATIC + STREAM:
+            kernels.begin(problem, candidate(kernel))
+    for problem, kernel in map(fused, *zip(*FUSED, strict=True)):
+        kernels.begin(problem, candidate(kernel))
+    return kernels
 
 
 def candidate(kernel: tuple[str | int, ...], **launch: str | int) -> Candidate:
@@ -76,15 +66,15 @@ def candidate(kernel: tuple[str | int, ...], **launch: str | int) -> Candidate:
 
 
 def load(
-    pool: CompilePool, problem: Problem, chosen: Candidate, device: Device
+    kernels: Kernels, problem: Problem, chosen: Candidate, device: Device | None = None
 ) -> tuple[Launcher, Workspace | None]:
-    """A launcher whose workspace is as large as the family says, poisoned, between two guards."""
+    """A launcher, and its workspace, as large as the family says: to be lent, or the launcher has its own."""
+    device = device or kernels.device
     verdict = FAMILY.check(problem, chosen, device)
     assert verdict.rule in FITS, (problem, verdict)
-    result = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, device)).result()
-    assert result.artifact is not None, result.failure
-    workspace = FAMILY.workspace(problem, chosen, device, result.artifact.path)
-    return FAMILY.load(problem, chosen, device, result.artifact.path, workspace), workspace
+    path = kernels.compiled(problem, chosen)
+    workspace = FAMILY.workspace(problem, chosen, device, path)
+    return FAMILY.load(problem, chosen, device, path, workspace), workspace
 
 
 class Lent:
@@ -125,66 +115,47 @@ def launches(kernel: tuple[str | int, ...], parts: int) -> list[Candidate]:
 @pytest.mark.parametrize("kernel", STATIC + STREAM, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_right_on_every_shape(
-    device: Device, pool: CompilePool, kernel: tuple[str | int, ...], kind: tuple[str, str, str]
+    kernels: Kernels, kernel: tuple[str | int, ...], kind: tuple[str, str, str]
 ) -> None:
     layout, in_dtype, out_dtype = kind
     divided = 0
     for m, n, k, batch, pad, parts in SHAPES:
         problem = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
         for chosen in launches(kernel, parts):
-            if FAMILY.check(problem, chosen, device).rule == "shared_memory":
+            if FAMILY.check(problem, chosen, kernels.device).rule == "shared_memory":
                 chosen = Candidate.make(
                     chosen.family, dict(chosen.compile_params) | {"stages": 2}, dict(chosen.launch_params)
                 )
-            launch, workspace = load(pool, problem, chosen, device)
+            launch, workspace = load(kernels, problem, chosen)
             lent = Lent(workspace)
             divided += workspace is not None
-            a = operand(problem.a_major == "k", m, k, batch, pad, in_dtype)
-            b = operand(problem.b_major == "n", k, n, batch, pad, in_dtype)
-            whole = torch.full((batch, m + 3, n + pad), torch.nan, dtype=DTYPES[out_dtype], device="cuda")
-            out = whole[:, :m, :n]
-            if batch == 1:
-                a, b, out = a[0], b[0], out[0]
-            launch(a, b, out)
-            torch.cuda.synchronize()
-            expected = torch.matmul(a.float(), b.float())
-            error = ((out.float() - expected).norm() / expected.norm()).item()
-            assert error < TOLERANCE[out_dtype], (problem, FAMILY.label(chosen), error)
-            untouched = int(whole.isnan().sum()) - int(out.isnan().sum())
-            assert untouched == whole.numel() - out.numel(), (problem, "wrote outside its output")
+            check_product(launch, problem, FAMILY.label(chosen), pad=pad)
             lent.check()
     assert divided >= 3, "hardly any tile had parts"
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kernel", STATIC + STREAM, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
-def test_fifty_runs_agree_bitwise(
-    device: Device, pool: CompilePool, kernel: tuple[str | int, ...], reduction: str
-) -> None:
+def test_fifty_runs_agree_bitwise(kernels: Kernels, kernel: tuple[str | int, ...], reduction: str) -> None:
     """Whoever is late, and however launches crowd: equal inputs give equal bits."""
     problem = Problem.parse("700x1048x3080")
     split = {} if kernel[1] == "stream_k" else {"split_k": 4}
-    launch, workspace = load(pool, problem, candidate(kernel, reduction=reduction, **split), device)
+    launch, workspace = load(kernels, problem, candidate(kernel, reduction=reduction, **split))
     assert workspace is not None
     a = torch.randn(700, 3080, device="cuda").bfloat16()
     b = torch.randn(1048, 3080, device="cuda").bfloat16().t()
-    outs = [torch.full((700, 1048), torch.nan, device="cuda").bfloat16() for _ in range(50)]
-    for out in outs:
-        launch(a, b, out)
-    expected = a.float() @ b.float()
-    assert ((outs[0].float() - expected).norm() / expected.norm()).item() < TOLERANCE["bf16"]
-    assert all(torch.equal(outs[0], out) for out in outs[1:])
+    check_bits(launch, a, b, FAMILY.label(candidate(kernel)), runs=50)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kernel", [STATIC[0], STREAM[0], STREAM[3]], ids=["static", "stream", "pingpong"])
 def test_replays_of_a_graph_are_right(
-    device: Device, pool: CompilePool, kernel: tuple[str | int, ...], reduction: str
+    kernels: Kernels, kernel: tuple[str | int, ...], reduction: str
 ) -> None:
     """Products that follow each other in a graph share its memory, and second kernels start early."""
     problem = Problem.parse("520x528x4104")
     split = {} if kernel[1] == "stream_k" else {"split_k": 6}
-    launch, _ = load(pool, problem, candidate(kernel, reduction=reduction, **split), device)
+    launch, _ = load(kernels, problem, candidate(kernel, reduction=reduction, **split))
     matrices = [torch.randn(528, 4104, device="cuda").bfloat16() for _ in range(7)]
     pairs = [(a[:520], b.t()) for a, b in itertools.pairwise(matrices)]
     outs = [torch.empty(520, 528, device="cuda").bfloat16() for _ in pairs]
@@ -224,43 +195,36 @@ def fused(
 
 @pytest.mark.parametrize(("epilogue", "scheduler", "shape", "swap"), FUSED)
 def test_epilogues_and_dtypes(
-    device: Device, pool: CompilePool, epilogue: tuple[str, str, str], scheduler: str, shape: str, swap: bool
+    kernels: Kernels, epilogue: tuple[str, str, str], scheduler: str, shape: str, swap: bool
 ) -> None:
     """What an epilogue makes of the sums is made once, of the total."""
     problem, kernel = fused(epilogue, scheduler, shape, swap)
     for reduction in REDUCTIONS:
         chosen = candidate(kernel, reduction=reduction, split_k=4 if scheduler == "static" else 1)
-        launch, workspace = load(pool, problem, chosen, device)
+        launch, workspace = load(kernels, problem, chosen)
         assert workspace is not None
         lent = Lent(workspace)
-        operands = data.make_operands(problem, torch.device("cuda"), 5)
-        wanted = data.expected(problem, operands)
+        case = Case.of(problem, seed=5)
         for _ in range(2):
-            data.restore(operands)
-            launch(*operands.arguments)
-            torch.cuda.synchronize()
-            checked = data.check(operands, wanted)
-            objection = checked.objection(data.tolerance(problem))
-            assert objection is None, (problem, FAMILY.label(chosen), objection)
+            case.check(launch, FAMILY.label(chosen))
             lent.check()
 
 
 @pytest.mark.parametrize("clusters", [1, 7, 25, 132])
-def test_any_share_of_the_multiprocessors(device: Device, pool: CompilePool, clusters: int) -> None:
+def test_any_share_of_the_multiprocessors(kernels: Kernels, clusters: int) -> None:
     """Shares that end anywhere: a tile in one part or in many, shares of several tiles."""
-    few = device.with_sm_budget(clusters)
+    few = kernels.device.with_sm_budget(clusters)
     for shape in ("384x384x16384", "1152x1152x648", "128x128x2056"):
         problem = Problem.parse(shape)
         for kernel, reduction in itertools.product((STREAM[3], STREAM[1]), REDUCTIONS):
             chosen = candidate(kernel, reduction=reduction)
-            launch, workspace = load(pool, problem, chosen, few)
+            launch, workspace = load(kernels, problem, chosen, few)
             assert Division.of(problem, chosen, few).clusters <= clusters
             lent = Lent(workspace)
             a = torch.randn(problem.m, problem.k, device="cuda").bfloat16()
             b = torch.randn(problem.n, problem.k, device="cuda").bfloat16().t()
-            out = torch.full((problem.m, problem.n), torch.nan, device="cuda").bfloat16()
+            out = poisoned(problem.m, problem.n)
             launch(a, b, out)
-            expected = a.float() @ b.float()
-            error = ((out.float() - expected).norm() / expected.norm()).item()
+            error = relative_error(out, a, b)
             assert error < TOLERANCE["bf16"], (problem, FAMILY.label(chosen), error)
             lent.check()

@@ -9,28 +9,25 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import linear as torch_linear
 
 import tunegemm
-from tunegemm.database import Database
+from tests.kernels import tune_ours, watch_launches
+from tests.numerics import difference
 from tunegemm.database.inductor import lookup_table
 from tunegemm.database.record import Record
 from tunegemm.device import find_device
-from tunegemm.dispatch import api, refresh
-from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.launchers import prepare
 from tunegemm.errors import TunegemmWarning
 from tunegemm.families.cublaslt import TORCH_MM
 from tunegemm.problem import Problem
-from tunegemm.tuning import Tuner
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("all_tuned")]
 
 TOKENS, WIDTH, HIDDEN = 512, 256, 768
 #: The products of `Block` below, which are those of its backward pass too.
@@ -40,45 +37,15 @@ BATCHED = Problem(128, 128, 64, 8, b_major="n")
 
 @pytest.fixture(scope="module", autouse=True)
 def tuned() -> None:
-    """Records of our own kernels: the library is left out, so that no tie goes to it."""
     problems = {each for forward in (*FORWARD, BATCHED) for each in (forward, *forward.backward())}
-    with (
-        Database.open() as database,
-        Tuner(find_device("cuda:0"), database, families=["cute_sm90"]) as tuner,
-    ):
-        for problem in sorted(problems):
-            assert tuner.tune(problem, trials=4).best is not None, problem
-    refresh()
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", TunegemmWarning)  # everything here is tuned
-        yield
-    tunegemm.disable()
-    torch._dynamo.reset()
+    assert tune_ours(sorted(problems), trials=4) == problems
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The extents (m, n, k) of every product that a tuned kernel computes from now on."""
     seen: list[tuple[int, ...]] = []
-
-    def counting(record, device):
-        prepared = prepare(record, device)
-        if prepared.launch is None:
-            return prepared
-
-        def launch(a, b, out, launch=prepared.launch):
-            seen.append((a.shape[-2], b.shape[-1], a.shape[-1]))
-            launch(a, b, out)
-
-        return replace(prepared, launch=launch)
-
-    dispatcher = Dispatcher(prepare=counting)
-    monkeypatch.setattr(api, "_dispatcher", dispatcher)
-    monkeypatch.setattr(api, "_product", dispatcher.product)
+    watch_launches(monkeypatch, lambda _, a, b, out: seen.append((a.shape[-2], b.shape[-1], a.shape[-1])))
     return seen
 
 
@@ -113,8 +80,7 @@ def tokens(seed: int = 0) -> torch.Tensor:
 
 def close(result: torch.Tensor, expected: torch.Tensor, bound: float = 1e-2) -> None:
     assert result.shape == expected.shape and result.dtype == expected.dtype
-    error = (result.float() - expected.float()).norm() / expected.float().norm()
-    assert error <= bound, float(error)
+    assert difference(result, expected) <= bound
 
 
 def operands(problem: Problem = FORWARD[1]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,6 +172,14 @@ def test_compiled_model(launches, model, mode):
             result = compiled(tokens(seed)).clone()
     close(result, expected)
     assert len(launches) >= 12
+
+
+def test_inductors_code_calls_us_and_not_torchs_dispatcher(launches):
+    a, weight = operands()
+    compiled = torch.compile(lambda a: tunegemm.linear(a, weight) + 1, fullgraph=True)
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(compiled, a)
+    assert "extern_kernels.tunegemm_product(" in code and "torch.ops.tunegemm" not in code
 
 
 def test_compiled_training_step(launches, model):

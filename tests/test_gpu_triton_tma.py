@@ -1,17 +1,22 @@
 """Numerics of the Triton kernels on the GPU, against fp32, on ragged, strided, batched and tiny shapes."""
 
 import threading
-from collections.abc import Iterator
+import time
 
 import pytest
 import torch
 
-from tests.numerics import DTYPES, TOLERANCE, operand, relative_error
-from tests.processes import compile_workers
-from tunegemm.artifacts import ArtifactStore
-from tunegemm.compile import CompilePool
-from tunegemm.device import Device, find_device
-from tunegemm.families import Launcher
+from tests.kernels import Kernels
+from tests.numerics import (
+    TOLERANCE,
+    check_bits,
+    check_product,
+    check_refusals,
+    check_views,
+    operand,
+    poisoned,
+    relative_error,
+)
 from tunegemm.families.triton_tma import FAMILY
 from tunegemm.feasibility import FEASIBLE
 from tunegemm.problem import Problem
@@ -57,18 +62,12 @@ KINDS = [
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
-    return find_device("cuda:0")
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory, device: Device) -> Iterator[CompilePool]:
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
-        for layout, in_dtype, out_dtype in KINDS:  # all at once, on all cores
-            problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
-            for kernel in KERNELS:
-                pool.submit("triton_tma", FAMILY.kernel_key(problem, candidate(kernel), device))
-        yield pool
+def kernels(kernels: Kernels) -> Kernels:
+    for layout, in_dtype, out_dtype in KINDS:
+        problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+        for kernel in KERNELS:
+            kernels.begin(problem, candidate(kernel))
+    return kernels
 
 
 def candidate(kernel: tuple[str | int, ...], launch: tuple[str | int, ...] = LAUNCHES[0]) -> Candidate:
@@ -79,89 +78,64 @@ def candidate(kernel: tuple[str | int, ...], launch: tuple[str | int, ...] = LAU
     )
 
 
-def load(device: Device, pool: CompilePool, problem: Problem, chosen: Candidate) -> Launcher:
-    result = pool.submit("triton_tma", FAMILY.kernel_key(problem, chosen, device)).result()
-    assert result.artifact is not None, result.failure
-    return FAMILY.load(problem, chosen, device, result.artifact.path)
-
-
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_right_on_every_shape(
-    device: Device, pool: CompilePool, kernel: tuple[str | int, ...], kind: tuple[str, str, str]
+    kernels: Kernels, kernel: tuple[str | int, ...], kind: tuple[str, str, str]
 ) -> None:
     layout, in_dtype, out_dtype = kind
     launched = 0
     for i, (m, n, k, batch, pad) in enumerate(SHAPES):
         problem = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
         chosen = candidate(kernel, LAUNCHES[i % len(LAUNCHES)])
-        verdict = FAMILY.check(problem, chosen, device)
+        verdict = FAMILY.check(problem, chosen, kernels.device)
         if verdict.rule in ("reduction", "two_fits"):
             chosen = candidate(kernel, LAUNCHES[i % 2])
-            verdict = FAMILY.check(problem, chosen, device)
+            verdict = FAMILY.check(problem, chosen, kernels.device)
         if verdict.rule == "shared_memory":  # an fp32 output stages twice the bytes
             compile_params = dict(chosen.compile_params) | {"stages": 2}
             chosen = Candidate.make(chosen.family, compile_params, dict(chosen.launch_params))
-            verdict = FAMILY.check(problem, chosen, device)
+            verdict = FAMILY.check(problem, chosen, kernels.device)
         if verdict.rule in ("two_fits", "swap_fits", "split_fits"):
             verdict = FEASIBLE  # these look at speed: the kernel must be right all the same
         if verdict.rule == "warp_specialization" and batch > 1:
             continue
         assert verdict, (problem, verdict)
-        launch = load(device, pool, problem, chosen)
-        a = operand(problem.a_major == "k", m, k, batch, pad, in_dtype)
-        b = operand(problem.b_major == "n", k, n, batch, pad, in_dtype)
-        whole = torch.full((batch, m + 3, n + pad), torch.nan, dtype=DTYPES[out_dtype], device="cuda")
-        out = whole[:, :m, :n]
-        if batch == 1:
-            a, b, out = a[0], b[0], out[0]
-        for _ in range(2):  # the second launch finds the first one's arguments and counters
-            out.fill_(torch.nan)
-            launch(a, b, out)
-            torch.cuda.synchronize()
-            error = relative_error(out, a, b)
-            assert error < TOLERANCE[out_dtype], (problem, FAMILY.label(chosen), error)
-        untouched = int(whole.isnan().sum()) - int(out.isnan().sum())
-        assert untouched == whole.numel() - out.numel(), (problem, "wrote outside its output")
+        check_product(kernels.load(problem, chosen), problem, FAMILY.label(chosen), pad=pad, runs=2)
         launched += 1
     assert launched >= 5
 
 
 @pytest.mark.parametrize("schedule", ["pipelined", "flattened", "warp_specialized"])
-def test_an_output_whose_columns_are_contiguous(device: Device, pool: CompilePool, schedule: str) -> None:
+def test_an_output_whose_columns_are_contiguous(kernels: Kernels, schedule: str) -> None:
     problem = Problem(520, 264, 512, out_major="m")
     kernel = next(kernel for kernel in KERNELS if kernel[0] == schedule)
-    launch = load(device, pool, problem, candidate(kernel))
+    launch = kernels.load(problem, candidate(kernel))
     a, b = operand(True, 520, 512, 1, 0, "bf16")[0], operand(False, 512, 264, 1, 0, "bf16")[0]
-    out = torch.full((264, 520), torch.nan, device="cuda").bfloat16().t()
+    out = poisoned(264, 520).t()
     launch(a, b, out)
     assert relative_error(out, a, b) < TOLERANCE["bf16"]
 
 
-def test_back_to_back_runs_agree_bitwise(device: Device, pool: CompilePool) -> None:
-    """A race would move the result; the order of additions is fixed, so equal inputs give equal bits."""
+def test_back_to_back_runs_agree_bitwise(kernels: Kernels) -> None:
     problem = Problem.parse("2048x2112x1000")
     a = torch.randn(2048, 1000, device="cuda").bfloat16()
     b = torch.randn(2112, 1000, device="cuda").bfloat16().t()
     for kernel in KERNELS:
         for launch_values in LAUNCHES if kernel[0] == "pipelined" else LAUNCHES[:2]:
             chosen = candidate(kernel, launch_values)
-            launch = load(device, pool, problem, chosen)
-            outs = [torch.full((2048, 2112), torch.nan, device="cuda").bfloat16() for _ in range(20)]
-            for out in outs:
-                launch(a, b, out)
-            assert all(torch.equal(outs[0], out) for out in outs[1:]), FAMILY.label(chosen)
+            check_bits(kernels.load(problem, chosen), a, b, FAMILY.label(chosen))
 
 
-def test_split_k_does_not_depend_on_who_is_last(device: Device, pool: CompilePool) -> None:
+def test_split_k_does_not_depend_on_who_is_last(kernels: Kernels) -> None:
     """A long k over many parts, on two streams at once and replayed from a graph: the same bits."""
     problem = Problem.parse("256x256x16384")
     chosen = candidate(("pipelined", 128, 128, 64, 4, 8, 64, False), ("along_m", 1, "all", 16))
-    assert FAMILY.check(problem, chosen, device)
-    launch = load(device, pool, problem, chosen)
+    assert FAMILY.check(problem, chosen, kernels.device)
+    launch = kernels.load(problem, chosen)
     a = torch.randn(256, 16384, device="cuda").bfloat16()
     b = torch.randn(256, 16384, device="cuda").bfloat16().t()
-    outs = [torch.full((256, 256), torch.nan, device="cuda").bfloat16() for _ in range(41)]
+    outs = [poisoned(256, 256) for _ in range(41)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     for i, out in enumerate(outs[:40]):
@@ -179,31 +153,19 @@ def test_split_k_does_not_depend_on_who_is_last(device: Device, pool: CompilePoo
     assert relative_error(outs[0], a, b) < TOLERANCE["bf16"]
 
 
-def test_refuses_what_tma_cannot_read(device: Device, pool: CompilePool) -> None:
-    launch = load(device, pool, Problem.parse("512x512x512"), candidate(KERNELS[0]))
-    a, out = (torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    shifted = torch.zeros(512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(512, 512)
-    with pytest.raises(ValueError, match="multiple of the 16 B"):
-        launch(a, shifted.t(), out)
-    padded = torch.zeros(512, 516, device="cuda", dtype=torch.bfloat16)[:, :512]
-    with pytest.raises(ValueError, match="leading dimension 516"):
-        launch(padded, a.t(), out)
+def test_refuses_what_tma_cannot_read(kernels: Kernels) -> None:
+    check_refusals(kernels.load(Problem.parse("512x512x512"), candidate(KERNELS[0])))
 
 
-def test_views_with_an_aligned_offset_are_right(device: Device, pool: CompilePool) -> None:
+def test_views_with_an_aligned_offset_are_right(kernels: Kernels) -> None:
     for kernel in (KERNELS[0], KERNELS[6], KERNELS[10]):
-        launch = load(device, pool, Problem.parse("512x512x512"), candidate(kernel))
-        a = torch.randn(1024, 1024, device="cuda").bfloat16()[256:768, 64:576]
-        b = torch.randn(700, 1024, device="cuda").bfloat16()[100:612, 512:].t()
-        out = torch.full((600, 1024), torch.nan, device="cuda").bfloat16()[8:520, 8:520]
-        launch(a, b, out)
-        assert relative_error(out, a, b) < TOLERANCE["bf16"]
+        check_views(kernels.load(Problem.parse("512x512x512"), candidate(kernel)))
 
 
-def test_a_thread_that_never_used_cuda_can_launch(device: Device, pool: CompilePool) -> None:
-    launch = load(device, pool, Problem.parse("512x512x512"), candidate(KERNELS[6]))
+def test_a_thread_that_never_used_cuda_can_launch(kernels: Kernels) -> None:
+    launch = kernels.load(Problem.parse("512x512x512"), candidate(KERNELS[6]))
     a, b = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(2))
-    out = torch.full((512, 512), torch.nan, device="cuda").bfloat16()
+    out = poisoned(512, 512)
     torch.cuda.synchronize()
     failed: list[BaseException] = []
 
@@ -221,11 +183,9 @@ def test_a_thread_that_never_used_cuda_can_launch(device: Device, pool: CompileP
     assert relative_error(out, a, b.t()) < TOLERANCE["bf16"]
 
 
-def test_host_cost_of_a_launch(device: Device, pool: CompilePool) -> None:
+def test_host_cost_of_a_launch(kernels: Kernels) -> None:
     """A launch with known operands is a look-up and one driver call; a generous bound for busy hosts."""
-    import time
-
-    launch = load(device, pool, Problem.parse("512x512x512"), candidate(KERNELS[6]))
+    launch = kernels.load(Problem.parse("512x512x512"), candidate(KERNELS[6]))
     a, b, out = (torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     b = b.t()
     best_us = float("inf")

@@ -288,6 +288,22 @@ def test_inductor_calls_by_a_function_and_leaves_the_untuned_to_aten(kernel, mon
     assert "torch.ops.tunegemm" not in code
 
 
+def test_inductor_is_taught_by_every_traced_graph(monkeypatch):
+    """torch 2.11 compiles without raising the flag of `is_compiling`: its code called operators for it."""
+    from torch._guards import TracingContext, tracing
+
+    from tunegemm.dispatch import lowering
+
+    taught = []
+    monkeypatch.setattr(lowering, "lower", taught.append)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", False)
+    ops._teach_inductor(lambda: api._dispatcher)
+    assert not taught
+    with tracing(TracingContext(FakeTensorMode())):
+        ops._teach_inductor(lambda: api._dispatcher)
+    assert taught
+
+
 def test_inductors_code_is_what_it_is_with_torchs_products(kernel):
     """No operand is copied, or computed for each product that reads it."""
     from torch._inductor.utils import run_and_get_code

@@ -309,3 +309,45 @@ def test_a_race_on_a_busy_gpu_settles_nothing(tmp_path: Path, noise: float) -> N
     assert result.best is not None and result.best.candidate == FASTEST
     assert (known is not None and known.settled) == (noise < 0.05)
     assert ("no record is settled" in result.note) == (noise > 0.05)
+
+
+@pytest.mark.parametrize(
+    ("screen", "race", "noise", "settled"),
+    [
+        # Medians of torch.mm in us and SM clocks in MHz, as measured on H200s on 2026-11-21. Beside another
+        # process: 8448x9216x2048 with a winner at 3.2, 8448x9216x256 at 1.7.
+        ([(395.8, 1980), (1655.2, 1980)], (1235.4, 1980), 0.0027, False),
+        ([(75.4, 1980)], (103.7, 1980), 0.031, False),
+        # Alone, with a clock that the race lowered: 2304x5120x5120, 8448x9216x256; and 256x4096x4096.
+        ([(157.7, 1980), (193.2, 1500)], (200.7, 1455), 0.0008, True),
+        ([(75.5, 1980)], (96.9, 1470), 0.0024, True),
+        ([(15.72, 1980), (17.43, 1965)], (17.25, 1965), 0.0006, True),
+        # Where NVML tells no clock, nothing is said.
+        ([(395.8, None)], (1235.4, 1980), 0.0027, True),
+    ],
+)
+def test_a_baseline_that_is_slow_throughout_settles_nothing(
+    tmp_path: Path,
+    screen: list[tuple[float, int | None]],
+    race: tuple[float, int | None],
+    noise: float,
+    settled: bool,
+) -> None:
+    def measured(candidate: Candidate, baseline: tuple[float, int | None], ratio: float) -> Measurement:
+        us, clock = baseline
+        evidence = {"sm_clock_mhz": clock}
+        return Measurement(candidate, (us / ratio,) * 3, (us,) * 3, 1e-3, noise, evidence)
+
+    with (
+        Database.open(tmp_path / "tuning.sqlite") as database,
+        Tuner(DEVICE, database, cache=tmp_path) as tuner,
+    ):
+        run = tuning._Run(tuner, PROBLEM, None)
+        for baseline in screen:
+            run._record(measured(FASTEST, baseline, 1.0))
+        run.stage = "final"
+        raced = [run._record(measured(FASTEST, race, 1.1)), run._record(measured(TORCH_MM, race, 1.0))]
+        result = run.settle(raced)
+        known = database.best(PROBLEM, DEVICE.fingerprint)
+    assert (known is not None and known.settled) == settled
+    assert ("torch.mm takes" in result.note) == (not settled)

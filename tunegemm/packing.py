@@ -28,6 +28,7 @@ from tunegemm.device import (
 )
 from tunegemm.errors import PackError
 from tunegemm.families.cublaslt import is_torch
+from tunegemm.families.cute_object import dsl_version
 from tunegemm.problem import Problem
 
 #: Compilers of objects: fields of the fingerprint, and their packages.
@@ -77,14 +78,14 @@ def pack(
     was measured. Raises PackError when none is left, or an object is missing and may not be compiled.
     """
     left_out: Counter[str] = Counter()
-    toolchain = {name: package_version(package) for name, package in _COMPILERS.items()}
+    versions = {name: package_version(package) for name, package in _COMPILERS.items()}
     usable = []
     for record in _distinct(records):
         family = record.candidate.family
         judgement = judge(
             record.fingerprint,
             dataclasses.replace(
-                record.fingerprint, cutlass_dsl=toolchain["cutlass_dsl"], triton=toolchain["triton"]
+                record.fingerprint, cutlass_dsl=versions["cutlass_dsl"], triton=versions["triton"]
             ),
             family=family,
             source_there=record.kernel_source,
@@ -111,7 +112,10 @@ def pack(
         write_records(chosen, Path(folder, "records"))
         fingerprints = sorted({record.fingerprint for record in chosen}, key=lambda one: one.digest)
         digest = packs.write(
-            Path(folder), out, toolchain=toolchain, fingerprints=[one.asdict() for one in fingerprints]
+            Path(folder),
+            out,
+            toolchain=versions | {"cutlass_dsl": dsl_version()},
+            fingerprints=[one.asdict() for one in fingerprints],
         )
     gpus = tuple(sorted({record.fingerprint.device_name for record in chosen}))
     return Packed(out, digest, len(chosen), gpus, len(objects), found.compiled, left_out)

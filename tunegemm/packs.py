@@ -49,7 +49,7 @@ class Pack:
     version: str
     """Of the tunegemm that made it."""
     toolchain: Mapping[str, str]
-    """Compilers of its objects, by their names in `Device.fingerprint`: part of their keys."""
+    """Compilers of its objects, by their names in kernel keys, which hold these values."""
 
     @property
     def name(self) -> str:

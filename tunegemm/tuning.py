@@ -24,7 +24,7 @@ from tunegemm.families.cublaslt import TORCH_MM, is_torch
 from tunegemm.feasibility import plausible_kernels
 from tunegemm.measure import FINAL, SCREEN, Job, Policy
 from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
-from tunegemm.measure.statistics import winner
+from tunegemm.measure.statistics import slowdown, winner
 from tunegemm.outcome import Failure, Measurement, Outcome, Resources
 from tunegemm.problem import Problem
 from tunegemm.search import Portfolio, Search
@@ -47,6 +47,9 @@ _LIBRARY_FINALISTS = 6
 #: Noise of a final race above which nobody had the GPU alone. Of 60 races on H200s that did (2026-11-21) the
 #: noisiest had 0.4 %; beside another process 70 and 144 % were seen, with a winner at 1.5 of torch.mm.
 _DISTURBED = 0.05
+#: Likewise of torch.mm's time relative to that while searching. 75 races alone had 1.12 and less; beside
+#: another process 1.38, 3.1 and 3.4 were seen, that of 3.1 with a noise of 0.3 % and a winner at 3.2.
+_SLOWED = 1.2
 #: Ten steps and more of NVML's energy meter.
 _ENERGY_MS = 1000.0
 #: Kernels compiled where nothing can be timed, to show that the model's best are real.
@@ -516,14 +519,13 @@ class _Run:
     def settle(self, raced: Sequence[Measurement]) -> TuneResult:
         """Choose by evidence, record the choice, report.
 
-        Where torch.mm, timed twice in the race, disagrees with itself, somebody else was at work on the GPU:
-        what was measured is kept, and nothing is settled.
+        Where somebody else was at work on the GPU, what was measured is kept, and nothing is settled.
         """
         self.best = best = winner(self.problem, raced) if raced else None
-        if best is not None and best.noise > _DISTURBED:
+        if best is not None and (sign := self._disturbance(best)):
             self.note = (
-                f"torch.mm timed twice differs by {best.noise:.0%}: {self.device.spec} does other work, too, "
-                "so no record is settled; run the same command again when it is free"
+                f"{sign}: {self.device.spec} does other work, too, so no record is settled; run the same "
+                "command again when it is free (nvidia-smi lists who uses it)"
             )
         elif best is not None and self._publishes:
             assert self.tuner.database is not None
@@ -539,6 +541,13 @@ class _Run:
         if best is None and not self.note:
             self.note = "nothing could be measured; see the failures"
         return self._result(best, note=self.note)
+
+    def _disturbance(self, best: Measurement) -> str:
+        """What of the race's baseline shows that others used the GPU; empty for nothing."""
+        if best.noise > _DISTURBED:
+            return f"torch.mm timed twice differs by {best.noise:.0%}"
+        slowed = slowdown(best, (o for o in self.outcomes if isinstance(o, Measurement)))
+        return f"torch.mm takes {slowed:.1f} times as long as while searching" if slowed > _SLOWED else ""
 
     def interrupt(self) -> TuneResult:
         """After Ctrl-C: the best of what was measured. The database has it already."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.dispatch.autograd import DTYPES, PLAIN, batched, gradients, is_simple
@@ -58,6 +59,14 @@ def define(serving: Callable[[], Dispatcher]) -> None:
     torch.library.register_fake("tunegemm::matmul_out", lambda a, b, out: None, lib=_library)
 
 
+def _teach_inductor(serving: Callable[[], Dispatcher]) -> None:
+    """If a graph is being traced: torch 2.11 says `is_compiling` to the traced code and to exports only."""
+    if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
+        from tunegemm.dispatch.lowering import lower
+
+        lower(serving)
+
+
 _records_of: list[Callable[[], Dispatcher]] = []
 
 
@@ -87,10 +96,7 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
             torch._check(x == y, lambda: f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
 
     def fake(a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            from tunegemm.dispatch.lowering import lower
-
-            lower(serving)
+        _teach_inductor(serving)
         check(a, b)
         return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
@@ -160,10 +166,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
         a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float], epilogue: str,
         out_dtype: torch.dtype | None = None, accumulation: str = "fast", *, records: str = "",
     ) -> torch.Tensor:  # fmt: skip
-        if torch.compiler.is_compiling():
-            from tunegemm.dispatch.lowering import lower
-
-            lower(serving)
+        _teach_inductor(serving)
         return unfused(form(epilogue, out_dtype, accumulation), a, b, operands, numbers)
 
     def autograd(

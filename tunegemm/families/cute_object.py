@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tunegemm.device import package_version
 from tunegemm.families.ptxas import output_to, read_report
 from tunegemm.outcome import Resources
 
@@ -78,6 +79,22 @@ def compile_object(
         warnings=report.warnings,
         compile_seconds=time.perf_counter() - start,
     )
+
+
+def dsl_version() -> str:
+    """The DSL's version and the build that compiles here, as in ``4.8.1+cu13``: part of every kernel key."""
+    version = package_version("nvidia-cutlass-dsl")
+    return f"{version}+{build}" if version and (build := dsl_build()) else version
+
+
+@functools.cache
+def dsl_build() -> str | None:
+    """The DSL's build for one CUDA, such as ``cu13``, with a ptxas of its own; None where it has no builds.
+
+    Told by the runtime library that comes with it: the compiler is not imported. Compile workers take the
+    same one, which depends on the driver, not on the GPUs that they are kept from seeing.
+    """
+    return None if (runtime := _find_runtime()) is None else runtime.parts[-3]
 
 
 def find_linker() -> str | None:

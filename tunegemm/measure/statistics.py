@@ -7,7 +7,7 @@ the ratio within each round, and ratios are summed up by their median.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tunegemm import families
 from tunegemm.errors import MeasureError
@@ -51,6 +51,24 @@ def aa_noise(first: Sequence[float], second: Sequence[float]) -> float:
     """
     low, high = median_interval([a / b for a, b in zip(first, second, strict=True)], confidence=0.8)
     return max(abs(low - 1), abs(high - 1))
+
+
+def slowdown(measurement: Measurement, earlier: Iterable[Measurement]) -> float:
+    """How many times as long torch.mm took as in the quickest earlier interleave of the same problem; 0 where
+    clocks are not known.
+
+    In time or in cycles of the SM clock, whichever is less. Under a race the clock falls, as it draws more
+    power than a screen: what computes then takes up to 1.28 times as long, in as many cycles (75 races, H200,
+    2026-11-21). What waits for memory takes more cycles where the clock rises, in the same time.
+    """
+
+    def times(other: Measurement) -> float:
+        clock, before = (one.evidence.get("sm_clock_mhz") for one in (measurement, other))
+        if not clock or not before:
+            return 0.0
+        return measurement.baseline_median_us / other.baseline_median_us * min(1.0, clock / before)
+
+    return max(map(times, earlier), default=0.0)
 
 
 def tie(a: Measurement, b: Measurement, noise: float | None = None) -> bool:

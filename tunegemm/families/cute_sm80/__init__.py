@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.device import Device, package_version
-from tunegemm.families.cute_object import compile_object, load_function
+from tunegemm.device import Device
+from tunegemm.families.cute_object import compile_object, dsl_version, load_function
 from tunegemm.families.cute_sm80.config import KernelConfig
 from tunegemm.families.cute_sm80.rules import RULES, config_of
 from tunegemm.families.generator import Generator
@@ -44,7 +44,7 @@ class CuteSm80(Generator):
     rules = RULES
 
     def toolchain(self) -> Mapping[str, str | int]:
-        return {"cutlass_dsl": package_version("nvidia-cutlass-dsl")}
+        return {"cutlass_dsl": dsl_version()}
 
     def config_of(self, problem: Problem, candidate: Candidate) -> KernelConfig:
         return config_of(problem, candidate)

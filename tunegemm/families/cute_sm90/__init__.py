@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.device import Device, package_version
+from tunegemm.device import Device
 from tunegemm.epilogue import MAX_WORDS, define
-from tunegemm.families.cute_object import compile_object, load_function
+from tunegemm.families.cute_object import compile_object, dsl_version, load_function
 from tunegemm.families.cute_sm90.config import KernelConfig
 from tunegemm.families.cute_sm90.rules import RULES, config_of
 from tunegemm.families.generator import Generator
@@ -54,7 +54,7 @@ class CuteSm90(Generator):
     edges_inside = True
 
     def toolchain(self) -> Mapping[str, str | int]:
-        return {"cutlass_dsl": package_version("nvidia-cutlass-dsl")}
+        return {"cutlass_dsl": dsl_version()}
 
     def config_of(self, problem: Problem, candidate: Candidate) -> KernelConfig:
         return config_of(problem, candidate)
