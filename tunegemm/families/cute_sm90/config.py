@@ -146,6 +146,17 @@ class KernelConfig:
         return self.accumulator_registers * (2 if self.accumulation == "two_level" else 1)
 
     @property
+    def held_registers(self) -> int:
+        """Registers of one consumer thread for the epilogue's vectors (`kernel_epilogue.hold_vectors`)."""
+        fused = self.fused
+        if not fused.is_defined:
+            return 0
+        kinds = [operand.kind for operand in fused.operands]
+        rows, columns = ("n", "m") if self.transposed else ("m", "n")
+        atoms, columns32 = self.atoms_per_warpgroup, -(-self.tile_n // 32)
+        return -(-atoms // 2) * kinds.count(rows) + columns32 * kinds.count(columns)
+
+    @property
     def threads(self) -> int:
         """Threads of one block: the consumers and one producer warpgroup."""
         return (self.consumers + 1) * WARPGROUP_THREADS
@@ -156,7 +167,7 @@ class KernelConfig:
         if self.consumers == 3:  # 32 + 3 x 160 = 4 x 128, the allocation of 512 threads
             return 32, 160
         # 2 consumers: 24 + 2 x 240 = 40 + 2 x 232 = 3 x 168, the allocation of 384 threads
-        return (24, 240) if self.sum_registers >= 200 else (40, 232)
+        return (24, 240) if self.sum_registers + self.held_registers > 192 else (40, 232)
 
     @property
     def stage_bytes(self) -> int:

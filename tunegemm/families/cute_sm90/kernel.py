@@ -12,8 +12,8 @@ With split-K, a tile's k range is cut into equal parts, each a piece of work of 
 every cluster has as much to do (`kernel_stream`). `kernel_sums` says how their sums become one.
 
 An epilogue (`tunegemm.epilogue`) works on a warpgroup's accumulators, fp32 and in registers, one subtile at a
-time between the mainloop and the staging buffers; its vectors and matrices are read from global memory where
-they are used. With split-K it runs once, on the total.
+time between the mainloop and the staging buffers. A tile's values of its vectors are read once, before; its
+matrices come by TMA or are read where they are used. With split-K it runs once, on the total.
 
 Extents, strides, raster order, swizzle size, split count and grid are arguments of the launch.
 """
@@ -819,6 +819,14 @@ class Gemm(Fusion, Pieces, Sums):
         out_shape = epilogue_mma.partition_shape_C((MMA_ATOM_M, config.converted_columns))
         issues = group_thread < 32
 
+        held = ()
+        if const_expr(self.epilogue):
+            rows_apart = MMA_ATOM_M * config.tile_warpgroups
+            own_row = first_row + group % config.tile_warpgroups * MMA_ATOM_M
+            held = self.hold_vectors(
+                fused[1:], group_thread, (own_row, first_column, entry), mD.shape[0], fused[0],
+                config.atoms_per_warpgroup, rows_apart, config.tile_n,
+            )  # fmt: skip
         if const_expr(not loads):
             # The previous tile's stores have had a whole mainloop to be read.
             self.await_buffers(issues, 0)
@@ -851,10 +859,11 @@ class Gemm(Fusion, Pieces, Sums):
                             tiled_load.retile(given)[(None, None, 0)],
                         )  # fmt: skip
                         loaded = self.flat(given).load().to(cutlass.Float32)
-                    first = first_column + subtile * config.subtile_n + piece * columns
-                    place = (first_row + row * MMA_ATOM_M, first, entry)
+                    tile_column = subtile * config.subtile_n + piece * columns
+                    place = (first_row + row * MMA_ATOM_M, first_column + tile_column, entry)
                     fragment = self.fuse(
-                        fragment, columns, group_thread, place, mD, fused[0], fused[1:], loaded, amax
+                        fragment, columns, group_thread, place, mD, fused[0], fused[1:], held, atom,
+                        tile_column, loaded, amax,
                     )  # fmt: skip
                 converted = cute.make_rmem_tensor(out_shape, self.out_dtype)
                 self.flat(converted).store(fragment.load().to(self.out_dtype))

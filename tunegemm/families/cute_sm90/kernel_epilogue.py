@@ -10,6 +10,15 @@ from tunegemm.families.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
 class Fusion:
     """The part of `kernel.Gemm` that knows epilogues."""
 
+    @property
+    def vectors(self):
+        """The epilogue's vectors, in their order."""
+        return [operand for operand in self.epilogue.operands if operand.kind in ("m", "n")]
+
+    def is_across(self, vector):
+        """Whether a vector has a value for each of the kernel's columns, not of its rows."""
+        return (vector.kind == "n") != self.config.transposed
+
     def words_of(self, operand, words):
         """The words of a launch that say where an operand is."""
         operands = self.epilogue.operands
@@ -63,13 +72,74 @@ class Fusion:
         )
 
     @cute.jit
-    def fuse(self, fragment, columns: cutlass.Constexpr, group_thread, place, mD, n, words, loaded, amax):
+    def hold_vectors(
+        self, words, group_thread, place, m, n, atoms: cutlass.Constexpr, rows_apart: cutlass.Constexpr,
+        columns: cutlass.Constexpr,
+    ):  # fmt: skip
+        """The vectors' values for a warpgroup's atoms and columns, in fp32 registers, all read at once.
+
+        A warp has each value once, 32 in a register of all its threads, who then hand them round (`spread`):
+        32 columns, or its 16 rows of two atoms. Read where they are used, in turn with the barriers of the
+        subtiles, they cost 2 % of 4096x7168x2048 in fp8 (H200, 2026-11-22). Handing rows round, too, where a
+        thread could hold its own, keeps the compiler from computing subtiles all at once, which spills.
+        """
+        first_row, first_column, _ = place
+        held = []
+        for vector in self.vectors:
+            dtype = cutlass.Float32 if const_expr(vector.fp32) else self.operand_dtype
+            bytes_each = dtype.width // 8
+            address = self.words_of(vector, words)[0]
+            across = const_expr(self.is_across(vector))
+            count = -(-columns // 32) if const_expr(across) else -(-atoms // 2)
+            values = cute.make_rmem_tensor(count, cutlass.Float32)
+            for value in cutlass.range_constexpr(count):
+                if const_expr(across):
+                    index = cutlass.min(first_column + value * 32 + group_thread % 32, n - 1)
+                else:
+                    row = first_row + group_thread // 32 * 16 + group_thread % 16
+                    atom = value * 2 + group_thread % 32 // 16
+                    index = cutlass.min(row + atom * rows_apart, m - 1)
+                pointer = cute.make_ptr(
+                    dtype, address + Int64(index) * bytes_each, cute.AddressSpace.gmem,
+                    assumed_align=bytes_each,
+                )  # fmt: skip
+                values[value] = cute.make_tensor(pointer, cute.make_layout(1))[0].to(cutlass.Float32)
+            held.append(values)
+        return tuple(held)
+
+    @cute.jit
+    def spread(
+        self, vector: cutlass.Constexpr, held, count: cutlass.Constexpr, atom: cutlass.Constexpr,
+        column: cutlass.Constexpr, group_thread, run: cutlass.Constexpr,
+    ):  # fmt: skip
+        """A vector's values for a fragment as `fuse` describes it, `column` columns into the tile."""
+        values = cute.make_rmem_tensor(count, cutlass.Float32)
+        for value in cutlass.range_constexpr(count):
+            block, half, pair = value // (2 * run), value // run % 2, value % run
+            if const_expr(self.is_across(vector)):
+                first, source = value - half * run, column + block * (4 * run) + pair
+                lane = source % 32 + group_thread % 4 * run
+            else:
+                first, source = half * run, atom * 16 + half * 8
+                lane = source % 32 + group_thread % 32 // 4
+            if const_expr(value == first):
+                values[value] = cute.arch.shuffle_sync(held[source // 32], lane)
+            else:
+                values[value] = values[first]
+        return values.load()
+
+    @cute.jit
+    def fuse(
+        self, fragment, columns: cutlass.Constexpr, group_thread, place, mD, n, words, held,
+        atom: cutlass.Constexpr, tile_column: cutlass.Constexpr, loaded, amax,
+    ):  # fmt: skip
         """What the epilogue makes of 64 rows and `columns` columns, as fp32; half as many where they gate.
 
         A thread holds two neighbouring columns of rows 8 apart, for each 8 columns (PTX ISA, wgmma, register
         fragment of D): value = 4 * block + 2 * half + pair; of halves that gate each other four columns of
-        each 16. `loaded`: what TMA brought of the `staged_matrix`. Loads beyond the edge are clamped to it:
-        what they give is never stored.
+        each 16. `held`: see `hold_vectors`, of whose atoms and columns these are those of `atom` and from
+        `tile_column` on. `loaded`: what TMA brought of the `staged_matrix`. Loads beyond the edge are clamped
+        to it: what they give is never stored.
         """
         config = self.config
         epilogue = self.epilogue
@@ -83,6 +153,10 @@ class Fusion:
         for operand in epilogue.operands:
             if const_expr(operand == self.staged_matrix):
                 values[operand.name] = loaded
+            elif const_expr(operand in self.vectors):
+                values[operand.name] = self.spread(
+                    operand, held[self.vectors.index(operand)], count, atom, tile_column, group_thread, run
+                )
             elif const_expr(operand.name not in ("residual", "amax")):
                 values[operand.name] = self.fetch(
                     operand, self.words_of(operand, words), count, row, column, entry, m, n, run
@@ -118,7 +192,7 @@ class Fusion:
         self, operand: cutlass.Constexpr, words, count: cutlass.Constexpr, row, column, entry, m, n,
         run: cutlass.Constexpr,
     ):  # fmt: skip
-        """An operand's values for a fragment as `fuse` describes it, in fp32; of a number or scalar just one.
+        """A matrix's values for a fragment as `fuse` describes it, in fp32; of a number or scalar just one.
 
         run: how many columns side by side a thread has: value = (2 * block + half) * run + column.
         """
@@ -132,48 +206,26 @@ class Fusion:
         # Pairs of columns lie side by side where extents are even; elsewhere each value is read alone.
         width = min(run, 2) if const_expr(config.out_major == "n") else 1
         bytes_each = dtype.width // 8
-        along = operand.kind
-        if const_expr(config.transposed and along != "matrix"):
-            along = "n" if const_expr(along == "m") else "m"
         loaded = cute.make_rmem_tensor(count, cutlass.Float32)
         for block in cutlass.range_constexpr(count // (2 * run)):
             for half in cutlass.range_constexpr(2):
                 line = cutlass.min(row + half * 8, m - 1)
                 for pair in cutlass.range_constexpr(0, run, width):
                     value = (block * 2 + half) * run + pair
-                    if const_expr(along == "m" and block > 0):
-                        loaded[value] = loaded[half * run]
-                        if const_expr(width == 2):
-                            loaded[value + 1] = loaded[half * run]
-                    elif const_expr(along == "n" and half > 0):
-                        loaded[value] = loaded[value - run]
-                        if const_expr(width == 2):
-                            loaded[value + 1] = loaded[value + 1 - run]
-                    elif const_expr(along == "m"):
-                        pointer = cute.make_ptr(
-                            dtype, words[0] + Int64(line) * bytes_each, cute.AddressSpace.gmem,
-                            assumed_align=bytes_each,
-                        )  # fmt: skip
-                        loaded[value] = cute.make_tensor(pointer, cute.make_layout(1))[0].to(cutlass.Float32)
-                        if const_expr(width == 2):
-                            loaded[value + 1] = loaded[value]
+                    across = cutlass.min(column + block * 4 * run + pair, n - width)
+                    offset = Int64(entry) * words[2]
+                    if const_expr(config.out_major == "n"):
+                        offset += Int64(line) * words[1] + across
                     else:
-                        across = cutlass.min(column + block * 4 * run + pair, n - width)
-                        offset = Int64(across)
-                        if const_expr(along == "matrix"):
-                            offset = Int64(entry) * words[2]
-                            if const_expr(config.out_major == "n"):
-                                offset += Int64(line) * words[1] + across
-                            else:
-                                offset += Int64(across) * words[1] + line
-                        pointer = cute.make_ptr(
-                            dtype, words[0] + offset * bytes_each, cute.AddressSpace.gmem,
-                            assumed_align=width * bytes_each,
-                        )  # fmt: skip
-                        piece = cute.make_rmem_tensor(width, dtype)
-                        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(width)), piece)
-                        for lane in cutlass.range_constexpr(width):
-                            loaded[value + lane] = piece[lane].to(cutlass.Float32)
+                        offset += Int64(across) * words[1] + line
+                    pointer = cute.make_ptr(
+                        dtype, words[0] + offset * bytes_each, cute.AddressSpace.gmem,
+                        assumed_align=width * bytes_each,
+                    )  # fmt: skip
+                    piece = cute.make_rmem_tensor(width, dtype)
+                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(width)), piece)
+                    for lane in cutlass.range_constexpr(width):
+                        loaded[value + lane] = piece[lane].to(cutlass.Float32)
         return loaded.load()
 
     @cute.jit

@@ -259,7 +259,10 @@ class Sums:
             loaded = None
             if const_expr(self.staged_matrix is not None):
                 loaded = self.read_matrix(thread, place, mD, fused[1:])
-            fragment = self.fuse(fragment, columns, thread, place, mD, fused[0], fused[1:], loaded, amax)
+            held = self.hold_vectors(fused[1:], thread, place, mD.shape[0], fused[0], 1, 0, columns)
+            fragment = self.fuse(
+                fragment, columns, thread, place, mD, fused[0], fused[1:], held, 0, 0, loaded, amax
+            )
             if const_expr("amax" in self.epilogue.steps):
                 self.publish_amax(fused[1:], amax, thread % 32)
         converted = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ATOM_M, SLICE_COLUMNS)), self.out_dtype)

@@ -33,8 +33,9 @@ _FUSED_REGISTERS = 24
 #: And with one that gates and stages by elements: 160 compile, 176 spill (same tests). With one that reads a
 #: vector and stages its tile whole it takes little to spill 176: of two states of the kernel one did.
 _ELEMENT_REGISTERS = 40
-#: And with one that reads several vectors: 192 compile, 208 spill 224 B (same tests).
-_VECTOR_REGISTERS = 8
+#: And beside the values of vectors: 192 accumulators and 10 values compile; 192 and 13 or 208 and 7 spill up
+#: to 44 B in some kernels (same tests).
+_VECTOR_REGISTERS = 4
 #: More of them for stream-K's walk: 192 accumulators compile without spills, 208 spill 72 B in pingpong with
 #: operands that are not k-major (tests/test_cute_sm90.py).
 _STREAM_REGISTERS = 8
@@ -73,15 +74,15 @@ def fused_registers(problem: Problem, candidate: Candidate, device: Device) -> s
     atoms, sums = config.atoms_per_warpgroup, config.accumulator_registers
     if atoms < 2 or not config.fused.is_defined:
         return None
-    if "amax" in config.fused.steps or (_operands(config, "matrix") > 1 and sums > _ROOMY_ACCUMULATORS):
+    if "amax" in config.fused.steps or (_matrices(config) > 1 and sums > _ROOMY_ACCUMULATORS):
         return f"epilogue {problem.epilogue} with {atoms} atoms of 64 rows, {sums} accumulators: it spills"
     return None
 
 
-def _operands(config: KernelConfig, *kinds: str) -> int:
-    """How many operands of these kinds its epilogue has."""
+def _matrices(config: KernelConfig) -> int:
+    """How many matrices its epilogue reads."""
     fused = config.fused
-    return sum(operand.kind in kinds for operand in (fused.operands if fused.is_defined else ()))
+    return sum(operand.kind == "matrix" for operand in (fused.operands if fused.is_defined else ()))
 
 
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -128,13 +129,13 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     overhead = _OVERHEAD_REGISTERS
     if streams(candidate):
         overhead += _STREAM_REGISTERS
-    staged_whole = config.epi_n < 32 and _operands(config, "m", "n") > 0
+    staged_whole = config.epi_n < 32 and config.held_registers > 0
     if config.fused.gated and (not config.stages_pairs or staged_whole):
         overhead += _ELEMENT_REGISTERS
-    elif config.fused and (_operands(config, "matrix") or config.in_dtype == "int8"):
+    elif config.fused and (_matrices(config) or config.in_dtype == "int8"):
         overhead += _FUSED_REGISTERS
-    elif config.fused and _operands(config, "m", "n") > 1:
-        overhead += _VECTOR_REGISTERS
+    elif config.held_registers:
+        overhead += config.held_registers + _VECTOR_REGISTERS
     budget = config.registers[1]
     for sums, others in (
         (config.accumulator_registers, overhead),
