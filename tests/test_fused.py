@@ -18,7 +18,7 @@ from torch._functorch import config as functorch_config
 from torch.nn import functional
 
 import tunegemm
-from tests.test_dispatch import BF16, Kernel, Row, at, calls_of, operands, quietly
+from tests.serving import BF16, Kernel, Row, at, calls_of, operands, quietly
 from tunegemm.device import find_device
 from tunegemm.dispatch import api, ops, takeover
 from tunegemm.dispatch.dispatcher import Dispatcher

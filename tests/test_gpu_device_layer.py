@@ -12,7 +12,7 @@ import torch
 from tests import test_cute_sm80, test_gluon_wgmma, test_triton_tma
 from tests.kernels import Kernels
 from tests.numerics import TOLERANCE, difference, poisoned, relative_error, untouched
-from tests.test_dispatch import Row
+from tests.serving import Row
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.device import Device
 from tunegemm.dispatch import dispatcher as dispatcher_module

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_dispatch import Kernel, Row, operands, quietly
+from tests.serving import Kernel, Row, operands, quietly
 from tests.test_neighbours import kernel as candidate
 from tunegemm.device import Device, find_device
 from tunegemm.dispatch.dispatcher import Dispatcher

@@ -10,7 +10,7 @@ import torch
 
 import tunegemm
 from tests.recorded import fill, recorded_device
-from tests.test_dispatch import BF16, Kernel, Row, operands, quietly
+from tests.serving import BF16, Kernel, Row, operands, quietly
 from tests.test_neighbours import kernel
 from tunegemm.database import Database
 from tunegemm.database.record import Entry

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear as torch_linear
 
 import tunegemm
-from tests.test_dispatch import BF16, CANDIDATE, Kernel, Row, operands
+from tests.serving import BF16, CANDIDATE, Kernel, Row, operands
 from tunegemm.device import find_device
 from tunegemm.dispatch import api, ops, takeover
 from tunegemm.dispatch.dispatcher import Dispatcher

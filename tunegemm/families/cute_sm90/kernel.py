@@ -455,32 +455,29 @@ class Gemm(Fusion, Pieces, Sums):
     def tile_of(self, work, walk):
         """(tile m, tile n, batch entry, part of k) of this CTA for a work index."""
         cta_m, cta_n, _ = cute.arch.block_idx()
-        tile_m, tile_n, entry, part = self.cluster_tile_of(work, walk)
+        tile, part = self.split_work(work, walk)
+        tile_m, tile_n, entry = self.cluster_tile_of(tile, walk)
         return tile_m * self.config.cluster_m + cta_m, tile_n * self.config.cluster_n + cta_n, entry, part
 
     @cute.jit
-    def cluster_tile_of(self, work, walk):
-        """(cluster tile along m, along n, batch entry, part of k) for a work index.
+    def cluster_tile_of(self, tile, walk):
+        """(cluster tile along m, along n, batch entry) for a tile's index.
 
-        Parts of k are outermost, so that CTAs that run together share operands; then batch entries. The
-        walk over an entry goes along the raster order's mode in bands `swizzle_size` cluster tiles wide;
-        the last band may be narrower, so no index is a phantom tile.
+        Batch entries are outermost. The walk over an entry goes along the raster order's mode in bands
+        `swizzle_size` cluster tiles wide; the last band may be narrower, so no index is a phantom tile.
         """
-        work_m, work_n, batch, _, raster_along_m, swizzle_size, _, _ = walk
+        work_m, work_n, _, _, raster_along_m, swizzle_size, _, _ = walk
         length = work_n
         width = work_m
         if raster_along_m != 0:
             length = work_m
             width = work_n
         per_entry = work_m * work_n
-        rest = Int32(work)
+        rest = Int32(tile)
         entry = Int32(0)
-        part = Int32(0)
-        if rest >= per_entry:  # most launches have one entry and one part: no division for them
+        if rest >= per_entry:  # most launches have one entry: no division for them
             entry = Int32(Uint32(rest) // Uint32(per_entry))
             rest -= entry * per_entry
-            part = Int32(Uint32(entry) // Uint32(batch))
-            entry -= part * batch
         band = Int32(Uint32(rest) // Uint32(length * swizzle_size))
         rest -= band * length * swizzle_size
         first = band * swizzle_size
@@ -494,7 +491,7 @@ class Gemm(Fusion, Pieces, Sums):
         if raster_along_m != 0:
             tile_m = step
             tile_n = across
-        return tile_m, tile_n, entry, part
+        return tile_m, tile_n, entry
 
     @cute.jit
     def place_of(self, work, walk, last):
@@ -698,7 +695,7 @@ class Gemm(Fusion, Pieces, Sums):
                     barrier_id=ORDER_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP_THREADS
                 )
             # The divisions of the tile's coordinates run under the last WGMMAs.
-            tile_m, tile_n, entry, part = self.tile_of(work, walk)
+            tile_m, tile_n, entry, _ = self.tile_of(work, walk)
             if const_expr(not two_level):
                 warpgroup.wait_group(0)
                 if signal:
@@ -713,11 +710,9 @@ class Gemm(Fusion, Pieces, Sums):
                     self.deposit(accumulators, partials, piece, rank, sharer, group_thread)
                     holds_sum = cutlass.Boolean(False)
                 else:
-                    first, apart, parts = self.parts_of(work, part, k_tiles, walk)
-                    if const_expr(self.streams):
-                        part = piece - first
+                    first, parts = self.parts_of(self.split_work(work, walk)[0], k_tiles, walk)
                     holds_sum = self.reduce(
-                        accumulators, partials, counters, arrived + group, first, apart, part, parts, rank,
+                        accumulators, partials, counters, arrived + group, first, piece - first, parts, rank,
                         sharer, group, group_thread,
                     )  # fmt: skip
             if holds_sum:

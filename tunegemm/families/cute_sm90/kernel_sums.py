@@ -58,7 +58,7 @@ class Sums:
 
     @cute.jit
     def reduce(
-        self, accumulators, partials, counters, arrived, piece, apart, part, parts, rank, sharer, group,
+        self, accumulators, partials, counters, arrived, piece, part, parts, rank, sharer, group,
         group_thread,
     ):  # fmt: skip
         """Add up the parts of a tile along a tree; true for the one that then holds the total.
@@ -69,7 +69,7 @@ class Sums:
 
         Only the same warpgroup of other clusters' CTAs touches these sums, thread by thread at the same
         place. Each meeting has a counter, that of the first part on its right side. `piece` is that of part
-        0, `apart` how far the next part's is.
+        0; the others' follow.
         """
         config = self.config
         chunks = config.accumulator_registers // 4
@@ -81,7 +81,7 @@ class Sums:
             left = part & ~(2 * side - 1)
             right = left + side
             if right < parts:
-                meeting = (piece + right * apart) * self.cluster_size + rank
+                meeting = (piece + right) * self.cluster_size + rank
                 counter = counters + meeting * config.tile_warpgroups + sharer
                 mine = part & ~(side - 1)
                 # Sums that nobody will read need not be written: first a look whether the other is there.
@@ -91,7 +91,7 @@ class Sums:
                 late = answer[0] == 1
                 self.epilogue_barrier(group)
                 if not late:
-                    self.deposit(accumulators, partials, piece + mine * apart, rank, sharer, group_thread)
+                    self.deposit(accumulators, partials, piece + mine, rank, sharer, group_thread)
                     # Each thread's sums are visible before the one thread counts, and counting orders it
                     # before the reader: release and acquire at device scope on both sides of the barrier.
                     cute.arch.fence_acq_rel_gpu()
@@ -105,9 +105,7 @@ class Sums:
                     cute.arch.fence_acq_rel_gpu()
                     if group_thread == 0:
                         cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
-                    theirs = self.sums_of(
-                        partials, piece + (left + right - mine) * apart, rank, sharer, group_thread
-                    )
+                    theirs = self.sums_of(partials, piece + left + right - mine, rank, sharer, group_thread)
                     for chunk in cutlass.range_constexpr(chunks):
                         loaded = cute.make_rmem_tensor(4, self.acc_dtype)
                         cute.autovec_copy(theirs[(None, chunk)], loaded)
@@ -233,16 +231,16 @@ class Sums:
         column_slice = rest - row_atom * across
         sharer = row_atom % config.tile_warpgroups
         atom = row_atom // config.tile_warpgroups
-        cluster_m, cluster_n, entry, _ = self.cluster_tile_of(tile, walk)
+        cluster_m, cluster_n, entry = self.cluster_tile_of(tile, walk)
         tile_m = cluster_m * config.cluster_m + rank % config.cluster_m
         tile_n = cluster_n * config.cluster_n + rank // config.cluster_m
         row, column = self.begin(tile_m, tile_n, last)
         place = (row + row_atom * MMA_ATOM_M, column + column_slice * columns, entry)
 
-        piece, apart, parts = self.parts_of(tile, 0, k_tiles, walk)
+        piece, parts = self.parts_of(tile, k_tiles, walk)
         first = self.slice_of_sums(partials, piece, rank, sharer, atom, column_slice, thread)
         address = first.iterator.toint()
-        stride_bytes = Int64(apart * self.cluster_size) * (config.tile_m * config.tile_n * 4)
+        stride_bytes = Int64(self.cluster_size) * (config.tile_m * config.tile_n * 4)
         count = MMA_ATOM_M * columns // WARPGROUP_THREADS
         sums = cute.make_rmem_tensor(count, self.acc_dtype)
         sums.fill(0)
