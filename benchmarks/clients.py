@@ -172,6 +172,7 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
 
 def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
     """Records the products of a run of each step, and tunes those without a settled record."""
+    from benchmarks.providers import is_settled
     from tunegemm.database import Database
     from tunegemm.spending import spend, standings
     from tunegemm.tuning import Tuner
@@ -183,12 +184,7 @@ def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
     found, refused = demands(recording.products)
     torch.cuda.empty_cache()
     with Database.open() as database, Tuner(device, database) as tuner:
-
-        def settled(problem: tunegemm.Problem) -> bool:
-            known = database.best(problem, device.fingerprint)
-            return known is not None and known.settled
-
-        missing = [demand for demand in found if not settled(demand.problem)]
+        missing = [demand for demand in found if not is_settled(database, demand.problem, device)]
         print(f"{len(found)} products, {len(missing)} to tune; not tunable: {'; '.join(refused) or 'none'}")
         for standing in spend(tuner, standings(missing, device), budget_seconds=seconds, effort="quick"):
             best = standing.result.best if standing.result else None

@@ -112,10 +112,11 @@ def _brief(row: dict[str, Any]) -> str:
 
 
 def _tune(problem: Problem, tuner: Tuner, effort: Effort, trials: int | None = None) -> float | None:
-    """Seconds of tuning; None for a problem that has a settled record already."""
+    """Seconds of tuning; None for a problem that has a settled record of these kernels already."""
+    from benchmarks.providers import is_settled
+
     assert tuner.database is not None
-    known = tuner.database.best(problem, tuner.device.fingerprint)
-    if known is not None and known.settled:
+    if is_settled(tuner.database, problem, tuner.device):
         return None
     return round(tuner.tune(problem, effort=effort, trials=trials).seconds, 2)
 

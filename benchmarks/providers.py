@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,9 @@ from tunegemm.device import Device
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.measure.operands import make_operands
 from tunegemm.problem import Problem
+
+if TYPE_CHECKING:
+    from tunegemm.database import Database
 
 
 class Skip(Exception):
@@ -118,22 +122,22 @@ def family_best(name: str) -> Provider:
     def provider(problem: Problem, device: Device, options: Options) -> list[Contender]:
         from tunegemm.artifacts import ArtifactStore
         from tunegemm.database import Database
+        from tunegemm.database.history import leaders
+        from tunegemm.database.validity import judge_stored
 
         try:
             with Database.open(options.database, read_only=True) as database:
-                fingerprint = device.fingerprint
-                frame = database.frame(problem, family=name, fingerprint=fingerprint)
-                measured = {
-                    m.candidate.digest: m.candidate for m in database.measurements(problem, fingerprint)
-                }
+                entries = [
+                    entry
+                    for entry in database.entries(problem)
+                    if entry.candidate.family == name and judge_stored(entry, device.fingerprint).usable
+                ]
         except TunegemmError as error:
             raise Skip(str(error)) from None
-        if frame.empty:
+        if not entries:
             raise Skip(f"no {name} candidate is in the database for this device; run with --tune")
-        # The final race had more rounds than the screening, so its evidence comes first.
-        frame = frame.assign(raced=frame["policy"].ne("screen"))
-        frame = frame.sort_values(["raced", "ratio"], ascending=False)
-        candidate = measured[frame["candidate"].iloc[0]]
+        (best,) = leaders(entries, 1)
+        candidate = best.candidate
         family = families.get(name)
         try:
             artifact = ArtifactStore().find(family.kernel_key(problem, candidate, device))
@@ -145,6 +149,14 @@ def family_best(name: str) -> Provider:
             raise Skip(f"{family.label(candidate)}: {one_line(error)}") from None
 
     return provider
+
+
+def is_settled(database: Database, problem: Problem, device: Device) -> bool:
+    """Whether a problem has a settled record that is served here: not of other software or older kernels."""
+    from tunegemm.database.validity import judge_stored
+
+    record = database.best(problem, device.fingerprint)
+    return record is not None and record.settled and judge_stored(record, device.fingerprint).usable
 
 
 def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contender]:

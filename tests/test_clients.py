@@ -11,9 +11,12 @@ import torch
 
 import tunegemm
 from benchmarks import clients, decode
+from benchmarks.providers import is_settled
 from benchmarks.results import Results
 from tests.planted.cpu_backend import CpuBackend
+from tests.test_database import DEVICE, measurement
 from tunegemm import dispatch
+from tunegemm.database import Database
 from tunegemm.device import find_device
 from tunegemm.errors import ProblemError
 from tunegemm.problem import Problem
@@ -93,3 +96,16 @@ def test_values_of_m() -> None:
     assert [p.shape for p in decode.problems("64x32", 100)] == ["100x64x32", "200x64x32"]
     with pytest.raises(ProblemError, match="--step 0: between 1 and 256"):
         decode.problems("64x32", 0)
+
+
+def test_a_record_of_older_kernels_is_tuned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatch leaves it to torch: a table of peers once had torch's own time for tunegemm's."""
+    problem = Problem.parse("64x64x64")
+    with Database.open(tmp_path / "tuning.sqlite") as database:
+        assert not is_settled(database, problem, DEVICE)
+        database.settle(problem, DEVICE, measurement(1.1), label="of these kernels")
+        assert is_settled(database, problem, DEVICE)
+        monkeypatch.setattr(
+            "tunegemm.database.validity.kernel_source_hash", lambda family: "of other kernels"
+        )
+        assert not is_settled(database, problem, DEVICE)
