@@ -1,10 +1,12 @@
-"""Which kernel family wins where: a heat map of peers.json, families x shapes.
+"""Which kernel family wins where: a heat map of families.json, families x shapes.
 
     python -m benchmarks.families                                # draws docs/figures/families.svg
     python -m benchmarks.families --out families.png
 
-A cell is the speed of the family's best candidate relative to torch.mm, in the interleave of its shape. Of
-the family `cublaslt` it is the best single algorithm; torch.mm itself is the 1 that all are compared with.
+families.json is what `benchmarks.peers --effort full` wrote of all families, under a name of its own: a run
+that compares fewer of them leaves it. A cell is the speed of the family's best candidate relative to
+torch.mm, in the interleave of its shape. Of the family `cublaslt` it is the best single algorithm; torch.mm
+itself is the 1 that all are compared with.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "h200" / "peers.json"
+RESULTS = ROOT / "benchmarks" / "results" / "h200" / "families.json"
 OUT = ROOT / "docs" / "figures" / "families.svg"
 
-#: Kernel family -> its name among the providers of peers.json.
+#: Kernel family -> its name among the providers of `benchmarks.peers`.
 PROVIDER = {
     "cute_sm90": "tunegemm_cute",
     "gluon_wgmma": "gluon_wgmma",
@@ -63,7 +65,7 @@ class Standing:
 
 
 def standings(rows: list[dict[str, Any]]) -> list[Standing]:
-    """The rows of peers.json in the order of `CLASSES`, then of M, N and K."""
+    """The rows of a result of `benchmarks.peers` in the order of `CLASSES`, then of M, N and K."""
     odd = {shape.problem.shape for shape in shapes.load() if "odd" in shape.groups}
     found = []
     for row in rows:
@@ -159,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.families", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="a peers.json")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="of benchmarks.peers")
     parser.add_argument("--out", type=Path, default=OUT, help="a .svg or .png file")
     options = parser.parse_args(arguments)
     from benchmarks.figures import save
@@ -168,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = json.loads(options.results.read_text())["rows"]
         save(draw, rows, options.out)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"{options.results}: no readable peers.json: {error!r}", file=sys.stderr)
+        print(f"{options.results}: no readable result of benchmarks.peers: {error!r}", file=sys.stderr)
         return 2
     except TunegemmError as error:
         print(error, file=sys.stderr)

@@ -65,7 +65,8 @@ def timed(**medians: float | None) -> dict[str, Any]:
 def write_peers(folder: Path, *rows: dict[str, Any]) -> None:
     packages = {"torch": "2.11.0", "cuda": "13.0"}
     meta = {"gpu": "Some GPU", "driver": "580.1", "date": "2026-11-20T12:00:00+00:00", "packages": packages}
-    (folder / "peers.json").write_text(json.dumps({"rows": rows, "meta": meta}))
+    for name in ("peers.json", "families.json"):
+        (folder / name).write_text(json.dumps({"rows": rows, "meta": meta}))
 
 
 def row(m: int, n: int, k: int, providers: dict[str, Any], **more: Any) -> dict[str, Any]:

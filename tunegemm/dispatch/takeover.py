@@ -166,7 +166,8 @@ def patch(model: torch.nn.Module) -> int:
 
     Of `torch.nn.Linear` itself; subclasses keep their own ways. Only the class of a layer changes, to a
     subclass of `torch.nn.Linear`: parameters, their sharing, hooks, `state_dict`, copying and pickling stay
-    as they are.
+    as they are. Patch before torch.compile: torch 2.11 does not notice that the class changed, and what it
+    compiled before stays torch's.
     """
     return _reclass(model, torch.nn.Linear, TunedLinear)
 
