@@ -251,14 +251,14 @@ def family_figures(family: str, results: Path) -> str:
     from benchmarks.families import PROVIDER
 
     name = PROVIDER[family]
-    found = []
+    files = []
     for file in ("peers.json", "families.json"):
         if (data := load(results, file)) is not None:
             rows = [row for row in data["rows"] if "ratio" in row["providers"].get(name, {})]
-            found.append((len(rows), data, rows))
-    if not found:
+            files.append((data, rows))
+    if not files:
         return not_measured(results, "peers.json")
-    _, data, rows = max(found, key=lambda one: one[0])  # the newer one, unless it has fewer of the family
+    data, rows = max(files, key=lambda file: len(file[1]))  # the newer one, unless it has fewer of the family
     odd = odd_shapes()
     parts = [machine_line(data.get("meta", {}))]
     for group, told in (
