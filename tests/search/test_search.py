@@ -240,6 +240,15 @@ def test_library_and_seeds_come_first_and_only_seeds_are_trials() -> None:
     assert len(asked) == 28
 
 
+def test_seeds_take_no_place_of_the_screen() -> None:
+    """Ten kernels of an older release once kept a search from the one that was fastest now."""
+    blind, seeds = Search(kernels(), LAUNCHES), kernels()[-10:]
+    search = Search(kernels(), LAUNCHES, seeds=seeds)
+    assert {*blind.planned_screen(), *seeds} == {*search.planned_screen()}
+    assert search.budget.trials == blind.budget.trials + 10
+    assert Search(kernels(), LAUNCHES, seeds=seeds, trials=50).budget.trials == 50
+
+
 def test_library_alone_is_a_search() -> None:
     library = [Candidate.make("cublaslt", {"algo": number}) for number in range(3)]
     assert run(Search([], LAUNCHES, library=library), lambda c: 1.0) == library

@@ -15,6 +15,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from tunegemm.errors import SpaceError
@@ -67,7 +68,8 @@ class Search:
             whether it was recorded.
         library: candidates outside the space, such as the vendor's algorithms: asked first, all of them,
             and not counted as trials.
-        seeds: candidates of the space to begin with, such as winners of nearby problems.
+        seeds: candidates of the space to begin with, such as winners of older kernels. They are trials, too:
+            beyond an effort's, but within a number of trials that is given.
         known: stored results (value None: it failed). They are learned from and never asked again.
         effort, trials: the budget; see `budget_for`.
 
@@ -82,6 +84,11 @@ class Search:
         self._library, self._seeds = list(library), [self._completed(seed) for seed in seeds]
         launches = math.prod(len(values) for values in self._launch_values.values())
         self._budget = budget_for(effort, kernels=len(self._ranked), launches=launches, trials=trials)
+        if trials is None:
+            # They are of older kernels or other software. At 4096x4096x14336 ten of them took the places of
+            # the last ten kernels to be screened, the fastest among them (H200, 2026-11-22).
+            begun = sum(seed.kernel in self._by_kernel for seed in self._seeds)
+            self._budget = replace(self._budget, screen=min(self._budget.screen + begun, len(self._ranked)))
         self._values = _value_lists(self._ranked, self._launch_values)
         self._seed = seed
         self._sampler: Sampler | None = None
