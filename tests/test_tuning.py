@@ -322,8 +322,8 @@ def test_a_race_on_a_busy_gpu_settles_nothing(tmp_path: Path, noise: float) -> N
         ([(157.7, 1980), (193.2, 1500)], (200.7, 1455), 0.0008, True),
         ([(75.5, 1980)], (96.9, 1470), 0.0024, True),
         ([(15.72, 1980), (17.43, 1965)], (17.25, 1965), 0.0006, True),
-        # The first interleave ended as the clock fell: 8448x9216x2048.
-        ([(400.9, 1365)], (490.2, 1440), 0.0007, True),
+        # Alone, too, on 2026-11-22: the clock of the first interleave was read as it fell. 8448x9216x2048.
+        ([(405.9, 1410)], (495.9, 1440), 0.0007, True),
         # Where NVML tells no clock, nothing is said.
         ([(395.8, None)], (1235.4, 1980), 0.0027, True),
     ],

@@ -47,9 +47,10 @@ _LIBRARY_FINALISTS = 6
 #: Noise of a final race above which nobody had the GPU alone. Of 60 races on H200s that did (2026-11-21) the
 #: noisiest had 0.4 %; beside another process 70 and 144 % were seen, with a winner at 1.5 of torch.mm.
 _DISTURBED = 0.05
-#: Likewise of torch.mm's time relative to that while searching. 148 races alone had 1.22 and less, most of
-#: all large products, whose first interleaves end before the power cap is felt. Beside another process 1.38,
-#: 3.1 and 3.4 were seen, that of 3.1 with a noise of 0.3 % and a winner at 3.2.
+#: Likewise of torch.mm's time relative to that while searching. 52 races alone had 1.22 and less (H200,
+#: 2026-11-22, benchmarks/results/h200/races-2026-11-22.json), most of all large products, whose first
+#: interleaves end before the power cap is felt. Beside another process 1.38, 3.1 and 3.4 were seen, that of
+#: 3.1 with a noise of 0.3 % and a winner at 3.2.
 _SLOWED = 1.3
 #: Ten steps and more of NVML's energy meter.
 _ENERGY_MS = 1000.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,11 +111,17 @@ class TestRerace:
         device = replace(find_device("model:h200"), spec="cuda:0")
         into = tmp_path / "all.sqlite"
         monkeypatch.setattr("tunegemm.tuning.open_device", lambda spec: device)
-        # Products of a microsecond on a CPU that others use: its noise says nothing of who is right.
-        monkeypatch.setattr("tunegemm.tuning._DISTURBED", math.inf)
         with MeasureWorker(device, backend="tests.planted.cpu_backend:CpuBackend") as worker:
             monkeypatch.setattr(Tuner, "_measurer_for", lambda *_: worker)
-            stdout, _ = run("db", "merge", *sources, "--into", into, "--rerace")
+            # A race beside other work settles nothing and asks to be run again: these times are a CPU's.
+            for _ in range(6):
+                into.unlink(missing_ok=True)
+                stdout, _ = run("db", "merge", *sources, "--into", into, "--rerace")
+                with Database.open(into, read_only=True) as database:
+                    record = database.best(SMALL, device.fingerprint)
+                    raced = {entry.measured_at for entry in database.entries(SMALL) if entry.origin == ""}
+                if record is not None and record.measured_at in raced:
+                    break
         assert f"conflict {SMALL} on NVIDIA H200: many over few, 12 samples, the other has 4" in stdout
         assert f"{SMALL}: raced, the record is" in stdout
         with Database.open(into, read_only=True) as database:
