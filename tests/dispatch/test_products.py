@@ -196,7 +196,7 @@ def test_ranks_dtypes_and_empty_extents_equal_torch(serve, a_shape, b_shape, dty
 
 @pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 1, 4)])
 def test_linear_equals_torch(serve, kernel, lead):
-    """With a bias: test_fused.py."""
+    """With a bias: tests/fused."""
     rows = torch.Size(lead).numel()
     dispatcher = serve(Problem(rows, 48, 64))
     x, weight = torch.ones(*lead, 64, dtype=BF16), operands()[1].t()

@@ -1,0 +1,73 @@
+"""tunegemm's fused functions on CPU tensors, served by torch's arithmetic in the place of kernels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+
+import tunegemm
+from tests.fusing import FusedByAddress, Recorded
+from tests.serving import Kernel
+from tunegemm.device import find_device
+from tunegemm.dispatch import api, ops, takeover
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.errors import TunegemmWarning
+from tunegemm.problem import Problem
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return Kernel()
+
+
+@pytest.fixture
+def serve(kernel, monkeypatch):
+    """tunegemm's functions serve CPU tensors from records of the given problems, or of every problem."""
+
+    def make(*problems: Problem) -> Recorded:
+        snapshot = Recorded(*problems)
+        dispatcher = Dispatcher(
+            device_type="cpu",
+            read=lambda: snapshot,
+            find=lambda _: find_device("model:h200"),
+            prepare=lambda record, _: Prepared(kernel.of(record.problem)),
+        )
+        monkeypatch.setattr(api, "_dispatcher", dispatcher)
+        monkeypatch.setattr(api, "_product", dispatcher.product)
+        monkeypatch.setattr(ops, "_DEVICE_TYPE", "cpu")
+        monkeypatch.setattr(takeover, "_KEYS", ("CPU",))
+        return snapshot
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    # Else the first call of compiled code is made under a mode, where products are torch's.
+    with warnings.catch_warnings(), functorch_config.patch(check_custom_op_aliasing=False):
+        warnings.simplefilter("error", TunegemmWarning)
+        yield
+    tunegemm.disable()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def by_address(monkeypatch):
+    def make(text: str) -> FusedByAddress:
+        kernel = FusedByAddress(Problem(32, 48, 64, epilogue=text))
+        dispatcher = Dispatcher(
+            device_type="cpu",
+            read=lambda: Recorded(kernel.problem),
+            find=lambda _: find_device("model:h200"),
+            prepare=lambda *_: Prepared(kernel.launcher, tma=True),
+        )
+        monkeypatch.setattr(api, "_dispatcher", dispatcher)
+        monkeypatch.setattr(api, "_product", dispatcher.product)
+        return kernel
+
+    return make
