@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -289,11 +290,12 @@ class TestFrame(Store):
         assert list(database.frame(Problem.parse("8x8x8")).columns) == list(database.frame().columns)
 
 
-def hold_lock(path: str, seconds: float) -> None:
+def hold_lock(path: str) -> None:
+    """Until a line comes in."""
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("BEGIN IMMEDIATE")
     print("holding", flush=True)
-    time.sleep(seconds)
+    sys.stdin.readline()
     connection.execute("ROLLBACK")
     connection.close()
 
@@ -301,22 +303,26 @@ def hold_lock(path: str, seconds: float) -> None:
 def child(call: str) -> subprocess.Popen[str]:
     """Another process that evaluates a call of one of the functions above, in this very file."""
     return subprocess.Popen(
-        [sys.executable, __file__, call], stdout=subprocess.PIPE, text=True, env=environment()
+        [sys.executable, __file__, call],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
     )
 
 
 class TestProcesses:
     def test_a_writer_waits_for_another_and_a_reader_does_not(self, database: Database, path: Path) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.01))
-        process = child(f"hold_lock({str(path)!r}, 1.0)")
+        process = child(f"hold_lock({str(path)!r})")
         assert process.stdout is not None and process.stdout.readline() == "holding\n"
-        begin = time.perf_counter()
         assert database.best(PROBLEM, FINGERPRINT) is not None
-        read = time.perf_counter() - begin
-        database.publish(PROBLEM, DEVICE, measurement(1.02))
-        written = time.perf_counter() - begin
-        process.communicate(timeout=30)
-        assert read < 0.7 < written
+        with ThreadPoolExecutor() as pool:
+            written = pool.submit(database.publish, PROBLEM, DEVICE, measurement(1.02))
+            with pytest.raises(TimeoutError):
+                written.result(timeout=0.3)
+            process.communicate("now\n", timeout=30)
+            written.result(timeout=30)
         assert len(database.measurements(PROBLEM, FINGERPRINT)) == 2
 
     def test_threads_share_a_database(self, database: Database) -> None:
