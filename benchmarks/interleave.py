@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tunegemm.families import Launcher
-from tunegemm.measure.backend import Backend
+from tunegemm.measure.backend import Backend, warm_us
 from tunegemm.measure.operands import (
     Operands,
     check,
@@ -119,7 +119,7 @@ def interleave(
         raise RuntimeError(f"the baseline {baseline} failed on {problem}: {skipped[baseline]}")
     del wanted
     launchers = {name: _holding(runs[name], count) for name in errors}
-    passes = max(1, math.ceil(min_replay_ms * 1e3 / (backend.time_us(launchers[baseline], sets[0]) * count)))
+    passes = max(1, math.ceil(min_replay_ms * 1e3 / (warm_us(backend, launchers[baseline], sets) * count)))
     replays = {_AGAIN: backend.capture(launchers[baseline], sets, passes)}
     for name, launcher in launchers.items():
         try:

@@ -158,6 +158,20 @@ def test_slow_candidates_drop_out_with_the_samples_they_have(worker: MeasureWork
     assert slow.ratio < 0.5
 
 
+def test_a_replay_has_as_many_products_as_the_baselines(worker: MeasureWorker) -> None:
+    """A launch that took the host long once made them fewer, and each bore more of a replay's beginning."""
+    policy = Policy(rounds=2, min_replay_ms=20, race_after=2, race_margin=9.0)
+    jobs = [planted("good"), planted("slow-to-launch"), planted("slow")]
+
+    def products() -> list[int]:
+        outcomes = worker.measure(Problem(256, 192, 640), jobs, policy)
+        return [each.evidence["products_per_replay"] for each in outcomes if isinstance(each, Measurement)]
+
+    # Where the machine does something else for as long as a replay takes, that replay is slow indeed.
+    attempts = [products() for _ in range(4)]
+    assert any(good == first > slow for good, first, slow in attempts), attempts
+
+
 def test_jobs_beyond_one_interleave_form_another(worker: MeasureWorker) -> None:
     policy = Policy(rounds=2, min_replay_ms=0.05, race_after=2, race_margin=9.0, interleave=2)
     jobs = [planted(f"good-{i}") for i in range(5)]

@@ -41,9 +41,6 @@ class Backend(Protocol):
     def launch(self, launcher: Launcher, operands: Operands) -> None:
         """Run one product and wait for it. Raises RuntimeError when the device failed."""
 
-    def time_us(self, launcher: Launcher, operands: Operands) -> float:
-        """Time of one warm product, roughly: decides how long a replay is made."""
-
     def capture(self, launcher: Launcher, sets: list[Operands], passes: int) -> Replay:
         """A replay of `passes` passes over all sets. Raises RuntimeError when it cannot be captured; the
         process is of no more use then (torch's allocator stays in its capturing state)."""
@@ -59,6 +56,19 @@ class Backend(Protocol):
 
     def release(self) -> None:
         """Give cached device memory back."""
+
+
+def warm_us(backend: Backend, launcher: Launcher, sets: list[Operands]) -> float:
+    """Microseconds of a product in a graph that ran before, roughly: decides how long a replay is made.
+
+    Not those of a launch: on an idle device a launch takes as long as the host does, on a busy host up to 90.
+    """
+    backend.launch(launcher, sets[0])
+    replay = backend.capture(launcher, sets, 1)
+    for _ in range(2):
+        replay.start()
+        product_us = replay.finish()
+    return product_us
 
 
 class CudaBackend:
@@ -112,16 +122,6 @@ class CudaBackend:
         # The whole device: a kernel that is launched on another stream than the current one must not
         # be read back before it ran.
         torch.cuda.synchronize()
-
-    def time_us(self, launcher: Launcher, operands: Operands) -> float:
-        import torch
-
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        launcher(*operands.arguments)
-        end.record()
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(end)) * 1e3
 
     def capture(self, launcher: Launcher, sets: list[Operands], passes: int) -> Replay:
         return _GraphReplay(launcher, sets, passes)

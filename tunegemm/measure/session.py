@@ -24,7 +24,7 @@ from tunegemm.epilogue import define
 from tunegemm.errors import TunegemmError
 from tunegemm.families import Launcher
 from tunegemm.measure import operands as data
-from tunegemm.measure.backend import Backend
+from tunegemm.measure.backend import Backend, warm_us
 from tunegemm.measure.policy import Job, Policy
 from tunegemm.measure.race import Replay, race
 from tunegemm.measure.statistics import aa_noise
@@ -38,6 +38,9 @@ _MAX_PRODUCTS = 512
 #: Slowest candidate, relative to the baseline, that is waited for. Wrong guesses cost 2 to 25 times
 #: (130 candidates on 16 shapes, H200, 2026-11-20).
 _SLOWEST = 50
+
+#: Slower than that many times the baseline's time, a candidate gets shorter replays.
+_SLOW = 2
 
 
 # Messages. To the child:
@@ -176,13 +179,7 @@ class Session:
         self._step(None, "load")
         bench = self._prepare(problem, policy.seed)
         baseline = self._backend.family(TORCH_MM.family).load(problem, TORCH_MM, self._device, None)
-        self._backend.launch(baseline, bench.sets[0])
-        baseline_us = self._backend.capture(baseline, bench.sets, 1)
-        baseline_us.start()
-        baseline_us.finish()
-        baseline_us.start()
-        product_us = baseline_us.finish()
-        del baseline_us
+        product_us = warm_us(self._backend, baseline, bench.sets)
         passes = self._passes(product_us, len(bench.sets), policy)
         replays: list[Replay] = [self._backend.capture(baseline, bench.sets, passes) for _ in range(2)]
         for replay in replays:
@@ -271,27 +268,33 @@ class Session:
         limit = data.tolerance(bench.problem)
         if objection := checked.objection(limit):
             return Failure(candidate, "wrong", objection)
-        # A slow candidate gets shorter replays: it will drop out and should not take long to do so. On an
-        # idle device a launch takes some 10 us whatever it launches, so that little is not called slow.
-        own_us = self._backend.time_us(launcher, first)
-        slow = own_us > 2 * max(baseline_us, 20.0)
-        passes = self._passes(own_us if slow else baseline_us, len(bench.sets), policy)
-        try:
-            replay = self._backend.capture(launcher, bench.sets, passes)
-        except RuntimeError as error:
-            raise _Lost("launch", f"cannot be captured in a graph: {one_line(error)}") from None
+        # As many products as the baseline's replay has, since to begin one takes some 5 us, of which each
+        # bears its part (H200, benchmarks/results/h200/replays-2026-11-22.json). Only the slow get fewer:
+        # they will drop out and should not take long to do so.
+        passes = self._passes(baseline_us, len(bench.sets), policy)
+        self._step(index, "launch", _SLOWEST * self._replay_seconds(baseline_us, passes, bench))
+        replay, own_us = self._capture(bench, launcher, passes)
+        if own_us > _SLOW * baseline_us and (fewer := self._passes(own_us, len(bench.sets), policy)) < passes:
+            passes = fewer
+            replay, own_us = self._capture(bench, launcher, passes)
         # The second check is of the graph, on other operands: it finds a launcher that holds on to the
         # pointers it saw first, and a kernel that fails only back to back with itself.
-        data.restore(last)
-        self._step(index, "launch", device_seconds=self._replay_seconds(own_us, passes, bench))
-        replay.start()
-        replay.finish()
         again = data.check(last, bench.references[len(bench.sets) - 1])
         if objection := again.objection(limit):
             return Failure(candidate, "wrong", f"in a graph: {objection}")
         worst = max(checked.relative_error, again.relative_error)
         seconds = self._replay_seconds(own_us, passes, bench)
         return _Entry(index, candidate, replay, worst, passes * len(bench.sets), seconds)
+
+    def _capture(self, bench: _Bench, launcher: Launcher, passes: int) -> tuple[Replay, float]:
+        """A replay, and its microseconds per product when it ran first, with the last output poisoned."""
+        try:
+            replay = self._backend.capture(launcher, bench.sets, passes)
+        except RuntimeError as error:
+            raise _Lost("launch", f"cannot be captured in a graph: {one_line(error)}") from None
+        data.restore(bench.sets[-1])
+        replay.start()
+        return replay, replay.finish()
 
     def _prepare(self, problem: Problem, seed: int) -> _Bench:
         """Operand sets and references; those of the last problem are freed first."""
