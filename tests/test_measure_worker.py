@@ -163,13 +163,14 @@ def test_a_replay_has_as_many_products_as_the_baselines(worker: MeasureWorker) -
     policy = Policy(rounds=2, min_replay_ms=20, race_after=2, race_margin=9.0)
     jobs = [planted("good"), planted("slow-to-launch"), planted("slow")]
 
-    def products() -> list[int]:
+    for _ in range(4):  # beside other work on the core a replay may be slow indeed
         outcomes = worker.measure(Problem(256, 192, 640), jobs, policy)
-        return [each.evidence["products_per_replay"] for each in outcomes if isinstance(each, Measurement)]
-
-    # Where the machine does something else for as long as a replay takes, that replay is slow indeed.
-    attempts = [products() for _ in range(4)]
-    assert any(good == first > slow for good, first, slow in attempts), attempts
+        good, first, slow = [
+            each.evidence["products_per_replay"] for each in outcomes if isinstance(each, Measurement)
+        ]
+        if good == first > slow:
+            return
+    pytest.fail(f"{good} and {first} products, {slow} of the slow")
 
 
 def test_jobs_beyond_one_interleave_form_another(worker: MeasureWorker) -> None:
