@@ -49,8 +49,8 @@ _LIBRARY_FINALISTS = 6
 _DISTURBED = 0.05
 #: Likewise of torch.mm's time relative to that while searching. 52 races alone had 1.22 and less (H200,
 #: 2026-11-22, benchmarks/results/h200/races-2026-11-22.json), most of all large products, whose first
-#: interleaves end before the power cap is felt. Beside another process 1.38, 3.1 and 3.4 were seen, that of
-#: 3.1 with a noise of 0.3 % and a winner at 3.2.
+#: interleaves ended before the power cap was felt: clocks did not settle first then. Beside another process
+#: 1.38, 3.1 and 3.4 were seen, that of 3.1 with a noise of 0.3 % and a winner at 3.2.
 _SLOWED = 1.3
 #: Ten steps and more of NVML's energy meter.
 _ENERGY_MS = 1000.0

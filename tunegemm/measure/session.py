@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
@@ -197,6 +197,8 @@ class Session:
             return
 
         replay_seconds = self._replay_seconds(product_us, passes, bench)
+        self._step(None, "launch", policy.settle_ms * 1e-3 + 2 * replay_seconds)
+        _settle(replays, policy.settle_ms)
         in_flight_seconds = 2 * max([replay_seconds, *(entry.replay_seconds for entry in entries)])
         self._step(None, "launch", replay_seconds)
         before = self._telemetry_under(replays)
@@ -218,6 +220,7 @@ class Session:
             "l2_bytes": self._device.l2_bytes,
             "interleaved": len(entries),
             "seed": policy.seed,
+            "settle_ms": policy.settle_ms,
             "aa_ratio": _median_ratio(samples[0], samples[1]),
         }
         for entry, own in zip(entries, samples[2:], strict=True):
@@ -379,6 +382,16 @@ class Session:
             except (TunegemmError, RuntimeError) as error:
                 self._send(Broken(self._job, one_line(error)))
                 return
+
+
+def _settle(replays: Sequence[Replay], settle_ms: float) -> None:
+    """Keeps the device busy for a while."""
+    until = time.monotonic() + settle_ms * 1e-3
+    while time.monotonic() < until:
+        for replay in replays:
+            replay.start()
+        for replay in replays:
+            replay.finish()
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:
