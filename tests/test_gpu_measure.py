@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -70,6 +71,13 @@ def test_the_baseline_ties_with_itself_where_products_are_short(worker: MeasureW
     for own in measured(worker, Problem.parse(shape), [Job(TORCH_MM), planted("good")], FINAL):
         assert own.ratio == pytest.approx(1, abs=max(0.004, 2 * own.noise))
         assert own.evidence["products_per_replay"] * own.median_us > 0.9e3 * FINAL.min_replay_ms
+
+
+def test_clocks_have_settled_when_a_race_begins(worker: MeasureWorker) -> None:
+    """Without settling torch.mm takes 1.2 times as long from the third round on."""
+    (own,) = measured(worker, Problem(4096, 4096, 4096), [Job(TORCH_MM)], FINAL)
+    early, late = statistics.median(own.baseline_us[:2]), statistics.median(own.baseline_us[8:])
+    assert late / early < 1.06, own.baseline_us
 
 
 def test_planted_failures_are_four_rows_and_the_rest_is_measured(worker: MeasureWorker) -> None:

@@ -173,6 +173,14 @@ def test_a_replay_has_as_many_products_as_the_baselines(worker: MeasureWorker) -
     pytest.fail(f"{good} and {first} products, {slow} of the slow")
 
 
+def test_the_device_works_before_it_is_timed(worker: MeasureWorker) -> None:
+    [_] = worker.measure(PROBLEM, [planted("good")], QUICK)  # operands and references are made
+    began = time.monotonic()
+    [settled] = worker.measure(PROBLEM, [planted("good")], replace(QUICK, settle_ms=400))
+    assert time.monotonic() - began >= 0.4
+    assert isinstance(settled, Measurement) and settled.evidence["settle_ms"] == 400
+
+
 def test_jobs_beyond_one_interleave_form_another(worker: MeasureWorker) -> None:
     policy = Policy(rounds=2, min_replay_ms=0.05, race_after=2, race_margin=9.0, interleave=2)
     jobs = [planted(f"good-{i}") for i in range(5)]
