@@ -217,9 +217,9 @@ class TestScale:
         path = fill(tmp_path / "t.sqlite", SHAPES[:1], each=10)
         multiply(path, 1_000, 100)
         with Database.open(path, read_only=True) as database:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             evidence = from_database(database)
-            seconds = time.perf_counter() - begin
+            seconds = time.thread_time() - begin
         assert len(evidence.winners) == 1_001
         assert evidence.measurements > 100_000
         assert len(evidence.details) == 12
