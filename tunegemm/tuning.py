@@ -40,8 +40,9 @@ Source = Literal["measured", "replayed", "modelled"]
 
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
 _BATCH = 32
-#: Own candidates that enter the final race, beside the best library algorithms.
+#: Own candidates that enter the final race, by ratio and by time, beside the best library algorithms.
 _FINALISTS = 12
+_QUICKEST = 4
 _LAUNCHES_PER_FINALIST = 2
 _LIBRARY_FINALISTS = 6
 #: Noise of a final race above which nobody had the GPU alone. Of 60 races on H200s that did (2026-11-21) the
@@ -502,21 +503,19 @@ class _Run:
         return [o for o in self.evaluate(measurer, finalists, policy) if isinstance(o, Measurement)]
 
     def finalists(self) -> list[Candidate]:
-        """The leaders and the library's best.
+        """The leaders, those that took the least time, and the library's best.
 
-        Few launches of one kernel: they are often all leaders together and would leave no room for others,
-        which the screen's few rounds in other moments of clock and power may have put too low.
+        Time, too, since for some shapes torch.mm has two speeds, some 10 % apart, and keeps one for most
+        interleaves throughout: whoever met the slow one leads by ratio
+        (H200, benchmarks/results/h200/torch-modes-2026-11-22.json).
         """
         leaders = sorted(self.screened.values(), key=lambda m: -m.ratio)
         library = [m.candidate for m in leaders if m.candidate.family == "cublaslt"]
         baseline = [c for c in library if is_torch(c)]
-        own: list[Candidate] = []
-        launches: Counter[Candidate] = Counter()
-        for candidate in (m.candidate for m in leaders if m.candidate.family != "cublaslt"):
-            launches[candidate.kernel] += 1
-            if len(own) < _FINALISTS and launches[candidate.kernel] <= _LAUNCHES_PER_FINALIST:
-                own.append(candidate)
-        return list(dict.fromkeys(own + library[:_LIBRARY_FINALISTS] + baseline))
+        own = [m for m in leaders if m.candidate.family != "cublaslt"]
+        quickest = sorted(own, key=lambda m: m.median_us)
+        chosen = _of_several_kernels(own, _FINALISTS) + _of_several_kernels(quickest, _QUICKEST)
+        return list(dict.fromkeys(chosen + library[:_LIBRARY_FINALISTS] + baseline))
 
     def settle(self, raced: Sequence[Measurement]) -> TuneResult:
         """Choose by evidence, record the choice, report.
@@ -661,6 +660,21 @@ class _Run:
             interrupted=interrupted,
             note=note,
         )
+
+
+def _of_several_kernels(measurements: Iterable[Measurement], count: int) -> list[Candidate]:
+    """The first candidates, but few launches of one kernel.
+
+    They are often all in front together and would leave no room for others, which the screen's few rounds
+    in other moments of clock and power may have put too low.
+    """
+    chosen: list[Candidate] = []
+    launches: Counter[Candidate] = Counter()
+    for candidate in (measurement.candidate for measurement in measurements):
+        launches[candidate.kernel] += 1
+        if len(chosen) < count and launches[candidate.kernel] <= _LAUNCHES_PER_FINALIST:
+            chosen.append(candidate)
+    return chosen
 
 
 def _usable(names: Sequence[str] | None) -> tuple[str, ...]:
