@@ -61,7 +61,7 @@ class Backend(Protocol):
 def warm_us(backend: Backend, launcher: Launcher, sets: list[Operands]) -> float:
     """Microseconds of a product in a graph that ran before, roughly: decides how long a replay is made.
 
-    Not those of a launch: on an idle device a launch takes as long as the host does, on a busy host up to 90.
+    Not those of a launch: on an idle device that takes as long as the host does, 50 to 100 beside compilers.
     """
     backend.launch(launcher, sets[0])
     replay = backend.capture(launcher, sets, 1)
