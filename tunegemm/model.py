@@ -16,6 +16,7 @@ The terms of one product, in order:
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -88,6 +89,8 @@ _MIN_K_TILES_OF_SHARE = 4
 
 _REQUIRED = ("tile_m", "tile_n", "tile_k")
 _TILE_GRID = ("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
+#: How a kernel goes through the grid.
+_WALK = ("raster_order", "swizzle_size")
 #: What decides on the best launch: the grid of tiles, and for a split of k also the length of the main loop.
 _GRID_PARAMETERS = (*_TILE_GRID, "tile_k", "schedule", "tile_scheduler")
 
@@ -144,19 +147,16 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     for name in _REQUIRED:
         if name not in params:
             raise SpaceError(f"the model ranks tiles, and {candidate} has no {name}")
-    tile_m, tile_n, tile_k = (int(params[name]) for name in _REQUIRED)
-    cluster_m, cluster_n = int(params.get("cluster_m", 1)), int(params.get("cluster_n", 1))
+    problem, grid = _cut(problem, candidate)
+    tile_m, tile_n, tile_k = grid.tile_m, grid.tile_n, int(params["tile_k"])
+    cluster_m, cluster_n, split_k = grid.cluster_m, grid.cluster_n, grid.split_k
     stages = int(params.get("stages", 4))
     pingpong = params.get("schedule") == "pingpong"
     in_bytes, out_bytes = DTYPE_BYTES[problem.in_dtype], DTYPE_BYTES[problem.out_dtype]
     clock_mhz = _clock_mhz(device) * _SUSTAINED_CLOCK
-    if params.get("swap_ab", False):  # the kernel computes D^T = B^T A^T
-        problem = replace(problem, m=problem.n, n=problem.m)
-    split_k = int(params.get("split_k", 1))
     streams = params.get("tile_scheduler") == "stream_k"
 
     # 1. Waves. Parts of k are tiles of their own.
-    grid = TileGrid.of(problem, tile_m, tile_n, cluster_m, cluster_n, split_k)
     resident = device.resident_clusters(grid.cluster_size)
     waves = ceil(grid.clusters / resident)
     balanced = ceil(grid.clusters / waves)
@@ -204,8 +204,7 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     l2_us = l2_bytes / (_L2_BYTES_PER_CYCLE_AND_SM * device.sm_count * _clock_mhz(device))
 
     # 4. DRAM.
-    raster, swizzle = str(params.get("raster_order", "along_m")), int(params.get("swizzle_size", 1))
-    read_bytes = operand_bytes_from_dram(problem, grid, resident, _usable_l2(device), raster, swizzle)
+    read_bytes = operand_bytes_from_dram(problem, grid, resident, _usable_l2(device), *_walk(params))
     if streams:
         read_bytes += _OUT_OF_STEP * cut / grid.clusters * _unshared_bytes(problem, grid, _usable_l2(device))
     bandwidth = (device.bandwidth_gbps or _DEFAULT_BANDWIDTH_GBPS) * 1e3 * _DRAM_EFFICIENCY
@@ -237,6 +236,22 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
         candidate, grid.tiles, launched * grid.cluster_size, waves, filled,
         compute_us, l2_us, dram_us, epilogue_us, _LAUNCH_US + _FILL_US + busy_us + epilogue_us,
     )  # fmt: skip
+
+
+def _cut(problem: Problem, candidate: Candidate) -> tuple[Problem, TileGrid]:
+    """The product as the kernel sees it, which with swap_ab computes D^T = B^T A^T, and its tiles."""
+    params = candidate.params
+    if params.get("swap_ab", False):
+        problem = _transposed(problem)
+    cluster_m, cluster_n = int(params.get("cluster_m", 1)), int(params.get("cluster_n", 1))
+    tile_m, tile_n = int(params["tile_m"]), int(params["tile_n"])
+    split_k = int(params.get("split_k", 1))
+    return problem, TileGrid.of(problem, tile_m, tile_n, cluster_m, cluster_n, split_k)
+
+
+@functools.lru_cache(maxsize=64)  # a search asks for it of every other launch of 100,000
+def _transposed(problem: Problem) -> Problem:
+    return replace(problem, m=problem.n, n=problem.m)
 
 
 def _sums_us(sum_bytes: float, parts: int, second_kernel: bool, early: bool) -> float:
@@ -395,10 +410,29 @@ def best_launch(
             lists["reduction"].append(reduction)
     if (hint := l2_hint(problem, kernel)) in launch_values.get("l2_hint", ()):
         lists["l2_hint"] = [hint]
-    return min(
-        (predict(problem, launch, device) for launch in _launches(kernel, lists)),
-        key=lambda p: p.total_us,
-    )
+    names = [name for name in _WALK if len(lists.get(name, ())) > 1]
+    walks = [dict(zip(names, values, strict=True)) for values in itertools.product(*map(lists.pop, names))]
+    launches: Iterable[Candidate] = _launches(first, lists)
+    if names:
+        launches = (launch.with_launch(**_best_walk(problem, launch, walks, device)) for launch in launches)
+    return min((predict(problem, launch, device) for launch in launches), key=lambda p: p.total_us)
+
+
+def _best_walk(
+    problem: Problem, launch: Candidate, walks: Iterable[Mapping[str, Value]], device: Device
+) -> Mapping[str, Value]:
+    """Of walks through the grid the one that reads least from device memory: nothing else depends on it."""
+    seen, grid = _cut(problem, launch)
+    resident, l2_bytes = device.resident_clusters(grid.cluster_size), _usable_l2(device)
+
+    def read_bytes(walk: Mapping[str, Value]) -> float:
+        return operand_bytes_from_dram(seen, grid, resident, l2_bytes, *_walk({**launch.params, **walk}))
+
+    return min(walks, key=read_bytes)
+
+
+def _walk(params: Mapping[str, Value]) -> tuple[str, int]:
+    return str(params.get("raster_order", "along_m")), int(params.get("swizzle_size", 1))
 
 
 def l2_hint(problem: Problem, kernel: Candidate) -> str:

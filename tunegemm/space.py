@@ -55,9 +55,8 @@ class Candidate:
 
     def with_launch(self, **launch_params: Value) -> Candidate:
         """The same kernel with some launch parameters replaced."""
-        return Candidate.make(
-            self.family, dict(self.compile_params), dict(self.launch_params) | launch_params
-        )
+        launch = dict(self.launch_params) | launch_params
+        return Candidate(self.family, self.compile_params, tuple(sorted(launch.items())))
 
     @property
     def kernel(self) -> Candidate:

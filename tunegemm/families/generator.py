@@ -50,7 +50,7 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
     """
     fuses = "epilogue" in config.__dataclass_fields__
 
-    @functools.lru_cache(maxsize=1 << 16)  # rules ask for it several times per candidate, ranking once more
+    @functools.lru_cache(maxsize=1 << 16)  # a search asks for each several times
     def make(
         compile_params: tuple[tuple[str, Value], ...], epilogue: str, swapped: bool, *of_problem: str
     ) -> AnyConfig:
@@ -59,13 +59,21 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
             values |= {"epilogue": epilogue, "transposed": swapped}
         return config.from_mapping(values)
 
+    # One rule after the other asks for that of the same candidate.
+    last: tuple[Problem, tuple[tuple[str, Value], ...], bool, AnyConfig] | None = None
+
     def config_of(problem: Problem, candidate: Candidate) -> AnyConfig:
-        swapped = bool(candidate.params.get("swap_ab", False))
+        nonlocal last
+        params, swapped = candidate.compile_params, bool(candidate.params.get("swap_ab", False))
+        if (known := last) and known[0] is problem and known[1] is params and known[2] == swapped:
+            return known[3]
         in_dtype = swapped_dtype(problem.in_dtype) if swapped else problem.in_dtype
-        return make(
-            candidate.compile_params, problem.epilogue if fuses else "", swapped,
+        found = make(
+            params, problem.epilogue if fuses else "", swapped,
             in_dtype, problem.out_dtype, problem.accumulation, *majors(problem, swapped),
         )  # fmt: skip
+        last = problem, params, swapped, found
+        return found
 
     return config_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -20,8 +21,11 @@ def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
     What becomes of it before it is stored is left out, as it is written for D; so is D's dtype, which may
     depend on that.
     """
-    if not candidate.params.get("swap_ab", False):
-        return problem
+    return _transposed(problem) if candidate.params.get("swap_ab", False) else problem
+
+
+@functools.lru_cache(maxsize=64)  # rules ask for it several times per candidate
+def _transposed(problem: Problem) -> Problem:
     a_major, b_major, out_major = majors(problem, True)
     return replace(
         problem,
