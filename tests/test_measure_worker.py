@@ -160,17 +160,14 @@ def test_slow_candidates_drop_out_with_the_samples_they_have(worker: MeasureWork
 
 def test_a_replay_has_as_many_products_as_the_baselines(worker: MeasureWorker) -> None:
     """A launch that took the host long once made them fewer, and each bore more of a replay's beginning."""
-    policy = Policy(rounds=2, min_replay_ms=20, race_after=2, race_margin=9.0)
+    policy = Policy(rounds=2, min_replay_ms=5, race_after=2, race_margin=9.0)
     jobs = [planted("good"), planted("slow-to-launch"), planted("slow")]
-
     for _ in range(4):  # beside other work on the core a replay may be slow indeed
         outcomes = worker.measure(Problem(256, 192, 640), jobs, policy)
-        good, first, slow = [
-            each.evidence["products_per_replay"] for each in outcomes if isinstance(each, Measurement)
-        ]
-        if good == first > slow:
+        products = [o.evidence["products_per_replay"] for o in outcomes if isinstance(o, Measurement)]
+        if len(products) == 3 and products[0] == products[1] > products[2]:
             return
-    pytest.fail(f"{good} and {first} products, {slow} of the slow")
+    pytest.fail(f"{products} products of the good one, of one that is slow to launch, and of a slow one")
 
 
 def test_the_device_works_before_it_is_timed(worker: MeasureWorker) -> None:
