@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,9 @@ def work(seconds: float) -> None:
 
 
 class CpuReplay:
-    """Timed by the thread's own clock, which stands still while the machine does something else."""
+    """Its median product, by the thread's own clock: that stands still while the machine does something else,
+    and the median leaves out those that were slow when it came back.
+    """
 
     def __init__(self, launcher: Any, sets: list[Any], passes: int) -> None:
         self._work = launcher, sets, passes
@@ -87,11 +90,12 @@ class CpuReplay:
 
     def finish(self) -> float:
         launcher, sets, passes = self._work
-        begin = time.thread_time()
-        for _ in range(passes):
-            for operands in sets:
-                launcher(*operands.arguments)
-        return (time.thread_time() - begin) * 1e6 / (passes * len(sets))
+        seconds = []
+        for operands in sets * passes:
+            begin = time.thread_time()
+            launcher(*operands.arguments)
+            seconds.append(time.thread_time() - begin)
+        return statistics.median(seconds) * 1e6
 
 
 class CpuBackend:
