@@ -11,9 +11,12 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 
+import pytest
 import torch
 
 from tunegemm.device import Fingerprint, kernel_source_hash
+from tunegemm.dispatch import api, ops, takeover
+from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.families import Launcher
 from tunegemm.families.launching import AddressLaunch, AddressLauncher, operand_reader
 from tunegemm.problem import Problem
@@ -31,6 +34,14 @@ class Row:
     ratio: float = 1.1
     kernel_source: str = kernel_source_hash("cute_sm90")
     layer: str = ""
+
+
+def serve_with(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> None:
+    """Every call of the package goes to this dispatcher, those on CPU tensors too."""
+    monkeypatch.setattr(api, "_dispatcher", dispatcher)
+    monkeypatch.setattr(api, "_product", dispatcher.product)
+    monkeypatch.setattr(ops, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(takeover, "_KEYS", ("CPU",))
 
 
 class Kernel:

@@ -20,6 +20,7 @@ from benchmarks.footprint import Footprint
 from benchmarks.interleave import interleave
 from benchmarks.providers import PROVIDERS, Contender, Options, Skip, _deadline, _OutOfTime
 from tests.planted.cpu_backend import CpuBackend, work
+from tests.waiting import until
 from tunegemm.device import find_device
 from tunegemm.errors import ProblemError
 from tunegemm.problem import Problem
@@ -271,9 +272,7 @@ def test_footprint_sees_this_process_and_its_children():
             [sys.executable, "-c", "x = bytearray(b'1') * 100_000_000; import time; time.sleep(60)"]
         )
         try:
-            deadline = time.monotonic() + 20
-            while footprint.children_mb < 100 and time.monotonic() < deadline:
-                time.sleep(0.02)
+            until(lambda: footprint.children_mb >= 100, seconds=20)
         finally:
             child.kill()
             child.wait()

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear as torch_linear
 
 import tunegemm
-from tests.serving import BF16, CANDIDATE, Kernel, Row, operands
+from tests.serving import BF16, CANDIDATE, Kernel, Row, operands, serve_with
 from tunegemm.device import find_device
 from tunegemm.dispatch import api, ops, takeover
 from tunegemm.dispatch.dispatcher import Dispatcher
@@ -53,10 +53,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
         find=lambda _: device,
         prepare=lambda record, _: Prepared(kernel.of(record.problem)),
     )
-    monkeypatch.setattr(api, "_dispatcher", dispatcher)
-    monkeypatch.setattr(api, "_product", dispatcher.product)
-    monkeypatch.setattr(ops, "_DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(takeover, "_KEYS", ("CPU",))
+    serve_with(monkeypatch, dispatcher)
     return kernel
 
 

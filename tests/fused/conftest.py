@@ -11,9 +11,9 @@ from torch._functorch import config as functorch_config
 
 import tunegemm
 from tests.fusing import FusedByAddress, Recorded
-from tests.serving import Kernel
+from tests.serving import Kernel, serve_with
 from tunegemm.device import find_device
-from tunegemm.dispatch import api, ops, takeover
+from tunegemm.dispatch import api
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.errors import TunegemmWarning
@@ -37,10 +37,7 @@ def serve(kernel, monkeypatch):
             find=lambda _: find_device("model:h200"),
             prepare=lambda record, _: Prepared(kernel.of(record.problem)),
         )
-        monkeypatch.setattr(api, "_dispatcher", dispatcher)
-        monkeypatch.setattr(api, "_product", dispatcher.product)
-        monkeypatch.setattr(ops, "_DEVICE_TYPE", "cpu")
-        monkeypatch.setattr(takeover, "_KEYS", ("CPU",))
+        serve_with(monkeypatch, dispatcher)
         return snapshot
 
     return make
