@@ -157,7 +157,7 @@ def measure(wanted: Sequence[Problem], device: Device, backend: Backend, rounds:
             for plan in ((rounds, 0.4, settle_s), (31, 1.0, 0.0)):
                 found = interleave(
                     problem, {"torch": theirs, "tunegemm": ours}, backend, l2_bytes=device.l2_bytes,
-                    rounds=plan[0], min_replay_ms=plan[1], settle_s=plan[2],
+                    rounds=plan[0], min_replay_ms=plan[1], settle_s=plan[2], turn_ms=0,
                 )  # fmt: skip
                 ratio = found.timings["tunegemm"].ratio_to(found.timings["torch"])
                 if ratio >= TOLERATED:

@@ -12,8 +12,8 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from tunegemm.measure.operands import (
     tolerance,
 )
 from tunegemm.measure.policy import Policy
-from tunegemm.measure.race import race
+from tunegemm.measure.race import Runner, Turn, race
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.problem import Problem
 
@@ -38,10 +38,13 @@ from tunegemm.problem import Problem
 Run = Callable[..., Any]
 
 METHOD = (
-    "each provider in one CUDA graph over operand sets that together pass 3x the L2; replays of all "
-    "providers interleaved in shuffled order after a second of dense work, median of the rounds, iqr_us "
-    "their interquartile range, ratio the median over rounds of torch's sample to the provider's; "
-    "operands uniform in [-1, 1); relative_error is ||D - fp32|| / ||fp32|| on the first set"
+    "each provider in one CUDA graph over operand sets that together pass 3x the L2; all providers in "
+    "shuffled order in each round, after a second of dense work; where the chip has lowered its clocks then "
+    "each has turn_ms to itself in a round, the second half of which is timed, elsewhere (turn_ms 0) one "
+    "replay; median of the rounds, iqr_us their interquartile range, ratio the median over rounds of torch's "
+    "sample to the provider's, ratio_shared the same of rounds of one replay each, in which all share the "
+    "clocks of their mixture; operands uniform in [-1, 1); relative_error is ||D - fp32|| / ||fp32|| on the "
+    "first set"
 )
 
 #: Name of the baseline's second capture.
@@ -82,6 +85,10 @@ class Interleave:
     operand_sets: int
     products_per_replay: int
     rounds: int
+    turn_ms: float = 0.0
+    """How long each had the chip to itself in a round; 0 where the chip held its clocks."""
+    shared: Mapping[str, Timing] = field(default_factory=dict)
+    """Where each had: what one replay in turn with the others took before, at clocks that all shared."""
 
 
 def interleave(
@@ -93,14 +100,17 @@ def interleave(
     rounds: int = 15,
     min_replay_ms: float = 1.0,
     settle_s: float = 1.0,
+    turn_ms: float = 160.0,
+    turns: int = 7,
     seed: int = 0,
     tolerances: Mapping[str, float] | None = None,
 ) -> Interleave:
     """Checks every callable against fp32, captures those that are right, and times them together.
 
     The first of `runs` is the baseline: it is captured twice, which gives the noise. A replay runs all
-    operand sets as often as the baseline needs for `min_replay_ms`. `backend` has been opened. Raises
-    RuntimeError when the baseline itself fails.
+    operand sets as often as the baseline needs for `min_replay_ms`. On a chip that lowered its clocks by then
+    a round gives each `turn_ms` to itself, `turns` times (docs/decisions/0012); turn_ms 0: nowhere. `backend`
+    has been opened. Raises RuntimeError when the baseline itself fails.
     """
     count = count_sets(problem, l2_bytes, backend.free_bytes())
     sets = [make_operands(problem, backend.torch_device, seed + index) for index in range(count)]
@@ -135,14 +145,26 @@ def interleave(
     while time.monotonic() < settled:
         replays[baseline].start()
         replays[baseline].finish()
-    # Nobody drops out: the slowest peer is timed as often as the fastest.
-    policy = Policy(rounds, min_replay_ms, race_after=rounds + 1, race_margin=math.inf, seed=seed)
-    samples = dict(
-        zip(replays, race(list(replays.values()), len(replays), policy, lambda _: None), strict=True)
-    )
-    timings = {name: Timing(tuple(samples[name]), errors[name]) for name in runs if name in samples}
-    noise = aa_noise(samples[_AGAIN], samples[baseline])
-    return Interleave(timings, skipped, noise, count, passes * count, rounds)
+    replays[baseline].start()
+    throttled = bool(backend.telemetry().get("throttle_reasons"))
+    replays[baseline].finish()
+
+    def timed(runners: Sequence[Runner], rounds: int) -> tuple[dict[str, Timing], float]:
+        # Nobody drops out: the slowest peer is timed as often as the fastest.
+        policy = Policy(rounds, min_replay_ms, race_after=rounds + 1, race_margin=math.inf, seed=seed)
+        samples = dict(zip(replays, race(runners, len(runners), policy, lambda _: None), strict=True))
+        timings = {name: Timing(tuple(samples[name]), errors[name]) for name in runs if name in samples}
+        return timings, aa_noise(samples[_AGAIN], samples[baseline])
+
+    products = passes * count
+    shared, noise = timed(list(replays.values()), rounds)
+    if not throttled or not turn_ms:
+        return Interleave(shared, skipped, noise, count, products, rounds)
+    names = [baseline if name == _AGAIN else name for name in replays]
+    lengths = [shared[name].median_us * products * 1e-6 for name in names]
+    lasting = [Turn.of(*pair, turn_ms) for pair in zip(replays.values(), lengths, strict=True)]
+    alone, noise = timed(lasting, turns)
+    return Interleave(alone, skipped, noise, count, products, turns, turn_ms, shared)
 
 
 def _verdict(

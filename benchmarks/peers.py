@@ -154,6 +154,10 @@ def measure(
                 "ratio": round(timing.ratio_to(found.timings["torch 0"]), 4),
                 "relative_error": timing.relative_error,
             }
+            if found.shared:
+                # Of the same contender: what it is alone decides which of a provider's is meant.
+                shared = found.shared[best].ratio_to(found.shared["torch 0"])
+                providers[name]["ratio_shared"] = round(shared, 4)
             if contender.label:
                 providers[name]["label"] = contender.label
             if contender.tune_seconds is not None:
@@ -173,6 +177,7 @@ def measure(
         "kernel_source": kernel_source_hash("cute_sm90"),
         "noise": round(found.noise, 5),
         "rounds": found.rounds,
+        "turn_ms": found.turn_ms,
         "operand_sets": found.operand_sets,
         "products_per_replay": found.products_per_replay,
         "clocks": {"before": before, "after": after},

@@ -6,7 +6,7 @@
 A row for each race: torch.mm in the first two rounds and from the ninth on, the candidates' ratios to it then
 and then, and how the two agree. Where clocks settle before a race, early and late are alike; where they do
 not, the order of the candidates at first is not that of the end (docs/decisions/0011-clocks-settle-first.md).
-torch.mm as a candidate says what the race makes of the baseline itself.
+torch.mm as a candidate says what the race makes of the baseline itself. Races of long turns are left out.
 """
 
 from __future__ import annotations

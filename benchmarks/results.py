@@ -152,6 +152,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise ResultsError(f"{path}: not a result file ({error}); give another --out, or remove it") from None
 
 
+def ratio_shared(row: Mapping[str, Any], provider: str) -> float | None:
+    """Speed of a provider relative to torch at clocks that all shared; None when it was not timed."""
+    stored = row["providers"].get(provider, {}).get("ratio_shared")
+    return float(stored) if stored is not None else ratio(row, provider)
+
+
 def ratio(row: Mapping[str, Any], provider: str, baseline: str = "torch") -> float | None:
     """Speed of a provider relative to the baseline of its row; None when either was not timed.
 
@@ -196,9 +202,10 @@ def peers_table(rows: list[dict[str, Any]], *, floor: float = 0.98) -> str:
         speeds = [speed for row in rows if (speed := ratio(row, name)) is not None]
         if name != "torch" and speeds:
             lost = sum(speed < 1 for speed in speeds)
+            shared = [speed for row in rows if (speed := ratio_shared(row, name)) is not None]
             lines.append(
                 f"geometric mean of {name} to torch: {geometric_mean(speeds):.3f} over {len(speeds)} shapes, "
-                f"{lost} below 1, worst {min(speeds):.3f}"
+                f"{lost} below 1, worst {min(speeds):.3f}; at shared clocks {geometric_mean(shared):.3f}"
             )
     for row in rows:
         speed = ratio(row, "tunegemm")

@@ -130,7 +130,7 @@ def measure(device: Device, backend: Backend, pool: CompilePool, *, rounds: int 
         known = [pair for pair in pairs if pair[0].table != "exercise"]
         tried = [pair for pair in pairs if pair[0].table == "exercise"]
         if tried:
-            screened = _interleave(problem, tried, device, backend, 5)
+            screened = _interleave(problem, tried, device, backend, 5, turn_ms=0)
             medians = {label: timing.median_us for label, timing in screened.timings.items()}
             tried.sort(key=lambda pair: medians.get(family.label(pair[0].candidate), float("inf")))
         before = backend.telemetry()
@@ -153,14 +153,15 @@ def measure(device: Device, backend: Backend, pool: CompilePool, *, rounds: int 
 
 
 def _interleave(
-    problem: Problem, pairs: list[tuple[Contender, Run]], device: Device, backend: Backend, rounds: int
-) -> Interleave:
+    problem: Problem, pairs: list[tuple[Contender, Run]], device: Device, backend: Backend, rounds: int,
+    turn_ms: float = 160,
+) -> Interleave:  # fmt: skip
     from benchmarks.interleave import interleave
     from tunegemm.families.cublaslt.baseline import torch_mm
 
     label = families.get("gluon_wgmma").label
     runs = {"torch": torch_mm(problem)} | {label(contender.candidate): run for contender, run in pairs}
-    return interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds)
+    return interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds, turn_ms=turn_ms)
 
 
 def _providers(

@@ -120,7 +120,17 @@ def peers(results: Path) -> str:
         return not_measured(results, "peers.json")
     odd = odd_shapes()
     rows = [row for row in data["rows"] if shape_of(row) not in odd]
-    return "\n\n".join(part for part in (machine_line(data.get("meta", {})), *providers(rows, MAIN)) if part)
+    parts = (machine_line(data.get("meta", {})), *providers(rows, MAIN), missing_shapes(rows))
+    return "\n\n".join(part for part in parts if part)
+
+
+def missing_shapes(rows: list[dict[str, Any]]) -> str:
+    """Which of the benchmarks' shapes have no row."""
+    from benchmarks.shapes import select
+
+    found = {shape_of(row) for row in rows} | odd_shapes()
+    missing = [problem.shape for problem in select([]) if problem.shape not in found]
+    return f"Not timed in this run: {', '.join(missing)}." if missing else ""
 
 
 def peers_odd(results: Path) -> str:
@@ -145,6 +155,7 @@ def providers(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
     """The paragraphs on some rows of peers.json."""
     all_ratios = [ratios(row) for row in rows]
     names = [name for name in columns if any(name in found for found in all_ratios)]
+    in_turns = [row for row in rows if row.get("turn_ms")]
     lines = []
     for row, found in zip(rows, all_ratios, strict=True):
         us = row["providers"][BASELINE]["median_us"]
@@ -154,13 +165,15 @@ def providers(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
         for name in names:
             ratio = f"{found[name]:.3f}" if name in found else ""
             cells.append(f"**{ratio}**" if ratio and found[name] == best else ratio)
-        lines.append([shape_of(row), *cells])
+        lines.append([shape_of(row), *cells, *shared_clocks(row, in_turns)])
     means = []
     for name in names:
         values = [found[name] for found in all_ratios if name in found]
         means.append(
             f"{geometric_mean(values):.3f}" + ("" if len(values) == len(rows) else f" ({len(values)})")
         )
+    shared = [float(shared_clocks(row, in_turns)[0]) for row in in_turns]
+    means += [f"{geometric_mean(shared):.3f} ({len(shared)})"] if shared else []
     lines.append(["*geometric mean*", "", *means])
     rivals = [
         found["tunegemm"] / max(found[name] for name in PEERS if name in found)
@@ -170,13 +183,36 @@ def providers(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
     told = ""
     if rivals:
         told = f"To the best library of each interleave `tunegemm` is at {geometric_mean(rivals):.3f}."
-    return [
+    header = ["M x N x K", "torch.mm, TFLOP/s", *names]
+    explained = (
         "Speed relative to `torch.mm` in the same interleave: above 1 is faster, the best in bold; "
-        "a mean over fewer shapes says over how many.",
-        markdown_table(["M x N x K", "torch.mm, TFLOP/s", *names], lines),
+        "a mean over fewer shapes says over how many."
+    )
+    if in_turns:
+        header.append("tunegemm, shared clocks")
+        own = [found["tunegemm"] for row, found in zip(rows, all_ratios, strict=True) if row.get("turn_ms")]
+        told += (
+            f" Over the {len(own)} shapes at the power cap it is at {geometric_mean(own):.3f} of `torch.mm`, "
+            f"timed at shared clocks at {geometric_mean(shared):.3f}."
+        )
+        explained += (
+            " At the power cap each had the chip to itself in its turns; the last column says what one "
+            "replay after another gives there, where all share the clocks of their mixture."
+        )
+    return [
+        explained,
+        markdown_table(header, lines),
         told,
         losses(rows, all_ratios),
     ]
+
+
+def shared_clocks(row: dict[str, Any], in_turns: list[dict[str, Any]]) -> list[str]:
+    """The cell of tunegemm's ratio at clocks that all shared; none where no row was timed in turns."""
+    if not in_turns:
+        return []
+    ratio = row["providers"].get("tunegemm", {}).get("ratio_shared")
+    return [f"{ratio:.3f}" if ratio else ""]
 
 
 def losses(rows: list[dict[str, Any]], all_ratios: list[dict[str, float]]) -> str:
@@ -258,7 +294,8 @@ def family_figures(family: str, results: Path) -> str:
             files.append((data, rows))
     if not files:
         return not_measured(results, "peers.json")
-    data, rows = max(files, key=lambda file: len(file[1]))  # the newer one, unless it has fewer of the family
+    # The newer one, unless it has few rows of the family.
+    data, rows = files[0] if 2 * len(files[0][1]) > len(files[-1][1]) else files[-1]
     odd = odd_shapes()
     parts = [machine_line(data.get("meta", {}))]
     for group, told in (

@@ -19,7 +19,7 @@ from benchmarks import dispatch, first_call, peers, results, shapes, sweep, tuni
 from benchmarks.footprint import Footprint
 from benchmarks.interleave import interleave
 from benchmarks.providers import PROVIDERS, Contender, Options, Skip, _deadline, _OutOfTime
-from tests.planted.cpu_backend import CpuBackend, work
+from tests.planted.cpu_backend import CpuBackend, ThrottledBackend, work
 from tests.waiting import until
 from tunegemm.device import find_device
 from tunegemm.errors import ProblemError
@@ -212,6 +212,26 @@ def test_wrong_failing_and_unfinished_callables_are_skipped_with_the_reason(back
     assert found.skipped["raises"] == "RuntimeError: no such kernel"
     assert "NaN" in found.skipped["unwritten"]
     assert "error" in found.skipped["stale"] and "wrong" in found.skipped
+
+
+def test_at_the_power_cap_each_has_long_turns_and_the_shared_ratio_is_kept(device):
+    backend = ThrottledBackend(device)
+    runs = {"torch": product, "slow": slow}
+    usual = {"l2_bytes": 10_000, "rounds": 3, "min_replay_ms": 0.2, "settle_s": 0.0}
+    found = interleave(SMALL, runs, backend, turn_ms=20.0, turns=4, **usual)
+    assert found.turn_ms == 20.0 and found.rounds == 4
+    assert {len(timing.samples_us) for timing in found.timings.values()} == {4}
+    assert {len(timing.samples_us) for timing in found.shared.values()} == {3}
+    assert found.shared.keys() == found.timings.keys() == runs.keys()
+    found = interleave(SMALL, runs, backend, turn_ms=0, **usual)
+    assert found.turn_ms == 0 and not found.shared and found.rounds == 3
+
+
+def test_the_table_tells_the_mean_at_shared_clocks():
+    alone = row(1, torch=4.0, tunegemm=4.0)
+    alone["providers"]["tunegemm"]["ratio_shared"] = 1.21
+    table = results.peers_table([alone, row(2, torch=4.0, tunegemm=4.0)])
+    assert "torch: 1.000 over 2 shapes, 0 below 1, worst 1.000; at shared clocks 1.100" in table
 
 
 def test_a_failing_baseline_is_an_error(backend):

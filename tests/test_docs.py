@@ -94,6 +94,23 @@ class TestBlocks:
         assert "| *geometric mean* |  | 1.053 (1) | 1.000 |" in table
         assert "Where tunegemm loses: 128x256x64x2 tt (torch: 25.0 % faster)." in table
 
+    def test_rows_timed_in_turns_say_what_shared_clocks_would_have_said(
+        self, generate: ModuleType, tmp_path: Path
+    ) -> None:
+        alone = timed(torch=100.0, tunegemm=98.0)
+        alone["tunegemm"] |= {"ratio": 1.02, "ratio_shared": 1.06}
+        write_peers(
+            tmp_path,
+            row(4096, 4096, 4096, alone, turn_ms=160.0),
+            row(16, 4096, 4096, timed(torch=10.0, tunegemm=8.0), turn_ms=0.0),
+        )
+        text = generate.peers(tmp_path)
+        assert "| M x N x K | torch.mm, TFLOP/s | tunegemm | tunegemm, shared clocks |" in text
+        assert "| 4096x4096x4096 | 100.0 us, 1374 | **1.020** | 1.060 |" in text
+        assert "| 16x4096x4096 | 10.0 us, 54 | **1.250** |  |" in text
+        assert "Over the 1 shapes at the power cap it is at 1.020 of `torch.mm`, timed at shared" in text
+        assert "Not timed in this run: 8192x8192x8192, 2048x2048x2048" in text
+
     def test_no_loss_is_said_only_where_tunegemm_ran(self, generate: ModuleType, tmp_path: Path) -> None:
         write_peers(tmp_path, row(8, 8, 8, timed(torch=2.0, tunegemm=1.0)))
         assert "tunegemm loses on none of these shapes." in generate.peers(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from tunegemm.space import Candidate
 pytestmark = pytest.mark.gpu
 
 QUICK = Policy(rounds=3, min_replay_ms=0.2, race_after=3, race_margin=1.0)
+#: The final race as it is where the chip holds its clocks.
+SHARED = replace(FINAL, turn_ms=0)
 
 
 def planted(what: str) -> Job:
@@ -49,7 +52,7 @@ def measured(worker: MeasureWorker, problem: Problem, jobs: list[Job], policy: P
 
 def test_one_kernel_measured_three_times_is_a_tie(worker: MeasureWorker) -> None:
     problem = Problem(4096, 4096, 4096)
-    first, *others = measured(worker, problem, [Job(TORCH_MM), planted("good"), planted("too")], FINAL)
+    first, *others = measured(worker, problem, [Job(TORCH_MM), planted("good"), planted("too")], SHARED)
     for other in others:
         assert tie(first, other, noise=0.01), (first.median_us, other.median_us)
     assert 0.98 < first.ratio < 1.02
@@ -75,9 +78,21 @@ def test_the_baseline_ties_with_itself_where_products_are_short(worker: MeasureW
 
 def test_clocks_have_settled_when_a_race_begins(worker: MeasureWorker) -> None:
     """Without settling torch.mm takes 1.2 times as long from the third round on."""
-    (own,) = measured(worker, Problem(4096, 4096, 4096), [Job(TORCH_MM)], FINAL)
+    (own,) = measured(worker, Problem(4096, 4096, 4096), [Job(TORCH_MM)], SHARED)
     early, late = statistics.median(own.baseline_us[:2]), statistics.median(own.baseline_us[8:])
     assert late / early < 1.06, own.baseline_us
+
+
+def test_turns_are_long_where_the_chip_lowers_its_clocks(worker: MeasureWorker) -> None:
+    """Without the longer settling the baseline's first turn took 1.07 to 1.12 times as long as its others."""
+    for own in measured(worker, Problem(4096, 4096, 4096), [Job(TORCH_MM), planted("good")], FINAL):
+        assert own.evidence["turn_ms"] == FINAL.turn_ms
+        assert own.evidence["rounds"] == len(own.samples_us) == FINAL.turns
+        assert own.ratio == pytest.approx(1, abs=0.04)
+        first, *others = own.baseline_us
+        assert first / statistics.median(others) == pytest.approx(1, abs=0.06), own.baseline_us
+    (small,) = measured(worker, Problem(16, 4096, 4096), [Job(TORCH_MM)], FINAL)
+    assert small.evidence["turn_ms"] == 0 and small.evidence["rounds"] == FINAL.rounds
 
 
 def test_planted_failures_are_four_rows_and_the_rest_is_measured(worker: MeasureWorker) -> None:

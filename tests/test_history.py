@@ -102,6 +102,18 @@ class TestSeeds:
         found = leaders(database.entries(PROBLEM))
         assert [(e.candidate, round(e.measurement.ratio, 1)) for e in found] == [(KERNEL, 1.1), (OTHER, 1.9)]
 
+    def test_what_had_the_chip_to_itself_counts_more_than_a_race_at_shared_clocks(
+        self, database: Database
+    ) -> None:
+        hungry, lucky, best = (KERNEL.with_launch(swizzle_size=size) for size in (1, 2, 4))
+        for candidate, ratio, policy in (
+            (best, 1.02, "alone"), (hungry, 1.06, "race"), (hungry, 0.97, "alone"), (lucky, 1.04, "heat"),
+            (OTHER, 1.05, "race"),
+        ):  # fmt: skip
+            database.publish(PROBLEM, DEVICE, measurement(ratio, candidate), policy=policy)
+        found = [(e.candidate, round(e.measurement.ratio, 2)) for e in leaders(database.entries(PROBLEM))]
+        assert found == [(best, 1.02), (hungry, 0.97), (lucky, 1.04), (OTHER, 1.05)]
+
 
 class TestRegress:
     @pytest.mark.parametrize(
@@ -135,6 +147,19 @@ class TestRegress:
         assert found.verdict == "slower" and found.after.candidate == OTHER
         assert regressions(database, PROBLEM, begin - timedelta(days=1)) == [], "nothing before"
         assert regressions(database, PROBLEM, datetime.now(UTC)) == [], "nothing since"
+
+    def test_long_turns_are_compared_with_long_turns(self, database: Database) -> None:
+        def alone(ratio: float) -> Measurement:
+            return replace(raced(ratio), evidence={"turn_ms": 160.0})
+
+        database.settle(PROBLEM, DEVICE, raced(1.05))
+        begin = datetime.now(UTC)
+        database.settle(PROBLEM, DEVICE, alone(1.01))
+        assert regressions(database, PROBLEM, begin) == [], "of shared clocks before"
+        again = datetime.now(UTC)
+        database.settle(PROBLEM, DEVICE, alone(0.97))
+        (found,) = regressions(database, PROBLEM, again)
+        assert found.verdict == "slower" and found.before.measurement.ratio == pytest.approx(1.01, abs=0.005)
 
     def test_other_devices_are_not_compared_with_each_other(self, database: Database) -> None:
         database.settle(PROBLEM, DEVICE, raced(1.05))

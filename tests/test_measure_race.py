@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 from tunegemm.errors import MeasureError
-from tunegemm.measure import FINAL, SCREEN, Policy
-from tunegemm.measure.race import race
+from tunegemm.measure import FINAL, HEAT, SCREEN, Policy
+from tunegemm.measure.race import Turn, race
 
 
 class Device:
@@ -24,7 +26,7 @@ class Replay:
     def __init__(self, device: Device, index: int) -> None:
         self.device, self.index = device, index
 
-    def start(self) -> None:
+    def start(self, untimed: int = 0, timed: int = 1) -> None:
         assert self.index not in self.device.in_flight
         self.device.in_flight.append(self.index)
         self.device.started.append(self.index)
@@ -83,6 +85,57 @@ def test_a_fault_is_blamed_on_the_one_waited_for() -> None:
     with pytest.raises(RuntimeError):
         race(replays, 2, SCREEN, device.waited.append)
     assert device.waited[-1] == 3
+
+
+class Chip:
+    """At its power cap: the clock follows the power that was drawn lately, a fifth of the way per replay."""
+
+    def __init__(self) -> None:
+        self.power = 1.0
+
+
+class Draws:
+    """A replay of so many cycles at so much power."""
+
+    def __init__(self, chip: Chip, cycles: float, power: float) -> None:
+        self.chip, self.cycles, self.power = chip, cycles, power
+        self.times: list[float] = []
+
+    def start(self, untimed: int = 0, timed: int = 1) -> None:
+        times = []
+        for _ in range(untimed + timed):
+            self.chip.power += (self.power - self.chip.power) / 5
+            times.append(self.cycles * self.chip.power)
+        self.times.append(sum(times[untimed:]) / timed)
+
+    def finish(self) -> float:
+        return self.times.pop(0)
+
+
+def test_a_turn_gives_each_its_own_clocks() -> None:
+    """Fewer cycles for more power: ahead where all share their mixture's clocks, behind alone."""
+
+    def ratio(in_turns: bool) -> float:
+        chip = Chip()
+        replays = [Draws(chip, 100.0, 1.0), Draws(chip, 95.0, 1.1)]
+        runners = [Turn(replay, 50) for replay in replays] if in_turns else replays
+        policy = Policy(rounds=9, min_replay_ms=1, race_after=10, race_margin=0.5)
+        baseline, own = race(runners, 2, policy, lambda _: None)
+        return statistics.median(a / b for a, b in zip(baseline, own, strict=True))
+
+    assert ratio(in_turns=False) > 1.0
+    assert ratio(in_turns=True) == pytest.approx(100 / (95 * 1.1), rel=0.01)
+
+
+def test_a_turn_is_filled_whatever_a_replay_takes() -> None:
+    replay = Draws(Chip(), 1.0, 1.0)
+    assert [Turn.of(replay, seconds, 100.0).times for seconds in (1e-3, 3e-2, 1.0)] == [100, 4, 2]
+
+
+def test_rounds_of_turns_are_few() -> None:
+    policy = FINAL.in_turns()
+    assert policy.rounds == FINAL.turns < FINAL.rounds and policy.race_after == 3
+    assert SCREEN.turn_ms == 0 and HEAT.turn_ms > 0
 
 
 def test_presets_and_bad_policies() -> None:

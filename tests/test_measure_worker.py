@@ -178,6 +178,27 @@ def test_the_device_works_before_it_is_timed(worker: MeasureWorker) -> None:
     assert isinstance(settled, Measurement) and settled.evidence["settle_ms"] == 400
 
 
+def test_a_chip_that_lowers_its_clocks_gets_long_turns() -> None:
+    policy = replace(QUICK, turn_ms=20.0, turns=3)
+    backend = "tests.planted.cpu_backend:ThrottledBackend"
+    with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=backend) as throttled:
+        outcomes = [*throttled.measure(PROBLEM, [planted("good"), Job(TORCH_MM)], policy)]
+        plain = [*throttled.measure(PROBLEM, [planted("good")], QUICK)]
+    for outcome in outcomes:
+        assert isinstance(outcome, Measurement)
+        assert outcome.evidence["turn_ms"] == 20.0
+        assert outcome.evidence["rounds"] == len(outcome.samples_us) == 3
+    assert [o.evidence["turn_ms"] for o in plain if isinstance(o, Measurement)] == [0.0], (
+        "none were asked for"
+    )
+
+
+def test_a_chip_that_holds_its_clocks_gets_none(worker: MeasureWorker) -> None:
+    (outcome,) = worker.measure(PROBLEM, [planted("good")], replace(QUICK, turn_ms=20.0, turns=3))
+    assert isinstance(outcome, Measurement) and outcome.evidence["turn_ms"] == 0.0
+    assert len(outcome.samples_us) == QUICK.rounds
+
+
 def test_jobs_beyond_one_interleave_form_another(worker: MeasureWorker) -> None:
     policy = Policy(rounds=2, min_replay_ms=0.05, race_after=2, race_margin=9.0, interleave=2)
     jobs = [planted(f"good-{i}") for i in range(5)]

@@ -1,19 +1,27 @@
 """The model ranks: its terms move the right way, and good tiles of a rival come early."""
 
 import itertools
+import json
+import math
+import re
+import statistics
 import time
 import tomllib
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tunegemm import model
 from tunegemm.device import PARTS, Device, Fingerprint, device_from_part, even_cut
 from tunegemm.errors import SpaceError
+from tunegemm.families.cublaslt import TORCH_MM
 from tunegemm.families.cute_sm90 import FAMILY
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
+ROOT = Path(__file__).parent.parent
 ANCHORS = Path(__file__).parent / "data" / "anchors_h200.toml"
 LAUNCHES = {
     "raster_order": ("along_m", "along_n"),
@@ -219,3 +227,50 @@ def test_cutting_k_pays_where_waves_are_badly_filled(h200: Device) -> None:
     assert best("512x512x65536")["reduction"] == "second_kernel"  # 16 tiles
     whole = best("1536x2816x4096")  # 132 tiles x 2
     assert (whole["tile_scheduler"], whole["split_k"]) == ("static", 1)
+
+
+def test_what_a_kernel_is_alone_is_told_better_than_by_its_ratio_at_shared_clocks() -> None:
+    """On the kernels of products at the power cap of an H200 that were timed both ways."""
+    path = ROOT / "benchmarks" / "results" / "h200" / "turns-2026-11-22.json"
+    products: dict[tuple[Any, ...], list[tuple[float, float, float]]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        named = re.match(r"(co|pp)(\d+)x(\d+)x\d+S? s\d+ c(\d)x(\d) ", row["label"])
+        if named is None or row["m"] <= 256:
+            continue
+        schedule = {"co": "cooperative", "pp": "pingpong"}[named[1]]
+        names = ("tile_m", "tile_n", "cluster_m", "cluster_n")
+        kernel = Candidate.make(
+            "cute_sm90", {"schedule": schedule, **dict(zip(names, map(int, named.groups()[1:]), strict=True))}
+        )
+        expected = model.ratio_alone(kernel, row["ratio_shared"])
+        key = tuple(row[name] for name in ("m", "n", "k", "layout"))
+        products.setdefault(key, []).append((row["ratio"], row["ratio_shared"], expected))
+    assert len(products) >= 20
+
+    def left(column: int) -> float:
+        """Root mean square of what remains, in log, of products' own means."""
+        rest = []
+        for rows in products.values():
+            logs = [math.log(row[0] / row[column]) for row in rows]
+            rest += [value - statistics.mean(logs) for value in logs]
+        return math.sqrt(statistics.mean(value**2 for value in rest))
+
+    assert left(2) < 0.026 < 0.035 < left(1)
+
+
+def test_thrifty_kernels_are_large_and_several(h200: Device) -> None:
+    problem = Problem.parse("4096x14336x4096")
+    ranked = model.rank(problem, all_tiles(), h200)
+    chosen = model.thrifty(ranked, 10)
+    assert len(chosen) == 10
+    tiles = Counter((c["schedule"], c["tile_m"], c["tile_n"]) for c in chosen)
+    assert max(tiles.values()) <= 2
+    assert all(c["tile_m"] * c["tile_n"] >= 128 * 128 for c in chosen)
+    waiting = model.rank(Problem.parse("16x4096x4096"), all_tiles(), h200)
+    assert waiting[0].bound == "dram" and model.thrifty(waiting, 10) == []
+    assert model.thrifty([], 10) == []
+
+
+def test_no_ratio_alone_without_a_tile() -> None:
+    with pytest.raises(SpaceError, match="tile"):
+        model.ratio_alone(TORCH_MM, 1.0)

@@ -5,7 +5,7 @@ The recording is written here; its numbers are made up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -21,6 +21,7 @@ from tunegemm.database import Database
 from tunegemm.device import find_device
 from tunegemm.errors import DeviceError, SpaceError
 from tunegemm.families.cublaslt import TORCH_MM
+from tunegemm.measure import SCREEN, Job, Policy
 from tunegemm.measure.replay import write_sweep
 from tunegemm.outcome import Failure, Measurement, Outcome
 from tunegemm.problem import Problem
@@ -313,6 +314,65 @@ def test_the_quickest_reach_the_final_race_whatever_torch_did(cache: Path) -> No
     )
     assert len(beside_slow) == 12 and len(beside_fast) == 4
     assert len({c.kernel for c in finalists}) == 6 + 2 + 1, "two launches of a kernel"
+
+
+class Capped:
+    """Made-up times of a chip at its power cap: the narrowest kernel leads at shared clocks, alone the widest
+    in wide bands. Keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, list[Candidate]]] = []
+
+    def discover(self, problem: Problem) -> list[Candidate]:
+        return [TORCH_MM]
+
+    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy) -> Iterator[Outcome]:
+        self.asked.append((policy.turn_ms, [job.candidate for job in jobs]))
+        for job in jobs:
+            us, turns = 10.0, {"turn_ms": policy.turn_ms}
+            if job.candidate != TORCH_MM:
+                wide, band = job.candidate["tile_n"] / 64, job.candidate["swizzle_size"] / 100
+                us = 9.5 - wide - band if policy.turn_ms else 8.5 + wide
+            evidence = {"sm_clock_mhz": 1500, "throttle_reasons": ("sw_power_cap",)} | turns
+            yield Measurement(job.candidate, (us,) * 3, (10.0,) * 3, 1e-3, 0.001, evidence)
+
+
+def test_at_the_power_cap_the_best_alone_wins(cache: Path, tmp_path: Path) -> None:
+    own = [launches(kernel)[0] for kernel in kernels(*GOOD)]
+    measurer = Capped()
+    with (
+        Database.open(tmp_path / "tuning.sqlite") as database,
+        Tuner(DEVICE, database, cache=cache, workers=2) as tuner,
+    ):
+        run = tuning._Run(tuner, PROBLEM, None)
+        list(run.evaluate(measurer, [*own, TORCH_MM], SCREEN))
+        assert run.is_throttled
+        assert run.finalists()[0]["tile_n"] == 16
+        finalists = run.heat(measurer)
+        result = run.settle(run.race(measurer, finalists, tuner.final))
+        record = database.best(PROBLEM, DEVICE.fingerprint)
+        entries = database.entries(PROBLEM)
+        again = tuning._Run(tuner, PROBLEM, None)
+        known = dict(again._known())
+    _, first, second, final = measurer.asked
+    assert [turn_ms > 0 for turn_ms, _ in measurer.asked] == [False, True, True, True]
+    assert set(first[1]) == {*own, TORCH_MM}
+    leaders = {own[-1].kernel, own[-2].kernel}
+    assert {c.kernel for c in second[1]} == leaders and not set(second[1]) & set(first[1])
+    assert TORCH_MM in final[1] and finalists[0]["tile_n"] == 64
+    assert result.best is not None and record is not None and record.candidate == result.best.candidate
+    assert record.candidate["tile_n"] == 64 and record.candidate["swizzle_size"] == 16
+    assert {entry.policy for entry in entries} == {"screen", "heat", "alone"}
+    # A search that goes on compares what was timed alike.
+    assert {c: known[c] for c in own} == {c: pytest.approx(10 / (8.5 + c["tile_n"] / 64)) for c in own}
+
+
+def test_no_heats_on_a_chip_that_holds_its_clocks(cache: Path) -> None:
+    with Tuner(DEVICE, cache=cache) as tuner:
+        run = tuning._Run(tuner, PROBLEM, None)
+        assert not run.is_throttled
+        run._record(replace(measurement(FASTEST, 9.0), evidence={"throttle_reasons": ()}))
+        assert not run.is_throttled
 
 
 @pytest.mark.parametrize("noise", [0.06, 0.04])

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log2
+from math import ceil, exp, log2
 
 from tunegemm.device import Device
 from tunegemm.errors import SpaceError
@@ -83,6 +84,13 @@ _OVERLAP_POWER = 4.9
 # A part that is not in `device.PARTS`: cycles and bytes of a mid-range Hopper.
 _DEFAULT_CLOCK_MHZ = 1700.0
 _DEFAULT_BANDWIDTH_GBPS = 3000.0
+
+# At the power cap, with the chip to itself: how a lead at shared clocks shrinks, what it costs to fetch
+# operands from L2, and that two warpgroups work on tiles of their own. Fitted to our kernels that were timed
+# both ways on an H200 (benchmarks/results/h200/turns-2026-11-22.json), where m > 256: 2.3 % are left of 8 %.
+_LEAD_ALONE = 0.71
+_FETCH_ALONE = 9.0
+_PINGPONG_ALONE = 0.031
 
 #: Stream-K gives no cluster fewer k tiles than that.
 _MIN_K_TILES_OF_SHARE = 4
@@ -385,6 +393,40 @@ def _clock_mhz(device: Device) -> float:
 def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> list[Prediction]:
     """Predictions, fastest first; equal ones in the order given."""
     return sorted((predict(problem, c, device) for c in candidates), key=lambda p: p.total_us)
+
+
+def ratio_alone(candidate: Candidate, ratio: float) -> float:
+    """What a kernel's ratio to the baseline at shared clocks says of that with the chip to itself, at the
+    power cap: what draws more power runs at lower clocks. Good for ranking, for nothing else.
+
+    Raises SpaceError for a candidate without a tile shape.
+    """
+    params = candidate.params
+    if not {"tile_m", "tile_n"} <= params.keys():
+        raise SpaceError(f"the model ranks tiles, and {candidate} has none")
+    tile_m, tile_n = int(params["tile_m"]), int(params["tile_n"])
+    # Elements fetched from L2 for a multiply-add: CTAs of a cluster share what they read alike.
+    fetched = 1 / (tile_m * int(params.get("cluster_m", 1))) + 1 / (tile_n * int(params.get("cluster_n", 1)))
+    pingpong = params.get("schedule") == "pingpong"
+    return ratio**_LEAD_ALONE * exp(-_FETCH_ALONE * fetched - _PINGPONG_ALONE * pingpong)
+
+
+def thrifty(ranked: Sequence[Prediction], count: int) -> list[Candidate]:
+    """Of a ranking those that may be fastest with the chip to themselves, two of each tile.
+
+    None where the first in rank waits for device memory: such work does not reach the power cap.
+    """
+    if not ranked or ranked[0].bound == "dram":
+        return []
+    fastest_us = ranked[0].total_us
+    of_tile: Counter[tuple[Value | None, ...]] = Counter()
+    chosen: list[Candidate] = []
+    for prediction in sorted(ranked, key=lambda p: -ratio_alone(p.candidate, fastest_us / p.total_us)):
+        tile = tuple(prediction.candidate.params.get(name) for name in ("schedule", "tile_m", "tile_n"))
+        of_tile[tile] += 1
+        if of_tile[tile] <= 2 and len(chosen) < count:
+            chosen.append(prediction.candidate)
+    return chosen
 
 
 def best_launch(

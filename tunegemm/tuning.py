@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,12 +23,12 @@ from tunegemm.device import Device, cuda_device_count, find_device
 from tunegemm.errors import DeviceError
 from tunegemm.families.cublaslt import TORCH_MM, is_torch
 from tunegemm.feasibility import plausible_kernels
-from tunegemm.measure import FINAL, SCREEN, Job, Policy
+from tunegemm.measure import FINAL, HEAT, SCREEN, Job, Policy
 from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
 from tunegemm.measure.statistics import slowdown, winner
 from tunegemm.outcome import Failure, Measurement, Outcome, Resources
 from tunegemm.problem import Problem
-from tunegemm.search import Portfolio, Search
+from tunegemm.search import Portfolio, Search, launches_around
 from tunegemm.search.budget import Effort, budget_for
 from tunegemm.space import Candidate, SearchSpace, Value
 
@@ -45,9 +46,20 @@ _FINALISTS = 12
 _QUICKEST = 4
 _LAUNCHES_PER_FINALIST = 2
 _LIBRARY_FINALISTS = 6
+#: In the heats on a chip at its power cap: kernels by what is expected of them there, beside the `_QUICKEST`;
+#: then leaders of which other launches are tried, and how many; and own and library's that go on to the race.
+_HEATED = 14
+_HEAT_LEADERS, _HEAT_LAUNCHES = 2, 8
+#: The library's algorithms at least so fast, at shared clocks, as the fastest of all.
+_HEAT_LIBRARY_RATIO = 0.85
+_HEAT_WINNERS, _HEAT_LIBRARY = 8, 2
+#: Kernels that draw little power by their tiles, added to what the model has screened anyway.
+_THRIFTY = 10
 #: Noise of a final race above which nobody had the GPU alone. Of 60 races on H200s that did (2026-11-21) the
 #: noisiest had 0.4 %; beside another process 70 and 144 % were seen, with a winner at 1.5 of torch.mm.
 _DISTURBED = 0.05
+#: Long turns are few: of 36 races alone on H200s the noisiest had 3.4 % (alone-2026-11-22.json there).
+_DISTURBED_IN_TURNS = 0.1
 #: Likewise of torch.mm's time relative to that while searching. 52 races alone had 1.22 and less (H200,
 #: 2026-11-22, benchmarks/results/h200/races-2026-11-22.json), most of all large products, whose first
 #: interleaves ended before the power cap was felt: clocks did not settle first then. Beside another process
@@ -65,8 +77,8 @@ class Progress:
 
     problem: Problem
     stage: str
-    """What is being done: library, screen, explore, refine, final and done; or compile and done, where
-    nothing can be timed."""
+    """What is being done: library, screen, explore, probe, refine, heat (on a chip at its power cap), final
+    and done; or compile and done, where nothing can be timed."""
     feasible: int
     """Kernels that passed feasibility."""
     compiled: int
@@ -210,7 +222,9 @@ class Tuner:
                 run.stage = search.stage
                 for outcome in run.evaluate(measurer, batch, replace(SCREEN, seed=self.seed)):
                     search.tell(outcome.candidate, run.value(outcome))
-            return run.settle(run.race(measurer, run.finalists(), self.final))
+            throttled = run.is_throttled and time.monotonic() < deadline
+            finalists = run.heat(measurer) if throttled else run.finalists()
+            return run.settle(run.race(measurer, finalists, self.final))
         except KeyboardInterrupt:
             return run.interrupt()
         finally:
@@ -346,6 +360,8 @@ class _Run:
     """The winner, once there is one."""
     note: str = ""
     screened: dict[Candidate, Measurement] = field(default_factory=dict)
+    heats: dict[Candidate, Measurement] = field(default_factory=dict)
+    """What was measured with the chip to itself, by this call and before the final race."""
     outcomes: list[Outcome] = field(default_factory=list)
     resources: dict[Candidate, Resources] = field(default_factory=dict)
     jobs: dict[Candidate, Job] = field(default_factory=dict)
@@ -367,6 +383,9 @@ class _Run:
             launch_values, ranked = self._ranked_kernels(name)
             if not ranked:
                 continue
+            begin = [seed for seed in started if seed.family == name]
+            if not searches and recorded is None:
+                begin += model.thrifty(ranked, _THRIFTY)
             searches.append(
                 Search(
                     [prediction.candidate for prediction in ranked],
@@ -378,7 +397,7 @@ class _Run:
                         else candidate in recorded
                     ),
                     library=() if searches else library,
-                    seeds=[seed for seed in started if seed.family == name],
+                    seeds=list(dict.fromkeys(begin)),
                     known=[result for result in known if result[0].family == name or not searches],
                     effort=effort,
                     trials=trials,
@@ -395,9 +414,9 @@ class _Run:
         """What the database holds of this problem on this device: values, and None for failures."""
         if self.tuner.database is None:
             return []
-        # Of several measurements of one candidate the last one counts.
+        # Of several measurements of one candidate the last one counts. Those of long turns do not compare.
         stored = self.tuner.database.measurements(self.problem, self.device.fingerprint, current=True)
-        self.screened.update({m.candidate: m for m in stored})
+        self.screened.update({m.candidate: m for m in stored if not m.evidence.get("turn_ms")})
         failures = self.tuner.database.failures(self.problem, self.device.fingerprint, current=True)
         return [(m.candidate, self.value(m)) for m in self.screened.values()] + [
             (failure.candidate, None)
@@ -517,12 +536,69 @@ class _Run:
         chosen = _of_several_kernels(own, _FINALISTS) + _of_several_kernels(quickest, _QUICKEST)
         return list(dict.fromkeys(chosen + library[:_LIBRARY_FINALISTS] + baseline))
 
+    @property
+    def is_throttled(self) -> bool:
+        """Whether the chip lowered its clocks for this problem, by the latest that is known of it."""
+        latest = next(reversed(self.screened.values()), None)
+        return self.device.is_real and latest is not None and bool(latest.evidence.get("throttle_reasons"))
+
+    def heat(self, measurer: Measurer) -> list[Candidate]:
+        """The finalists of a chip at its power cap: those that are fast with the chip to themselves.
+
+        In an interleave all share their mixture's clocks, so that one which draws less power gives what it
+        gains to the others. Of what was screened, those of which most is expected alone; then other launches
+        of the best: to read less from L2 and device memory saves power, too.
+        """
+        self.stage = "heat"
+        self._heat(measurer, self._contenders())
+        own = [m for m in self._heat_order() if m.candidate.family != "cublaslt"]
+        launches = []
+        for leader in _of_several_kernels(own, _HEAT_LEADERS, each=1):
+            values = self.tuner.space(leader.family).launch_values
+            others = (c for c in launches_around(leader, values) if self._is_worth_a_heat(c))
+            launches += list(itertools.islice(others, _HEAT_LAUNCHES))
+        self._heat(measurer, launches)
+        order = self._heat_order()
+        own = [m for m in order if m.candidate.family != "cublaslt"]
+        library = [m.candidate for m in order if m.candidate.family == "cublaslt"]
+        chosen = _of_several_kernels(own, _HEAT_WINNERS) + library[:_HEAT_LIBRARY]
+        return list(dict.fromkeys([*chosen, *filter(is_torch, library)]))
+
+    def _contenders(self) -> list[Candidate]:
+        """For the first heat: the library's algorithms, the own kernels of which most is expected, and the
+        fastest at shared clocks."""
+        leaders = sorted(self.screened.values(), key=lambda m: -m.ratio)
+        own = [m for m in leaders if m.candidate.family != "cublaslt"]
+        expected = sorted(own, key=lambda m: -model.ratio_alone(m.candidate, m.ratio))
+        chosen = _of_several_kernels(expected, _HEATED, each=1) + _of_several_kernels(own, _QUICKEST, each=1)
+        library = [m.candidate for m in leaders if m.candidate.family == "cublaslt"]
+        near = {m.candidate for m in leaders if m.ratio >= _HEAT_LIBRARY_RATIO * leaders[0].ratio}
+        return list(dict.fromkeys(chosen + [c for c in library if c in near or is_torch(c)]))
+
+    def _is_worth_a_heat(self, launch: Candidate) -> bool:
+        return (
+            launch not in self.heats
+            and self.is_feasible(launch)
+            and not model.is_redundant_launch(self.problem, launch, self.device)
+        )
+
+    def _heat(self, measurer: Measurer, candidates: Sequence[Candidate]) -> None:
+        for outcome in self.evaluate(measurer, candidates, replace(HEAT, seed=self.tuner.seed)):
+            if isinstance(outcome, Measurement):
+                self.heats[outcome.candidate] = outcome
+
+    def _heat_order(self) -> list[Measurement]:
+        return sorted(self.heats.values(), key=lambda m: -m.ratio)
+
     def settle(self, raced: Sequence[Measurement]) -> TuneResult:
         """Choose by evidence, record the choice, report.
 
         Where somebody else was at work on the GPU, what was measured is kept, and nothing is settled.
         """
-        self.best = best = winner(self.problem, raced) if raced else None
+        # Who dropped out was clearly slower, if not by the ratio of the few rounds that it was in.
+        most = max((len(one.samples_us) for one in raced), default=0)
+        stayed = [one for one in raced if len(one.samples_us) == most]
+        self.best = best = winner(self.problem, stayed) if stayed else None
         if best is not None and (sign := self._disturbance(best)):
             self.note = (
                 f"{sign}: {self.device.spec} does other work, too, so no record is settled; run the same "
@@ -545,14 +621,14 @@ class _Run:
 
     def _disturbance(self, best: Measurement) -> str:
         """What of the race's baseline shows that others used the GPU; empty for nothing."""
-        if best.noise > _DISTURBED:
+        if best.noise > (_DISTURBED_IN_TURNS if best.evidence.get("turn_ms") else _DISTURBED):
             return f"torch.mm timed twice differs by {best.noise:.0%}"
         slowed = slowdown(best, (o for o in self.outcomes if isinstance(o, Measurement)))
         return f"torch.mm takes {slowed:.1f} times as long as while searching" if slowed > _SLOWED else ""
 
     def interrupt(self) -> TuneResult:
         """After Ctrl-C: the best of what was measured. The database has it already."""
-        best = self.best or max(self.screened.values(), key=lambda m: m.ratio, default=None)
+        best = self.best or self._leader()
         note = f"interrupted after {len(self.measured)} measurements; run the same command again to go on"
         return self._result(best, note=note, interrupted=True)
 
@@ -592,10 +668,9 @@ class _Run:
 
     def _record(self, outcome: Outcome, policy: Policy = SCREEN) -> Outcome:
         self.outcomes.append(outcome)
-        if isinstance(outcome, Measurement):
+        if isinstance(outcome, Measurement) and self.stage not in ("heat", "final"):
             self.screened[outcome.candidate] = outcome
-            if self.stage != "final":
-                self.measured.add(outcome.candidate)
+            self.measured.add(outcome.candidate)
         if self._publishes:
             assert self.tuner.database is not None
             self.tuner.database.publish(
@@ -604,15 +679,22 @@ class _Run:
                 outcome,
                 resources=self.resources.get(outcome.candidate),
                 label=self._label(outcome.candidate),
-                policy="screen" if self.stage != "final" else "race",
+                policy=self._policy_name(outcome),
             )
         self._report()
         return outcome
 
+    def _policy_name(self, outcome: Outcome) -> str:
+        if self.stage == "heat":
+            return "heat"
+        if self.stage != "final":
+            return "screen"
+        return "alone" if isinstance(outcome, Measurement) and outcome.evidence.get("turn_ms") else "race"
+
     def _report(self) -> None:
         if self.on_progress is None:
             return
-        best = self.best or max(self.screened.values(), key=lambda m: m.ratio, default=None)
+        best = self.best or self._leader()
         library = sum(candidate.family == "cublaslt" for candidate in self.measured)
         self.on_progress(
             Progress(
@@ -631,6 +713,10 @@ class _Run:
                 elapsed_s=time.monotonic() - self.started,
             )
         )
+
+    def _leader(self) -> Measurement | None:
+        measured = self.heats or self.screened
+        return max(measured.values(), key=lambda m: m.ratio, default=None)
 
     def _label(self, candidate: Candidate) -> str:
         return families.get(candidate.family).label(candidate)
@@ -662,7 +748,9 @@ class _Run:
         )
 
 
-def _of_several_kernels(measurements: Iterable[Measurement], count: int) -> list[Candidate]:
+def _of_several_kernels(
+    measurements: Iterable[Measurement], count: int, each: int = _LAUNCHES_PER_FINALIST
+) -> list[Candidate]:
     """The first candidates, but few launches of one kernel.
 
     They are often all in front together and would leave no room for others, which the screen's few rounds
@@ -672,7 +760,7 @@ def _of_several_kernels(measurements: Iterable[Measurement], count: int) -> list
     launches: Counter[Candidate] = Counter()
     for candidate in (measurement.candidate for measurement in measurements):
         launches[candidate.kernel] += 1
-        if len(chosen) < count and launches[candidate.kernel] <= _LAUNCHES_PER_FINALIST:
+        if len(chosen) < count and launches[candidate.kernel] <= each:
             chosen.append(candidate)
     return chosen
 

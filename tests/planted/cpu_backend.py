@@ -84,14 +84,15 @@ class CpuReplay:
 
     def __init__(self, launcher: Any, sets: list[Any], passes: int) -> None:
         self._work = launcher, sets, passes
+        self._timed = 1
 
-    def start(self) -> None:
-        pass
+    def start(self, untimed: int = 0, timed: int = 1) -> None:
+        self._timed = timed
 
     def finish(self) -> float:
         launcher, sets, passes = self._work
         seconds = []
-        for operands in sets * passes:
+        for operands in sets * passes * self._timed:
             begin = time.thread_time()
             launcher(*operands.arguments)
             seconds.append(time.thread_time() - begin)
@@ -135,6 +136,13 @@ class CpuBackend:
 
     def release(self) -> None:
         pass
+
+
+class ThrottledBackend(CpuBackend):
+    """A chip at its power cap."""
+
+    def telemetry(self) -> dict[str, Any]:
+        return {"sm_clock_mhz": 1500, "throttle_reasons": ["sw_power_cap"]}
 
 
 class BrokenBackend(CpuBackend):

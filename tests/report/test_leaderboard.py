@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tunegemm.database import Database
+from tunegemm.database.leaders import leaders
 from tunegemm.device import PARTS, Fingerprint, device_from_part
 from tunegemm.errors import TunegemmError
 from tunegemm.outcome import Failure, Measurement
@@ -92,6 +93,20 @@ class TestRanking:
         )
         assert ranks(board)[:2] == [(1, False, "n256"), (2, False, "n128")]
         assert list(board.frame["chosen"]) == [True, False, False]
+
+    def test_what_had_the_chip_to_itself_comes_before_ratios_at_shared_clocks(self) -> None:
+        turns = {"turn_ms": 160.0}
+        alone = [
+            dataclasses.replace(measurement(ratio, n), evidence=turns)
+            for ratio, n in ((0.98, 64), (1.02, 128))
+        ]
+        shared = measurement(1.06, 256)
+        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [*alone, shared], labels(*alone, shared))
+        assert [label for _, _, label in ranks(board)] == ["n128", "torch.mm", "n64", "n256"]
+        assert list(board.frame["alone"]) == [True, True, True, False]
+        assert "the last 1 were timed at clocks that all shared" in board.note
+        assert "shared" not in Leaderboard.from_outcomes(PROBLEM, DEVICE, alone).note
+        assert "shared" not in Leaderboard.from_outcomes(PROBLEM, DEVICE, [shared]).note
 
     def test_the_last_measurement_counts_and_failures_have_no_row(self) -> None:
         outcomes = [
@@ -305,6 +320,17 @@ class TestStored:
         assert "Geometric mean over 2 rows, to torch.mm: 1.049; " in board.note
         for format in ("table", "csv", "md"):
             assert "4096x4096x4096 bf16 tn" in board.render(format, top=1)
+
+    def test_the_vendors_best_is_of_what_had_the_chip_to_itself(self, database: Database) -> None:
+        database.publish(PROBLEM, DEVICE, measurement(1.06, 9, family="cublaslt"), label="hungry")
+        database.publish(
+            PROBLEM, DEVICE, measurement(1.01, 7, family="cublaslt"), label="a66", policy="alone"
+        )
+        database.publish(PROBLEM, DEVICE, measurement(1.03, 128), label="pp", policy="alone")
+        (row,) = Leaderboard.summary(database.frame()).as_dict()["rows"]
+        assert (row["candidate"], row["best_vendor"], row["best_vendor_ratio"]) == ("pp", "a66", 1.01)
+        (row,) = Leaderboard.best_of_all(leaders(database, "cublaslt")).as_dict()["rows"]
+        assert (row["best_vendor"], row["best_vendor_ratio"]) == ("a66", 1.01)
 
     def test_an_empty_summary(self, database: Database) -> None:
         board = Leaderboard.summary(database.frame())

@@ -98,7 +98,7 @@ def regressions(database: Database, problem: Problem, since: datetime | str) -> 
     """The problem's record since a moment, or under a fingerprint (its digest's start), and the one before.
 
     One comparison per kind of device that has both. The screen's samples are too few for verdicts: only
-    final races are compared.
+    final races are compared, and those in which each had the chip to itself only with their like.
     """
     evidence = {
         (entry.candidate, entry.fingerprint, entry.measured_at): entry
@@ -118,11 +118,15 @@ def regressions(database: Database, problem: Problem, since: datetime | str) -> 
         if True not in is_later:
             continue
         first = is_later.index(True)
-        before = [entry for _, entry in chosen[:first]]
-        after = [entry for (_, entry), later in zip(chosen, is_later, strict=True) if later]
+        after = [entry for (_, entry), later in zip(chosen, is_later, strict=True) if later][-1]
+        before = [entry for _, entry in chosen[:first] if _is_alone(entry) == _is_alone(after)]
         if before:
-            found.append(compare(before[-1], after[-1]))
+            found.append(compare(before[-1], after))
     return found
+
+
+def _is_alone(entry: Entry) -> bool:
+    return bool(entry.measurement.evidence.get("turn_ms"))
 
 
 def _is_since(choice: Choice, since: datetime | str) -> bool:

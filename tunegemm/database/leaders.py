@@ -14,6 +14,7 @@ from tunegemm.database.models import (
     ProblemRow,
     RecordRow,
 )
+from tunegemm.database.record import ALONE
 from tunegemm.database.schema import FASTEST
 from tunegemm.database.store import Database
 from tunegemm.problem import Problem
@@ -71,18 +72,24 @@ def leaders(database: Database, family: str, *, device_name: str | None = None) 
         frame = pandas.DataFrame(read(best), columns=[column.key for column in best.selected_columns])
         vendors = select(CandidateRow.id, CandidateRow.label)
         labels: dict[int, str] = dict(read(vendors.where(CandidateRow.family == family)))
+        # The best evidence that there is, as `Entry.rank` has it.
+        alone = func.max(case((row.policy.in_(ALONE), row.ratio)))
         raced = func.max(case((row.policy != "screen", row.ratio)))
         # All its columns are in one index, which starts with these: of a million rows only those are read.
         compared = (
             select(row.problem_id, row.fingerprint_id, row.candidate_id)
-            .add_columns(func.coalesce(raced, func.max(row.ratio)))
+            .add_columns(func.coalesce(alone, raced, func.max(row.ratio)), alone.is_not(None))
             .where(
                 row.candidate_id.in_(labels), row.fingerprint_id.in_(set(frame["fingerprint_id"].tolist()))
             )
             .group_by(row.problem_id, row.fingerprint_id, row.candidate_id)
         )
-        vendor = pandas.DataFrame(read(compared), columns=[*_PAIR, "vendor_label", "vendor_ratio"])
+        vendor = pandas.DataFrame(
+            read(compared), columns=[*_PAIR, "vendor_label", "vendor_ratio", "vendor_alone"]
+        )
     frame["settled"] = frame["settled"].astype(bool)
-    vendor = vendor.sort_values("vendor_ratio", kind="stable").drop_duplicates(_PAIR, keep="last")
+    # What had the chip to itself is not outdone by a ratio at shared clocks.
+    vendor = vendor.sort_values(["vendor_alone", "vendor_ratio"], kind="stable")
+    vendor = vendor.drop_duplicates(_PAIR, keep="last").drop(columns="vendor_alone")
     vendor["vendor_label"] = vendor["vendor_label"].map(labels)
     return frame.merge(vendor, on=_PAIR, how="left").drop(columns=_PAIR)

@@ -10,6 +10,9 @@ from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
+#: Policies under which each candidate had the chip to itself, and the rank of their evidence.
+ALONE = {"heat": 2, "alone": 3}
+
 
 @dataclass(frozen=True)
 class Record:
@@ -51,7 +54,8 @@ class Entry:
     """As in `Record`."""
     label: str
     policy: str
-    """``screen`` while searching, another word for a final race."""
+    """``screen`` while searching, ``race`` for a final race; of long turns with the chip to oneself ``heat``
+    before it and ``alone``."""
     measurement: Measurement
     measured_at: datetime
     """UTC."""
@@ -63,9 +67,12 @@ class Entry:
         return self.measurement.candidate
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        """For sorting: a final race's evidence before a screen's, then the speed relative to torch.mm."""
-        return self.policy != "screen", self.measurement.ratio
+    def rank(self) -> tuple[int, float]:
+        """For sorting: the better evidence first, then the speed relative to torch.mm.
+
+        What was timed at clocks that all candidates shared does not compare with what had the chip to itself.
+        """
+        return {"screen": 0, **ALONE}.get(self.policy, 1), self.measurement.ratio
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 `operands` data and correctness, `statistics` what the samples say. Torch loads in the child only.
 """
 
-from tunegemm.measure.policy import FINAL, SCREEN, Job, Policy
+from tunegemm.measure.policy import FINAL, HEAT, SCREEN, Job, Policy
 from tunegemm.measure.statistics import ratio_interval, tie, winner
 from tunegemm.measure.worker import MeasureWorker
 
-__all__ = ["FINAL", "SCREEN", "Job", "MeasureWorker", "Policy", "ratio_interval", "tie", "winner"]
+__all__ = ["FINAL", "HEAT", "SCREEN", "Job", "MeasureWorker", "Policy", "ratio_interval", "tie", "winner"]

@@ -167,6 +167,7 @@ class _GraphReplay:
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._products = passes * len(sets)
+        self._timed = 1
         self._launcher = launcher  # the graph uses what it owns: workspaces, loaded modules
         # Not `torch.cuda.graph`: it collects garbage and empties the cache, tens of milliseconds each time.
         torch.cuda.synchronize()
@@ -181,11 +182,15 @@ class _GraphReplay:
             raise
         self._graph.capture_end()
 
-    def start(self) -> None:
+    def start(self, untimed: int = 0, timed: int = 1) -> None:
+        for _ in range(untimed):
+            self._graph.replay()
         self._start.record()
-        self._graph.replay()
+        for _ in range(timed):
+            self._graph.replay()
         self._end.record()
+        self._timed = timed
 
     def finish(self) -> float:
         self._end.synchronize()
-        return float(self._start.elapsed_time(self._end)) * 1e3 / self._products
+        return float(self._start.elapsed_time(self._end)) * 1e3 / (self._products * self._timed)

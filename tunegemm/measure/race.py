@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
 from statistics import median
 from typing import Protocol
 
@@ -11,8 +13,8 @@ from tunegemm.measure.policy import Policy
 from tunegemm.measure.statistics import clearly_slower
 
 
-class Replay(Protocol):
-    """A fixed stretch of work that can be run again."""
+class Runner(Protocol):
+    """What takes part in a race."""
 
     def start(self) -> None:
         """Enqueue it, with its clock."""
@@ -21,10 +23,42 @@ class Replay(Protocol):
         """Wait for it: microseconds per product. Raises RuntimeError when the device failed."""
 
 
+class Replay(Runner, Protocol):
+    """A fixed stretch of work that can be run again."""
+
+    def start(self, untimed: int = 0, timed: int = 1) -> None:
+        """Enqueue it so many times in a row, with its clock around the timed ones."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A replay again and again, until the chip runs at the clocks that this work alone leaves it; then timed.
+
+    A chip at its power cap lowers its clocks in steps of some 20 ms, and has a new work's after three of them
+    (H200, benchmarks/results/h200/turns-2026-11-22.json): the first half of a turn is not timed.
+    """
+
+    replay: Replay
+    times: int
+    """Replays in the turn."""
+
+    @classmethod
+    def of(cls, replay: Replay, replay_seconds: float, turn_ms: float) -> Turn:
+        """As many replays as fill the turn."""
+        return cls(replay, max(2, ceil(turn_ms * 1e-3 / replay_seconds)))
+
+    def start(self) -> None:
+        timed = self.times // 2
+        self.replay.start(self.times - timed, timed)
+
+    def finish(self) -> float:
+        return self.replay.finish()
+
+
 def race(
-    replays: Sequence[Replay], kept: int, policy: Policy, waiting_for: Callable[[int], None]
+    replays: Sequence[Runner], kept: int, policy: Policy, waiting_for: Callable[[int], None]
 ) -> list[list[float]]:
-    """Samples of every replay, in rounds order; shorter for those that dropped out.
+    """Samples of every replay, or of every turn, in rounds order; shorter for those that dropped out.
 
     The first `kept` replays (the baseline's) never drop out. `waiting_for(i)` is called before replay i
     is waited for: when the device hangs or faults, that one is to blame.

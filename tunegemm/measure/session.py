@@ -26,7 +26,7 @@ from tunegemm.families import Launcher
 from tunegemm.measure import operands as data
 from tunegemm.measure.backend import Backend, warm_us
 from tunegemm.measure.policy import Job, Policy
-from tunegemm.measure.race import Replay, race
+from tunegemm.measure.race import Replay, Runner, Turn, race
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.outcome import Failure, Measurement, Outcome, Stage
 from tunegemm.problem import Problem
@@ -38,6 +38,12 @@ _MAX_PRODUCTS = 512
 #: Slowest candidate, relative to the baseline, that is waited for. Wrong guesses cost 2 to 25 times
 #: (130 candidates on 16 shapes, H200, 2026-11-20).
 _SLOWEST = 50
+
+#: Before long turns, on top of a policy's `settle_ms`. A chip that meets its power cap first lowers its
+#: clocks too far, for 0.1 to 0.2 s. Without this, in nine of 23 races the candidates had a median ratio of
+#: 1.07 to 1.12 in the first of seven rounds and 0.98 to 1.06 in the others
+#: (H200, benchmarks/results/h200/first-turns-2026-11-22.json).
+_SETTLE_TURNS_MS = 700.0
 
 #: Slower than that many times the baseline's time, a candidate gets shorter replays.
 _SLOW = 2
@@ -199,11 +205,22 @@ class Session:
         replay_seconds = self._replay_seconds(product_us, passes, bench)
         self._step(None, "launch", policy.settle_ms * 1e-3 + 2 * replay_seconds)
         _settle(replays, policy.settle_ms)
-        in_flight_seconds = 2 * max([replay_seconds, *(entry.replay_seconds for entry in entries)])
         self._step(None, "launch", replay_seconds)
         before = self._telemetry_under(replays)
+        timed: list[tuple[Replay, float]] = [(replay, replay_seconds) for replay in replays]
+        timed += [(entry.replay, entry.replay_seconds) for entry in entries]
+        runners: list[Runner] = [replay for replay, _ in timed]
+        in_flight_seconds = 2 * max(seconds for _, seconds in timed)
+        in_turns = policy.turn_ms > 0 and bool(before.get("throttle_reasons"))
+        if in_turns:
+            self._step(None, "launch", _SETTLE_TURNS_MS * 1e-3 + 2 * replay_seconds)
+            _settle(replays, _SETTLE_TURNS_MS)
+            policy = policy.in_turns()
+            runners = [Turn.of(replay, seconds, policy.turn_ms) for replay, seconds in timed]
+            # Two are in flight, and clocks fall: a turn may take twice what is planned.
+            in_flight_seconds += 4 * policy.turn_ms * 1e-3
         samples = race(
-            [*replays, *(entry.replay for entry in entries)],
+            runners,
             kept=len(replays),
             policy=policy,
             waiting_for=lambda i: self._step(
@@ -221,6 +238,7 @@ class Session:
             "interleaved": len(entries),
             "seed": policy.seed,
             "settle_ms": policy.settle_ms,
+            "turn_ms": policy.turn_ms if in_turns else 0.0,
             "aa_ratio": _median_ratio(samples[0], samples[1]),
         }
         for entry, own in zip(entries, samples[2:], strict=True):

@@ -17,6 +17,9 @@ from tunegemm.problem import Problem
 #: Two captures of the same kernel differ by this much even in the quietest interleave (0.05-1.0 % in
 #: 20 rounds, H200, 2026-11-20): a smaller measured noise is luck.
 NOISE_FLOOR = 0.003
+#: No more than that is given away to a cheaper candidate, however noisy the race: of several that cannot be
+#: told apart the one in front is still the likeliest. Long turns at the power cap have a noise of 1 to 3 %.
+_TIE_CEILING = 0.005
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
@@ -91,7 +94,11 @@ def winner(problem: Problem, measurements: Sequence[Measurement]) -> Measurement
     if not measurements:
         raise MeasureError(f"no candidate of {problem} was measured: there is no winner")
     leader = max(measurements, key=lambda m: (m.ratio, m.candidate.digest))
-    return min((m for m in measurements if m is leader or tie(m, leader)), key=lambda m: _cost(problem, m))
+
+    def ties(one: Measurement) -> bool:
+        return tie(one, leader, min(max(one.noise, leader.noise), _TIE_CEILING))
+
+    return min((m for m in measurements if m is leader or ties(m)), key=lambda m: _cost(problem, m))
 
 
 def _cost(problem: Problem, measurement: Measurement) -> tuple[int, float, str]:

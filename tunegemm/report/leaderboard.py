@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from tunegemm.database.record import ALONE
 from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
 from tunegemm.errors import TunegemmError
 from tunegemm.outcome import Measurement, Outcome
@@ -55,6 +56,8 @@ class _Row:
     chosen: bool = False
     baseline_median_us: float = math.nan
     baseline_spread: float = math.nan
+    alone: bool = False
+    """Whether it had the chip to itself: at the power cap no other ratio compares with such a one."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class Leaderboard:
     """The rows. Columns of one problem: ``rank``, ``tie`` (closer to the first of its rank than the noise),
     ``problem``, ``candidate`` (its label), ``median_us``, ``tflops``, ``ratio_to_torch_mm``,
     ``percent_of_roofline``, ``spread_percent``, ``family``, ``device``, ``stage``, ``chosen`` (what is
-    dispatched). A modelled one has ``predicted_us`` in place of all figures, since a model only ranks."""
+    dispatched), ``alone`` (timed with the chip to itself; such rows come first).
+    A modelled one has ``predicted_us`` in place of all figures, since a model only ranks."""
 
     @classmethod
     def from_outcomes(
@@ -141,6 +145,7 @@ class Leaderboard:
                 chosen=candidate == best,
                 baseline_median_us=measurement.baseline_median_us,
                 baseline_spread=replace(measurement, samples_us=measurement.baseline_us).spread,
+                alone=bool(measurement.evidence.get("turn_ms")),
             )
             for candidate, measurement in latest.items()
         ]
@@ -207,7 +212,8 @@ class Leaderboard:
         for problem in sorted(set(_problems(frame))):
             for shown, group in _groups(_only(frame, problem), device):
                 board = _ranked(_stored_rows(group), problem, shown)
-                vendor = board[board["family"] == VENDOR_FAMILY].sort_values("ratio_to_torch_mm").iloc[-1]
+                vendors = board[board["family"] == VENDOR_FAMILY]
+                vendor = vendors.sort_values(["alone", "ratio_to_torch_mm"]).iloc[-1]
                 best = board.iloc[0].to_dict()
                 rows.append(
                     {name: best[name] for name in _SUMMARY_COLUMNS[:-2]}
@@ -433,7 +439,10 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
     """The frame of one problem on one device."""
     import pandas
 
-    ordered = sorted(rows, key=lambda row: (not row.chosen, -row.ratio, row.label))
+    def place(row: _Row) -> tuple[bool, bool, float, str]:
+        return not row.chosen, not row.alone, -row.ratio, row.label
+
+    ordered = sorted(rows, key=place)
     if ordered and not any(row.label == BASELINE for row in ordered):
         # The leader's interleave is the one whose baseline can stand beside the leader's time.
         leader = ordered[0]
@@ -445,12 +454,14 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
             leader.baseline_spread,
             leader.noise,
             leader.stage,
+            alone=leader.alone,
         )
-        ordered = sorted([*ordered, baseline], key=lambda row: (not row.chosen, -row.ratio, row.label))
+        ordered = sorted([*ordered, baseline], key=place)
     ranks: list[int] = []
     for position, row in enumerate(ordered):
         first = ordered[ranks[-1] - 1] if ranks else row
         tied = bool(ranks) and abs(row.ratio / first.ratio - 1) <= max(row.noise, first.noise)
+        tied = tied and row.alone == first.alone
         ranks.append(ranks[-1] if tied else position + 1)
     roofline_us = device.roofline_us(problem) if device else 0.0
     return pandas.DataFrame(
@@ -470,6 +481,7 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
             "device": [device.name if device else ""] * len(ordered),
             "stage": [row.stage for row in ordered],
             "chosen": [row.chosen for row in ordered],
+            "alone": [row.alone for row in ordered],
         }
     )
 
@@ -487,6 +499,7 @@ def _stored_rows(frame: pandas.DataFrame) -> list[_Row]:
             bool(row["settled"]),
             row["baseline_median_us"],
             row["baseline_spread"],
+            row["policy"] in ALONE,
         )
         for row in frame.to_dict("records")
     ]
@@ -550,7 +563,19 @@ def _note(source: Source, device: Device, rows: list[_Row]) -> str:
         "measured": f"Measured on {device.name}.",
         "replayed": f"Replayed from a recording of {device.name}; nothing was measured here.",
     }[source]
-    return f"{origin} {_noise_note([row.noise for row in rows])}".rstrip()
+    notes = _noise_note([row.noise for row in rows]), _shared_note([row.alone for row in rows])
+    return " ".join(filter(None, [origin, *notes]))
+
+
+def _shared_note(alone: Sequence[bool]) -> str:
+    """What to make of the last rows, where the first had the chip to themselves."""
+    shared = len(alone) - sum(alone)
+    if shared in (0, len(alone)):
+        return ""
+    return (
+        f"At the power cap: the last {shared} were timed at clocks that all shared, "
+        "and do not compare with those before."
+    )
 
 
 def _noise_note(noises: list[float]) -> str:
@@ -569,10 +594,11 @@ def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | Non
         for shown, _ in groups
     ]
     parts.append(_noise_note([noise for _, group in groups for noise in group["noise"]]))
+    parts.append(_shared_note([policy in ALONE for _, group in groups for policy in group["policy"]]))
     left_out = len(rows) - sum(len(group) for _, group in groups)
     if left_out:
         parts.append(f"Rows of other devices or software versions, left out: {left_out}.")
-    return " ".join(parts)
+    return " ".join(filter(None, parts))
 
 
 def _mean_note(table: pandas.DataFrame) -> str:

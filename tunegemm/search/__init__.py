@@ -2,6 +2,15 @@
 
 from tunegemm.search.budget import EFFORTS, Budget, Effort, budget_for
 from tunegemm.search.portfolio import Portfolio
-from tunegemm.search.search import Search, first_of_each_kernel
+from tunegemm.search.search import Search, first_of_each_kernel, launches_around
 
-__all__ = ["EFFORTS", "Budget", "Effort", "Portfolio", "Search", "budget_for", "first_of_each_kernel"]
+__all__ = [
+    "EFFORTS",
+    "Budget",
+    "Effort",
+    "Portfolio",
+    "Search",
+    "budget_for",
+    "first_of_each_kernel",
+    "launches_around",
+]

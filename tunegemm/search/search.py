@@ -285,17 +285,9 @@ class Search:
         """Launches of the fastest kernels in turn, each from its best launch outwards; then of the next."""
         leaders = iter(self._best_of_kernels())
         while group := list(itertools.islice(leaders, self._budget.leaders)):
-            for turn in itertools.zip_longest(*map(self._grid_around, group)):
+            grids = [launches_around(leader, self._launch_values) for leader in group]
+            for turn in itertools.zip_longest(*grids):
                 yield from (launch for launch in turn if launch is not None)
-
-    def _grid_around(self, leader: Candidate) -> list[Candidate]:
-        """Every launch of the leader's kernel, those with fewest differences first."""
-        names, lists = self._launch_values.keys(), self._launch_values.values()
-        grid = (
-            leader.with_launch(**dict(zip(names, values, strict=True)))
-            for values in itertools.product(*lists)
-        )
-        return sorted(grid, key=lambda launch: _differences(launch, leader))
 
 
 def first_of_each_kernel(ranked: Iterable[Candidate]) -> list[Candidate]:
@@ -304,6 +296,15 @@ def first_of_each_kernel(ranked: Iterable[Candidate]) -> list[Candidate]:
     for candidate in ranked:
         best.setdefault(candidate.kernel, candidate)
     return list(best.values())
+
+
+def launches_around(leader: Candidate, launch_values: Mapping[str, Sequence[Value]]) -> list[Candidate]:
+    """Every launch of the leader's kernel, those with fewest differences first."""
+    names, lists = launch_values.keys(), launch_values.values()
+    grid = (
+        leader.with_launch(**dict(zip(names, values, strict=True))) for values in itertools.product(*lists)
+    )
+    return sorted(grid, key=lambda launch: _differences(launch, leader))
 
 
 _END = Candidate("end of the stream")
