@@ -367,6 +367,19 @@ def test_at_the_power_cap_the_best_alone_wins(cache: Path, tmp_path: Path) -> No
     assert {c: known[c] for c in own} == {c: pytest.approx(10 / (8.5 + c["tile_n"] / 64)) for c in own}
 
 
+def test_without_time_for_heats_few_are_raced(cache: Path) -> None:
+    own = [launch for kernel in kernels(*GOOD) for launch in launches(kernel)]
+    measurer = Capped()
+    with Tuner(DEVICE, cache=cache, workers=2) as tuner:
+        run = tuning._Run(tuner, PROBLEM, None)
+        list(run.evaluate(measurer, [*own, TORCH_MM], SCREEN))
+        finalists = run.qualify(measurer, left_s=5.0)
+        assert len(measurer.asked) == 1, "no heats"
+        assert len(finalists) <= 5 and finalists[-1] == TORCH_MM
+        assert len({c.kernel for c in finalists}) == len(finalists), "of each kernel its best launch"
+        assert run.qualify(measurer, left_s=60.0) and len(measurer.asked) == 3
+
+
 def test_no_heats_on_a_chip_that_holds_its_clocks(cache: Path) -> None:
     with Tuner(DEVICE, cache=cache) as tuner:
         run = tuning._Run(tuner, PROBLEM, None)

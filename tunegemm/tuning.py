@@ -53,6 +53,10 @@ _HEAT_LEADERS, _HEAT_LAUNCHES = 2, 8
 #: The library's algorithms at least so fast, at shared clocks, as the fastest of all.
 _HEAT_LIBRARY_RATIO = 0.85
 _HEAT_WINNERS, _HEAT_LIBRARY = 8, 2
+#: Seconds that heats and a final race of turns take, some 10 and 12. A search that has a budget leaves them
+#: so much of it, but no more than half; with less than `_HEAT_S` left few candidates are raced, without heats.
+_TURNS_S, _HEAT_S = 25.0, 18.0
+_HURRIED = 4
 #: Kernels that draw little power by their tiles, added to what the model has screened anyway.
 _THRIFTY = 10
 #: Noise of a final race above which nobody had the GPU alone. Of 60 races on H200s that did (2026-11-21) the
@@ -201,11 +205,12 @@ class Tuner:
     ) -> TuneResult:
         """Search for the problem's fastest kernel.
 
-        effort, trials: how many candidates; see `tunegemm.search`. budget_seconds: no new batch after that.
-        Ctrl-C ends it early: the result says so, and everything measured is kept.
+        effort, trials: how many candidates; see `tunegemm.search`. budget_seconds: no new batch after that;
+        the final race follows. Ctrl-C ends it early: the result says so, and everything measured is kept.
         """
         run = _Run(self, problem, on_progress, compiled_before=self.pool.compiled)
-        deadline = time.monotonic() + (budget_seconds if budget_seconds is not None else float("inf"))
+        budget_s = float("inf") if budget_seconds is None else budget_seconds
+        deadline = time.monotonic() + budget_s
         try:
             measurer = self._measurer_for(problem)
             if measurer is None:
@@ -213,7 +218,8 @@ class Tuner:
             search = run.start_search(measurer, effort, trials)
             run.compile_ahead(search.planned_screen())
             while batch := search.ask(_BATCH):
-                if time.monotonic() >= deadline:
+                reserved_s = min(_TURNS_S, budget_s / 2) if run.is_throttled else 0.0
+                if time.monotonic() >= deadline - reserved_s:
                     run.note = (
                         f"the budget of {budget_seconds:g} s ended the search after {len(run.measured)} "
                         "measurements; a larger one goes on"
@@ -222,8 +228,7 @@ class Tuner:
                 run.stage = search.stage
                 for outcome in run.evaluate(measurer, batch, replace(SCREEN, seed=self.seed)):
                     search.tell(outcome.candidate, run.value(outcome))
-            throttled = run.is_throttled and time.monotonic() < deadline
-            finalists = run.heat(measurer) if throttled else run.finalists()
+            finalists = run.qualify(measurer, deadline - time.monotonic())
             return run.settle(run.race(measurer, finalists, self.final))
         except KeyboardInterrupt:
             return run.interrupt()
@@ -541,6 +546,15 @@ class _Run:
         """Whether the chip lowered its clocks for this problem, by the latest that is known of it."""
         latest = next(reversed(self.screened.values()), None)
         return self.device.is_real and latest is not None and bool(latest.evidence.get("throttle_reasons"))
+
+    def qualify(self, measurer: Measurer, left_s: float) -> list[Candidate]:
+        """The finalists, after heats where the chip is at its power cap and there is time for them."""
+        if not self.is_throttled:
+            return self.finalists()
+        if left_s >= _HEAT_S:
+            return self.heat(measurer)
+        contenders = self._contenders()
+        return contenders[:_HURRIED] + [c for c in contenders[_HURRIED:] if is_torch(c)]
 
     def heat(self, measurer: Measurer) -> list[Candidate]:
         """The finalists of a chip at its power cap: those that are fast with the chip to themselves.
