@@ -54,7 +54,7 @@ _HEAT_LEADERS, _HEAT_LAUNCHES = 2, 8
 _HEAT_LIBRARY_RATIO = 0.85
 _HEAT_WINNERS, _HEAT_LIBRARY = 8, 2
 #: Seconds that heats and a final race of turns take, some 10 and 12. A search that has a budget leaves them
-#: so much of it, but no more than half; with less than `_HEAT_S` left few candidates are raced, without heats.
+#: so much of it, but no more than half; with less than `_HEAT_S` left few are raced, without heats.
 _TURNS_S, _HEAT_S = 25.0, 18.0
 _HURRIED = 4
 #: Kernels that draw little power by their tiles, added to what the model has screened anyway.
