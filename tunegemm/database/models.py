@@ -203,8 +203,8 @@ class MeasurementRow(Base):
     )
     policy: Mapped[str] = mapped_column(
         String(16),
-        doc="screen: few rounds, while searching. Another word, such as race: a final race. Of long turns heat "
-        "before it and alone.",
+        doc="screen: few rounds, while searching. Another word, such as race: a final race. Of long turns "
+        "heat before it and alone.",
     )
     samples_us: Mapped[list[float]] = mapped_column(
         JsonText, doc="JSON list: device time of one product per round, microseconds."
