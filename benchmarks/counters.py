@@ -2,6 +2,8 @@
 
     tunegemm tune --shape 512x512x65536          # there must be a kernel to look at
     python -m benchmarks.counters --shapes 512x512x65536,5000x3000x7000
+    python -m benchmarks.counters --shapes 4096x28672x4096 --label 'pp128x176x64 s5 c2x1 e16 sk rn w4 all' \
+        --label 'cublaslt a66 t176x128 s64xAUTO c1x2x1 o2'
 
 Each kernel is run alone on cold caches, several times, a group of counters each time: its duration is neither
 that of an interleave nor of a busy chip. What is to be compared is where bytes come from and how busy the
@@ -18,12 +20,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm.device import find_device
+from tunegemm.device import Device, find_device
 from tunegemm.errors import TunegemmError
 from tunegemm.problem import Problem
+
+if TYPE_CHECKING:
+    from benchmarks.providers import Contender
 
 METHOD = (
     "ncu --clock-control none, one launch after three to warm up, caches flushed before each pass; a product "
@@ -55,6 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.counters", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--shapes", required=True, help="MxNxK,...")
+    parser.add_argument(
+        "--label", action="append", default=[],
+        help="a candidate in the database, by its label, in place of torch.mm and our best; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # the provider that the profiled process runs
@@ -70,7 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise CountersError("ncu is not on PATH; install Nsight Compute, of CUDA's toolkit")
         results = Results(results_path(options.out, device, "counters.json"), meta(device, METHOD))
         for problem in problems:
-            found = {name: _profile(ncu, name, problem, options.device) for name in _PROVIDERS}
+            names = options.label or _PROVIDERS
+            found = {name: _profile(ncu, name, problem, options.device) for name in names}
             results.put(problem_fields(problem) | {"providers": found})
             for name, counted in found.items():
                 print(f"{problem} {name}: {counted}", flush=True)
@@ -88,7 +98,10 @@ def _inside(name: str, problem: Problem, device: Any) -> None:
     from benchmarks.providers import PROVIDERS, Options
     from tunegemm.measure.operands import make_operands
 
-    (contender,) = PROVIDERS[name](problem, device, Options(0.0, None))
+    if name in _PROVIDERS:
+        (contender,) = PROVIDERS[name](problem, device, Options(0.0, None))
+    else:
+        contender = stored(problem, device, name)
     operands = make_operands(problem, torch.device("cuda", device.index), 0)
     for _ in range(3):
         contender.run(operands.a, operands.b, operands.out)
@@ -98,6 +111,28 @@ def _inside(name: str, problem: Problem, device: Any) -> None:
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
     print(f"LABEL {contender.label}")
+
+
+def stored(problem: Problem, device: Device, label: str) -> Contender:
+    """The candidate that the database has under a label, ready to run."""
+    from benchmarks.providers import Contender
+    from tunegemm import families
+    from tunegemm.artifacts import ArtifactStore
+    from tunegemm.database import Database
+
+    with Database.open(read_only=True) as database:
+        found = {entry.label: entry.candidate for entry in database.entries(problem)}
+    if label not in found:
+        raise CountersError(
+            f"no candidate {label!r} of {problem} is in the database; `tunegemm leaderboard` has labels"
+        )
+    family = families.get(found[label].family)
+    artifact = None
+    if family.compiled:
+        artifact = ArtifactStore().find(family.kernel_key(problem, found[label], device))
+        if artifact is None:
+            raise CountersError(f"the object of {label} is not in the store; tune {problem} to compile it")
+    return Contender(family.load(problem, found[label], device, artifact.path if artifact else None), label)
 
 
 def _profile(ncu: str, name: str, problem: Problem, device: str) -> dict[str, Any]:

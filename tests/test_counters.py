@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import torch
 
 from benchmarks import counters
+from tunegemm import families
+from tunegemm.database import Database
+from tunegemm.device import find_device
+from tunegemm.families import load_space
+from tunegemm.families.cublaslt import TORCH_MM
+from tunegemm.outcome import Measurement
+from tunegemm.problem import Problem
 
 _HEADER = ",".join(f'"{name}"' for name in ("ID", "Process ID", "Kernel Name", *counters.METRICS.values()))
 _UNITS = ",".join('""' for _ in range(3 + len(counters.METRICS)))
@@ -37,3 +48,23 @@ def test_without_ncu_the_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys
     arguments = ["--shapes", "512x512x512", "--device", "model:h200", "--out", str(tmp_path)]
     assert counters.main(arguments) == 2
     assert "ncu is not on PATH" in capsys.readouterr().err
+
+
+def test_a_candidate_is_found_by_its_label(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    problem, device = Problem.parse("512x512x512"), replace(find_device("model:h200"), spec="cuda:0")
+    monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "tuning.sqlite"))
+    monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path))
+    kernel = next(
+        k for k in load_space("cute_sm90").kernels() if families.get("cute_sm90").check(problem, k, device)
+    )
+    with Database.open() as database:
+        for candidate, label in ((TORCH_MM, "torch.mm"), (kernel, "one of ours")):
+            database.publish(problem, device, Measurement(candidate, (1.0,), (1.0,), 1e-3, 0.01), label=label)
+    contender = counters.stored(problem, device, "torch.mm")
+    a, b = torch.rand(8, 4), torch.rand(4, 8)
+    contender.run(a, b, out := torch.empty(8, 8))
+    assert torch.equal(out, a @ b) and contender.label == "torch.mm"
+    with pytest.raises(counters.CountersError, match="the object of one of ours is not in the store"):
+        counters.stored(problem, device, "one of ours")
+    with pytest.raises(counters.CountersError, match="no candidate 'nothing' of 512x512x512"):
+        counters.stored(problem, device, "nothing")
