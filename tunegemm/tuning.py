@@ -57,8 +57,9 @@ _HEAT_WINNERS, _HEAT_LIBRARY = 8, 2
 #: so much of it, but no more than half; with less than `_HEAT_S` left few are raced, without heats.
 _TURNS_S, _HEAT_S = 25.0, 18.0
 _HURRIED = 4
-#: Kernels that draw little power by their tiles, added to what the model has screened anyway.
-_THRIFTY = 10
+#: Kernels that draw little power by their tiles, added to what the model has screened anyway; among a number
+#: of trials that was asked for one in so many.
+_THRIFTY, _TRIALS_PER_THRIFTY = 10, 12
 #: Noise of a final race above which nobody had the GPU alone. Of 60 races on H200s that did (2026-11-21) the
 #: noisiest had 0.4 %; beside another process 70 and 144 % were seen, with a winner at 1.5 of torch.mm.
 _DISTURBED = 0.05
@@ -390,7 +391,9 @@ class _Run:
                 continue
             begin = [seed for seed in started if seed.family == name]
             if not searches and recorded is None:
-                begin += model.thrifty(ranked, _THRIFTY)
+                begin += model.thrifty(
+                    ranked, _THRIFTY if trials is None else min(_THRIFTY, trials // _TRIALS_PER_THRIFTY)
+                )
             searches.append(
                 Search(
                     [prediction.candidate for prediction in ranked],
