@@ -21,6 +21,7 @@ from tunegemm.database import Database
 from tunegemm.device import find_device
 from tunegemm.errors import DeviceError, SpaceError
 from tunegemm.families.cublaslt import TORCH_MM
+from tunegemm.finalists import of_shared_clocks
 from tunegemm.measure import SCREEN, Job, Policy
 from tunegemm.measure.replay import write_sweep
 from tunegemm.outcome import Failure, Measurement, Outcome
@@ -307,7 +308,7 @@ def test_the_quickest_reach_the_final_race_whatever_torch_did(cache: Path) -> No
             for launch in launches(kind):
                 run.screened[launch] = Measurement(launch, (ours,) * 3, (torchs,) * 3, 1e-3, 0.0)
         run.screened[TORCH_MM] = Measurement(TORCH_MM, (17.4,) * 3, (17.4,) * 3, 1e-3, 0.0)
-        finalists = run.finalists()
+        finalists = of_shared_clocks(run.screened)
     assert finalists[-1] == TORCH_MM and len(finalists) == 12 + 4 + 1
     beside_fast, beside_slow = (
         [c for c in finalists[:-1] if (c["kernel"] >= 25) == fast] for fast in (True, False)
@@ -347,7 +348,7 @@ def test_at_the_power_cap_the_best_alone_wins(cache: Path, tmp_path: Path) -> No
         run = tuning._Run(tuner, PROBLEM, None)
         list(run.evaluate(measurer, [*own, TORCH_MM], SCREEN))
         assert run.is_throttled
-        assert run.finalists()[0]["tile_n"] == 16
+        assert of_shared_clocks(run.screened)[0]["tile_n"] == 16
         finalists = run.heat(measurer)
         result = run.settle(run.race(measurer, finalists, tuner.final))
         record = database.best(PROBLEM, DEVICE.fingerprint)

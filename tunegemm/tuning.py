@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
-from tunegemm import families, model
+from tunegemm import families, finalists, model
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.compile import CompilePool, CompileResult
 from tunegemm.database.history import seeds
 from tunegemm.device import Device, cuda_device_count, find_device
 from tunegemm.errors import DeviceError
-from tunegemm.families.cublaslt import TORCH_MM, is_torch
+from tunegemm.families.cublaslt import TORCH_MM
 from tunegemm.feasibility import plausible_kernels
 from tunegemm.measure import FINAL, HEAT, SCREEN, Job, Policy
 from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
@@ -41,22 +41,11 @@ Source = Literal["measured", "replayed", "modelled"]
 
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
 _BATCH = 32
-#: Own candidates that enter the final race, by ratio and by time, beside the best library algorithms.
-_FINALISTS = 12
-_QUICKEST = 4
-_LAUNCHES_PER_FINALIST = 2
-_LIBRARY_FINALISTS = 6
-#: In the heats on a chip at its power cap: kernels by what is expected of them there, beside the `_QUICKEST`;
-#: then leaders of which other launches are tried, and how many; and own and library's that go on to the race.
-_HEATED = 14
+#: Kernels of which other launches run in a second heat, and how many.
 _HEAT_LEADERS, _HEAT_LAUNCHES = 2, 8
-#: The library's algorithms at least so fast, at shared clocks, as the fastest of all.
-_HEAT_LIBRARY_RATIO = 0.85
-_HEAT_WINNERS, _HEAT_LIBRARY = 8, 2
 #: Seconds that heats and a final race of turns take, some 10 and 12. A search that has a budget leaves them
 #: so much of it, but no more than half; with less than `_HEAT_S` left few are raced, without heats.
 _TURNS_S, _HEAT_S = 25.0, 18.0
-_HURRIED = 4
 #: Kernels that draw little power by their tiles, added to what the model has screened anyway; among a number
 #: of trials that was asked for one in so many.
 _THRIFTY, _TRIALS_PER_THRIFTY = 10, 12
@@ -229,8 +218,8 @@ class Tuner:
                 run.stage = search.stage
                 for outcome in run.evaluate(measurer, batch, replace(SCREEN, seed=self.seed)):
                     search.tell(outcome.candidate, run.value(outcome))
-            finalists = run.qualify(measurer, deadline - time.monotonic())
-            return run.settle(run.race(measurer, finalists, self.final))
+            runners = run.qualify(measurer, deadline - time.monotonic())
+            return run.settle(run.race(measurer, runners, self.final))
         except KeyboardInterrupt:
             return run.interrupt()
         finally:
@@ -524,25 +513,10 @@ class _Run:
         """What the search maximizes: speed relative to torch.mm in the same interleave."""
         return outcome.ratio if isinstance(outcome, Measurement) else None
 
-    def race(self, measurer: Measurer, finalists: Sequence[Candidate], policy: Policy) -> list[Measurement]:
+    def race(self, measurer: Measurer, runners: Sequence[Candidate], policy: Policy) -> list[Measurement]:
         """The finalists once more, in one interleave with more rounds."""
         self.stage = "final"
-        return [o for o in self.evaluate(measurer, finalists, policy) if isinstance(o, Measurement)]
-
-    def finalists(self) -> list[Candidate]:
-        """The leaders, those that took the least time, and the library's best.
-
-        Time, too, since for some shapes torch.mm has two speeds, some 10 % apart, and keeps one for most
-        interleaves throughout: whoever met the slow one leads by ratio
-        (H200, benchmarks/results/h200/torch-modes-2026-11-22.json).
-        """
-        leaders = sorted(self.screened.values(), key=lambda m: -m.ratio)
-        library = [m.candidate for m in leaders if m.candidate.family == "cublaslt"]
-        baseline = [c for c in library if is_torch(c)]
-        own = [m for m in leaders if m.candidate.family != "cublaslt"]
-        quickest = sorted(own, key=lambda m: m.median_us)
-        chosen = _of_several_kernels(own, _FINALISTS) + _of_several_kernels(quickest, _QUICKEST)
-        return list(dict.fromkeys(chosen + library[:_LIBRARY_FINALISTS] + baseline))
+        return [o for o in self.evaluate(measurer, runners, policy) if isinstance(o, Measurement)]
 
     @property
     def is_throttled(self) -> bool:
@@ -553,11 +527,8 @@ class _Run:
     def qualify(self, measurer: Measurer, left_s: float) -> list[Candidate]:
         """The finalists, after heats where the chip is at its power cap and there is time for them."""
         if not self.is_throttled:
-            return self.finalists()
-        if left_s >= _HEAT_S:
-            return self.heat(measurer)
-        contenders = self._contenders()
-        return contenders[:_HURRIED] + [c for c in contenders[_HURRIED:] if is_torch(c)]
+            return finalists.of_shared_clocks(self.screened)
+        return self.heat(measurer) if left_s >= _HEAT_S else finalists.in_a_hurry(self.screened)
 
     def heat(self, measurer: Measurer) -> list[Candidate]:
         """The finalists of a chip at its power cap: those that are fast with the chip to themselves.
@@ -567,30 +538,14 @@ class _Run:
         of the best: to read less from L2 and device memory saves power, too.
         """
         self.stage = "heat"
-        self._heat(measurer, self._contenders())
-        own = [m for m in self._heat_order() if m.candidate.family != "cublaslt"]
+        self._heat(measurer, finalists.for_heats(self.screened))
         launches = []
-        for leader in _of_several_kernels(own, _HEAT_LEADERS, each=1):
+        for leader in finalists.leaders_of(self.heats, _HEAT_LEADERS):
             values = self.tuner.space(leader.family).launch_values
             others = (c for c in launches_around(leader, values) if self._is_worth_a_heat(c))
             launches += list(itertools.islice(others, _HEAT_LAUNCHES))
         self._heat(measurer, launches)
-        order = self._heat_order()
-        own = [m for m in order if m.candidate.family != "cublaslt"]
-        library = [m.candidate for m in order if m.candidate.family == "cublaslt"]
-        chosen = _of_several_kernels(own, _HEAT_WINNERS) + library[:_HEAT_LIBRARY]
-        return list(dict.fromkeys([*chosen, *filter(is_torch, library)]))
-
-    def _contenders(self) -> list[Candidate]:
-        """For the first heat: the library's algorithms, the own kernels of which most is expected, and the
-        fastest at shared clocks."""
-        leaders = sorted(self.screened.values(), key=lambda m: -m.ratio)
-        own = [m for m in leaders if m.candidate.family != "cublaslt"]
-        expected = sorted(own, key=lambda m: -model.ratio_alone(m.candidate, m.ratio))
-        chosen = _of_several_kernels(expected, _HEATED, each=1) + _of_several_kernels(own, _QUICKEST, each=1)
-        library = [m.candidate for m in leaders if m.candidate.family == "cublaslt"]
-        near = {m.candidate for m in leaders if m.ratio >= _HEAT_LIBRARY_RATIO * leaders[0].ratio}
-        return list(dict.fromkeys(chosen + [c for c in library if c in near or is_torch(c)]))
+        return finalists.of_heats(self.heats)
 
     def _is_worth_a_heat(self, launch: Candidate) -> bool:
         return (
@@ -603,9 +558,6 @@ class _Run:
         for outcome in self.evaluate(measurer, candidates, replace(HEAT, seed=self.tuner.seed)):
             if isinstance(outcome, Measurement):
                 self.heats[outcome.candidate] = outcome
-
-    def _heat_order(self) -> list[Measurement]:
-        return sorted(self.heats.values(), key=lambda m: -m.ratio)
 
     def settle(self, raced: Sequence[Measurement]) -> TuneResult:
         """Choose by evidence, record the choice, report.
@@ -763,23 +715,6 @@ class _Run:
             interrupted=interrupted,
             note=note,
         )
-
-
-def _of_several_kernels(
-    measurements: Iterable[Measurement], count: int, each: int = _LAUNCHES_PER_FINALIST
-) -> list[Candidate]:
-    """The first candidates, but few launches of one kernel.
-
-    They are often all in front together and would leave no room for others, which the screen's few rounds
-    in other moments of clock and power may have put too low.
-    """
-    chosen: list[Candidate] = []
-    launches: Counter[Candidate] = Counter()
-    for candidate in (measurement.candidate for measurement in measurements):
-        launches[candidate.kernel] += 1
-        if len(chosen) < count and launches[candidate.kernel] <= each:
-            chosen.append(candidate)
-    return chosen
 
 
 def _usable(names: Sequence[str] | None) -> tuple[str, ...]:
