@@ -330,7 +330,7 @@ def measure(
         row["right"] = error <= bound
         if samples:
             row |= _times(samples, mode)
-            row |= {"rounds": rounds, "left_to_torch": len(left)}
+            row |= {"rounds": rounds, "left_to_torch": len(left), "sample_ms": _SAMPLE_MS}
         rows.append(row)
     steps.clear()
     torch.compiler.reset()

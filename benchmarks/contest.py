@@ -93,12 +93,16 @@ def contest(
                 "relative_error": timing.relative_error,
                 "label": labels[name],
             }
+            if found.shared:
+                shared = found.shared[name].ratio_to(found.shared["torch"])
+                providers[group]["ratio_shared"] = round(shared, 4)
     return problem_fields(problem) | {
         "epilogue": "none",
         "providers": providers,
         "skipped": skipped | dict(found.skipped),
         "noise": round(found.noise, 5),
         "rounds": found.rounds,
+        "turn_ms": found.turn_ms,
         "operand_sets": found.operand_sets,
         "products_per_replay": found.products_per_replay,
     }

@@ -131,6 +131,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
             },
             "noise": round(found.noise, 5),
             "rounds": found.rounds,
+            "turn_ms": found.turn_ms,
             "operand_sets": found.operand_sets,
             "products_per_replay": found.products_per_replay,
         }

@@ -144,6 +144,7 @@ def measure(device: Device, backend: Backend, pool: CompilePool, *, rounds: int 
                 "tried": len(tried),
                 "noise": round(timed.noise, 5),
                 "rounds": timed.rounds,
+                "turn_ms": timed.turn_ms,
                 "operand_sets": timed.operand_sets,
                 "products_per_replay": timed.products_per_replay,
                 "clocks": {"before": before, "after": backend.telemetry()},

@@ -368,6 +368,31 @@ def test_at_the_power_cap_the_best_alone_wins(cache: Path, tmp_path: Path) -> No
     assert {c: known[c] for c in own} == {c: pytest.approx(10 / (8.5 + c["tile_n"] / 64)) for c in own}
 
 
+def test_a_whole_tuning_at_the_power_cap(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measurer, told = Capped(), list[Progress]()
+    monkeypatch.setattr(Tuner, "_measurer_for", lambda *_: measurer)
+    only = ["cute_sm90", "cublaslt"]
+    with (
+        Database.open(tmp_path / "tuning.sqlite") as database,
+        Tuner(DEVICE, database, cache=cache, workers=2, families=only) as tuner,
+    ):
+        result = tuner.tune(PROBLEM, trials=12, budget_seconds=3600.0, on_progress=told.append)
+        again = tuner.tune(PROBLEM, trials=12, budget_seconds=0.0)
+        record = database.best(PROBLEM, DEVICE.fingerprint)
+    stages = list(dict.fromkeys(progress.stage for progress in told))
+    assert stages[0] == "library" and stages[-3:] == ["heat", "final", "done"]
+    assert result.best is not None and result.best.evidence["turn_ms"] > 0
+    alone = [o for o in result.outcomes if isinstance(o, Measurement) and o.evidence["turn_ms"]]
+    assert result.best.ratio == max(o.ratio for o in alone)
+    assert told[-1].best_ratio == result.best.ratio
+    # Without a budget nothing is searched, and few are raced; what the race finds is the record all the same.
+    assert "the budget of 0 s ended the search" in again.note
+    assert record is not None and again.best is not None and record.candidate == again.best.candidate
+    assert len([o for o in again.outcomes if isinstance(o, Measurement)]) <= 5
+
+
 def test_without_time_for_heats_few_are_raced(cache: Path) -> None:
     own = [launch for kernel in kernels(*GOOD) for launch in launches(kernel)]
     measurer = Capped()
