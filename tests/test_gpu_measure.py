@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.numerics import difference
+from tests.waiting import until
 from tunegemm.device import Device
 from tunegemm.families.cublaslt import FAMILY, TORCH_MM
 from tunegemm.measure import FINAL, SCREEN, Job, MeasureWorker, Policy, ratio_interval, tie, winner
@@ -84,7 +85,7 @@ def test_clocks_have_settled_when_a_race_begins(worker: MeasureWorker) -> None:
 
 
 def test_turns_are_long_where_the_chip_lowers_its_clocks(worker: MeasureWorker) -> None:
-    """Without the longer settling the baseline's first turn took 1.07 to 1.12 times as long as its others."""
+    """Without the longer settling first rounds had ratios of 1.07 to 1.12 in nine of 23 races."""
     for own in measured(worker, Problem(4096, 4096, 4096), [Job(TORCH_MM), planted("good")], FINAL):
         assert own.evidence["turn_ms"] == FINAL.turn_ms
         assert own.evidence["rounds"] == len(own.samples_us) == FINAL.turns
@@ -207,5 +208,4 @@ def test_memory_comes_back(device: Device) -> None:
         held = before - torch.cuda.mem_get_info(device.index)[0]
         measured(worker, Problem(1024, 1024, 1024), [Job(TORCH_MM)], QUICK)
         assert before - torch.cuda.mem_get_info(device.index)[0] < held, "8192's are freed"
-    time.sleep(1.0)
-    assert before - torch.cuda.mem_get_info(device.index)[0] < 64 << 20
+    until(lambda: before - torch.cuda.mem_get_info(device.index)[0] < 64 << 20, seconds=1.0)

@@ -156,6 +156,7 @@ class TestRegress:
         begin = datetime.now(UTC)
         database.settle(PROBLEM, DEVICE, alone(1.01))
         assert regressions(database, PROBLEM, begin) == [], "of shared clocks before"
+        assert [entry.policy for entry in database.entries(PROBLEM)] == ["final", "alone"]
         again = datetime.now(UTC)
         database.settle(PROBLEM, DEVICE, alone(0.97))
         (found,) = regressions(database, PROBLEM, again)

@@ -59,6 +59,11 @@ class Measurement:
         return _statistics().median(b / s for b, s in zip(self.baseline_us, self.samples_us, strict=True))
 
     @property
+    def alone(self) -> bool:
+        """Whether each had the chip to itself in long turns; such ratios compare with no others."""
+        return bool(self.evidence.get("turn_ms"))
+
+    @property
     def spread(self) -> float:
         """Interquartile range over the median."""
         if len(self.samples_us) < 2:

@@ -52,7 +52,8 @@ _THRIFTY, _TRIALS_PER_THRIFTY = 10, 12
 #: Noise of a final race above which nobody had the GPU alone. Of 60 races on H200s that did (2026-11-21) the
 #: noisiest had 0.4 %; beside another process 70 and 144 % were seen, with a winner at 1.5 of torch.mm.
 _DISTURBED = 0.05
-#: Long turns are few: of 36 races alone on H200s the noisiest had 3.4 % (alone-2026-11-22.json there).
+#: Long turns are few, and clocks move between them: alone on H200s the noisiest of 36 races had 3.4 %, of 16
+#: interleaves of as many turns 4.9 % (alone-2026-11-22.json and peers.json there).
 _DISTURBED_IN_TURNS = 0.1
 #: Likewise of torch.mm's time relative to that while searching. 52 races alone had 1.22 and less (H200,
 #: 2026-11-22, benchmarks/results/h200/races-2026-11-22.json), most of all large products, whose first
@@ -413,7 +414,7 @@ class _Run:
             return []
         # Of several measurements of one candidate the last one counts. Those of long turns do not compare.
         stored = self.tuner.database.measurements(self.problem, self.device.fingerprint, current=True)
-        self.screened.update({m.candidate: m for m in stored if not m.evidence.get("turn_ms")})
+        self.screened.update({m.candidate: m for m in stored if not m.alone})
         failures = self.tuner.database.failures(self.problem, self.device.fingerprint, current=True)
         return [(m.candidate, self.value(m)) for m in self.screened.values()] + [
             (failure.candidate, None)
@@ -590,7 +591,7 @@ class _Run:
 
     def _disturbance(self, best: Measurement) -> str:
         """What of the race's baseline shows that others used the GPU; empty for nothing."""
-        if best.noise > (_DISTURBED_IN_TURNS if best.evidence.get("turn_ms") else _DISTURBED):
+        if best.noise > (_DISTURBED_IN_TURNS if best.alone else _DISTURBED):
             return f"torch.mm timed twice differs by {best.noise:.0%}"
         slowed = slowdown(best, (o for o in self.outcomes if isinstance(o, Measurement)))
         return f"torch.mm takes {slowed:.1f} times as long as while searching" if slowed > _SLOWED else ""
@@ -658,7 +659,7 @@ class _Run:
             return "heat"
         if self.stage != "final":
             return "screen"
-        return "alone" if isinstance(outcome, Measurement) and outcome.evidence.get("turn_ms") else "race"
+        return "alone" if isinstance(outcome, Measurement) and outcome.alone else "race"
 
     def _report(self) -> None:
         if self.on_progress is None:

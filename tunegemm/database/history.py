@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
-from tunegemm.database.record import Choice, Entry
+from tunegemm.database.record import ALONE, Choice, Entry
 from tunegemm.database.validity import Grade, judge_stored
 from tunegemm.device import Fingerprint
 from tunegemm.measure.statistics import NOISE_FLOOR, median_interval, ratio_interval
@@ -119,14 +119,10 @@ def regressions(database: Database, problem: Problem, since: datetime | str) -> 
             continue
         first = is_later.index(True)
         after = [entry for (_, entry), later in zip(chosen, is_later, strict=True) if later][-1]
-        before = [entry for _, entry in chosen[:first] if _is_alone(entry) == _is_alone(after)]
+        before = [entry for _, entry in chosen[:first] if (entry.policy in ALONE) == (after.policy in ALONE)]
         if before:
             found.append(compare(before[-1], after))
     return found
-
-
-def _is_alone(entry: Entry) -> bool:
-    return bool(entry.measurement.evidence.get("turn_ms"))
 
 
 def _is_since(choice: Choice, since: datetime | str) -> bool:

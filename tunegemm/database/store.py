@@ -161,9 +161,11 @@ class Database:
     ) -> None:
         """Make the final race's measurement of its winner the record. Raises as `publish`.
 
-        It is published with policy ``final``, unless the very same samples are in the history already.
+        It is published with policy ``final``, or ``alone`` when it is of long turns, unless the very same
+        samples are in the history already.
         """
-        values = _outcome_values(measurement, resources, "final")
+        policy = "alone" if measurement.alone else "final"
+        values = _outcome_values(measurement, resources, policy)
         with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
             row_id = publishing.find_measurement(connection, keys, values)
             if row_id is None:

@@ -145,7 +145,7 @@ class Leaderboard:
                 chosen=candidate == best,
                 baseline_median_us=measurement.baseline_median_us,
                 baseline_spread=replace(measurement, samples_us=measurement.baseline_us).spread,
-                alone=bool(measurement.evidence.get("turn_ms")),
+                alone=measurement.alone,
             )
             for candidate, measurement in latest.items()
         ]
