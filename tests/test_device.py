@@ -140,15 +140,15 @@ def test_telemetry_of_a_real_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cluster_size", [2, 4, 8])
 def test_the_driver_counts_clusters_as_its_own_bindings_say(cluster_size: int) -> None:
-    """Its structures are declared in `tunegemm.device`; cuda.bindings has them from NVIDIA's header."""
+    """Its structures are declared in `tunegemm.clusters`; cuda.bindings has them from NVIDIA's header."""
     import torch
     from cuda.bindings import driver
 
-    from tunegemm.device import _EMPTY_PTX, _active_clusters
+    from tunegemm.clusters import _PTX, active_clusters
 
     torch.ones(1, device="cuda:0")
-    _, module = driver.cuModuleLoadData(_EMPTY_PTX)
-    _, function = driver.cuModuleGetFunction(module, b"nothing")
+    _, module = driver.cuModuleLoadData(_PTX)
+    _, function = driver.cuModuleGetFunction(module, b"whereabouts")
     smem_bytes = find_device("cuda:0").architecture.smem_bytes_per_block
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     driver.cuFuncSetAttribute(function, limit, smem_bytes)
@@ -161,4 +161,4 @@ def test_the_driver_counts_clusters_as_its_own_bindings_say(cluster_size: int) -
     config.sharedMemBytes, config.attrs, config.numAttrs = smem_bytes, [cluster], 1
     error, count = driver.cuOccupancyMaxActiveClusters(function, config)
     assert error == driver.CUresult.CUDA_SUCCESS and count > 0
-    assert _active_clusters(0, cluster_size) == int(count)
+    assert active_clusters(0, cluster_size, smem_bytes) == int(count)

@@ -35,7 +35,7 @@ _HOPPER = {
 }  # fmt: skip
 _HOPPER_LAUNCH = {
     "raster_order": "along_m", "swizzle_size": 2, "ctas": "all", "split_k": 1, "reduction": "pairs",
-    "l2_hint": "none",
+    "l2_hint": "none", "cluster_order": "index",
 }  # fmt: skip
 HOPPER = Candidate.make("cute_sm90", _HOPPER, _HOPPER_LAUNCH)
 PINGPONG = Candidate.make("cute_sm90", _HOPPER | {"schedule": "pingpong", "cluster_n": 1}, _HOPPER_LAUNCH)

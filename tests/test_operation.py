@@ -18,7 +18,9 @@ from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
 PROBLEM = Problem.parse("512x512x65536")
-HOPPER = test_cute_sm90.candidate(tile_n=64).with_launch(**test_cute_sm90.LAUNCH, l2_hint="none")
+HOPPER = test_cute_sm90.candidate(tile_n=64).with_launch(
+    **test_cute_sm90.LAUNCH, l2_hint="none", cluster_order="index"
+)
 AMPERE = test_cute_sm80.candidate().with_launch(**test_cute_sm80.LAUNCH)
 TRITON = test_triton_tma.candidate().with_launch(**test_triton_tma.LAUNCH)
 

@@ -1,8 +1,7 @@
-"""What a GPU can hold and how fast it can be. The only module that asks CUDA or NVML."""
+"""What a GPU can hold and how fast it can be. With `clusters` the only module that asks CUDA or NVML."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tunegemm.clusters import active_clusters, gpcs_of_clusters
 from tunegemm.errors import DeviceError
 from tunegemm.problem import Problem
 
@@ -145,9 +145,19 @@ class Device:
             return self.sm_count
         if self.fingerprint.sm_budget < self.fingerprint.sm_count:  # so that no launch fills more
             return max(1, self.sm_count // cluster_size)
-        if self.is_real and (told := _active_clusters(self.index, cluster_size)) is not None:
-            return told
+        if self.is_real:
+            told = active_clusters(self.index, cluster_size, self.architecture.smem_bytes_per_block)
+            if told is not None:
+                return told
         return even_cut(self.sm_count, cluster_size)
+
+    def gpcs_of_clusters(self, cluster_size: int, clusters: int) -> tuple[int, ...] | None:
+        """For each cluster of a grid, with one block per multiprocessor, a number of its GPC. None where that
+        is not known, as where some of the multiprocessors are kept for others.
+        """
+        if not self.is_real or self.fingerprint.sm_budget < self.fingerprint.sm_count:
+            return None
+        return gpcs_of_clusters(self.index, cluster_size, clusters, self.architecture.smem_bytes_per_block)
 
     def with_sm_budget(self, sm_budget: int) -> Device:
         """The device as if it had so few multiprocessors; its fingerprint says so."""
@@ -311,73 +321,6 @@ def even_cut(sm_count: int, cluster_size: int) -> int:
     pairs, odd = divmod(sm_count // 2, gpcs)
     sizes = [2 * (pairs + 1)] * odd + [2 * pairs] * (gpcs - odd)
     return max(1, sum(size // cluster_size for size in sizes))
-
-
-#: A kernel that does nothing, to ask the driver about launches of.
-_EMPTY_PTX = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
-
-
-class _ClusterDimension(ctypes.Structure):
-    """`CUlaunchAttribute` of that kind, 72 bytes in cuda.h of CUDA 12 and 13."""
-
-    _fields_ = (("id", ctypes.c_uint64), ("dimension", ctypes.c_uint32 * 3), ("unused", ctypes.c_uint32 * 13))
-
-
-class _LaunchConfig(ctypes.Structure):
-    """`CUlaunchConfig` of cuda.h."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("smem_bytes", ctypes.c_uint32),
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_ClusterDimension)),
-        ("num_attributes", ctypes.c_uint32),
-    )  # fmt: skip
-
-
-_CLUSTER_DIMENSION = 4
-_MAX_DYNAMIC_SMEM = 8
-
-
-@functools.cache
-def _active_clusters(index: int, cluster_size: int) -> int | None:
-    """The driver's count for a block that fills a multiprocessor; None when it cannot be asked.
-
-    By ctypes: to import cuda.bindings was 16 ms of a process's first call (H200 host, 2026-11-21).
-    """
-    import torch
-
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(index):
-            torch.cuda.current_stream().synchronize()  # the device's primary context is the current one now
-            return _ask_for_active_clusters(driver, cluster_size, torch.cuda.get_device_capability(index))
-    except (OSError, RuntimeError):  # no context: the GPU's memory is full, or another process has it alone
-        return None
-
-
-def _ask_for_active_clusters(
-    driver: ctypes.CDLL, cluster_size: int, capability: tuple[int, int]
-) -> int | None:
-    module, function, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
-    if driver.cuModuleLoadData(ctypes.byref(module), _EMPTY_PTX):
-        return None
-    try:
-        if driver.cuModuleGetFunction(ctypes.byref(function), module, b"nothing"):
-            return None
-        smem = ARCHITECTURES[capability].smem_bytes_per_block
-        driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SMEM, smem)
-        cluster = _ClusterDimension(id=_CLUSTER_DIMENSION, dimension=(cluster_size, 1, 1))
-        config = _LaunchConfig(
-            grid=(1024 * cluster_size, 1, 1),
-            block=(128, 1, 1),
-            smem_bytes=smem,
-            attributes=ctypes.pointer(cluster),
-            num_attributes=1,
-        )
-        error = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
-    finally:
-        driver.cuModuleUnload(module)
-    return count.value if not error and count.value > 0 else None
 
 
 def memory_device(address: int) -> int | None:

@@ -36,8 +36,8 @@ class Operation:
 
         kernel = {"schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 5,
                   "cluster_m": 1, "cluster_n": 2, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static"}
-        launch = {"raster_order": "along_m", "swizzle_size": 8, "ctas": "all", "split_k": 8,
-                  "reduction": "second_kernel", "l2_hint": "none"}
+        launch = {"raster_order": "along_m", "swizzle_size": 8, "cluster_order": "index", "ctas": "all",
+                  "split_k": 8, "reduction": "second_kernel", "l2_hint": "none"}
         operation = tunegemm.Operation(
             Problem.parse("512x512x65536"), Candidate.make("cute_sm90", kernel, launch), "cuda:0"
         )

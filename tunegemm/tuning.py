@@ -28,7 +28,7 @@ from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
 from tunegemm.measure.statistics import slowdown, winner
 from tunegemm.outcome import Failure, Measurement, Outcome, Resources
 from tunegemm.problem import Problem
-from tunegemm.search import Portfolio, Search, launches_around
+from tunegemm.search import Portfolio, Search, gathered, launches_around
 from tunegemm.search.budget import Effort, budget_for
 from tunegemm.space import Candidate, SearchSpace, Value
 
@@ -43,6 +43,8 @@ Source = Literal["measured", "replayed", "modelled"]
 _BATCH = 32
 #: Kernels of which other launches run in a second heat, and how many.
 _HEAT_LEADERS, _HEAT_LAUNCHES = 2, 8
+#: Kernels whose clusters run in the GPCs' order there, too.
+_HEAT_GATHERED = 6
 #: Seconds that heats and a final race of turns take, some 10 and 12. A search that has a budget leaves them
 #: so much of it, but no more than half; with less than `_HEAT_S` left few are raced, without heats.
 _TURNS_S, _HEAT_S = 25.0, 18.0
@@ -545,7 +547,10 @@ class _Run:
             values = self.tuner.space(leader.family).launch_values
             others = (c for c in launches_around(leader, values) if self._is_worth_a_heat(c))
             launches += list(itertools.islice(others, _HEAT_LAUNCHES))
-        self._heat(measurer, launches)
+        for leader in finalists.leaders_of(self.heats, _HEAT_GATHERED):
+            values = self.tuner.space(leader.family).launch_values
+            launches += [c for c in gathered(leader, values) if self._is_worth_a_heat(c)]
+        self._heat(measurer, list(dict.fromkeys(launches)))
         return finalists.of_heats(self.heats)
 
     def _is_worth_a_heat(self, launch: Candidate) -> bool:

@@ -39,13 +39,20 @@ _log = logging.getLogger(__name__)
 
 
 def compile_object(
-    make_kernel: Callable[[], Any], launch_parameters: int, target: str, out: Path, *, words: int = 0
+    make_kernel: Callable[[], Any],
+    launch_parameters: int,
+    target: str,
+    out: Path,
+    *,
+    addresses: int = 2,
+    words: int = 0,
 ) -> Resources:
     """Compile for an architecture such as ``sm_90a`` and write the object `out`; the report is ptxas's.
 
     make_kernel: imports the kernel and makes it, once the compiler knows the architecture.
-    launch_parameters: 32-bit arguments between the strides and the workspace.
-    words: 64-bit arguments behind the workspace.
+    launch_parameters: 32-bit arguments behind the strides.
+    addresses: 64-bit arguments behind them: of the workspace, and what else lies in device memory.
+    words: 64-bit arguments of the epilogue behind those.
 
     Raises whatever the compiler raises; some configurations abort the process.
     """
@@ -65,7 +72,7 @@ def compile_object(
                 *[Int32(1)] * 4,
                 *[Int64(16)] * 6,
                 *[Int32(1)] * launch_parameters,
-                *[Int64(16)] * (2 + words),
+                *[Int64(16)] * (addresses + words),
                 cute.runtime.make_fake_stream(),
                 options=f"--enable-tvm-ffi --gpu-arch={target} --dump-dir={dumps} --remarks{{ptx}}",
             )

@@ -154,7 +154,10 @@ class Generator(ABC):
         if not candidate.launch_params:
             return kernel
         raster = "m" if params["raster_order"] == "along_m" else "n"
-        words = [kernel, f"r{raster}", f"w{params['swizzle_size']}", str(params["ctas"])]
+        words = [kernel, f"r{raster}", f"w{params['swizzle_size']}"]
+        if params.get("cluster_order", "index") != "index":
+            words.append(str(params["cluster_order"]))
+        words.append(str(params["ctas"]))
         if int(params.get("split_k", 1)) > 1:
             words.append(f"k{params['split_k']}")
         if params.get("reduction", "pairs") == "second_kernel":

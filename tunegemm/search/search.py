@@ -32,6 +32,8 @@ _CLUSTER = ("cluster_m", "cluster_n")
 _CLUSTERS_PER_TILE = 3
 #: The walk through the grid, where a family has both: which mode first, and how wide a band of the other.
 _RASTER, _BAND = "raster_order", "swizzle_size"
+#: Which clusters take neighbouring tiles.
+_ORDER = "cluster_order"
 #: Kernels taken in the model's order before tiles are spread: on the recorded sweeps the best kernel of each
 #: shape is among the model's first 16 (in-sample: the model was fitted on them).
 _TRUSTED = 24
@@ -305,6 +307,19 @@ def launches_around(leader: Candidate, launch_values: Mapping[str, Sequence[Valu
         leader.with_launch(**dict(zip(names, values, strict=True))) for values in itertools.product(*lists)
     )
     return sorted(grid, key=lambda launch: _differences(launch, leader))
+
+
+def gathered(leader: Candidate, launch_values: Mapping[str, Sequence[Value]]) -> list[Candidate]:
+    """Launches of the leader's kernel that give a GPC neighbouring tiles, along either mode in wide bands.
+
+    At the power cap the reads that a GPC then saves are clock: of an H200's large products some per cent of
+    energy, and next to nothing at clocks that all share (benchmarks/results/h200/gpc-2026-11-22.json).
+    """
+    if not {_RASTER, _BAND, _ORDER} <= launch_values.keys():
+        return []
+    widths = launch_values[_BAND]
+    wide = {_BAND: widths[len(widths) * 3 // 4], _ORDER: "gpc"}
+    return [leader.with_launch(**wide, **{_RASTER: order}) for order in launch_values[_RASTER]]
 
 
 _END = Candidate("end of the stream")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunegemm.clusters import places_of, usual_neighbours
 from tunegemm.device import Device
 from tunegemm.epilogue import MAX_WORDS, define
 from tunegemm.families.cute_object import compile_object, dsl_version, load_function
@@ -42,7 +44,9 @@ class CuteSm90(Generator):
             "schedule", "tile_scheduler", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n",
             "epi_n", "swap_ab",
         ),
-        "launch": ("raster_order", "swizzle_size", "ctas", "split_k", "reduction", "l2_hint"),
+        "launch": (
+            "raster_order", "swizzle_size", "cluster_order", "ctas", "split_k", "reduction", "l2_hint",
+        ),
     }  # fmt: skip
 
     limited_launch = ("split_k", "reduction")
@@ -70,7 +74,9 @@ class CuteSm90(Generator):
 
             return FusedGemm(config) if takes_words else Gemm(config)
 
-        return compile_object(make, 6, str(key["target"]), out, words=MAX_WORDS if takes_words else 0)
+        return compile_object(
+            make, 8, str(key["target"]), out, addresses=3, words=MAX_WORDS if takes_words else 0
+        )
 
     def kernel_key(
         self, problem: Problem, candidate: Candidate, device: Device
@@ -145,6 +151,60 @@ class Division:
         return cls(clusters, parts, work if parts > 1 else 0, second and parts > 1)
 
 
+@dataclass(frozen=True)
+class Order:
+    """Which cluster takes which tiles: a table of places in the walk, and a block of tiles for a GPC.
+
+    A GPC reads a line of L2 once for several of its clusters, unless it comes by a multicast. So the clusters
+    of one have a rectangle of tiles for which that leaves least to read: a row of tiles where their clusters
+    share B, a column where they share A, a square where there are no clusters.
+    """
+
+    address: int
+    """Of the table in device memory; 0: a cluster's place is its index, and there are no blocks."""
+    across: int
+    """Tiles of a block across the walk's bands."""
+    along: int
+    """Tiles of a block along them."""
+
+    @classmethod
+    def of(cls, candidate: Candidate, device: Device, clusters: int) -> Order:
+        """For the candidate's `cluster_order`; by index where nothing is known of the device."""
+        size = candidate["cluster_m"] * candidate["cluster_n"]
+        if candidate.params.get("cluster_order", "index") == "index" or clusters < 2:
+            return cls(0, 0, 0)
+        gpcs = device.gpcs_of_clusters(size, clusters)
+        if gpcs is None:
+            return cls(0, 0, 0)
+        rows, columns = block_of_a_gpc(candidate, usual_neighbours(gpcs))
+        if candidate["raster_order"] == "along_m":
+            rows, columns = columns, rows  # across and along
+        across = min(rows, int(candidate["swizzle_size"]))
+        return cls(_table(places_of(gpcs), device.index).data_ptr(), across, rows * columns // across)
+
+
+def block_of_a_gpc(candidate: Candidate, neighbours: int) -> tuple[int, int]:
+    """Rows and columns of cluster tiles that so many clusters read least for, if they read lines together."""
+    height = candidate["tile_m"] * candidate["cluster_m"]
+    width = candidate["tile_n"] * candidate["cluster_n"]
+
+    def read(rows: int) -> int:
+        columns = neighbours // rows
+        a = height * rows * (columns if candidate["cluster_n"] > 1 else 1)
+        return a + width * columns * (rows if candidate["cluster_m"] > 1 else 1)
+
+    rows = min((rows for rows in range(1, neighbours + 1) if neighbours % rows == 0), key=read)
+    return rows, neighbours // rows
+
+
+@functools.cache
+def _table(places: tuple[int, ...], index: int) -> Any:
+    """The places in device memory, for good: captured graphs hold their address."""
+    import torch
+
+    return torch.tensor(places, dtype=torch.int32, device=f"cuda:{index}")
+
+
 def l2_hint(candidate: Candidate) -> int:
     """The kernel's number for the candidate's ``l2_hint``, which names the problem's operand: 1 A, 2 B."""
     operand = ("none", "a_first", "b_first").index(candidate.params.get("l2_hint", "none"))
@@ -159,9 +219,12 @@ def _launcher(
     seen, swap = seen_by_kernel(problem, candidate), bool(candidate["swap_ab"])
     extents = (seen.m, seen.n, problem.k, problem.batch)
     division = Division.of(problem, candidate, device)
+    order = Order.of(candidate, device, division.clusters)
     walk = (
         int(candidate["raster_order"] == "along_m"),
         int(candidate["swizzle_size"]),
+        order.across,
+        order.along,
         division.clusters,
         division.split,
         int(division.second_kernel),
@@ -178,7 +241,7 @@ def _launcher(
                 a, b = b, a
             stream = current_stream(index)
             scratch = (0, 0) if workspace is None else workspace.addresses(stream)
-            function(a, b, d, *fixed, *scratch, *words, stream)
+            function(a, b, d, *fixed, *scratch, order.address, *words, stream)
 
         return launch
 

@@ -83,33 +83,38 @@ class Gemm(Layouts, Walk, Pieces, Loads, Multiplies, Sums, Fusion, Stores):
         d_batch_stride: Int64,
         raster_along_m: Int32,
         swizzle_size: Int32,
+        block_across: Int32,
+        block_along: Int32,
         clusters: Int32,
         split_k: Int32,
         second_kernel: Int32,
         l2_hint: Int32,
         partials_address: Int64,
         counters_address: Int64,
+        places_address: Int64,
         stream,
     ):
         """Encode the TMA descriptors and launch.
 
         Strides count elements; `clusters` is the grid; `l2_hint` names the operand whose lines leave the L2
         first: 1 A, 2 B, 0 neither. With stream-K, `split_k` is the number of cluster tiles that are cut.
+        `places` says for every cluster which place in the walk is its first; 0: that of its index. Tiles then
+        follow each other in blocks of `block_across` by `block_along` of a band (see `cluster_tile_of`).
         Where tiles have parts, `partials` holds fp32 sums (`Division` in the package says how many), which a
         second kernel adds where `second_kernel` is 1; where it is 0 they meet in pairs, counted by
         `counters`, zeros that the kernel leaves as zeros.
         """
         self.launch(
             a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint,
-            partials_address, counters_address, (), stream,
+            d_batch_stride, raster_along_m, swizzle_size, block_across, block_along, clusters, split_k,
+            second_kernel, l2_hint, partials_address, counters_address, places_address, (), stream,
         )  # fmt: skip
 
     @cute.jit
     def launch(
         self, a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-        d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint,
-        partials_address, counters_address, words, stream,
+        d_batch_stride, raster_along_m, swizzle_size, block_across, block_along, clusters, split_k,
+        second_kernel, l2_hint, partials_address, counters_address, places_address, words, stream,
     ):  # fmt: skip
         """See `__call__`; words: what an epilogue's operands are (see `FusedGemm`)."""
         config = self.config
@@ -181,14 +186,18 @@ class Gemm(Layouts, Walk, Pieces, Loads, Multiplies, Sums, Fusion, Stores):
             k_tiles = cute.ceil_div(k_tiles, split_k)
         partials = cute.make_ptr(self.acc_dtype, partials_address, cute.AddressSpace.gmem, assumed_align=16)
         counters = cute.make_ptr(Int32, counters_address, cute.AddressSpace.gmem, assumed_align=4)
+        places = cute.make_ptr(Int32, places_address, cute.AddressSpace.gmem, assumed_align=4)
 
-        walk = (work_m, work_n, batch, split_k, raster_along_m, swizzle_size, second_kernel, clusters)
+        walk = (
+            work_m, work_n, batch, split_k, raster_along_m, swizzle_size, second_kernel, clusters,
+            block_across, block_along,
+        )  # fmt: skip
         last = self.last_begins(m, n, d_address, words)
         fused = (n, *words) if const_expr(self.epilogue) else ()
 
         self.kernel(
             tma_a, gA, tma_b, gB, tma_d, gD, matrix, tiled_mma, epilogue_mma, sA_layout, sB_layout,
-            gated_ring, sD_layout, k_tiles, walk, last, l2_hint, partials, counters, fused,
+            gated_ring, sD_layout, k_tiles, walk, last, l2_hint, partials, counters, places, fused,
         ).launch(
             grid=(config.cluster_m, config.cluster_n, clusters),
             block=(config.threads, 1, 1),
@@ -220,15 +229,17 @@ class Gemm(Layouts, Walk, Pieces, Loads, Multiplies, Sums, Fusion, Stores):
         gated_ring: cute.ComposedLayout | None,
         sD_layout: cute.ComposedLayout | None,
         k_tiles: Int32,
-        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32],
+        walk: tuple[Int32, ...],
         last: tuple[Int32, Int32],
         l2_hint: Int32,
         partials: cute.Pointer,
         counters: cute.Pointer,
+        places: cute.Pointer,
         fused: tuple,
     ):
         """`walk`: cluster tiles along m and n, batch, split count (of stream-K: tiles that are cut), whether
-        along m, width of a band, whether a second kernel adds the parts, clusters of the grid.
+        along m, width of a band, whether a second kernel adds the parts, clusters of the grid, tiles of a
+        block across its band and along it; 0 along: no blocks. On the device also this cluster's place.
 
         `last`: see `last_begins`. `matrix`: how TMA loads the epilogue's matrix; empty without one.
         `gated_ring`: see `halves`.
@@ -241,7 +252,8 @@ class Gemm(Layouts, Walk, Pieces, Loads, Multiplies, Sums, Fusion, Stores):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % 32
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        work_m, work_n, batch, split_k, _, _, second_kernel, _ = walk
+        work_m, work_n, batch, split_k, _, _, second_kernel, *_ = walk
+        walk = (*walk, self.place_in_walk(places))
         total_work = work_m * work_n * batch
         if const_expr(not self.streams):
             total_work *= split_k
@@ -335,12 +347,15 @@ class FusedGemm(Gemm):
         d_batch_stride: Int64,
         raster_along_m: Int32,
         swizzle_size: Int32,
+        block_across: Int32,
+        block_along: Int32,
         clusters: Int32,
         split_k: Int32,
         second_kernel: Int32,
         l2_hint: Int32,
         partials_address: Int64,
         counters_address: Int64,
+        places_address: Int64,
         word0: Int64,
         word1: Int64,
         word2: Int64,
@@ -359,6 +374,7 @@ class FusedGemm(Gemm):
         words = (word0, word1, word2, word3, word4, word5, word6, word7, word8, word9, word10, word11)
         self.launch(
             a_address, b_address, d_address, m, n, k, batch, lda, ldb, ldd, a_batch_stride, b_batch_stride,
-            d_batch_stride, raster_along_m, swizzle_size, clusters, split_k, second_kernel, l2_hint,
-            partials_address, counters_address, words[: self.epilogue.words], stream,
+            d_batch_stride, raster_along_m, swizzle_size, block_across, block_along, clusters, split_k,
+            second_kernel, l2_hint, partials_address, counters_address, places_address,
+            words[: self.epilogue.words], stream,
         )  # fmt: skip

@@ -125,7 +125,7 @@ class Multiplies:
             if self.has_parts(work, walk):
                 rank = cta_n * config.cluster_m + cta_m
                 sharer = 0 if const_expr(pingpong) else group
-                piece = self.piece_of(work)
+                piece = self.piece_of(work, walk)
                 if walk[6] != 0:
                     self.deposit(accumulators, partials, piece, rank, sharer, group_thread)
                     holds_sum = cutlass.Boolean(False)

@@ -36,7 +36,7 @@ class Pieces:
     @cute.jit
     def first_piece(self, k_tiles, walk):
         """This cluster's first piece."""
-        _, _, cluster = cute.arch.block_idx()
+        cluster = walk[10]
         work = Int32(cluster)
         first = Int32(0)
         count = Int32(k_tiles)
@@ -66,9 +66,8 @@ class Pieces:
                 work += 1
                 count = cutlass.min(k_tiles, left)
             else:
-                _, _, cluster = cute.arch.block_idx()
                 if work < walk[3]:
-                    work = walk[3] + cluster
+                    work = walk[3] + walk[10]
                 else:
                     work += clusters
         else:
@@ -83,12 +82,11 @@ class Pieces:
         return walk[3] > 1
 
     @cute.jit
-    def piece_of(self, work):
+    def piece_of(self, work, walk):
         """The number of this cluster's piece with this work index."""
         piece = Int32(work)
         if const_expr(self.streams):
-            _, _, cluster = cute.arch.block_idx()
-            piece += cluster
+            piece += walk[10]
         return piece
 
     @cute.jit

@@ -208,7 +208,7 @@ class Sums:
         mma: cute.TiledMma,
         sD_layout: cute.ComposedLayout,
         k_tiles: Int32,
-        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32],
+        walk: tuple[Int32, ...],
         last: tuple[Int32, Int32],
         partials: cute.Pointer,
         fused: tuple,

@@ -43,6 +43,16 @@ class Walk:
         return cutlass.min(row, last[0]), cutlass.min(column, last[1])
 
     @cute.jit
+    def place_in_walk(self, places):
+        """The first work index of this block's cluster: its own index, or what the table has for that."""
+        _, _, cluster = cute.arch.block_idx()
+        place = Int32(cluster)
+        if places.toint() != 0:
+            place = cute.make_tensor(places, cute.make_layout(NOWHERE))[cluster]
+        # The compiler does not know that a block's threads load the same: tiles' coordinates are scalar so.
+        return cute.arch.make_warp_uniform(place)
+
+    @cute.jit
     def tile_of(self, work, walk):
         """(tile m, tile n, batch entry, part of k) of this CTA for a work index."""
         cta_m, cta_n, _ = cute.arch.block_idx()
@@ -55,9 +65,11 @@ class Walk:
         """(cluster tile along m, along n, batch entry) for a tile's index.
 
         Batch entries are outermost. The walk over an entry goes along the raster order's mode in bands
-        `swizzle_size` cluster tiles wide; the last band may be narrower, so no index is a phantom tile.
+        `swizzle_size` cluster tiles wide; the last band may be narrower, so no index is a phantom tile. It
+        goes line by line, or where there are blocks (`block_along` > 0) block by block, so that tiles which
+        follow each other make a rectangle of so many across the band and along it.
         """
-        work_m, work_n, _, _, raster_along_m, swizzle_size, _, _ = walk
+        work_m, work_n, _, _, raster_along_m, swizzle_size, _, _, block_across, block_along = walk[:10]
         length = work_n
         width = work_m
         if raster_along_m != 0:
@@ -75,8 +87,19 @@ class Walk:
         columns = width - first
         if columns > swizzle_size:
             columns = swizzle_size
-        step = Int32(Uint32(rest) // Uint32(columns))
-        across = first + rest - step * columns
+        step = Int32(0)
+        if block_along > 0:
+            lines = Int32(Uint32(rest) // Uint32(columns * block_along)) * block_along
+            rest -= lines * columns
+            deep = cutlass.min(block_along, length - lines)
+            before = Int32(Uint32(rest) // Uint32(block_across * deep)) * block_across
+            rest -= before * deep
+            first += before
+            columns = cutlass.min(block_across, columns - before)
+            step = lines
+        line = Int32(Uint32(rest) // Uint32(columns))
+        across = first + rest - line * columns
+        step += line
         tile_m = across
         tile_n = step
         if raster_along_m != 0:

@@ -33,8 +33,8 @@ _FUSED_REGISTERS = 24
 #: And with one that gates and stages by elements: 160 compile, 176 spill (same tests). With one that reads a
 #: vector and stages its tile whole it takes little to spill 176: of two states of the kernel one did.
 _ELEMENT_REGISTERS = 40
-#: And beside the values of vectors: 192 accumulators and 10 values compile; 192 and 13 or 208 and 7 spill up
-#: to 44 B in some kernels (same tests).
+#: And beside the values of vectors: 192 accumulators and 10 values compile, 208 and 7 spill up to 44 B in
+#: some kernels (same tests); 192 and 13 spilled in one state of the kernel and not in another.
 _VECTOR_REGISTERS = 4
 #: More of them for stream-K's walk: 192 accumulators compile without spills, 208 spill 72 B in pingpong with
 #: operands that are not k-major (tests/test_cute_sm90.py).
