@@ -32,7 +32,7 @@ WALKS = [("along_m", 8), ("along_n", 8), ("along_m", 1), ("along_n", 2), ("along
 
 
 def candidate(kernel: tuple[str | int, ...], **launch: str | int) -> Candidate:
-    standard = {
+    standard: dict[str, str | int] = {
         "raster_order": "along_m", "swizzle_size": 8, "cluster_order": "gpc", "ctas": "all", "split_k": 1,
         "reduction": "pairs", "l2_hint": "none",
     }  # fmt: skip

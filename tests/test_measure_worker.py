@@ -193,6 +193,14 @@ def test_a_chip_that_lowers_its_clocks_gets_long_turns() -> None:
     )
 
 
+def test_a_cap_that_was_other_works_is_forgotten() -> None:
+    backend = "tests.planted.cpu_backend:RecoveringBackend"
+    with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=backend) as recovering:
+        (outcome,) = recovering.measure(PROBLEM, [planted("good")], replace(QUICK, turn_ms=20.0, turns=3))
+    assert isinstance(outcome, Measurement) and outcome.evidence["turn_ms"] == 0.0
+    assert outcome.evidence["throttle_reasons_before"] == []
+
+
 def test_a_chip_that_holds_its_clocks_gets_none(worker: MeasureWorker) -> None:
     (outcome,) = worker.measure(PROBLEM, [planted("good")], replace(QUICK, turn_ms=20.0, turns=3))
     assert isinstance(outcome, Measurement) and outcome.evidence["turn_ms"] == 0.0

@@ -145,6 +145,18 @@ class ThrottledBackend(CpuBackend):
         return {"sm_clock_mhz": 1500, "throttle_reasons": ["sw_power_cap"]}
 
 
+class RecoveringBackend(CpuBackend):
+    """A chip that was at its power cap a moment before."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._reads = 0
+
+    def telemetry(self) -> dict[str, Any]:
+        self._reads += 1
+        return {"sm_clock_mhz": 1980, "throttle_reasons": ["sw_power_cap"] if self._reads == 1 else []}
+
+
 class BrokenBackend(CpuBackend):
     def open(self) -> None:
         raise RuntimeError("no CUDA-capable device is detected")

@@ -15,7 +15,7 @@ from tunegemm.errors import SpaceError
 from tunegemm.families import load_space
 from tunegemm.measure.replay import open_replay
 from tunegemm.outcome import Measurement
-from tunegemm.search import Search, budget_for, first_of_each_kernel
+from tunegemm.search import Search, budget_for, first_of_each_kernel, gathered
 from tunegemm.search.sampler import Sampler
 from tunegemm.space import Candidate
 
@@ -358,3 +358,13 @@ def run_to_end(search: Search) -> list[Candidate]:
         for candidate in batch:
             search.tell(candidate, truth(candidate))
     return asked
+
+
+def test_gathered_launches_are_in_wide_bands_along_either_mode() -> None:
+    leader = kernels()[0].with_launch(ctas="balanced", cluster_order="index")
+    values = LAUNCHES | {"cluster_order": ("index", "gpc")}
+    assert gathered(leader, values) == [
+        leader.with_launch(raster_order=order, swizzle_size=8, cluster_order="gpc")
+        for order in ("along_m", "along_n")
+    ]
+    assert gathered(leader, LAUNCHES) == [], "a family whose kernels have no such order"

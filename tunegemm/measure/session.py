@@ -215,6 +215,11 @@ class Session:
         if in_turns:
             self._step(None, "launch", _SETTLE_TURNS_MS * 1e-3 + 2 * replay_seconds)
             _settle(replays, _SETTLE_TURNS_MS)
+            # What the device did before may have told of the cap: 16x4096x4096 had turns right after 4096^3.
+            self._step(None, "launch", replay_seconds)
+            before = self._telemetry_under(replays)
+            in_turns = bool(before.get("throttle_reasons"))
+        if in_turns:
             policy = policy.in_turns()
             runners = [Turn.of(replay, seconds, policy.turn_ms) for replay, seconds in timed]
             # Two are in flight, and clocks fall: a turn may take twice what is planned.
