@@ -28,6 +28,12 @@ KERNELS = [
 ]
 #: Many tiles in both modes, few in either, several entries of a batch, fewer tiles than clusters.
 SHAPES = ["4104x4360x136", "8200x264x264", "264x9000x72", "1032x2056x328x3", "264x264x264"]
+OTHERS: list[dict[str, str | int]] = [
+    {},
+    {"ctas": "balanced"},
+    {"split_k": 2},
+    {"split_k": 2, "reduction": "second_kernel"},
+]
 WALKS = [("along_m", 8), ("along_n", 8), ("along_m", 1), ("along_n", 2), ("along_n", 16)]
 
 
@@ -66,7 +72,7 @@ def test_right_on_every_shape(kernels: Kernels, kernel: tuple[str | int, ...], p
     for i, shape in enumerate(SHAPES):
         problem = Problem.parse(shape)
         for order, width in WALKS:
-            for more in ({}, {"ctas": "balanced"}, {"split_k": 2}) if i < 2 else ({},):
+            for more in OTHERS if i < 2 else OTHERS[:1]:
                 if more and kernel[-1] == "stream_k":
                     continue
                 chosen = candidate(kernel, raster_order=order, swizzle_size=width, **more)

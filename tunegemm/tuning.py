@@ -45,9 +45,9 @@ _BATCH = 32
 _HEAT_LEADERS, _HEAT_LAUNCHES = 2, 8
 #: Kernels whose clusters run in the GPCs' order there, too.
 _HEAT_GATHERED = 6
-#: Seconds that heats and a final race of turns take, some 10 and 12. A search that has a budget leaves them
+#: Seconds that heats and a final race of turns take, some 18 and 12. A search that has a budget leaves them
 #: so much of it, but no more than half; with less than `_HEAT_S` left few are raced, without heats.
-_TURNS_S, _HEAT_S = 25.0, 18.0
+_TURNS_S, _HEAT_S = 30.0, 22.0
 #: Kernels that draw little power by their tiles, added to what the model has screened anyway; among a number
 #: of trials that was asked for one in so many.
 _THRIFTY, _TRIALS_PER_THRIFTY = 10, 12

@@ -170,17 +170,19 @@ class Order:
     @classmethod
     def of(cls, candidate: Candidate, device: Device, clusters: int) -> Order:
         """For the candidate's `cluster_order`; by index where nothing is known of the device."""
-        size = candidate["cluster_m"] * candidate["cluster_n"]
         if candidate.params.get("cluster_order", "index") == "index" or clusters < 2:
             return cls(0, 0, 0)
-        gpcs = device.gpcs_of_clusters(size, clusters)
-        if gpcs is None:
-            return cls(0, 0, 0)
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():  # torch.compile may ask, whose tensors have no memory
+            gpcs = device.gpcs_of_clusters(candidate["cluster_m"] * candidate["cluster_n"], clusters)
+            if gpcs is None:
+                return cls(0, 0, 0)
+            address = _table(places_of(gpcs), device.index).data_ptr()
         rows, columns = block_of_a_gpc(candidate, usual_neighbours(gpcs))
-        if candidate["raster_order"] == "along_m":
-            rows, columns = columns, rows  # across and along
-        across = min(rows, int(candidate["swizzle_size"]))
-        return cls(_table(places_of(gpcs), device.index).data_ptr(), across, rows * columns // across)
+        across = columns if candidate["raster_order"] == "along_m" else rows
+        across = min(across, int(candidate["swizzle_size"]))
+        return cls(address, across, rows * columns // across)
 
 
 def block_of_a_gpc(candidate: Candidate, neighbours: int) -> tuple[int, int]:
