@@ -41,11 +41,17 @@ METRICS = {
     "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "instructions": "sm__inst_executed.sum",
     "l2_read_bytes": "l1tex__m_xbar2l1tex_read_bytes.sum",
+    # What of those was read in L2: a multicast's bytes once, and once what a GPC asks for at the same time.
+    "l2_read_sectors": "lts__t_sectors_srcunit_tex_op_read.sum",
+    "l2_fabric_sectors": "lts__t_sectors_srcunit_ltcfabric.sum",
     "l2_hit_percent": "lts__t_sector_hit_rate.pct",
     "dram_read_bytes": "dram__bytes_read.sum",
     "dram_write_bytes": "dram__bytes_write.sum",
 }
-_ADDED = ("duration_us", "sm_cycles", "instructions", "l2_read_bytes", "dram_read_bytes", "dram_write_bytes")
+_ADDED = (
+    "duration_us", "sm_cycles", "instructions", "l2_read_bytes", "l2_read_sectors", "l2_fabric_sectors",
+    "dram_read_bytes", "dram_write_bytes",
+)  # fmt: skip
 _PROVIDERS = ("torch", "tunegemm_cute")
 _TIMEOUT_SECONDS = 120
 
@@ -164,7 +170,9 @@ def rows_of(output: str) -> list[dict[str, float]]:
     for row in table:
         if not row["ID"]:  # the line of units
             continue
-        values = {ours: float(row[theirs].replace(",", "")) for ours, theirs in METRICS.items()}
+        # Names of counters change between versions of ncu: what it does not know is not in its table.
+        known = {ours: theirs for ours, theirs in METRICS.items() if theirs in row}
+        values = {ours: float(row[theirs].replace(",", "")) for ours, theirs in known.items()}
         values["duration_us"] /= 1e3  # base units: ns
         found.append(values)
     return found
@@ -173,7 +181,8 @@ def rows_of(output: str) -> list[dict[str, float]]:
 def summed(kernels: list[dict[str, float]]) -> dict[str, Any]:
     """Of the kernels of one product: durations and bytes added up, shares of the longest."""
     longest = max(kernels, key=lambda kernel: kernel["duration_us"])
-    total = longest | {name: sum(kernel[name] for kernel in kernels) for name in _ADDED}
+    added = [name for name in _ADDED if name in longest]
+    total = longest | {name: sum(kernel[name] for kernel in kernels) for name in added}
     total["sm_clock_mhz"] = total["sm_cycles"] / total["duration_us"]
     return {name: round(value, 2) for name, value in total.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 
@@ -56,6 +57,21 @@ def test_nothing_is_known_of_a_modelled_device() -> None:
     assert device.gpcs_of_clusters(2, 66) is None
     gathered = candidate().with_launch(raster_order="along_m", swizzle_size=8, cluster_order="gpc")
     assert Order.of(gathered, device, 66) == Order(0, 0, 0)
+
+
+@pytest.mark.parametrize(("again", "known"), [((0, 4), (0, 4)), ((4, 0), None), ((), None)])
+def test_what_two_launches_disagree_on_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, again: tuple[int, ...], known: tuple[int, ...] | None
+) -> None:
+    """Beside other work clusters go where it leaves room; then their indices decide."""
+    launches = iter([(0, 4), again])
+
+    def multiprocessors(*given: object) -> list[list[int]]:
+        return [[sm, sm + 1] for sm in next(launches)] if len(given) == 6 else [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    monkeypatch.setattr("tunegemm.clusters._loaded", lambda *_: nullcontext((None, None)))
+    monkeypatch.setattr("tunegemm.clusters._multiprocessors", multiprocessors)
+    assert _gpcs_of_clusters.__wrapped__(0, 2, 2, 1024) == known
 
 
 @pytest.mark.gpu

@@ -24,8 +24,8 @@ LABEL co128x128x64 s5 c1x2 e32 rm w16 all k8 second
 ==PROF== Disconnected from process 312
 {_HEADER}
 {_UNITS}
-"0","312","gemm","50,000","80000","70.5","1000","2000","50.25","134217728","1024"
-"1","312","sums","4000","6400","0","100","300","90","2048","524288"
+"0","312","gemm","50,000","80000","70.5","1000","2000","62","10","50.25","134217728","1024"
+"1","312","sums","4000","6400","0","100","300","9","1","90","2048","524288"
 """
 
 
@@ -36,7 +36,14 @@ def test_the_kernels_of_a_product_are_added_up() -> None:
     assert total["duration_us"] == 54.0
     assert total["tensor_percent"] == 70.5 and total["l2_hit_percent"] == 50.25
     assert total["dram_write_bytes"] == 1024 + 524288
+    assert (total["l2_read_sectors"], total["l2_fabric_sectors"]) == (71, 11)
     assert total["sm_clock_mhz"] == 1600.0
+
+
+def test_a_counter_that_ncu_does_not_know_is_left_out() -> None:
+    kernels = counters.rows_of(OUTPUT.replace(counters.METRICS["l2_fabric_sectors"], "renamed"))
+    total = counters.summed(kernels)
+    assert "l2_fabric_sectors" not in total and total["l2_read_sectors"] == 71
 
 
 def test_output_without_a_table_has_no_kernels() -> None:

@@ -93,7 +93,8 @@ def active_clusters(index: int, cluster_size: int, smem_bytes: int) -> int | Non
 def gpcs_of_clusters(index: int, cluster_size: int, clusters: int, smem_bytes: int) -> tuple[int, ...] | None:
     """For each cluster of a grid of blocks with so much shared memory a number of its GPC.
 
-    None where it cannot be measured, as during a capture. `clusters`: as many as run at once, or fewer.
+    None where it cannot be measured, as during a capture or beside other work. `clusters`: as many as run at
+    once, or fewer.
     """
     import torch
 
@@ -127,17 +128,17 @@ def _gpcs_of_clusters(
 ) -> tuple[int, ...] | None:
     try:
         with _loaded(index, smem_bytes) as (driver, function):
-            seen = [
-                _multiprocessors(driver, function, index, size, smem_bytes)
-                for size in _SIZES
-            ]  # fmt: skip
-            asked = _multiprocessors(driver, function, index, cluster_size, smem_bytes, clusters)
+            found = [_multiprocessors(driver, function, index, size, smem_bytes) for size in _SIZES]
+            first, again = (
+                _multiprocessors(driver, function, index, cluster_size, smem_bytes, clusters)
+                for _ in range(2)
+            )
     except (OSError, RuntimeError):
         return None
-    if asked is None:
+    if not first or first != again:  # other work is on the device, and clusters go where it leaves room
         return None
-    gpc_of = groups([cluster for found in seen for cluster in found or ()])
-    return tuple(gpc_of.get(cluster[0], -1 - cluster[0]) for cluster in asked)
+    gpc_of = groups([cluster for clusters in found for cluster in clusters])
+    return tuple(gpc_of.get(cluster[0], -1 - cluster[0]) for cluster in first)
 
 
 def groups(clusters: Sequence[Sequence[int]]) -> dict[int, int]:
@@ -153,27 +154,24 @@ def groups(clusters: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def _multiprocessors(
-    driver: ctypes.CDLL, function: ctypes.c_void_p, index: int, size: int, smem_bytes: int, clusters: int = 0
-) -> list[list[int]] | None:
-    """Where each cluster's blocks ran; as many as run at once unless told."""
+    driver: Any, function: ctypes.c_void_p, index: int, size: int, smem_bytes: int, clusters: int = 0
+) -> list[list[int]]:
+    """Where each cluster's blocks ran; as many as run at once unless told. Empty where none does."""
     import torch
 
-    config = _launch_config(size, 1024, smem_bytes)
-    count = ctypes.c_int()
     if not clusters:
-        if driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config)):
-            return None
+        count, config = ctypes.c_int(), _launch_config(size, 1024, smem_bytes)
+        driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
         clusters = count.value
     if clusters < 1:
-        return None
+        return []
     out = torch.full((clusters, size), -1, dtype=torch.int32, device=f"cuda:{index}")
     config = _launch_config(size, clusters, smem_bytes, torch.cuda.current_stream(index).cuda_stream)
     address = ctypes.c_uint64(out.data_ptr())
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(address))
-    if driver.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None):
-        return None
+    failed = driver.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None)
     found: list[list[int]] = out.tolist()
-    return found
+    return [] if failed else found
 
 
 def _launch_config(size: int, clusters: int, smem_bytes: int, stream: int = 0) -> _LaunchConfig:
