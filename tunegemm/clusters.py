@@ -16,7 +16,6 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median_low
 from typing import Any
 
 #: Writes the multiprocessor of every block, and stays 20 us, so that no block follows another on one.
@@ -119,7 +118,8 @@ def places_of(gpcs: Sequence[int]) -> tuple[int, ...]:
 def usual_neighbours(gpcs: Sequence[int]) -> int:
     """How many clusters share a GPC with a cluster, itself included: the median over all."""
     size = Counter(gpcs)
-    return median_low(size[gpc] for gpc in gpcs)
+    # Not statistics.median_low: to import that costs a program's first call milliseconds.
+    return sorted(size[gpc] for gpc in gpcs)[(len(gpcs) - 1) // 2]
 
 
 @functools.cache
