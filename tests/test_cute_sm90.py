@@ -116,6 +116,11 @@ REJECTED = [
     ("accumulators", {"tile_m": 256, "tile_n": 256}, "spills"),
     ("accumulators", {"schedule": "pingpong", "tile_n": 224}, "spills"),
     ("accumulators", {"schedule": "pingpong", "tile_m": 192, "tile_n": 144, "epi_n": 16}, "spills"),
+    (
+        "accumulators",
+        {"schedule": "pingpong", "tile_n": 208, "epi_n": 16, "cluster_n": 2, "tile_k": 64, "stages": 5},
+        "spills",
+    ),
     ("wgmma_operands", {"tile_m": 192, "tile_n": 208, "epi_n": 16, "stages": 3}, "C7602"),
     ("shared_memory", {"stages": 8}, ""),
 ]
