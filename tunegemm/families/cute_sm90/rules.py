@@ -40,7 +40,7 @@ _VECTOR_REGISTERS = 4
 #: operands that are not k-major (tests/test_cute_sm90.py).
 _STREAM_REGISTERS = 8
 #: More than so many accumulators leave no room for the walk of clusters: 208 compile without spills where
-#: there are none, and spill 28 to 44 B in 9 of 20 kernels with them, by one of two ptxas or by both (one is in
+#: there are none, and spill 28 to 44 B in 9 of 20 kernels with them, by one of two ptxas or both (one is in
 #: the same tests). Kernels had that room before the order of clusters was an argument (docs/decisions/0013).
 _CLUSTERED_ACCUMULATORS = 192
 #: Accumulators beside which a warpgroup of two 64-row atoms has room for a second matrix.
