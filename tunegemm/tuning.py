@@ -55,7 +55,7 @@ _THRIFTY, _TRIALS_PER_THRIFTY = 10, 12
 #: noisiest had 0.4 %; beside another process 70 and 144 % were seen, with a winner at 1.5 of torch.mm.
 _DISTURBED = 0.05
 #: Long turns are few, and clocks move between them: alone on H200s the noisiest of 36 races had 3.4 %, of 16
-#: interleaves of as many turns 4.9 % (alone-2026-11-22.json and peers.json there).
+#: interleaves of as many turns 4.9 % (alone-2026-11-22.json and peers-index-2026-11-22.json there).
 _DISTURBED_IN_TURNS = 0.1
 #: Likewise of torch.mm's time relative to that while searching. 52 races alone had 1.22 and less (H200,
 #: 2026-11-22, benchmarks/results/h200/races-2026-11-22.json), most of all large products, whose first
