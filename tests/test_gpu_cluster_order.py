@@ -49,14 +49,17 @@ def candidate(kernel: tuple[str | int, ...], **launch: str | int) -> Candidate:
 @pytest.fixture(scope="module")
 def kernels(kernels: Kernels) -> Kernels:
     for kernel in KERNELS:
-        kernels.begin(Problem.parse("512x512x512"), candidate(kernel))
+        for order in ("index", "gpc"):
+            kernels.begin(Problem.parse("512x512x512"), candidate(kernel, cluster_order=order))
     return kernels
 
 
-@pytest.fixture(params=["as measured", "at random"])
+@pytest.fixture(params=["as measured", "not known", "at random"])
 def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPCs as they are, and any others: a wrong belief may cost time, and nothing else."""
-    if request.param == "at random":
+    if request.param == "not known":
+        monkeypatch.setattr("tunegemm.device.gpcs_of_clusters", lambda *asked: None)
+    elif request.param == "at random":
         generator = random.Random(7)
 
         def gpcs(index: int, size: int, count: int, smem_bytes: int) -> tuple[int, ...]:

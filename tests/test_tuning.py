@@ -417,6 +417,14 @@ def test_no_heats_on_a_chip_that_holds_its_clocks(cache: Path) -> None:
         assert not run.is_throttled
 
 
+def test_a_short_screen_that_saw_no_cap_does_not_hide_it(cache: Path) -> None:
+    with Tuner(DEVICE, cache=cache) as tuner:
+        run = tuning._Run(tuner, PROBLEM, None)
+        run._record(replace(measurement(TORCH_MM, 10.0), evidence={"throttle_reasons": ("sw_power_cap",)}))
+        run._record(replace(measurement(FASTEST, 9.0), evidence={"throttle_reasons": ()}))
+        assert run.is_throttled
+
+
 @pytest.mark.parametrize("noise", [0.06, 0.04])
 def test_a_race_on_a_busy_gpu_settles_nothing(tmp_path: Path, noise: float) -> None:
     """Of made-up times: torch.mm disagrees with itself, timed twice in one race."""

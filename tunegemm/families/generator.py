@@ -46,33 +46,41 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyConfig]:
     """A function that gives the compile-time choices that a candidate and the problem's dtypes and majors
-    make together; for a config that has the fields, with the problem's epilogue too.
+    make together; for a config that has the fields, with the problem's epilogue and the order of clusters too.
     """
     fuses = "epilogue" in config.__dataclass_fields__
+    gathers = "gathered" in config.__dataclass_fields__
 
     @functools.lru_cache(maxsize=1 << 16)  # a search asks for each several times
     def make(
-        compile_params: tuple[tuple[str, Value], ...], epilogue: str, swapped: bool, *of_problem: str
+        compile_params: tuple[tuple[str, Value], ...],
+        epilogue: str,
+        swapped: bool,
+        gathered: bool,
+        *of_problem: str,
     ) -> AnyConfig:
         values = dict(compile_params) | dict(zip(_OF_PROBLEM, of_problem, strict=True))
         if epilogue:
             values |= {"epilogue": epilogue, "transposed": swapped}
+        if gathered:
+            values["gathered"] = True
         return config.from_mapping(values)
 
     # One rule after the other asks for that of the same candidate.
-    last: tuple[Problem, tuple[tuple[str, Value], ...], bool, AnyConfig] | None = None
+    last: tuple[Problem, tuple[tuple[str, Value], ...], tuple[bool, bool], AnyConfig] | None = None
 
     def config_of(problem: Problem, candidate: Candidate) -> AnyConfig:
         nonlocal last
         params, swapped = candidate.compile_params, bool(candidate.params.get("swap_ab", False))
-        if (known := last) and known[0] is problem and known[1] is params and known[2] == swapped:
+        gathered = gathers and candidate.params.get("cluster_order", "index") == "gpc"
+        if (known := last) and known[0] is problem and known[1] is params and known[2] == (swapped, gathered):
             return known[3]
         in_dtype = swapped_dtype(problem.in_dtype) if swapped else problem.in_dtype
         found = make(
-            params, problem.epilogue if fuses else "", swapped,
+            params, problem.epilogue if fuses else "", swapped, gathered,
             in_dtype, problem.out_dtype, problem.accumulation, *majors(problem, swapped),
         )  # fmt: skip
-        last = problem, params, swapped, found
+        last = problem, params, (swapped, gathered), found
         return found
 
     return config_of

@@ -161,23 +161,24 @@ class Order:
     """
 
     address: int
-    """Of the table in device memory; 0: a cluster's place is its index, and there are no blocks."""
+    """Of the table in device memory; 0: a cluster's place is its index."""
     across: int
-    """Tiles of a block across the walk's bands."""
+    """Tiles of a block across the walk's bands; of a block of one line as many as those are wide."""
     along: int
     """Tiles of a block along them."""
 
     @classmethod
     def of(cls, candidate: Candidate, device: Device, clusters: int) -> Order:
         """For the candidate's `cluster_order`; by index where nothing is known of the device."""
+        lines = cls(0, int(candidate["swizzle_size"]), 1)
         if candidate.params.get("cluster_order", "index") == "index" or clusters < 2:
-            return cls(0, 0, 0)
+            return lines
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():  # torch.compile may ask, whose tensors have no memory
             gpcs = device.gpcs_of_clusters(candidate["cluster_m"] * candidate["cluster_n"], clusters)
             if gpcs is None:
-                return cls(0, 0, 0)
+                return lines
             address = _table(places_of(gpcs), device.index).data_ptr()
         rows, columns = block_of_a_gpc(candidate, usual_neighbours(gpcs))
         across = columns if candidate["raster_order"] == "along_m" else rows

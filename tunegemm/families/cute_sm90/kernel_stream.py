@@ -87,21 +87,30 @@ class Pieces:
         piece = Int32(work)
         if const_expr(self.streams):
             piece += walk[10]
+        elif const_expr(self.config.gathered):
+            tile, part = self.split_work(work, walk)
+            piece = tile * walk[3] + part
         return piece
 
     @cute.jit
     def split_work(self, work, walk):
         """(index of the cluster tile, part of k) of a work index. Stream-K's are those of tiles.
 
-        Parts of a tile follow each other, so that clusters that read the same k do not. At 512x512x65536 in 8
-        parts that gains 2 to 8 per cent over parts that follow all tiles (H200, 2026-11-22).
+        Clusters that read the same k should share a GPC (docs/decisions/0013). Gathered ones that follow each
+        other do: parts follow all tiles. Others are dealt to the GPCs in turn: parts of a tile follow each
+        other, which at 512x512x65536 in 8 parts, for eight GPCs, gains 2 to 8 per cent (H200, 2026-11-22).
         """
         tile = Int32(work)
         part = Int32(0)
         if const_expr(not self.streams):
             if walk[3] > 1:
-                tile = Int32(Uint32(work) // Uint32(walk[3]))
-                part = work - tile * walk[3]
+                if const_expr(self.config.gathered):
+                    tiles = walk[0] * walk[1] * walk[2]
+                    part = Int32(Uint32(work) // Uint32(tiles))
+                    tile = work - part * tiles
+                else:
+                    tile = Int32(Uint32(work) // Uint32(walk[3]))
+                    part = work - tile * walk[3]
         return tile, part
 
     @cute.jit

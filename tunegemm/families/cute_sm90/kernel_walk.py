@@ -47,10 +47,12 @@ class Walk:
         """The first work index of this block's cluster: its own index, or what the table has for that."""
         _, _, cluster = cute.arch.block_idx()
         place = Int32(cluster)
-        if places.toint() != 0:
-            place = cute.make_tensor(places, cute.make_layout(NOWHERE))[cluster]
-        # The compiler does not know that a block's threads load the same: tiles' coordinates are scalar so.
-        return cute.arch.make_warp_uniform(place)
+        if const_expr(self.config.gathered):
+            if places.toint() != 0:
+                place = cute.make_tensor(places, cute.make_layout(NOWHERE))[cluster]
+            # The compiler does not know that a block's threads load the same: tiles' coordinates are scalar so.
+            place = cute.arch.make_warp_uniform(place)
+        return place
 
     @cute.jit
     def tile_of(self, work, walk):
@@ -66,8 +68,8 @@ class Walk:
 
         Batch entries are outermost. The walk over an entry goes along the raster order's mode in bands
         `swizzle_size` cluster tiles wide; the last band may be narrower, so no index is a phantom tile. It
-        goes line by line, or where there are blocks (`block_along` > 0) block by block, so that tiles which
-        follow each other make a rectangle of so many across the band and along it.
+        goes line by line; where clusters are gathered block by block, so that tiles which follow each other
+        make a rectangle of so many across the band and along it.
         """
         work_m, work_n, _, _, raster_along_m, swizzle_size, _, _, block_across, block_along = walk[:10]
         length = work_n
@@ -88,7 +90,7 @@ class Walk:
         if columns > swizzle_size:
             columns = swizzle_size
         step = Int32(0)
-        if block_along > 0:
+        if const_expr(self.config.gathered):
             lines = Int32(Uint32(rest) // Uint32(columns * block_along)) * block_along
             rest -= lines * columns
             deep = cutlass.min(block_along, length - lines)

@@ -39,10 +39,10 @@ _VECTOR_REGISTERS = 4
 #: More of them for stream-K's walk: 192 accumulators compile without spills, 208 spill 72 B in pingpong with
 #: operands that are not k-major (tests/test_cute_sm90.py).
 _STREAM_REGISTERS = 8
-#: More than so many accumulators leave no room for the walk of clusters: 208 compile without spills where
-#: there are none, and spill 28 to 44 B in 9 of 20 kernels with them, by one of two ptxas or both (one is in
-#: the same tests). Kernels had that room before the order of clusters was an argument (docs/decisions/0013).
-_CLUSTERED_ACCUMULATORS = 192
+#: More than so many accumulators leave pingpong's turns no room for the bookkeeping of clusters: 208 compile
+#: without spills where there are none, and spill 80 B in 5 of 10 kernels with them, by one ptxas of two or
+#: both (one is in the same tests).
+_TAKING_TURNS_IN_CLUSTERS = 192
 #: Accumulators beside which a warpgroup of two 64-row atoms has room for a second matrix.
 _ROOMY_ACCUMULATORS = 128
 
@@ -141,9 +141,11 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     elif config.held_registers:
         overhead += config.held_registers + _VECTOR_REGISTERS
     budget = config.registers[1]
-    if config.accumulator_registers > _CLUSTERED_ACCUMULATORS and config.cluster_m * config.cluster_n > 1:
+    in_clusters = config.schedule == "pingpong" and config.cluster_m * config.cluster_n > 1
+    if in_clusters and config.accumulator_registers > _TAKING_TURNS_IN_CLUSTERS:
         return (
-            f"{config.accumulator_registers} accumulators > {_CLUSTERED_ACCUMULATORS} in clusters: they spill"
+            f"{config.accumulator_registers} accumulators > {_TAKING_TURNS_IN_CLUSTERS} of pingpong in "
+            "clusters: they spill"
         )
     for sums, others in (
         (config.accumulator_registers, overhead),
