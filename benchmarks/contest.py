@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def hopper(
     schedule: str, tile: tuple[int, int, int], stages: int, cluster: tuple[int, int], epi_n: int,
     raster_order: str = "along_m", swizzle_size: int = 1, ctas: str = "all", swap_ab: bool = False,
+    cluster_order: str = "index",
 ) -> Candidate:  # fmt: skip
     """A kernel of `cute_sm90` and its launch."""
     compile_params: dict[str, Value] = {
@@ -29,8 +30,8 @@ def hopper(
         "cluster_m": cluster[0], "cluster_n": cluster[1], "epi_n": epi_n, "swap_ab": swap_ab,
     }  # fmt: skip
     launch_params: dict[str, Value] = {
-        "raster_order": raster_order, "swizzle_size": swizzle_size, "ctas": ctas, "split_k": 1,
-        "l2_hint": "none",
+        "raster_order": raster_order, "swizzle_size": swizzle_size, "cluster_order": cluster_order,
+        "ctas": ctas, "split_k": 1, "l2_hint": "none",
     }  # fmt: skip
     return Candidate.make("cute_sm90", compile_params, launch_params)
 
@@ -43,6 +44,7 @@ def contest(
     pool: CompilePool,
     *,
     rounds: int,
+    turns: int = 7,
     settle_s: float = 1.0,
 ) -> dict[str, Any]:
     """A row of a result file: per group its fastest candidate, and torch.mm and the best of cuBLASLt.
@@ -77,7 +79,7 @@ def contest(
                 runs[name] = library.load(problem, candidate, device, None)
                 group_of[name], labels[name] = "cublaslt", name
     found = interleave(
-        problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds, settle_s=settle_s
+        problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds, turns=turns, settle_s=settle_s
     )  # fmt: skip
     baseline = found.timings["torch"]
     providers: dict[str, dict[str, Any]] = {}

@@ -46,7 +46,7 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyConfig]:
     """A function that gives the compile-time choices that a candidate and the problem's dtypes and majors
-    make together; for a config that has the fields, with the problem's epilogue and the order of clusters too.
+    make together; for a config that has the fields, with the problem's epilogue and the clusters' order too.
     """
     fuses = "epilogue" in config.__dataclass_fields__
     gathers = "gathered" in config.__dataclass_fields__

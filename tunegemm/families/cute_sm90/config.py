@@ -50,8 +50,9 @@ class KernelConfig:
     accumulation: str = "fast"
     """``fast``, or ``two_level``: see `tunegemm.problem.ACCUMULATIONS`."""
     gathered: bool = False
-    """Whether clusters that share a GPC take neighbouring tiles: `cluster_order` gpc. An argument of the launch
-    that is compiled in: kernels that decide when they run are 19 % larger, and 2 % slower at 20 us and less."""
+    """Whether clusters that share a GPC take neighbouring tiles: `cluster_order` gpc. An argument of the
+    launch that is compiled in: kernels that decide when they run are 19 % larger, and 2 % slower below 20 us.
+    """
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:

@@ -98,9 +98,9 @@ class Gemm(Layouts, Walk, Pieces, Loads, Multiplies, Sums, Fusion, Stores):
 
         Strides count elements; `clusters` is the grid; `l2_hint` names the operand whose lines leave the L2
         first: 1 A, 2 B, 0 neither. With stream-K, `split_k` is the number of cluster tiles that are cut.
-        Of gathered clusters, which others ignore: `places` says for each which place in the walk is its first,
-        0 that of its index; tiles follow each other in blocks of `block_across` by `block_along` of a band
-        (see `cluster_tile_of`).
+        Of gathered clusters, and ignored by others: `places` says for each which place in the walk is its
+        first, 0 that of its index; tiles follow each other in blocks of `block_across` by `block_along` of a
+        band (see `cluster_tile_of`).
         Where tiles have parts, `partials` holds fp32 sums (`Division` in the package says how many), which a
         second kernel adds where `second_kernel` is 1; where it is 0 they meet in pairs, counted by
         `counters`, zeros that the kernel leaves as zeros.

@@ -50,7 +50,7 @@ class Walk:
         if const_expr(self.config.gathered):
             if places.toint() != 0:
                 place = cute.make_tensor(places, cute.make_layout(NOWHERE))[cluster]
-            # The compiler does not know that a block's threads load the same: tiles' coordinates are scalar so.
+            # The compiler does not know that all threads of a block load the same.
             place = cute.arch.make_warp_uniform(place)
         return place
 
