@@ -338,9 +338,11 @@ class Capped:
             yield Measurement(job.candidate, (us,) * 3, (10.0,) * 3, 1e-3, 0.001, evidence)
 
 
-def test_at_the_power_cap_the_best_alone_wins(cache: Path, tmp_path: Path) -> None:
+def test_at_the_power_cap_the_best_alone_wins(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = [launches(kernel)[0] for kernel in kernels(*GOOD)]
-    measurer = Capped()
+    measurer, ahead = Capped(), list[Candidate]()
     with (
         Database.open(tmp_path / "tuning.sqlite") as database,
         Tuner(DEVICE, database, cache=cache, workers=2) as tuner,
@@ -349,6 +351,7 @@ def test_at_the_power_cap_the_best_alone_wins(cache: Path, tmp_path: Path) -> No
         list(run.evaluate(measurer, [*own, TORCH_MM], SCREEN))
         assert run.is_throttled
         assert of_shared_clocks(run.screened)[0]["tile_n"] == 16
+        monkeypatch.setattr(run, "compile_ahead", ahead.extend)
         finalists = run.heat(measurer)
         result = run.settle(run.race(measurer, finalists, tuner.final))
         record = database.best(PROBLEM, DEVICE.fingerprint)
@@ -363,6 +366,7 @@ def test_at_the_power_cap_the_best_alone_wins(cache: Path, tmp_path: Path) -> No
     by_order = {order: [c for c in second[1] if c["cluster_order"] == order] for order in ("index", "gpc")}
     assert {c.kernel for c in by_order["index"]} == leaders
     assert {c.kernel for c in by_order["gpc"]} == {c.kernel for c in own}
+    assert {c.kernel for c in ahead if c["cluster_order"] == "gpc"} == {c.kernel for c in own}
     assert TORCH_MM in final[1] and finalists[0]["tile_n"] == 64
     assert result.best is not None and record is not None and record.candidate == result.best.candidate
     assert record.candidate["tile_n"] == 64 and record.candidate["swizzle_size"] == 16

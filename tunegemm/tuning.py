@@ -545,17 +545,26 @@ class _Run:
         of the best: to read less from L2 and device memory saves power, too.
         """
         self.stage = "heat"
-        self._heat(measurer, finalists.for_heats(self.screened))
+        first = finalists.for_heats(self.screened)
+        # Another order of clusters is another kernel; cores are idle while the first heat keeps the GPU busy.
+        self.compile_ahead([launch for one in first for launch in self._gathered(one)])
+        self._heat(measurer, first)
         launches = []
         for leader in finalists.leaders_of(self.heats, _HEAT_LEADERS):
             values = self.tuner.space(leader.family).launch_values
             others = (c for c in launches_around(leader, values) if self._is_worth_a_heat(c))
             launches += list(itertools.islice(others, _HEAT_LAUNCHES))
         for leader in finalists.leaders_of(self.heats, _HEAT_GATHERED):
-            values = self.tuner.space(leader.family).launch_values
-            launches += [c for c in gathered(leader, values) if self._is_worth_a_heat(c)]
+            launches += self._gathered(leader)
         self._heat(measurer, list(dict.fromkeys(launches)))
         return finalists.of_heats(self.heats)
+
+    def _gathered(self, kernel: Candidate) -> list[Candidate]:
+        """Launches of a kernel that are worth a heat as they give a GPC neighbouring tiles."""
+        if not families.get(kernel.family).compiled:
+            return []
+        values = self.tuner.space(kernel.family).launch_values
+        return [launch for launch in gathered(kernel, values) if self._is_worth_a_heat(launch)]
 
     def _is_worth_a_heat(self, launch: Candidate) -> bool:
         return (
