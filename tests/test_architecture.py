@@ -19,7 +19,8 @@ PACKAGE = Path(tunegemm.__file__).parent
 ORDER = (
     "errors", "resources", "epilogue", "problem", "workload", "clusters", "device", "space", "feasibility",
     "outcome", "model", "families", "finalists", "artifacts", "packs", "compile", "measure", "operation",
-    "search", "database", "packing", "tuning", "spending", "verify", "fleet", "dispatch", "report", "cli",
+    "search", "database", "packing", "workbench", "run", "tuning", "spending", "verify", "fleet", "dispatch",
+    "report", "cli",
 )  # fmt: skip
 
 PUBLIC = [

@@ -22,7 +22,7 @@ from tunegemm.database import Database
 from tunegemm.database.claims import MAX_ATTEMPTS, Claims, Task, worker_name
 from tunegemm.errors import MeasureError
 from tunegemm.problem import Problem
-from tunegemm.tuning import TuneResult
+from tunegemm.run import TuneResult
 
 SMALL = Problem.parse("64x64x64")
 UPGRADED = dataclasses.replace(FINGERPRINT, driver="590.00")

@@ -13,8 +13,8 @@ from tunegemm.device import find_device
 from tunegemm.families.cublaslt import TORCH_MM
 from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem
+from tunegemm.run import TuneResult
 from tunegemm.spending import spend, standings
-from tunegemm.tuning import TuneResult
 from tunegemm.workload import Demand
 
 H200 = find_device("model:h200")

@@ -26,8 +26,9 @@ from tunegemm.measure import SCREEN, Job, Policy
 from tunegemm.measure.replay import write_sweep
 from tunegemm.outcome import Failure, Measurement, Outcome
 from tunegemm.problem import Problem
+from tunegemm.run import Progress, Run, TuneResult
 from tunegemm.space import Candidate
-from tunegemm.tuning import Progress, Tuner, TuneResult, open_device
+from tunegemm.tuning import Tuner, open_device
 
 PROBLEM = Problem.parse("512x512x512")
 BROKEN = Problem.parse("512x512x1024")
@@ -302,7 +303,7 @@ def test_the_quickest_reach_the_final_race_whatever_torch_did(cache: Path) -> No
     """256x4096x4096 on an H200: torch.mm took 17.4 us beside some candidates and 15.8 beside others."""
     kinds = [Candidate.make("cute_sm90", {"kernel": kernel}) for kernel in range(30)]
     with Tuner(DEVICE, cache=cache) as tuner:
-        run = tuning._Run(tuner, PROBLEM, None)
+        run = Run(tuner, PROBLEM, None)
         for kernel, kind in enumerate(kinds):
             ours, torchs = (16.5, 17.4) if kernel < 25 else (16.1, 15.8)
             for launch in launches(kind):
@@ -347,7 +348,7 @@ def test_at_the_power_cap_the_best_alone_wins(
         Database.open(tmp_path / "tuning.sqlite") as database,
         Tuner(DEVICE, database, cache=cache, workers=2) as tuner,
     ):
-        run = tuning._Run(tuner, PROBLEM, None)
+        run = Run(tuner, PROBLEM, None)
         list(run.evaluate(measurer, [*own, TORCH_MM], SCREEN))
         assert run.is_throttled
         assert of_shared_clocks(run.screened)[0]["tile_n"] == 16
@@ -356,7 +357,7 @@ def test_at_the_power_cap_the_best_alone_wins(
         result = run.settle(run.race(measurer, finalists, tuner.final))
         record = database.best(PROBLEM, DEVICE.fingerprint)
         entries = database.entries(PROBLEM)
-        again = tuning._Run(tuner, PROBLEM, None)
+        again = Run(tuner, PROBLEM, None)
         known = dict(again._known())
     _, first, second, final = measurer.asked
     assert [turn_ms > 0 for turn_ms, _ in measurer.asked] == [False, True, True, True]
@@ -379,7 +380,7 @@ def test_a_whole_tuning_at_the_power_cap(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measurer, told = Capped(), list[Progress]()
-    monkeypatch.setattr(Tuner, "_measurer_for", lambda *_: measurer)
+    monkeypatch.setattr(Tuner, "measurer_for", lambda *_: measurer)
     only = ["cute_sm90", "cublaslt"]
     with (
         Database.open(tmp_path / "tuning.sqlite") as database,
@@ -404,7 +405,7 @@ def test_without_time_for_heats_few_are_raced(cache: Path) -> None:
     own = [launch for kernel in kernels(*GOOD) for launch in launches(kernel)]
     measurer = Capped()
     with Tuner(DEVICE, cache=cache, workers=2) as tuner:
-        run = tuning._Run(tuner, PROBLEM, None)
+        run = Run(tuner, PROBLEM, None)
         list(run.evaluate(measurer, [*own, TORCH_MM], SCREEN))
         finalists = run.qualify(measurer, left_s=5.0)
         assert len(measurer.asked) == 1, "no heats"
@@ -415,7 +416,7 @@ def test_without_time_for_heats_few_are_raced(cache: Path) -> None:
 
 def test_no_heats_on_a_chip_that_holds_its_clocks(cache: Path) -> None:
     with Tuner(DEVICE, cache=cache) as tuner:
-        run = tuning._Run(tuner, PROBLEM, None)
+        run = Run(tuner, PROBLEM, None)
         assert not run.is_throttled
         run._record(replace(measurement(FASTEST, 9.0), evidence={"throttle_reasons": ()}))
         assert not run.is_throttled
@@ -423,7 +424,7 @@ def test_no_heats_on_a_chip_that_holds_its_clocks(cache: Path) -> None:
 
 def test_a_short_screen_that_saw_no_cap_does_not_hide_it(cache: Path) -> None:
     with Tuner(DEVICE, cache=cache) as tuner:
-        run = tuning._Run(tuner, PROBLEM, None)
+        run = Run(tuner, PROBLEM, None)
         run._record(replace(measurement(TORCH_MM, 10.0), evidence={"throttle_reasons": ("sw_power_cap",)}))
         run._record(replace(measurement(FASTEST, 9.0), evidence={"throttle_reasons": ()}))
         assert run.is_throttled
@@ -437,7 +438,7 @@ def test_a_race_on_a_busy_gpu_settles_nothing(tmp_path: Path, noise: float) -> N
         Database.open(tmp_path / "tuning.sqlite") as database,
         Tuner(DEVICE, database, cache=tmp_path) as tuner,
     ):
-        result = tuning._Run(tuner, PROBLEM, None).settle(raced)
+        result = Run(tuner, PROBLEM, None).settle(raced)
         known = database.best(PROBLEM, DEVICE.fingerprint)
     assert result.best is not None and result.best.candidate == FASTEST
     assert (known is not None and known.settled) == (noise < 0.05)
@@ -477,7 +478,7 @@ def test_a_baseline_that_is_slow_throughout_settles_nothing(
         Database.open(tmp_path / "tuning.sqlite") as database,
         Tuner(DEVICE, database, cache=tmp_path) as tuner,
     ):
-        run = tuning._Run(tuner, PROBLEM, None)
+        run = Run(tuner, PROBLEM, None)
         for baseline in screen:
             run._record(measured(FASTEST, baseline, 1.0))
         run.stage = "final"

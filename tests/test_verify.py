@@ -56,7 +56,7 @@ def tuner(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     write_sweep(tmp_path, "patched", NOW, PROBLEM, outcomes, recorded_at=when, command="made up")
     measurer = ReplayMeasurer(open_replay("patched", root=tmp_path))
     with Tuner(NOW, database, workers=1) as tuner:
-        monkeypatch.setattr(tuner, "_measurer_for", lambda problem: measurer)
+        monkeypatch.setattr(tuner, "measurer_for", lambda problem: measurer)
         yield tuner
 
 
@@ -117,7 +117,7 @@ def test_on_a_real_gpu(tmp_path: Path) -> None:
             device, fingerprint=replace(device.fingerprint, driver=f"{device.fingerprint.driver}.0")
         )
         with Tuner(before, database) as tuner:
-            assert isinstance(tuner._measurer_for(problem), MeasureWorker)
+            assert isinstance(tuner.measurer_for(problem), MeasureWorker)
             tuner.tune(problem, trials=16)
         ((judgement, record),) = due(database.records(), device.fingerprint)
         with Tuner(device, database, cache=tmp_path / "empty") as tuner:  # no object: they are compiled

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tunegemm.database.claims import Claim, Claims, Task, worker_name
 from tunegemm.device import Fingerprint
 from tunegemm.errors import DatabaseError
-from tunegemm.tuning import TuneResult
+from tunegemm.run import TuneResult
 
 #: How long a claim lasts unless it is renewed, seconds: for that long a dead worker's problem waits.
 LEASE_S = 120.0

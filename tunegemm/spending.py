@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tunegemm.device import Device
+from tunegemm.run import Progress, TuneResult
 from tunegemm.search.budget import Effort
-from tunegemm.tuning import Progress, Tuner, TuneResult
+from tunegemm.tuning import Tuner
 from tunegemm.workload import Demand
 
 # torch.mm reaches about 70 % of an H200's dense bf16 peak at 4096 and more rows (README, 2026-11-20).

@@ -12,8 +12,9 @@ from tunegemm.device import Fingerprint
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.outcome import Failure, Measurement
 from tunegemm.problem import Problem
+from tunegemm.run import TuneResult
 from tunegemm.space import Candidate
-from tunegemm.tuning import Tuner, TuneResult
+from tunegemm.tuning import Tuner
 
 
 @dataclass(frozen=True)

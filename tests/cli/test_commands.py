@@ -209,7 +209,7 @@ class TestDoctor:
 class TestProgress:
     def progress(self, **changes: object) -> object:
         from tunegemm.problem import Problem
-        from tunegemm.tuning import Progress
+        from tunegemm.run import Progress
 
         facts: dict[str, object] = {
             "problem": Problem.parse(SHAPE), "stage": "screen", "feasible": 812,

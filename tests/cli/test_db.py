@@ -112,7 +112,7 @@ class TestRerace:
         into = tmp_path / "all.sqlite"
         monkeypatch.setattr("tunegemm.tuning.open_device", lambda spec: device)
         with MeasureWorker(device, backend="tests.planted.cpu_backend:CpuBackend") as worker:
-            monkeypatch.setattr(Tuner, "_measurer_for", lambda *_: worker)
+            monkeypatch.setattr(Tuner, "measurer_for", lambda *_: worker)
             # A race beside other work settles nothing and asks to be run again: these times are a CPU's.
             for _ in range(6):
                 into.unlink(missing_ok=True)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from tunegemm.device import Device
     from tunegemm.problem import Problem
     from tunegemm.report.leaderboard import Leaderboard
-    from tunegemm.tuning import Tuner, TuneResult
+    from tunegemm.run import TuneResult
+    from tunegemm.tuning import Tuner
     from tunegemm.workload import Demand
 
 
