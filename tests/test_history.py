@@ -14,7 +14,7 @@ import pytest
 from tests.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
 from tunegemm.cli.app import app
 from tunegemm.database import Database
-from tunegemm.database.history import leaders, regressions, seeds
+from tunegemm.database.history import kindred, leaders, regressions, seeds
 from tunegemm.device import Device
 from tunegemm.outcome import Measurement
 from tunegemm.space import Candidate
@@ -94,6 +94,29 @@ class TestSeeds:
         assert seeds(database, PROBLEM, FINGERPRINT) == [
             candidates["patched"], candidates["minor"], candidates["h100"],
         ]  # fmt: skip
+
+    def test_records_of_the_same_product_most_alike_first(self, database: Database) -> None:
+        fused = replace(PROBLEM, epilogue="silu")
+        named = {
+            "half": (replace(PROBLEM, in_dtype="fp16", out_dtype="fp16"), DEVICE),
+            "h100": (PROBLEM, under(device_name="NVIDIA H100 NVL")),
+            "a100": (PROBLEM, under(device_name="NVIDIA A100", capability="8.0")),
+            "wider": (replace(PROBLEM, in_dtype="tf32", out_dtype="fp32"), DEVICE),
+            "transposed": (replace(PROBLEM, b_major="n"), DEVICE),
+            "longer": (replace(PROBLEM, k=2 * PROBLEM.k), DEVICE),
+            "relu": (replace(PROBLEM, epilogue="relu"), DEVICE),
+            "plain": (PROBLEM, DEVICE),
+            "itself": (fused, under(torch="2.10.0")),
+        }
+        candidates = {name: KERNEL.with_launch(swizzle_size=i) for i, name in enumerate(named)}
+        for name, (problem, device) in named.items():
+            database.settle(problem, device, measurement(1.1, candidates[name]))
+        database.settle(
+            replace(PROBLEM, epilogue="gelu_tanh"), DEVICE, measurement(1.2, Candidate.make("cublaslt", {}))
+        )
+        found = kindred(database.records(), fused, FINGERPRINT)
+        assert found == [candidates[name] for name in ("itself", "plain", "relu", "half", "h100")]
+        assert kindred(database.records(), fused, FINGERPRINT, top=1) == [candidates["itself"]]
 
     def test_a_final_race_counts_more_than_a_lucky_screen(self, database: Database) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.9, OTHER))

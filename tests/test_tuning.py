@@ -18,6 +18,7 @@ from tunegemm import families, tuning
 from tunegemm.artifacts import ArtifactStore
 from tunegemm.compile import CompilePool
 from tunegemm.database import Database
+from tunegemm.database.shipped import read_shipped
 from tunegemm.device import find_device
 from tunegemm.errors import DeviceError, SpaceError
 from tunegemm.families.cublaslt import TORCH_MM
@@ -316,6 +317,22 @@ def test_the_quickest_reach_the_final_race_whatever_torch_did(cache: Path) -> No
     )
     assert len(beside_slow) == 12 and len(beside_fast) == 4
     assert len({c.kernel for c in finalists}) == 6 + 2 + 1, "two launches of a kernel"
+
+
+def test_a_search_begins_with_what_is_known_of_the_product(cache: Path, tmp_path: Path) -> None:
+    """Of the plain product's record for one with an epilogue; and of records that are shipped."""
+    (plain,) = (launches(kernel)[0] for kernel in kernels(64))
+    with (
+        Database.open(tmp_path / "tuning.sqlite") as database,
+        Tuner(DEVICE, database, cache=cache, families=["cute_sm90"]) as tuner,
+    ):
+        database.settle(PROBLEM, DEVICE, measurement(plain, 9.0))
+        fused = Run(tuner, replace(PROBLEM, epilogue="silu"), None)
+        assert fused.start_search(Capped(), "quick", None).planned_screen()[0].kernel == plain.kernel
+        (shipped,) = (r for r in read_shipped()[0] if str(r.problem) == "4096x14336x4096 bf16 tn")
+        known = Run(tuner, shipped.problem, None)
+        assert known._seeds()[0] == shipped.candidate
+        assert Run(tuner, replace(shipped.problem, epilogue="silu"), None)._seeds()[0] == shipped.candidate
 
 
 class Capped:

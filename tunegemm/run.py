@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 from tunegemm import families, finalists, model
 from tunegemm.compile import CompileResult
-from tunegemm.database.history import seeds
+from tunegemm.database.history import kindred, seeds
+from tunegemm.database.layers import read_texts
 from tunegemm.device import Device
 from tunegemm.measure import HEAT, SCREEN, Job, Policy
 from tunegemm.measure.statistics import slowdown, winner
@@ -194,11 +195,16 @@ class Run:
         ]
 
     def _seeds(self) -> list[Candidate]:
-        """What was best of this problem elsewhere: other software, older sources, another GPU of its kind."""
-        if self.bench.database is None:
-            return []
-        found = seeds(self.bench.database, self.problem, self.device.fingerprint)
-        return [families.completed(candidate) for candidate in found]
+        """What was best of this problem elsewhere: other software, older sources, another GPU of its kind.
+
+        On a real device also what records know of its product, the shipped ones among them.
+        """
+        database, here = self.bench.database, self.device.fingerprint
+        found = [] if database is None else seeds(database, self.problem, here)
+        if self.device.is_real:
+            records, _ = read_texts()
+            found += kindred(records + (database.records() if database else []), self.problem, here)
+        return [families.completed(candidate) for candidate in dict.fromkeys(found)]
 
     def _ranked_kernels(self, family: str) -> tuple[Mapping[str, tuple[Value, ...]], list[model.Prediction]]:
         """Launch values that some kernel can take, and one prediction per feasible kernel, fastest first.

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
-from tunegemm.database.record import ALONE, Choice, Entry
+from tunegemm.database.record import ALONE, Choice, Entry, Record
 from tunegemm.database.validity import Grade, judge_stored
 from tunegemm.device import Fingerprint
 from tunegemm.measure.statistics import NOISE_FLOOR, median_interval, ratio_interval
-from tunegemm.problem import Problem
+from tunegemm.problem import DTYPE_BYTES, Problem
 from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Candidates per toolchain that are raced again, or that a search begins with.
 TOP = 5
+#: The family of the vendor's algorithms, which every search tries anyway.
+LIBRARY = "cublaslt"
 
 Verdict = Literal["faster", "slower", "same"]
 
@@ -48,6 +50,32 @@ def seeds(database: Database, problem: Problem, fingerprint: Fingerprint, top: i
         groups.items(), key=lambda item: (item[0][0], item[1][-1].measured_at), reverse=True
     )
     return list(dict.fromkeys(e.candidate for _, group in nearest_first for e in leaders(group, top)))
+
+
+def kindred(
+    records: Iterable[Record], problem: Problem, fingerprint: Fingerprint, top: int = TOP
+) -> list[Candidate]:
+    """What records of any layer say of the same product, the most alike first: of the problem itself, then
+    with another epilogue or output, then of another dtype of the same width. Of our kernels on GPUs of the
+    architecture; on one of this name first, the latest first.
+
+    What a product with an epilogue waits for is the product: fast tiles are fast with either.
+    """
+    found: list[tuple[tuple[bool | datetime, ...], Candidate]] = []
+    for record in records:
+        one, grade = record.problem, judge_stored(record, fingerprint).grade
+        if _product(one) != _product(problem) or grade == Grade.FOREIGN or record.candidate.family == LIBRARY:
+            continue
+        alike = one == problem, record.fingerprint.device_name == fingerprint.device_name
+        found.append(((*alike, one.in_dtype == problem.in_dtype, record.measured_at), record.candidate))
+    ordered = sorted(found, key=lambda pair: pair[0], reverse=True)
+    return list(dict.fromkeys(candidate for _, candidate in ordered))[:top]
+
+
+def _product(problem: Problem) -> tuple[int | str, ...]:
+    """Which elements are multiplied with which, and how wide they are."""
+    width = DTYPE_BYTES[problem.in_dtype]
+    return problem.m, problem.n, problem.k, problem.batch, problem.a_major, problem.b_major, width
 
 
 @dataclass(frozen=True)
