@@ -18,7 +18,7 @@ from tunegemm.problem import Problem
 from tunegemm.space import Candidate
 
 PROBLEM = Problem.parse("512x512x65536")
-HOPPER = test_cute_sm90.candidate(tile_n=64).with_launch(
+HOPPER = test_cute_sm90.candidate(tile_n=64, occupancy=1, wgmma_in_flight=1).with_launch(
     **test_cute_sm90.LAUNCH, l2_hint="none", cluster_order="index"
 )
 AMPERE = test_cute_sm80.candidate().with_launch(**test_cute_sm80.LAUNCH)
@@ -48,7 +48,7 @@ class TestCanImplement:
             "cute_sm90", dict(HOPPER.compile_params) | {"stages": 12}, dict(HOPPER.launch_params)
         )
         verdict = Operation(PROBLEM, deep, h200).can_implement()
-        assert verdict.rule == "shared_memory" and "B >" in verdict.reason
+        assert verdict.rule == "ring_memory" and "B >" in verdict.reason
         fused = replace(PROBLEM, epilogue="relu")
         assert Operation(fused, HOPPER, h200).can_implement()
         assert Operation(fused, AMPERE, h200).can_implement().rule == "epilogue"

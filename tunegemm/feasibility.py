@@ -87,7 +87,7 @@ def plausible_kernels(
 ) -> Iterator[Candidate]:
     """The kernels of a space, in its order, without what a rule rejects by a few of their parameters alone.
 
-    Half a million kernels are in the lists of `cute_sm90`, and a rule that reads nothing but `tile_k` rejects
+    A million kernels are in the lists of `cute_sm90`, and a rule that reads nothing but `tile_k` rejects
     half of them for one problem. Which parameters a rule reads is seen when it looks at the first kernel; it
     is then asked about each combination of their values, once. What reads all, such as a kernel's
     configuration, is left to `apply_rules`.

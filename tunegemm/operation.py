@@ -35,7 +35,8 @@ class Operation:
     the place of the C++ compiler. All but `initialize` and `run` work without a GPU. ::
 
         kernel = {"schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 5,
-                  "cluster_m": 1, "cluster_n": 2, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static"}
+                  "cluster_m": 1, "cluster_n": 2, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
+                  "occupancy": 1, "wgmma_in_flight": 1}
         launch = {"raster_order": "along_m", "swizzle_size": 8, "cluster_order": "index", "ctas": "all",
                   "split_k": 8, "reduction": "second_kernel", "l2_hint": "none"}
         operation = tunegemm.Operation(

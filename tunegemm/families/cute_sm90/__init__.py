@@ -13,7 +13,7 @@ from tunegemm.device import Device
 from tunegemm.epilogue import MAX_WORDS, define
 from tunegemm.families.cute_object import compile_object, dsl_version, load_function
 from tunegemm.families.cute_sm90.config import KernelConfig
-from tunegemm.families.cute_sm90.rules import RULES, config_of
+from tunegemm.families.cute_sm90.rules import RULES, config_of, resident_clusters
 from tunegemm.families.generator import Generator
 from tunegemm.families.launching import (
     AddressLaunch,
@@ -42,7 +42,7 @@ class CuteSm90(Generator):
     parameters: Mapping[str, tuple[str, ...]] = {
         "compile": (
             "schedule", "tile_scheduler", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n",
-            "epi_n", "swap_ab",
+            "epi_n", "occupancy", "wgmma_in_flight", "swap_ab",
         ),
         "launch": (
             "raster_order", "swizzle_size", "cluster_order", "ctas", "split_k", "reduction", "l2_hint",
@@ -138,7 +138,7 @@ class Division:
         """
         size = candidate["cluster_m"] * candidate["cluster_n"]
         tiles = tile_count(problem, candidate) // size
-        resident = device.resident_clusters(size)
+        resident = resident_clusters(candidate, device)
         second = candidate.params.get("reduction", "pairs") == "second_kernel"
         if streams(candidate):
             k_tiles = -(-problem.k // candidate["tile_k"])

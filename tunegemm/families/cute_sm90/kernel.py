@@ -206,7 +206,9 @@ class Gemm(Layouts, Walk, Pieces, Loads, Multiplies, Sums, Fusion, Stores):
             smem=self.smem_bytes,
             stream=stream,
             # Without it ptxas ignores setmaxnreg (warning C7508).
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=config.occupancy,
+            # With more than one the DSL would ask the driver, which may not be there, how much it is.
+            preferred_smem_carveout=None if config.occupancy == 1 else 100,
         )  # fmt: skip
         if second_kernel != 0:
             self.launch_sum(mD, a_layout, b_layout, k_tiles, walk, last, partials, fused, stream)

@@ -79,7 +79,8 @@ class Multiplies:
                 )  # fmt: skip
             else:
                 # The first k tile overwrites the accumulators, the others add to them. One WGMMA group stays
-                # in flight, so that the tensor cores have work while a stage is released and one awaited.
+                # in flight, so that the tensor cores have work while a stage is released and one awaited; or
+                # none, and a stage is free sooner.
                 cute.arch.mbarrier_wait(full + stage, phase)
                 warpgroup.fence()
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -91,6 +92,10 @@ class Multiplies:
                     # Nobody else may have this tile to store; with parts of k it shows in the end who has.
                     if not self.has_parts(work, walk):
                         self.load_matrix(matrix, sD, group, group_thread, self.place_of(work, walk, last))
+                if const_expr(config.wgmma_in_flight == 0):
+                    warpgroup.wait_group(0)
+                    if signal:
+                        cute.arch.mbarrier_arrive(empty + stage, peer)
                 previous = stage
                 stage += 1
                 if stage == config.stages:
@@ -102,9 +107,11 @@ class Multiplies:
                     for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                         self.multiply(tiled_mma, accumulators, tCrA, tCrB, block, stage)
                     warpgroup.commit_group()
-                    warpgroup.wait_group(1)
+                    warpgroup.wait_group(config.wgmma_in_flight)
                     if signal:
-                        cute.arch.mbarrier_arrive(empty + previous, peer)
+                        cute.arch.mbarrier_arrive(
+                            empty + (previous if const_expr(config.wgmma_in_flight == 1) else stage), peer
+                        )
                     previous = stage
                     stage += 1
                     if stage == config.stages:
@@ -116,7 +123,7 @@ class Multiplies:
                 )
             # The divisions of the tile's coordinates run under the last WGMMAs.
             tile_m, tile_n, entry, _ = self.tile_of(work, walk)
-            if const_expr(not two_level):
+            if const_expr(not two_level and config.wgmma_in_flight == 1):
                 warpgroup.wait_group(0)
                 if signal:
                     cute.arch.mbarrier_arrive(empty + previous, peer)
