@@ -49,7 +49,7 @@ class CuteSm90(Generator):
         ),
     }  # fmt: skip
 
-    limited_launch = ("split_k", "reduction")
+    limited_launch = ("split_k", "reduction", "cluster_order")
     extent_rules = frozenset({"cluster_fits", "swap_fits", "split_fits", "reduction_fits", "stream_fits"})
     packages = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi"))
     config = KernelConfig

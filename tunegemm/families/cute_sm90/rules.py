@@ -249,7 +249,7 @@ def ring_memory(problem: Problem, candidate: Candidate, device: Device) -> str |
     ring = candidate["stages"] * rows * candidate["tile_k"] * DTYPE_BYTES[problem.in_dtype]
     limit = (SMEM_LIMIT + SMEM_RESERVED) // occupancy - SMEM_RESERVED - SMEM_ALIGNMENT
     if ring > limit:
-        return f"ring of {candidate['stages']} stages = {ring} B smem > {limit} B"
+        return f"ring of {candidate['stages']} stages = {ring} B > {limit} B smem"
     return None
 
 
