@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rows", default="", help="regular expression on a row's text")
     parser.add_argument("--effort", default="quick", help="effort of tuning (default: quick)")
+    parser.add_argument("--trials", type=int, help="candidates per row (default: the effort's)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per row")
     parser.add_argument("--tune-cap", type=float, default=60.0, help="seconds a peer may tune one row")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
@@ -85,7 +86,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
         for problem in ROWS:
             if re.search(options.rows, str(problem)) is None:
                 continue
-            seconds = _tune(problem, tuner, options.effort)
+            seconds = _tune(problem, tuner, options.effort, options.trials)
             settings = Options(options.tune_cap, options.db)
             row = measure(problem, device, backend, [*providers], settings, options.rounds, providers)
             results.put(row | {"tune_seconds": seconds})
