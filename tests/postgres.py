@@ -103,7 +103,7 @@ def _wait(running: Cluster, server: subprocess.Popen[bytes], log: Path) -> None:
             if server.poll() is not None or time.monotonic() > deadline:
                 said = log.read_text()[-2000:]
                 raise RuntimeError(f"PostgreSQL does not start ({error}): {said}") from None
-        time.sleep(0.05)
+        time.sleep(0.05)  # then asked again: a server says nowhere else that it is ready
 
 
 def _ordinary_user() -> pwd.struct_passwd:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -274,12 +276,12 @@ def test_a_peer_that_tunes_too_long_is_stopped_even_if_it_catches_exceptions():
     with pytest.raises(_OutOfTime), _deadline(0.1):
         for _ in range(100):
             with contextlib.suppress(Exception):
-                time.sleep(0.05)
+                time.sleep(0.05)  # a peer at work, which takes the alarm for an error of its own
     assert time.perf_counter() - start < 2
     assert signal.getsignal(signal.SIGALRM) is before
     with _deadline(0.05):
         pass
-    time.sleep(0.1)  # no alarm comes late
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), "no alarm comes late"
 
 
 # Memory
@@ -288,9 +290,8 @@ def test_a_peer_that_tunes_too_long_is_stopped_even_if_it_catches_exceptions():
 def test_footprint_sees_this_process_and_its_children():
     with Footprint(interval=0.02) as footprint:
         block = bytearray(os.urandom(1)) * 200_000_000
-        child = psutil.Popen(
-            [sys.executable, "-c", "x = bytearray(b'1') * 100_000_000; import time; time.sleep(60)"]
-        )
+        program = "import sys; x = bytearray(b'1') * 100_000_000; sys.stdin.read()"  # no longer than we live
+        child = psutil.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
         try:
             until(lambda: footprint.children_mb >= 100, seconds=20)
         finally:
@@ -347,7 +348,8 @@ def test_the_parts_of_the_dispatch_benchmark_that_need_no_gpu(tmp_path, monkeypa
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(first_call, "PROCESSES", 1)
     dispatch.place(tmp_path)
-    samples = dispatch.host_times({"slow": lambda: time.sleep(1e-4), "fast": lambda: None}, 3, lambda: None)
+    slow = functools.partial(time.sleep, 1e-4)  # a call that is known to take 100 us and more
+    samples = dispatch.host_times({"slow": slow, "fast": lambda: None}, 3, lambda: None)
     assert [len(each) for each in samples.values()] == [3, 3]
     assert min(samples["slow"]) > 90 > max(samples["fast"])
     on_cpu = dataclasses.replace(device, spec="cpu")

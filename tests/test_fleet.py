@@ -69,7 +69,7 @@ class TestClaims(Store):
         dead = claims.claim(FINGERPRINT, "dead", 0.2)
         assert dead is not None
         assert claims.claim(FINGERPRINT, "b", 60) is None
-        time.sleep(0.25)  # past the 0.2 s for which it was claimed
+        time.sleep(0.25)  # past the 0.2 s for which it was claimed: claims go by the database's clock
         taken = claims.claim(FINGERPRINT, "b", 60)
         assert taken is not None and taken.attempt == 2
         assert not claims.renew(dead, 60)
@@ -81,7 +81,7 @@ class TestClaims(Store):
         claims.add([Task(PROBLEM)])
         held = claims.claim(FINGERPRINT, "a", 0.2)
         assert held is not None and claims.renew(held, 60)
-        time.sleep(0.25)  # past the 0.2 s for which it was claimed first
+        time.sleep(0.25)  # past the 0.2 s for which it was claimed first: had it run out, b would get it
         assert claims.claim(FINGERPRINT, "b", 60) is None
 
     def test_what_is_given_back_is_free_at_once(self, claims: Claims) -> None:

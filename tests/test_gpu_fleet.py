@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.processes import environment
+from tests.waiting import until
 from tunegemm.database import Database
 from tunegemm.database.claims import Claims, Task
 from tunegemm.device import find_device
@@ -34,9 +34,8 @@ def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
         claims = Claims(database)
         claims.add([Task(problem, trials=6) for problem in PROBLEMS])
         doomed = worker(path)
-        while not claims.holdings():
-            assert doomed.poll() is None, doomed.stderr and doomed.stderr.read()
-            time.sleep(0.05)
+        until(lambda: claims.holdings() or doomed.poll() is not None, seconds=120)
+        assert doomed.poll() is None, doomed.stderr and doomed.stderr.read()
         doomed.kill()
         doomed.communicate()
         out, err = worker(path).communicate(timeout=200)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from tunegemm.device import find_device
 from tunegemm.epilogue import Epilogue, where
 from tunegemm.errors import DeviceError, MeasureError
@@ -55,13 +56,6 @@ def alive(pid: int) -> bool:
         return False
     state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     return state != "Z"
-
-
-def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 def test_energy_is_metered_where_it_is_asked_for(worker: MeasureWorker) -> None:
@@ -266,14 +260,11 @@ def test_no_child_outlives_its_parent(how: signal.Signals, tmp_path: Path) -> No
         # A shell's background job, as a CI run may be, ignores SIGINT and hands that on.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 60
-    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(pid_file.with_suffix(".hangs").exists)
     child = int(pid_file.read_text())
-    time.sleep(1.0)  # into the hang
     assert alive(child)
     parent.send_signal(how)
     _, errors = parent.communicate(timeout=20)
-    assert wait_until_gone(child)
+    until(lambda: not alive(child), seconds=10)
     if how == signal.SIGINT:
         assert b"KeyboardInterrupt" in errors

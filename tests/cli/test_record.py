@@ -77,7 +77,7 @@ def test_processes_of_a_shell(tmp_path: Path) -> None:
 
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
     """What was written before SIGTERM is kept; `tunegemm record` hands the signal on."""
-    waiting = script(tmp_path, PROGRAM + "import time; time.sleep(100)")
+    waiting = script(tmp_path, PROGRAM + "import signal; signal.alarm(100); signal.pause()")
     process = subprocess.Popen(
         [*TUNEGEMM, "record", "--", sys.executable, waiting, "2"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -15,7 +15,7 @@ class _Planted:
             os.abort()
         if what == "hang":
             out.write_bytes(b"begun")  # so that a test may wait for it
-            time.sleep(3600)
+            time.sleep(3600)  # hangs: who compiles is to be killed
         if what == "raise":
             raise ValueError("a tile that the compiler\nrefuses: fatal register shortage")
         if what == "print":

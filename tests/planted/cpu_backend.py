@@ -49,7 +49,9 @@ class PlantedFamily:
             if what == "illegal-address":
                 ctypes.string_at(0)
             if what == "hang" or (what == "hang-in-rounds" and len(seen) > 5):
-                time.sleep(3600)
+                if told := os.environ.get("PLANTED_PID_FILE"):
+                    Path(told).with_suffix(".hangs").touch()  # so that a test may wait for it
+                time.sleep(3600)  # hangs: who measures is to be killed
             if what == "unwritten":
                 torch.mm(a[:1], b, out=out[:1])
                 return

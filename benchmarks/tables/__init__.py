@@ -1,0 +1,1 @@
+"""The tables and sentences of the documents, of the result files alone; docs/generate.py puts them there."""

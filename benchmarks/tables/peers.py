@@ -1,0 +1,174 @@
+"""Tables of products beside what a user could pick instead, and where tunegemm loses."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import geometric_mean
+from benchmarks.tables.reading import (
+    BASELINE,
+    ROOT,
+    load,
+    machine_line,
+    markdown_table,
+    not_measured,
+    ratios,
+    shape_of,
+)
+
+SHAPES = ROOT / "benchmarks" / "shapes.toml"
+#: Columns of the tables of providers, beside torch.mm; what else was timed with them is in docs/families.md.
+MAIN = ("cublaslt", "quack", "inductor", "tunegemm_cute", "tunegemm")
+ODD = ("cublaslt", "inductor", "cute_sm80", "tunegemm")
+#: What a user could pick instead.
+PEERS = (BASELINE, "cublaslt", "quack", "inductor")
+
+
+def peers(results: Path) -> str:
+    """The providers over all shapes but the odd ones, their geometric means, and where tunegemm loses."""
+    data = load(results, "peers.json")
+    if data is None:
+        return not_measured(results, "peers.json")
+    odd = odd_shapes()
+    rows = [row for row in data["rows"] if shape_of(row) not in odd]
+    parts = (machine_line(data.get("meta", {})), *providers(rows, MAIN), missing_shapes(rows))
+    return "\n\n".join(part for part in parts if part)
+
+
+def peers_odd(results: Path) -> str:
+    """The same over the odd shapes."""
+    data = load(results, "peers.json")
+    if data is None:
+        return not_measured(results, "peers.json")
+    odd = odd_shapes()
+    rows = [row for row in data["rows"] if shape_of(row) in odd]
+    if not rows:
+        return not_measured(results, "peers.json")
+    found = [ratios(row) for row in rows]
+    best = max(one.get("inductor", 0) for one in found)
+    ours = geometric_mean([one["tunegemm"] for one in found if "tunegemm" in one])
+    told = (
+        f"Inductor is up to {best:.1f} times as fast as `torch.mm`, `tunegemm` {ours:.2f} times on average."
+    )
+    return "\n\n".join([*(part for part in providers(rows, ODD) if part), told])
+
+
+def odd_shapes() -> set[str]:
+    """The shapes of the group `odd`."""
+    return set(tomllib.loads(SHAPES.read_text())["odd"]["shapes"])
+
+
+def missing_shapes(rows: list[dict[str, Any]]) -> str:
+    """Which of the benchmarks' shapes have no row."""
+    from benchmarks.shapes import select
+
+    found = {shape_of(row) for row in rows} | odd_shapes()
+    missing = [problem.shape for problem in select([]) if problem.shape not in found]
+    return f"Not timed in this run: {', '.join(missing)}." if missing else ""
+
+
+def providers(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
+    """The paragraphs on some rows of peers.json."""
+    all_ratios = [ratios(row) for row in rows]
+    names = [name for name in columns if any(name in found for found in all_ratios)]
+    in_turns = [row for row in rows if row.get("turn_ms")]
+    lines = []
+    for row, found in zip(rows, all_ratios, strict=True):
+        us = row["providers"][BASELINE]["median_us"]
+        flops = 2 * row["m"] * row["n"] * row["k"] * row.get("batch", 1)
+        best = max(found[name] for name in (BASELINE, *names) if name in found)
+        cells = [f"{us:.1f} us, {flops / us * 1e-6:.0f}"]
+        for name in names:
+            ratio = f"{found[name]:.3f}" if name in found else ""
+            cells.append(f"**{ratio}**" if ratio and found[name] == best else ratio)
+        lines.append([shape_of(row), *cells, *shared_clocks(row, in_turns)])
+    means = []
+    for name in names:
+        values = [found[name] for found in all_ratios if name in found]
+        means.append(
+            f"{geometric_mean(values):.3f}" + ("" if len(values) == len(rows) else f" ({len(values)})")
+        )
+    shared = [float(shared_clocks(row, in_turns)[0]) for row in in_turns]
+    means += [f"{geometric_mean(shared):.3f} ({len(shared)})"] if shared else []
+    lines.append(["*geometric mean*", "", *means])
+    rivals = [
+        found["tunegemm"] / max(found[name] for name in PEERS if name in found)
+        for found in all_ratios
+        if "tunegemm" in found
+    ]
+    told = ""
+    if rivals:
+        told = f"To the best library of each interleave `tunegemm` is at {geometric_mean(rivals):.3f}."
+    header = ["M x N x K", "torch.mm, TFLOP/s", *names]
+    explained = (
+        "Speed relative to `torch.mm` in the same interleave: above 1 is faster, the best in bold; "
+        "a mean over fewer shapes says over how many."
+    )
+    if in_turns:
+        header.append("tunegemm, shared clocks")
+        own = [found["tunegemm"] for row, found in zip(rows, all_ratios, strict=True) if row.get("turn_ms")]
+        told += (
+            f" Over the {len(own)} shapes at the power cap it is at {geometric_mean(own):.3f} of `torch.mm`, "
+            f"timed at shared clocks at {geometric_mean(shared):.3f}."
+        )
+        explained += (
+            " At the power cap each had the chip to itself in its turns; the last column says what one "
+            "replay after another gives there, where all share the clocks of their mixture."
+        )
+    return [
+        explained,
+        markdown_table(header, lines),
+        told,
+        losses(rows, all_ratios),
+    ]
+
+
+def shared_clocks(row: dict[str, Any], in_turns: list[dict[str, Any]]) -> list[str]:
+    """The cell of tunegemm's ratio at clocks that all shared; none where no row was timed in turns."""
+    if not in_turns:
+        return []
+    ratio = row["providers"].get("tunegemm", {}).get("ratio_shared")
+    return [f"{ratio:.3f}" if ratio else ""]
+
+
+def losses(rows: list[dict[str, Any]], all_ratios: list[dict[str, float]]) -> str:
+    """Where tunegemm is slower than torch.mm, than a peer, or than one of its own families, by how much."""
+    if not any("tunegemm" in found for found in all_ratios):
+        return ""
+    slower: list[str] = []
+    beaten: list[str] = []
+    tied: list[str] = []
+    missed: list[str] = []
+    for row, found in zip(rows, all_ratios, strict=True):
+        own = found.get("tunegemm")
+        if own is None:
+            continue
+        shape, noise = shape_of(row), row.get("noise", 0.0)
+        if own < 1:
+            slower.append(f"{shape} ({own:.4f})")
+        rival = max((name for name in PEERS if name in found), key=lambda name: found[name])
+        if found[rival] > own:
+            (beaten if found[rival] > own * (1 + noise) else tied).append(
+                f"{shape} ({rival}: {100 * (found[rival] / own - 1):.1f} % faster)"
+            )
+        family = max(
+            (name for name in found if name not in (*PEERS, "tunegemm")), key=lambda n: found[n], default=""
+        )
+        if family and found[family] > own * (1 + noise):
+            missed.append(f"{shape} ({family}: {100 * (found[family] / own - 1):.1f} %)")
+    if not beaten:
+        parts = ["tunegemm loses on none of these shapes."]
+    else:
+        parts = [f"Slower than `torch.mm`: {', '.join(slower)}."] if slower else []
+        parts.append(f"Where tunegemm loses: {', '.join(beaten)}.")
+    if tied:
+        parts.append(f"Behind a peer by less than the noise: {', '.join(tied)}.")
+    if missed:
+        parts.append(
+            "One of its own families was faster in this interleave than the record, by more than the noise: "
+            f"{', '.join(missed)}."
+        )
+    return "\n\n".join(parts)

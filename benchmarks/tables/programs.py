@@ -1,0 +1,173 @@
+"""Tables of what users wait for: tuning, calls, other dtypes, epilogues, whole models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import geometric_mean
+from benchmarks.tables.reading import (
+    BASELINE,
+    extents_of,
+    load,
+    machine_line,
+    markdown_table,
+    not_measured,
+    ratios,
+    shape_of,
+)
+
+
+def tuning_time(results: Path) -> str:
+    """How long tuning took: cold, after other shapes, and warm."""
+    data = load(results, "tuning_time.json")
+    if data is None:
+        return not_measured(results, "tuning_time.json")
+    lines = []
+    for row in data["rows"]:
+        seconds = [
+            f"{row[key]:.1f}" if row.get(key) is not None else "" for key in ("cold_s", "first_s", "warm_s")
+        ]
+        compiled = row.get("first_compiled", row.get("compiled", ""))
+        best = f"{row['best_ratio']:.3f}" if "best_ratio" in row else ""
+        lines.append([shape_of(row), str(row["effort"]), str(row["measured"]), str(compiled), *seconds, best])
+    header = [
+        "M x N x K",
+        "effort",
+        "measured candidates",
+        "compiled",
+        "cold s",
+        "next s",
+        "warm s",
+        "times torch.mm",
+    ]
+    table = markdown_table(header, lines)
+    return "\n\n".join(part for part in (machine_line(data.get("meta", {})), table) if part)
+
+
+def dtypes(results: Path) -> str:
+    """torch's own call and our best kernel for each dtype, with the geometric mean of each."""
+    data = load(results, "dtypes.json")
+    if data is None:
+        return not_measured(results, "dtypes.json")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        words = [row["dtype"], "" if row["accumulation"] == "fast" else row["accumulation"]]
+        words += ["" if row["epilogue"] == "none" else row["epilogue"]]
+        groups.setdefault(" ".join(word for word in words if word), []).append(row)
+    lines = []
+    for name, rows in groups.items():
+        found = []
+        for row in rows:
+            torch, ours = row["providers"]["torch"], row["providers"]["tunegemm_cute"]
+            if "ratio" in ours:
+                found.append(ours["ratio"])
+                speeds = (f"{torch['tflops']:.0f}", f"{ours['tflops']:.0f}", f"{ours['ratio']:.3f}")
+                lines.append([name, extents_of(row), *speeds])
+        mean = f"**{geometric_mean(found):.3f}**"
+        lines.append([f"*{name}*", f"*geometric mean of {len(found)}*", "", "", mean])
+    header = ["dtype", "M x N x K", "torch, TFLOP/s", "tunegemm, TFLOP/s", "times torch"]
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
+def epilogues(results: Path) -> str:
+    """Fused products beside eager torch and torch.compile."""
+    data = load(results, "epilogues.json")
+    if data is None:
+        return not_measured(results, "epilogues.json")
+    names = {"compile": "torch.compile", "max_autotune": "max-autotune", "tunegemm_cute": "tunegemm"}
+    lines: list[list[str]] = []
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for row in sorted(data["rows"], key=lambda row: (row["epilogue"], row["n"], row["k"], row["m"])):
+        times = ratios(row)
+        for name in names:
+            found[name].append(times[name])
+        eager = f"{row['providers'][BASELINE]['median_us']:.1f} us"
+        lines.append([extents_of(row), row["epilogue"], eager, *(f"{times[name]:.3f}" for name in names)])
+    means = (f"{geometric_mean(found[name]):.3f}" for name in names)
+    lines.append(["*geometric mean*", "", "", *means])
+    header = ["M x N x K", "epilogue", "eager torch", *names.values()]
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
+def dispatch(results: Path) -> str:
+    """What a call costs the host, beside torch's own."""
+    data = load(results, "dispatch.json")
+    if data is None:
+        return not_measured(results, "dispatch.json")
+    lines = [
+        [row["call"], f"{row['torch_us']:.2f}", f"{row['tunegemm_us']:.2f}", f"{row['ratio']:.3f}"]
+        for row in data["rows"]
+    ]
+    table = markdown_table(["call", "torch, us", "tunegemm, us", "ratio"], lines)
+    told = (
+        f"`import tunegemm` takes {data['import_ms']:.1f} ms beyond torch, with dispatch "
+        f"{data['import_and_matmul_ms']:.0f} ms; a record in memory {data['bytes_per_record']:.0f} bytes. "
+        f"A process's first product takes {data['first_call_ms']:.0f} ms with {data['records']} records and "
+        f"{data['first_call_few_records_ms']:.0f} ms with few"
+    )
+    if (parts := data.get("first_call_parts")) is not None:
+        warm, cold = parts["warm"], parts["cold"]
+        told += (
+            f": {warm['records_ms']:.0f} ms to read the records, {warm['kernel_ms']:.0f} ms to load the "
+            f"kernel and {warm['device_ms']:.0f} ms to ask for the device. With its files dropped from the "
+            f"page cache it takes {cold['first_call_ms']:.0f} ms, and the import "
+            f"{cold['import_and_matmul_ms']:.0f} ms"
+        )
+    told += "."
+    return "\n\n".join([machine_line(data["meta"]), table, told])
+
+
+def clients(results: Path) -> str:
+    """A model end to end: milliseconds by workload and mode, with and without tunegemm."""
+    data = load(results, "clients.json")
+    if data is None:
+        return not_measured(results, "clients.json")
+    lines = []
+    for row in data["rows"]:
+        ours = [f"{row['tunegemm_us'] / 1e3:.3f}", f"{row['ratio']:.3f}"] if "ratio" in row else ["", ""]
+        errors = [
+            "" if row[name] is None else f"{row[name]:.2e}" for name in ("torch_error", "tunegemm_error")
+        ]
+        cells = [f"{row['workload']}, {row['mode']}", str(row["layers"]), f"{row['torch_us'] / 1e3:.3f}"]
+        lines.append([*cells, *ours, f"{100 * row['noise']:.1f} %", *errors])
+    header = [
+        "workload, mode", "layers", "torch, ms", "tunegemm, ms", "times torch", "noise", "torch's error",
+        "tunegemm's error",
+    ]  # fmt: skip
+    slower = [
+        f"{row['workload']} {row['mode']} ({row['ratio']:.3f})"
+        for row in data["rows"]
+        if "ratio" in row and 1 - row["ratio"] > row["noise"]
+    ]
+    told = f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), told])
+
+
+def decode(results: Path) -> str:
+    """Every M of a decode loop: per projection how it was served and how fast."""
+    header = [
+        "N x K", "hits", "near hits", "torch's", "geometric mean", "of near hits", "slower by over 1 %",
+        "worst",
+    ]  # fmt: skip
+    data = load(results, "decode.json")
+    if data is None:
+        return not_measured(results, "decode.json")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        groups.setdefault(f"{row['n']}x{row['k']}", []).append(row)
+    lines = []
+    for name, rows in [*groups.items(), ("all", data["rows"])]:
+        found = [row["ratio"] for row in rows]
+        near = [row["ratio"] for row in rows if row["outcome"] == "near"]
+        lines.append(
+            [
+                name,
+                *(str(sum(row["outcome"] == outcome for row in rows)) for outcome in ("hit", "near", "miss")),
+                f"{geometric_mean(found):.3f}",
+                f"{geometric_mean(near):.3f}" if near else "",
+                str(sum(ratio < 0.99 for ratio in found)),
+                f"{min(found):.3f}",
+            ]
+        )
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])

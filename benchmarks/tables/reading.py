@@ -1,0 +1,79 @@
+"""What the tables of the documents share: reading a result file, and writing a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BASELINE = "torch"
+NOT_MEASURED = "*Nothing measured yet: `{path}` is not there.*"
+
+
+class DocsError(Exception):
+    """A block or a result file that cannot be used; the message names it."""
+
+
+def load(results: Path, name: str) -> dict[str, Any] | None:
+    """A result file, or None where it is not there yet. Raises DocsError for one that is no result file."""
+    path = results / name
+    if not path.exists():
+        return None
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise DocsError(f"{path}: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("rows"), list) or not data["rows"]:
+        raise DocsError(f"{path}: no object with rows")
+    return data
+
+
+def not_measured(results: Path, name: str) -> str:
+    path = results / name
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+    return NOT_MEASURED.format(path=shown)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with its first column left and the others right aligned."""
+    lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def shape_of(row: dict[str, Any]) -> str:
+    """``MxNxK``, and what differs from one bf16 tn product without an epilogue."""
+    text = f"{row['m']}x{row['n']}x{row['k']}" + (f"x{row['batch']}" if row.get("batch", 1) != 1 else "")
+    usual = {"dtype": "bf16", "layout": "tn", "epilogue": "none"}
+    return " ".join([text, *(str(row[key]) for key in usual if row.get(key) not in (None, "", usual[key]))])
+
+
+def extents_of(row: dict[str, Any]) -> str:
+    """The shape of a row whose dtype and epilogue have columns of their own."""
+    return f"{row['m']}x{row['n']}x{row['k']}"
+
+
+def ratios(row: dict[str, Any]) -> dict[str, float]:
+    """Per provider its speed relative to torch.mm in the same interleave; without those that did not run."""
+    times = {
+        name: entry["median_us"]
+        for name, entry in row["providers"].items()
+        if entry and entry.get("median_us")
+    }
+    if BASELINE not in times:
+        raise DocsError(f"{shape_of(row)}: no time of {BASELINE!r} to compare with")
+    # Round by round where the row has it; older files have medians alone.
+    return {name: row["providers"][name].get("ratio", times[BASELINE] / time) for name, time in times.items()}
+
+
+def machine_line(meta: dict[str, Any]) -> str:
+    """On what, with what and when the rows of a result file were measured, as far as its meta says."""
+    facts = [
+        meta.get("gpu"),
+        meta.get("driver") and f"driver {meta['driver']}",
+        str(meta.get("date", ""))[:10],
+    ]
+    facts += [f"{name} {version}" for name, version in meta.get("packages", {}).items()]
+    told = ", ".join(str(fact) for fact in facts if fact)
+    return f"Measured on {told}." if told else ""
