@@ -327,7 +327,9 @@ def test_a_search_begins_with_what_is_known_of_the_product(cache: Path, tmp_path
         Tuner(DEVICE, database, cache=cache, families=["cute_sm90"]) as tuner,
     ):
         database.settle(PROBLEM, DEVICE, measurement(plain, 9.0))
+        database.settle(replace(PROBLEM, epilogue="relu"), DEVICE, measurement(TORCH_MM, 9.0))
         fused = Run(tuner, replace(PROBLEM, epilogue="silu"), None)
+        assert fused._seeds() == [plain], "the library's are tried anyway"
         assert fused.start_search(Capped(), "quick", None).planned_screen()[0].kernel == plain.kernel
         (shipped,) = (r for r in read_shipped()[0] if str(r.problem) == "4096x14336x4096 bf16 tn")
         for problem in (shipped.problem, replace(shipped.problem, epilogue="silu")):

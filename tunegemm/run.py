@@ -202,8 +202,9 @@ class Run:
         database, here = self.bench.database, self.device.fingerprint
         found = [] if database is None else seeds(database, self.problem, here)
         if self.device.is_real:
-            records, _ = read_texts()
-            found += kindred(records + (database.records() if database else []), self.problem, here)
+            records = read_texts()[0] + (database.records() if database else [])
+            ours = (one for one in records if one.candidate.family in self.bench.generators)
+            found += kindred(ours, self.problem, here)
         return [families.completed(candidate) for candidate in dict.fromkeys(found)]
 
     def _ranked_kernels(self, family: str) -> tuple[Mapping[str, tuple[Value, ...]], list[model.Prediction]]:

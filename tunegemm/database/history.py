@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 #: Candidates per toolchain that are raced again, or that a search begins with.
 TOP = 5
-#: The family of the vendor's algorithms, which every search tries anyway.
-LIBRARY = "cublaslt"
 
 Verdict = Literal["faster", "slower", "same"]
 
@@ -56,15 +54,15 @@ def kindred(
     records: Iterable[Record], problem: Problem, fingerprint: Fingerprint, top: int = TOP
 ) -> list[Candidate]:
     """What records of any layer say of the same product, the most alike first: of the problem itself, then
-    with another epilogue or output, then of another dtype of the same width. Of our kernels on GPUs of the
-    architecture; on one of this name first, the latest first.
+    with another epilogue or output, then of another dtype of the same width. On GPUs of the architecture; on
+    one of this name first, the latest first.
 
     What a product with an epilogue waits for is the product: fast tiles are fast with either.
     """
     found: list[tuple[tuple[bool | datetime, ...], Candidate]] = []
     for record in records:
         one, grade = record.problem, judge_stored(record, fingerprint).grade
-        if _product(one) != _product(problem) or grade == Grade.FOREIGN or record.candidate.family == LIBRARY:
+        if _product(one) != _product(problem) or grade == Grade.FOREIGN:
             continue
         alike = one == problem, record.fingerprint.device_name == fingerprint.device_name
         found.append(((*alike, one.in_dtype == problem.in_dtype, record.measured_at), record.candidate))
