@@ -59,9 +59,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
-    # Else the first call of compiled code is made under a mode, where products are torch's.
-    with functorch_config.patch(check_custom_op_aliasing=False):
-        yield
+    yield
     assert not takeover._active
     torch._dynamo.reset()
 
@@ -657,6 +655,8 @@ def test_a_patched_model_trains_and_compiles(kernel):
     before = torch.compile(layers, backend="aot_eager", fullgraph=True)
     expected = before(x)
     tunegemm.patch(layers)
+    if torch.__version__ < "2.13":  # 2.11 does not guard on the class of torch's own modules
+        torch._dynamo.reset()
     assert torch.equal(before(x), expected)
     assert len(kernel.calls) == 2
     before(x).float().sum().backward()

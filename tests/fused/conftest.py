@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch._functorch import config as functorch_config
 
 import tunegemm
 from tests.fusing import FusedByAddress, Recorded
@@ -45,8 +44,7 @@ def serve(kernel, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
-    # Else the first call of compiled code is made under a mode, where products are torch's.
-    with warnings.catch_warnings(), functorch_config.patch(check_custom_op_aliasing=False):
+    with warnings.catch_warnings():
         warnings.simplefilter("error", TunegemmWarning)
         yield
     tunegemm.disable()

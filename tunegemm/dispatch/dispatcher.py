@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.dispatch.autograd import (
     DTYPES,
@@ -44,6 +45,7 @@ from tunegemm.dispatch.guards import (
     grad_enabled,
     is_ordinary,
     is_quiet,
+    only_checks_operators,
     tf32_allowed,
     tracing,
 )
@@ -211,6 +213,10 @@ class Dispatcher(Planner):
                     return out
                 except (RuntimeError, ValueError):  # the general way meets it again, and knows what to do
                     pass
+        if only_checks_operators():
+            # Were this first call torch's, a CUDA graph of the next one would hold torch's product for good.
+            with _disable_current_modes():
+                return self.compiled(site, form, a, b, tensors, numbers, out)
         if form.text or form.out_dtype is not None:
             result = self.fused(form, a, b, tensors, numbers, out)
         else:

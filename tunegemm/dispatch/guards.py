@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tunegemm.dispatch.autograd import PLAIN
 
@@ -56,6 +57,17 @@ def is_ordinary(a: Any, b: Any) -> bool:
         and forward_ad._current_level < 0
         and not (a.is_neg() or b.is_neg())
     )
+
+
+def only_checks_operators() -> bool:
+    """Whether the one dispatch mode that is on is torch's check that custom operators return no operand.
+
+    Compiled code runs under it the first time (torch 2.11 to 2.13; `check_custom_op_aliasing` of functorch's
+    configuration). It has nothing to look at where that code calls us, which is by a function.
+    """
+    if dispatch_modes() != 1:
+        return False
+    return type(_get_current_dispatch_mode()).__name__ == "_AnalyzeCustomOpInputOutputMode"
 
 
 def is_quiet(tensor: Any) -> bool:
