@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.results import geometric_mean
 from benchmarks.tables.reading import (
     BASELINE,
+    clocks_of,
     extents_of,
     load,
     machine_line,
@@ -63,10 +64,10 @@ def dtypes(results: Path) -> str:
             if "ratio" in ours:
                 found.append(ours["ratio"])
                 speeds = (f"{torch['tflops']:.0f}", f"{ours['tflops']:.0f}", f"{ours['ratio']:.3f}")
-                lines.append([name, extents_of(row), *speeds])
+                lines.append([name, extents_of(row), clocks_of(row), *speeds])
         mean = f"**{geometric_mean(found):.3f}**"
-        lines.append([f"*{name}*", f"*geometric mean of {len(found)}*", "", "", mean])
-    header = ["dtype", "M x N x K", "torch, TFLOP/s", "tunegemm, TFLOP/s", "times torch"]
+        lines.append([f"*{name}*", f"*geometric mean of {len(found)}*", "", "", "", mean])
+    header = ["dtype", "M x N x K", "clocks", "torch, TFLOP/s", "tunegemm, TFLOP/s", "times torch"]
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
 
 

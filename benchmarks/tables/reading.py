@@ -67,6 +67,13 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
     return {name: row["providers"][name].get("ratio", times[BASELINE] / time) for name, time in times.items()}
 
 
+def clocks_of(row: dict[str, Any]) -> str:
+    """Whose clocks a row's ratios are of: at the power cap a turn's own, or those that all shared."""
+    if "turn_ms" not in row:
+        return "shared"
+    return "own" if row["turn_ms"] else "below the cap"
+
+
 def machine_line(meta: dict[str, Any]) -> str:
     """On what, with what and when the rows of a result file were measured, as far as its meta says."""
     facts = [
