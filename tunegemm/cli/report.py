@@ -96,6 +96,6 @@ def _command(context: typer.Context) -> str:
     words = ["tunegemm", "report"]
     for name in ("shape", "device"):
         value = context.params.get(name) or []
-        for one in value if isinstance(value, list) else [value]:
+        for one in [value] if isinstance(value, str) else value:
             words += [f"--{name}", one]
     return shlex.join(words)
