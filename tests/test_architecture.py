@@ -17,10 +17,10 @@ PACKAGE = Path(tunegemm.__file__).parent
 
 #: A module imports only from modules to its left.
 ORDER = (
-    "errors", "resources", "epilogue", "problem", "workload", "clusters", "device", "space", "feasibility",
-    "outcome", "model", "families", "finalists", "artifacts", "packs", "compile", "measure", "operation",
-    "search", "database", "packing", "workbench", "run", "tuning", "spending", "verify", "fleet", "dispatch",
-    "report", "cli",
+    "errors", "resources", "files", "epilogue", "problem", "workload", "clusters", "device", "space",
+    "feasibility", "outcome", "model", "families", "finalists", "artifacts", "packs", "compile", "measure",
+    "operation", "search", "database", "packing", "workbench", "run", "tuning", "spending", "verify", "fleet",
+    "dispatch", "report", "cli",
 )  # fmt: skip
 
 PUBLIC = [

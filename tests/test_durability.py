@@ -73,19 +73,76 @@ with Database.open(folder / "t.sqlite") as database:
 """
 
 
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    """A file system of four megabytes, in a name space of its own, which an ordinary user may mount."""
+def on_a_small_disk(program: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python that mounts one at its argument, in a name space of its own, as an ordinary user may."""
     inside = ["unshare", "--user", "--map-root-user", "--mount"]
     probe = subprocess.run([*inside, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True)
     if probe.returncode:
         pytest.skip("needs user name spaces, to mount a small disk; there are none here")
-    command = [*inside, sys.executable, "-c", _ON_A_SMALL_DISK, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    command = [*inside, sys.executable, "-c", program, str(tmp_path)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    done = on_a_small_disk(_ON_A_SMALL_DISK, tmp_path)
     published, difference, other, after = done.stdout.splitlines() or [done.stderr] * 4
     assert "t.sqlite: the disk is full; free some space and go on, everything published is kept" in published
     assert difference == "0"
     assert "other.sqlite: the disk is full; free some space" in other
     assert after == "True True"
+
+
+_WRITES_ON_A_SMALL_DISK = """
+import json, subprocess, sys
+from pathlib import Path
+from tests.test_durability import *
+from tests.test_compile import PLANTED, key
+from tunegemm.artifacts import ArtifactStore
+from tunegemm.cli import options
+from tunegemm.compile import CompilePool
+from tunegemm.database import formats
+from tunegemm.errors import TunegemmError
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", sys.argv[1]], check=True)
+folder = Path(sys.argv[1])
+(folder / "old.json").write_text("old")
+rows = [{"text": "x" * 1000}] * 100
+for write in (
+    lambda: formats.write(rows, folder / "old.json", formats.Format.json),
+    lambda: options.write_text(folder / "old.json", json.dumps(rows)),
+    lambda: options.write_text(folder / "new.html", json.dumps(rows)),
+):
+    try:
+        write()
+    except TunegemmError as error:
+        print(error)
+ballast = folder / "ballast"
+with ballast.open("wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError:
+        pass
+store = ArtifactStore(folder / "cache")
+with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+    try:
+        pool.submit("planted", key("a")).result()
+    except TunegemmError as error:
+        print(error)
+ballast.unlink()
+with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+    print(pool.submit("planted", key("a")).result().failure or "compiled")
+print((folder / "old.json").read_text(), sorted(path.name for path in folder.iterdir()))
+"""
+
+
+def test_what_a_full_disk_cannot_take_stays_as_it_was(tmp_path: Path) -> None:
+    done = on_a_small_disk(_WRITES_ON_A_SMALL_DISK, tmp_path)
+    old, again, new, cache, compiled, left = done.stdout.splitlines() or [done.stderr] * 6
+    assert "old.json: No space left on device; choose another --out" in old and old == again
+    assert "new.html: No space left on device" in new
+    assert "No space left on device; make room there" in cache and "TUNEGEMM_CACHE_DIR" in cache
+    assert compiled == "compiled", "nothing remembers that the disk was full"
+    assert left == "old ['cache', 'old.json']"
 
 
 Mount = namedtuple("Mount", "mountpoint fstype")

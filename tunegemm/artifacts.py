@@ -13,7 +13,8 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,28 +75,44 @@ class ArtifactStore:
 
     def scratch(self) -> Path:
         """A fresh path in the store's file system for an object that is being compiled."""
-        self._make_root()
-        handle, name = tempfile.mkstemp(suffix=".o", prefix="new-", dir=self.root)
-        os.close(handle)
+        with self._writing():
+            self._make_root()
+            handle, name = tempfile.mkstemp(suffix=".o", prefix="new-", dir=self.root)
+            os.close(handle)
         return Path(name)
 
     def add(self, key: Key, scratch: Path, resources: Resources) -> Artifact:
         """Move a compiled object from `scratch` into the store. Concurrent adds of one key agree."""
-        scratch.chmod(0o600)
-        content = scratch.read_bytes()
         path = self._path(key, ".o")
-        path.parent.mkdir(mode=0o700, exist_ok=True)  # in the root that `scratch` has made
-        scratch.replace(path)
-        self._write_entry(
-            key, {"object_sha256": hashlib.sha256(content).hexdigest(), "resources": asdict(resources)}
-        )
+        with self._writing():
+            scratch.chmod(0o600)
+            content = scratch.read_bytes()
+            path.parent.mkdir(mode=0o700, exist_ok=True)  # in the root that `scratch` has made
+            scratch.replace(path)
+            self._write_entry(
+                key, {"object_sha256": hashlib.sha256(content).hexdigest(), "resources": asdict(resources)}
+            )
         return Artifact(path, resources)
 
     def add_failure(self, key: Key, reason: str) -> None:
         """Remember that this key does not compile."""
-        self._make_root()
-        self._path(key, ".json").parent.mkdir(mode=0o700, exist_ok=True)
-        self._write_entry(key, {"failure": reason})
+        with self._writing():
+            self._make_root()
+            self._path(key, ".json").parent.mkdir(mode=0o700, exist_ok=True)
+            self._write_entry(key, {"failure": reason})
+
+    def refuse_write(self, error: OSError) -> ArtifactError:
+        """What to raise where the store cannot be written, as on a full disk."""
+        return ArtifactError(
+            f"{self.root}: {error.strerror}; make room there, or name another folder with TUNEGEMM_CACHE_DIR"
+        )
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self.refuse_write(error) from None
 
     def _path(self, key: Key, suffix: str) -> Path:
         digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
@@ -119,7 +136,7 @@ class ArtifactStore:
         try:
             # Not through a link, whose target is someone else's to change, and not waiting for a pipe.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             what = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
@@ -139,17 +156,16 @@ class ArtifactStore:
     def _write_entry(self, key: Key, entry: dict) -> None:  # type: ignore[type-arg]
         path = self._path(key, ".json")
         handle, name = tempfile.mkstemp(dir=path.parent, prefix="new-")
-        with os.fdopen(handle, "w") as file:
-            json.dump({"key": dict(key)} | entry, file, sort_keys=True)
-        Path(name).replace(path)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"key": dict(key)} | entry, file, sort_keys=True)
+            Path(name).replace(path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
 
     def _make_root(self) -> None:
-        try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ArtifactError(
-                f"{self.root}: cannot be created ({error.strerror}); set TUNEGEMM_CACHE_DIR"
-            ) from None
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _refuse_foreign(path: Path, status: os.stat_result) -> None:

@@ -7,6 +7,7 @@ kills it at the deadline and replaces it when it dies. What it cost is one candi
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -25,6 +26,9 @@ from typing import Any
 from tunegemm.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.errors import CompileError
 from tunegemm.outcome import Resources
+
+#: What the disk of the store has to do with, and no candidate: remembered, it would hide a good kernel.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 WORKER_BYTES = 400 * 1024**2
 """Host memory to reserve for one worker: 250 MB after import, more while it compiles large tiles."""
@@ -135,6 +139,9 @@ class CompilePool:
                 self.store.add_failure(key, str(died))
             return CompileResult(None, str(died))
         self._idle.put(worker)
+        if reply.get("errno") in _DISK:
+            scratch.unlink(missing_ok=True)
+            raise self.store.refuse_write(OSError(reply["errno"], os.strerror(reply["errno"])))
         failure = reply.get("failure") or _refusal(resources := Resources(**_tuples(reply["resources"])))
         if failure:
             scratch.unlink(missing_ok=True)
@@ -237,7 +244,8 @@ def _serve(reply_descriptor: int, families_module: str) -> None:
                 resources = families.get(job["family"]).compile(job["key"], Path(job["out"]))
                 reply: dict[str, Any] = {"resources": asdict(resources)}
             except Exception as error:  # the compiler may raise anything; it becomes this candidate's failure
-                reply = {"failure": _one_line(error)}
+                number = error.errno if isinstance(error, OSError) else None
+                reply = {"failure": _one_line(error), "errno": number}
             replies.write(json.dumps(reply) + "\n")
             replies.flush()
 

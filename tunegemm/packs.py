@@ -22,7 +22,6 @@ import re
 import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +29,7 @@ from typing import IO, Any
 import tunegemm
 from tunegemm.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.errors import PackError
+from tunegemm.files import replacing
 
 FORMAT = "tunegemm-pack/1"
 _MANIFEST, _CLOSING = "manifest.json", "manifest.sha256"
@@ -168,20 +168,16 @@ def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints
         ],
     }
     text = json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
-    temporary = out.parent / f".{out.name}.{os.getpid()}"
     try:
-        with temporary.open("wb") as stream:
-            closing = hashlib.sha256(text).hexdigest().encode()
-            for name, content in ((_MANIFEST, text), *contents.items(), (_CLOSING, closing)):
-                stream.write(_header(name, len(content)) + content + bytes(-len(content) % tarfile.BLOCKSIZE))
-            stream.write(bytes(2 * tarfile.BLOCKSIZE))  # the end of a tar
-            stream.flush()
-            os.fsync(stream.fileno())
-        digest = file_digest(temporary)
-        temporary.replace(out)
+        with replacing(out) as part:
+            with part.open("wb") as stream:
+                closing = hashlib.sha256(text).hexdigest().encode()
+                for name, content in ((_MANIFEST, text), *contents.items(), (_CLOSING, closing)):
+                    padding = bytes(-len(content) % tarfile.BLOCKSIZE)
+                    stream.write(_header(name, len(content)) + content + padding)
+                stream.write(bytes(2 * tarfile.BLOCKSIZE))  # the end of a tar
+            digest = file_digest(part)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise PackError(f"{out}: {error.strerror}; choose another --out") from None
     return digest
 

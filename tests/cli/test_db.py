@@ -85,6 +85,18 @@ def test_an_import_of_no_file_makes_no_database(tmp_path: Path) -> None:
     assert not into.exists()
 
 
+def test_a_bad_file_makes_no_database_and_stops_no_other(database: Path, tmp_path: Path) -> None:
+    bad, good, into = tmp_path / "bad.json", tmp_path / "good.json", tmp_path / "new.sqlite"
+    run("db", "export", "--db", database, "--out", good)
+    for text in (good.read_text()[:-40], "[" * 100_000):
+        bad.write_text(text)
+        assert f"{bad}: not a json export" in run("db", "import", bad, "--db", into, code=2)[1]
+        assert not into.exists()
+    assert "rows added" in run("db", "import", bad, good, "--db", into, code=2)[0]
+    with Database.open(into, read_only=True) as opened:
+        assert opened.records()
+
+
 def test_an_import_of_nothing_usable_is_told_by_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "theirs.json").write_text('{"16": {"BLOCK_SIZE_M": 16}}')
     arguments = ("db", "import", tmp_path / "theirs.json", "--format", "vllm", "--db", tmp_path / "t.sqlite")

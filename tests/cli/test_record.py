@@ -81,9 +81,10 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*TUNEGEMM, "record", "--", sys.executable, waiting, "2"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline().startswith("done")
-    until(lambda: any(calls(part) for part in tmp_path.glob(".shapes.json.*/[!.]*.json")))
+    until(lambda: any(calls(part) for part in tmp_path.glob("tunegemm-record-*/[!.]*.json")))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
@@ -104,6 +105,11 @@ def test_bad_input(tmp_path: Path) -> None:
         "a script runs as: tunegemm record -- python train.py"
         in tunegemm("record", "train.py", code=2, cwd=tmp_path).stderr
     )
+    (tmp_path / "taken").mkdir()  # as on a full disk, its file cannot be written at the end
+    program = [sys.executable, script(tmp_path), "3"]
+    beside = {"cwd": tmp_path, "env": os.environ | {"TMPDIR": str(tmp_path)}}
+    told = tunegemm("record", "--out", "taken", "--", *program, code=2, **beside).stderr
+    assert calls(Path(told.strip().rpartition(" is in ")[2])) == {"8x24x16": 3}, told
     assert "folder does not exist" in tunegemm("record", "--out", "no/x", "true", code=2, cwd=tmp_path).stderr
 
 

@@ -114,9 +114,9 @@ def import_command(
     format: FormatName = None,
     db: options.DatabaseLocation = None,
 ) -> None:
-    """Add the rows of files to a database. Bad rows are named and left out; nothing stored is lost.
+    """Add the rows of files to a database. Bad rows and files are named and left out; nothing stored is lost.
 
-    Exit code 1 when no row could be used.
+    Exit code 2 when a file cannot be read, 1 when no row could be used.
     """
     for file in files:
         if not file.exists():  # or an empty database would be made for nothing
@@ -124,13 +124,24 @@ def import_command(
     from tunegemm.database import Database
     from tunegemm.database.exchange import load
     from tunegemm.database.formats import read
+    from tunegemm.errors import DatabaseError
 
+    readable = []
+    for file in files:  # none of them: then no empty database is made, which would be a layer in this folder
+        rows = read(file, _format(format, file))
+        try:
+            readable.append((file, chain([first] if (first := next(rows, None)) else [], rows)))
+        except DatabaseError as error:
+            typer.echo(f"tunegemm: {error}", err=True)
     used = 0
-    with Database.open(db) as database:
-        for file in files:
-            report = load(database, read(file, _format(format, file)), origin=file.name)
-            _print(f"{file}", report)
-            used += report.added + report.known
+    if readable:
+        with Database.open(db) as database:
+            for file, rows in readable:
+                report = load(database, rows, origin=file.name)
+                _print(f"{file}", report)
+                used += report.added + report.known
+    if len(readable) < len(files):
+        raise typer.Exit(2)
     if not used:
         raise typer.Exit(1)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tunegemm.errors import TunegemmError
+from tunegemm.files import replacing
 from tunegemm.problem import OUTPUT_DTYPES, Problem
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ def stdout_console() -> Console:
 def write_text(path: Path, text: str) -> None:
     """Writes a report. Raises UsageError, which names the path, where that is not possible."""
     try:
-        path.write_text(text)
+        with replacing(path) as part:
+            part.write_text(text)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; choose another --out") from None

@@ -36,7 +36,7 @@ def command(
     out = out.absolute()
     if not out.parent.is_dir():
         raise WorkloadError(f"{out}: its folder does not exist; make it first")
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as parts:
+    with tempfile.TemporaryDirectory(prefix="tunegemm-record-") as parts:
         code = _run(program, parts)
         found = []
         for part in sorted(Path(parts).glob("[!.]*.json")):
@@ -49,7 +49,12 @@ def command(
         )
     else:
         workload = merge(found, program)
-        workload.write(out)
+        try:
+            workload.write(out)
+        except WorkloadError as error:  # the program may have run for hours
+            kept = Path(tempfile.mkdtemp(prefix="tunegemm-record-"), out.name)
+            workload.write(kept)
+            raise WorkloadError(f"{error}; what was recorded is in {kept}") from None
         typer.echo(f"tunegemm: {_summary(workload, out)}", err=True)
     raise typer.Exit(code)
 

@@ -17,6 +17,7 @@ from typing import Any
 from tunegemm.database.exchange import Row
 from tunegemm.device import Fingerprint
 from tunegemm.errors import DatabaseError
+from tunegemm.files import replacing
 from tunegemm.problem import Problem
 
 FORMAT = "tunegemm-database/1"
@@ -66,7 +67,8 @@ def write(rows: Iterable[Row], path: Path, format: Format) -> list[Path]:
             Format.json: _write_json, Format.csv: _write_csv, Format.parquet: _write_parquet,
             Format.t4: _write_t4,
         }  # fmt: skip
-        writers[format](rows, path)
+        with replacing(path) as part:
+            writers[format](rows, part)
     except OSError as error:
         raise DatabaseError(f"{path}: {error.strerror}; choose another --out") from None
     return [path]
@@ -82,7 +84,7 @@ def read(path: Path, format: Format) -> Iterator[Row]:
         yield from readers[format](path)
     except OSError as error:
         raise DatabaseError(f"{path}: {error.strerror}; give a file that can be read") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DatabaseError(f"{path}: not a {format} export ({reason}); check --format") from None
 
@@ -283,7 +285,8 @@ def _write_vllm(rows: Iterable[Row], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, by_m in files.items():
         text = json.dumps({str(m): config for m, config in sorted(by_m.items())}, indent=4)
-        (folder / name).write_text(text + "\n")
+        with replacing(folder / name) as part:
+            part.write_text(text + "\n")
     return [folder / name for name in sorted(files)]
 
 

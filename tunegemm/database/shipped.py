@@ -15,6 +15,7 @@ from typing import Any
 from tunegemm.database.checks import BAD, candidate_of, moment_of, number_of, one_line, text_of, typed
 from tunegemm.database.record import Record
 from tunegemm.device import Fingerprint
+from tunegemm.files import replacing
 from tunegemm.problem import Problem
 from tunegemm.resources import data_path
 
@@ -83,7 +84,8 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
             + "\n ]\n}\n"
         )
         path = folder / (re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-") + ".json")
-        path.write_text(text)
+        with replacing(path) as part:
+            part.write_text(text)
         written.append(path)
     return written
 

@@ -230,13 +230,19 @@ class _Writer:
 
     def last(self) -> None:
         _interception.drain(wait=True)
-        self.write()
+        try:
+            self._write()
+        except WorkloadError as error:
+            if self._folder.is_dir():  # a process may outlive `tunegemm record`, which takes its folder along
+                print(f"tunegemm: products of process {os.getpid()} are lost: {error}", file=sys.stderr)
 
     def write(self) -> None:
+        with suppress(WorkloadError):
+            self._write()
+
+    def _write(self) -> None:
         workload = self._recording.workload()
-        if self._is_child and not workload.products:
-            return
-        with suppress(WorkloadError):  # a process may outlive `tunegemm record`, which takes its folder along
+        if workload.products or not self._is_child:
             workload.write(self._folder / f"{os.getpid()}.json")
 
 

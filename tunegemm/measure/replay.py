@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from typing import Any, Protocol, get_args
 from tunegemm.device import ARCHITECTURES, PARTS, Device, Fingerprint, kernel_source_hash
 from tunegemm.errors import DeviceError, ProblemError
 from tunegemm.families import completed
+from tunegemm.files import replacing
 from tunegemm.outcome import Failure, Measurement, Outcome, Stage
 from tunegemm.problem import DTYPE_BYTES, Problem, default_out_dtype
 from tunegemm.resources import data_path
@@ -210,9 +210,8 @@ def _write_device(path: Path, device: Device) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    with replacing(path) as part:
+        part.write_bytes(content)
 
 
 # Columns: `candidates` per family and parameter (which compresses a hundredfold), `interleaves` with what a

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from tunegemm.database.record import ALONE
 from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
 from tunegemm.errors import TunegemmError
+from tunegemm.files import replacing
 from tunegemm.outcome import Measurement, Outcome
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -420,7 +421,8 @@ def parquet(boards: Sequence[Leaderboard], top: int | None, out: Path) -> None:
 
     frames = [board.top(top).frame.assign(source=board.source) for board in boards]
     try:
-        pandas.concat(frames, ignore_index=True).to_parquet(out, index=False)
+        with replacing(out) as part:
+            pandas.concat(frames, ignore_index=True).to_parquet(part, index=False)
     except ImportError:
         raise TunegemmError("Parquet needs pyarrow, which is not installed; pip install pyarrow") from None
     except OSError as error:

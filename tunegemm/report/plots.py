@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.errors import TunegemmError
+from tunegemm.files import replacing
 from tunegemm.report import analysis
 from tunegemm.report.evidence import Details, Evidence, Verdict, Winner
 
@@ -54,7 +55,8 @@ def save(kind: str, evidence: Evidence, out: Path) -> None:
             {"Date": None} if out.suffix.lower() == ".svg" else {"Software": "tunegemm"}
         )
         try:
-            figure.savefig(out, dpi=160, metadata=metadata)
+            with replacing(out) as part:
+                figure.savefig(part, dpi=160, metadata=metadata)
         except OSError as error:
             raise TunegemmError(f"{out}: {error.strerror}; choose another --out") from None
 

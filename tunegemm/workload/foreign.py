@@ -47,6 +47,8 @@ def read(path: Path) -> tuple[list[Demand], list[str]]:
             document = json.loads(text)
         except json.JSONDecodeError as error:
             raise WorkloadError(f"{path}: {error.msg} in line {error.lineno}; write the file anew") from None
+        except RecursionError:
+            raise WorkloadError(f"{path}: nested too deep; write the file anew") from None
         if isinstance(document, dict):
             found, refused = demands(Workload.from_document(document, str(path)).products)
         else:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tunegemm.errors import WorkloadError
+from tunegemm.files import replacing
 
 FORMAT = "tunegemm-shapes"
 VERSION = 1
@@ -111,13 +111,9 @@ class Workload:
 
     def write(self, path: Path) -> None:
         """Replaces the file as a whole: a reader sees the old text or the new one. Raises WorkloadError."""
-        part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            try:
+            with replacing(path) as part:
                 part.write_text(self.to_json())
-                part.replace(path)
-            finally:
-                part.unlink(missing_ok=True)
         except OSError as error:
             raise WorkloadError(f"{path}: {error.strerror}; choose another file for the shapes") from None
 
