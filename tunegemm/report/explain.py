@@ -56,8 +56,8 @@ class TileFacts:
     """Of one block per multiprocessor."""
     wave_efficiency: float
     """Pieces of work over waves times multiprocessors: 1 without a tail."""
-    smem_bytes: int
-    """Shared memory of a block, computed."""
+    smem_bytes: int | None
+    """Shared memory of a block, computed; None of a kernel so far from any that it has no such number."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,8 @@ class Explanation:
             yield (
                 "",
                 f"{tile.tiles} tiles on {device.sm_count} multiprocessors: {tile.waves} waves, "
-                f"{tile.wave_efficiency:.0%} busy; {tile.smem_bytes} B of shared memory",
+                f"{tile.wave_efficiency:.0%} busy"
+                + (f"; {tile.smem_bytes} B of shared memory" if tile.smem_bytes is not None else ""),
             )
         if (record := self.record) is None:
             yield "dispatch", f"torch: {self.why_not}"
@@ -289,7 +290,7 @@ def explain_problem(
 def candidate_of(family: str, values: Mapping[str, str]) -> Candidate:
     """A candidate from ``name=value`` texts; parameters that are not given take the space's first value.
 
-    Raises SpaceError for a family or a parameter that is not known.
+    Raises SpaceError for a family or a parameter that is not known, and for a value that it cannot have.
     """
     from tunegemm.errors import SpaceError
 
@@ -298,6 +299,8 @@ def candidate_of(family: str, values: Mapping[str, str]) -> Candidate:
     for name in values:
         if name not in known:
             raise SpaceError(f"{family} has no parameter {name!r}; it has {', '.join(known)}")
+        if (allowed := families.expected(family, name, _value(values[name]))) is not None:
+            raise SpaceError(f"{family}: {name}={values[name]}; {allowed}")
     chosen = {name: _value(values[name]) if name in values else listed[0] for name, listed in known.items()}
     return Candidate.make(
         family,
@@ -309,7 +312,10 @@ def candidate_of(family: str, values: Mapping[str, str]) -> Candidate:
 def _value(text: str) -> int | str | bool:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    return int(text) if text.lstrip("-").isdigit() else text
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
@@ -319,16 +325,23 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
     intensity = 2 * tile_m * tile_n * tile_k / loaded
     work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
     waves = ceil(work / device.sm_count)
+    verdict = family.check(problem, candidate, device)
+    smem_bytes: int | None = None
+    try:
+        smem_bytes = family.smem_bytes(problem, candidate)
+    except (ArithmeticError, LookupError):  # such as no warpgroup for 7 rows
+        if verdict:
+            raise
     return TileFacts(
         candidate=candidate,
         label=family.label(candidate),
-        verdict=str(family.check(problem, candidate, device)),
+        verdict=str(verdict),
         flops_per_smem_byte=intensity,
         tile_tflops=min(device.peak_tflops_of(problem), intensity * device.bandwidth_gbps / 1e3),
         tiles=work,
         waves=waves,
         wave_efficiency=work / (waves * device.sm_count),
-        smem_bytes=family.smem_bytes(problem, candidate),
+        smem_bytes=smem_bytes,
     )
 
 
