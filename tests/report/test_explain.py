@@ -127,6 +127,12 @@ def test_tensors_and_the_command_line_say_the_same(monkeypatch: pytest.MonkeyPat
     assert json.loads(run.stdout) == [json.loads(json.dumps(found.asdict()))]
 
 
+@pytest.mark.parametrize(("dtype", "peak"), [("bf16", "989.4"), ("fp8_e4m3", "1978.8"), ("tf32", "494.7")])
+def test_the_peak_is_of_the_operands_dtype(location: str, device: Device, dtype: str, peak: str) -> None:
+    found = explain_problem(Problem.parse("4096x4096x4096", dtype=dtype), device, database=location)
+    assert f"compute-bound ({peak} TFLOP/s, 4800 GB/s)" in str(found)
+
+
 @pytest.mark.parametrize(
     ("family", "values", "verdict"),
     [

@@ -157,10 +157,11 @@ class Explanation:
     def _lines(self) -> Iterator[tuple[str, str]]:
         device = self.device
         yield "work", f"{self.flops / 1e9:.3g} GFLOP, at least {self.bytes / 1e6:.3g} MB of device memory"
+        peak_tflops = device.peak_tflops_of(self.problem)
         yield (
             "intensity",
             f"{self.flops_per_byte:.0f} FLOP/B, ridge point {self.ridge_flops_per_byte:.0f}: "
-            f"{self.bound}-bound ({device.peak_tflops:g} TFLOP/s, {device.bandwidth_gbps:g} GB/s)",
+            f"{self.bound}-bound ({peak_tflops:g} TFLOP/s, {device.bandwidth_gbps:g} GB/s)",
         )
         yield "roofline", f"{self.roofline_us:.1f} us, {self.roofline_tflops:.0f} TFLOP/s"
         if (tile := self.tile) is not None:
