@@ -127,6 +127,11 @@ def test_tensors_and_the_command_line_say_the_same(monkeypatch: pytest.MonkeyPat
     assert json.loads(run.stdout) == [json.loads(json.dumps(found.asdict()))]
 
 
+def test_a_small_product_has_figures_too(location: str, device: Device) -> None:
+    text = str(explain_problem(Problem(1, 1, 1), device, database=location))
+    assert "0.333 FLOP/B" in text and "roofline  0.000001250 us, 1.60 TFLOP/s" in text
+
+
 @pytest.mark.parametrize(("dtype", "peak"), [("bf16", "989.4"), ("fp8_e4m3", "1978.8"), ("tf32", "494.7")])
 def test_the_peak_is_of_the_operands_dtype(location: str, device: Device, dtype: str, peak: str) -> None:
     found = explain_problem(Problem.parse("4096x4096x4096", dtype=dtype), device, database=location)

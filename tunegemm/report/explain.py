@@ -30,6 +30,7 @@ from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ProblemEr
 from tunegemm.families.cublaslt import is_torch
 from tunegemm.families.tiles import tile_count
 from tunegemm.problem import DTYPE_BYTES, Problem
+from tunegemm.report.leaderboard import significant
 from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
@@ -160,10 +161,11 @@ class Explanation:
         peak_tflops = device.peak_tflops_of(self.problem)
         yield (
             "intensity",
-            f"{self.flops_per_byte:.0f} FLOP/B, ridge point {self.ridge_flops_per_byte:.0f}: "
+            f"{significant(self.flops_per_byte, 3)} FLOP/B, ridge point {self.ridge_flops_per_byte:.0f}: "
             f"{self.bound}-bound ({peak_tflops:g} TFLOP/s, {device.bandwidth_gbps:g} GB/s)",
         )
-        yield "roofline", f"{self.roofline_us:.1f} us, {self.roofline_tflops:.0f} TFLOP/s"
+        rate = significant(self.roofline_tflops, 3)
+        yield "roofline", f"{significant(self.roofline_us)} us, {rate} TFLOP/s"
         if (tile := self.tile) is not None:
             yield "tile", f"{tile.candidate.family} {tile.label}: {tile.verdict}"
             yield (

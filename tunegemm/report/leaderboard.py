@@ -620,9 +620,12 @@ def _cell(name: str, row: Mapping[Any, Any]) -> str:
         return ""
     if name == "rank":
         return f"{value}=" if row.get("tie") else str(value)
-    if decimals < 0:  # four significant digits, and whole numbers above
-        decimals = max(0, 3 - math.floor(math.log10(value)))
-    return f"{value:.{decimals}f}"
+    return significant(value) if decimals < 0 else f"{value:.{decimals}f}"
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """A positive number with so many significant digits, whole numbers above."""
+    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"
 
 
 def _longest(name: str, rows: list[dict[Any, Any]]) -> int:
