@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from tunegemm.database.record import ALONE
 from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
 from tunegemm.errors import TunegemmError
+from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.outcome import Measurement, Outcome
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -460,8 +461,7 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
     ranks: list[int] = []
     for position, row in enumerate(ordered):
         first = ordered[ranks[-1] - 1] if ranks else row
-        tied = bool(ranks) and abs(row.ratio / first.ratio - 1) <= max(row.noise, first.noise)
-        tied = tied and row.alone == first.alone
+        tied = bool(ranks) and row.alone == first.alone and tie(row, first)
         ranks.append(ranks[-1] if tied else position + 1)
     roofline_us = device.roofline_us(problem) if device else 0.0
     return pandas.DataFrame(
@@ -581,7 +581,7 @@ def _shared_note(alone: Sequence[bool]) -> str:
 def _noise_note(noises: list[float]) -> str:
     if not noises:
         return ""
-    return f"= marks ties: closer than the noise, here up to {100 * max(noises):.1f} %."
+    return f"= marks ties: closer than the noise, here up to {100 * max(NOISE_FLOOR, *noises):.1f} %."
 
 
 def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | None) -> str:
