@@ -79,6 +79,16 @@ def test_arguments(command: str, arguments: tuple[str, ...], named: str) -> None
     assert named in refused_here(command, *arguments)
 
 
+@pytest.mark.parametrize("command", ["tune", "space"])
+def test_a_product_that_no_memory_holds(command: str) -> None:
+    huge = "x".join(["2000000000"] * 3)
+    # Before the first shape is tuned.
+    line = refused_here(command, *SHAPE, "--shape", huge, "--device", "model:h200")
+    assert (
+        f"{huge} bf16 tn: operands and output of 2.4e+10 GB > 141 GB of NVIDIA H200; give a smaller" in line
+    )
+
+
 def test_no_shape() -> None:
     assert "give either --shape or --from" in refused_here("tune")
     assert "Missing option '--shape'" in refused_here("space")

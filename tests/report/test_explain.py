@@ -132,6 +132,12 @@ def test_a_small_product_has_figures_too(location: str, device: Device) -> None:
     assert "0.333 FLOP/B" in text and "roofline  0.000001250 us, 1.60 TFLOP/s" in text
 
 
+def test_what_no_memory_holds_is_said(location: str, device: Device) -> None:
+    fits, huge = Problem(150000, 150000, 100000), Problem(200000, 200000, 100000)
+    assert "too large" not in str(explain_problem(fits, device, database=location))
+    assert "operands and output of 160 GB > 1" in str(explain_problem(huge, device, database=location))
+
+
 @pytest.mark.parametrize(("dtype", "peak"), [("bf16", "989.4"), ("fp8_e4m3", "1978.8"), ("tf32", "494.7")])
 def test_the_peak_is_of_the_operands_dtype(location: str, device: Device, dtype: str, peak: str) -> None:
     found = explain_problem(Problem.parse("4096x4096x4096", dtype=dtype), device, database=location)

@@ -158,6 +158,8 @@ class Explanation:
     def _lines(self) -> Iterator[tuple[str, str]]:
         device = self.device
         yield "work", f"{self.flops / 1e9:.3g} GFLOP, at least {self.bytes / 1e6:.3g} MB of device memory"
+        if (lack := device.lacks_memory(self.problem)) is not None:
+            yield "", f"too large to be tuned: {lack}"
         peak_tflops = device.peak_tflops_of(self.problem)
         yield (
             "intensity",
