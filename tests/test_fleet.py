@@ -20,7 +20,7 @@ from tunegemm import fleet
 from tunegemm.cli import app
 from tunegemm.database import Database
 from tunegemm.database.claims import MAX_ATTEMPTS, Claims, Task, worker_name
-from tunegemm.errors import MeasureError
+from tunegemm.errors import MeasureError, ProblemError
 from tunegemm.problem import Problem
 from tunegemm.run import TuneResult
 
@@ -197,6 +197,19 @@ class TestWorker(Store):
             list(fleet.work(claims, FINGERPRINT, tune))
         claim = claims.claim(FINGERPRINT, "next", 60)
         assert claim is not None and claim.attempt == 2
+
+    def test_a_task_too_large_for_the_gpu_does_not_stop_the_others(
+        self, claims: Claims, database: Database
+    ) -> None:
+        claims.add([Task(PROBLEM), Task(SMALL)])
+
+        def tune(task: Task) -> TuneResult:
+            if task.problem == PROBLEM:
+                raise ProblemError("too large")
+            return publish(database, task)
+
+        assert [worked.claim.task.problem for worked in fleet.work(claims, FINGERPRINT, tune)] == [SMALL]
+        assert [entry.failure for entry in claims.holdings()] == ["too large"]
 
     def test_an_interrupted_tuning_is_left_to_others(self, claims: Claims, database: Database) -> None:
         claims.add([Task(PROBLEM), Task(SMALL)])

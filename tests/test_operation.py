@@ -53,7 +53,7 @@ class TestCanImplement:
         assert Operation(fused, HOPPER, h200).can_implement()
         assert Operation(fused, AMPERE, h200).can_implement().rule == "epilogue"
 
-    def test_parameters_that_are_missing_or_unknown(self, h200: Device) -> None:
+    def test_parameters_that_are_missing_or_unknown_or_have_no_such_value(self, h200: Device) -> None:
         kernel, launch = dict(HOPPER.compile_params), dict(HOPPER.launch_params)
         without = {name: value for name, value in kernel.items() if name != "stages"}
         for candidate, reason in (
@@ -71,6 +71,16 @@ class TestCanImplement:
                 Candidate.make("cute_sm90", kernel, launch | {"l2_hint": "b"}),
                 "launch parameter 'l2_hint' is 'b'; use one of none, a_first, b_first",
             ),
+            (
+                Candidate.make("cute_sm90", kernel | {"schedule": "foo"}, launch),
+                "compile parameter 'schedule' is 'foo'; use one of cooperative, pingpong",
+            ),
+            (
+                Candidate.make("cute_sm90", kernel | {"tile_m": 0}, launch),
+                "compile parameter 'tile_m' is 0; use a whole number from 1",
+            ),
+            (Candidate.make("cute_sm90", kernel | {"stages": "4"}, launch), "'stages' is '4'; use a whole"),
+            (Candidate.make("cute_sm90", kernel, launch | {"split_k": True}), "'split_k' is True; use"),
         ):
             verdict = Operation(PROBLEM, candidate, h200).can_implement()
             assert verdict.rule == "parameters" and reason in verdict.reason

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tunegemm import spending
+from tunegemm.cli.savings import savings_table
 from tunegemm.device import find_device
 from tunegemm.families.cublaslt import TORCH_MM
 from tunegemm.outcome import Measurement
@@ -57,6 +58,12 @@ def test_headroom_orders_not_calls_or_time_alone() -> None:
     assert [s.demand.problem for s in standings([Demand(SMALL, 10), Demand(BIG, 10)], H200)] == [BIG, SMALL]
     many = Demand(SMALL, 100_000)
     assert standings([many, Demand(BIG, 10)], H200)[0].demand == many
+
+
+def test_the_time_of_a_small_product_is_no_zero() -> None:
+    table = savings_table(standings([Demand(Problem(16, 16, 16), 5)], H200))
+    (torch_us,) = next(column.cells for column in table.columns if column.header == "torch us")
+    assert torch_us == "~0.0004571"
 
 
 def test_quick_for_all_then_full_where_most_is_left(clock: list[float]) -> None:

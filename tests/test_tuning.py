@@ -20,7 +20,7 @@ from tunegemm.compile import CompilePool
 from tunegemm.database import Database
 from tunegemm.database.shipped import read_shipped
 from tunegemm.device import find_device
-from tunegemm.errors import DeviceError, SpaceError
+from tunegemm.errors import DeviceError, ProblemError, SpaceError
 from tunegemm.families.cublaslt import TORCH_MM
 from tunegemm.finalists import of_shared_clocks
 from tunegemm.measure import SCREEN, Job, Policy
@@ -252,6 +252,13 @@ class TestModelled:
         assert all(prediction.candidate.digest in result.labels for prediction in result.predictions)
         assert [told[0].stage, told[-1].stage] == ["compile", "done"]
         assert (told[-1].compiled, told[-1].measured, told[-1].planned) == (2, 0, 2)
+
+    def test_too_large_for_the_device(self, tuner: Tuner) -> None:
+        for of_tuner in (tuner.tune, lambda problem: tuner.race(problem, [])):
+            with pytest.raises(
+                ProblemError, match=r"operands and output of 240 GB > 1\d\d(\.\d)? GB of NVIDIA H200"
+            ):
+                of_tuner(Problem(200000, 200000, 200000))
 
     def test_too_few_trials(self, tuner: Tuner) -> None:
         for problem in (PROBLEM, UNRECORDED):

@@ -173,6 +173,16 @@ class Device:
         """The CUDA ordinal of a real device."""
         return int(self.spec.partition(":")[2] or 0)
 
+    def lacks_memory(self, problem: Problem) -> str | None:
+        """Why operands and output of the problem cannot be in the device's memory together; None if they can.
+
+        Packed ones; those of a program may share memory, as entries of a batch do that are one matrix.
+        """
+        if problem.bytes <= self.memory_bytes:
+            return None
+        need_gb, have_gb = problem.bytes / 1e9, self.memory_bytes / 1e9
+        return f"{problem}: operands and output of {need_gb:.4g} GB > {have_gb:.4g} GB of {self.name}"
+
     def peak_tflops_of(self, problem: Problem) -> float:
         """Datasheet dense rate for the problem's operands; 0 when the part is not in `PARTS`."""
         return self.peak_tflops * problem.relative_rate

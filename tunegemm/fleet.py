@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tunegemm.database.claims import Claim, Claims, Task, worker_name
 from tunegemm.device import Fingerprint
-from tunegemm.errors import DatabaseError
+from tunegemm.errors import DatabaseError, ProblemError
 from tunegemm.run import TuneResult
 
 #: How long a claim lasts unless it is renewed, seconds: for that long a dead worker's problem waits.
@@ -50,7 +50,8 @@ def work(
 
     Ends when all tasks are done or failed under the fingerprint, or after an interrupted tuning. While
     other workers hold the last ones it waits, since one of them may die. stay: wait for new tasks, too.
-    An exception out of `tune` gives the claim back, counted as an attempt, and ends the worker.
+    A ProblemError out of `tune` is the task's failure; any other exception gives the claim back, counted as
+    an attempt, and ends the worker.
     """
     name = worker_name()
     while True:
@@ -63,6 +64,12 @@ def work(
         try:
             with _renewed(claims, claim, lease_s):
                 result = tune(claim.task)
+        except (
+            ProblemError
+        ) as error:  # too large for this GPU: no other attempt helps, and other tasks may fit
+            claims.finish(claim, str(error))
+            _log.warning("%s", error)
+            continue
         except BaseException as error:
             claims.give_back(claim, tried=not isinstance(error, KeyboardInterrupt))
             raise

@@ -179,7 +179,10 @@ class Operation:
         return self._family.workspace(self.problem, self.candidate, self.device, path)
 
     def _wrong_parameter(self) -> str | None:
-        """A parameter that the candidate lacks or has too much. A library's kernels are told by others."""
+        """A parameter that the candidate lacks or has too much, or a value that is none.
+
+        A library's kernels are told by others.
+        """
         if not self._family.compiled:
             return None
         known = self._family.parameters
@@ -197,10 +200,9 @@ class Operation:
             if missing := [name for name in known[table] if name not in names]:
                 listed = ", ".join(map(str, values[missing[0]]))
                 return f"{table} parameter {missing[0]!r} is missing; use one of {listed}"
-            for name, value in given if table == "launch" else ():
-                # Of numbers, and of kernels, the list is what a search looks at; rules know which others run.
-                if isinstance(values[name][0], str) and value not in values[name]:
-                    return f"launch parameter {name!r} is {value!r}; use one of {', '.join(values[name])}"
+            for name, value in given:
+                if (allowed := families.expected(self._family.name, name, value)) is not None:
+                    return f"{table} parameter {name!r} is {value!r}; {allowed}"
         return None
 
     def _lent(self, workspace: torch.Tensor | int, memory: Workspace) -> torch.Tensor:

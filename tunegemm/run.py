@@ -17,6 +17,7 @@ from tunegemm.compile import CompileResult
 from tunegemm.database.history import kindred, seeds
 from tunegemm.database.layers import read_texts
 from tunegemm.device import Device
+from tunegemm.errors import ProblemError
 from tunegemm.measure import HEAT, SCREEN, Job, Policy
 from tunegemm.measure.statistics import slowdown, winner
 from tunegemm.outcome import Failure, Measurement, Outcome, Resources
@@ -133,6 +134,10 @@ class Run:
     outcomes: list[Outcome] = field(default_factory=list)
     resources: dict[Candidate, Resources] = field(default_factory=dict)
     jobs: dict[Candidate, Job] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (lack := self.device.lacks_memory(self.problem)) is not None:
+            raise ProblemError(f"{lack}; tune a smaller one")
 
     @property
     def device(self) -> Device:

@@ -58,6 +58,8 @@ class Tuner(Workbench):
 
         effort, trials: how many candidates; see `tunegemm.search`. budget_seconds: no new batch after that;
         the final race follows. Ctrl-C ends it early: the result says so, and everything measured is kept.
+
+        Raises ProblemError for one that the device's memory cannot hold.
         """
         run = Run(self, problem, on_progress, compiled_before=self.pool.compiled)
         budget_s = float("inf") if budget_seconds is None else budget_seconds
@@ -96,7 +98,7 @@ class Tuner(Workbench):
         """The final race alone, among the given candidates and torch.mm; its winner becomes the record.
 
         Kernels that the object store lacks are compiled. Candidates that are not feasible here are left
-        out. Raises DeviceError where nothing can be timed.
+        out. Raises DeviceError where nothing can be timed, ProblemError as `tune`.
         """
         run = Run(self, problem, on_progress, compiled_before=self.pool.compiled)
         measurer = self.measurer_for(problem)

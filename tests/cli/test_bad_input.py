@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tunegemm.cli import app
+from tunegemm.resources import data_path
 
 SHAPE = ("--shape", "64x64x64")
 
@@ -78,6 +79,16 @@ def test_arguments(command: str, arguments: tuple[str, ...], named: str) -> None
     assert named in refused_here(command, *arguments)
 
 
+@pytest.mark.parametrize("command", ["tune", "space"])
+def test_a_product_that_no_memory_holds(command: str) -> None:
+    huge = "x".join(["2000000000"] * 3)
+    # Before the first shape is tuned.
+    line = refused_here(command, *SHAPE, "--shape", huge, "--device", "model:h200")
+    assert (
+        f"{huge} bf16 tn: operands and output of 2.4e+10 GB > 141 GB of NVIDIA H200; give a smaller" in line
+    )
+
+
 def test_no_shape() -> None:
     assert "give either --shape or --from" in refused_here("tune")
     assert "Missing option '--shape'" in refused_here("space")
@@ -97,6 +108,25 @@ def test_no_shape() -> None:
 )
 def test_arguments_of_tune(arguments: tuple[str, ...], named: str) -> None:
     assert named in refused_here("tune", *SHAPE, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "named"),
+    [
+        ("cute_sm90,schedule=foo", "cute_sm90: schedule=foo; use one of cooperative, pingpong"),
+        ("triton_tma,schedule=foo", "use one of pipelined, flattened, warp_specialized"),
+        ("cute_sm90,swap_ab=maybe", "swap_ab=maybe; use true or false"),
+        ("gluon_wgmma,tile_m=0", "gluon_wgmma: tile_m=0; use a whole number from 1 to 2147483647"),
+        ("cute_sm90,tile_m=x", "tile_m=x; use a whole number from 1"),
+        ("cute_sm90,stages=-1", "stages=-1; use a whole number from 1"),
+        ("cute_sm90,swizzle_size=0", "swizzle_size=0; use a whole number from 1"),
+        ("cute_sm90,cluster_m=true", "cluster_m=true; use a whole number from 1"),
+        ("cute_sm90,epi_n=-16", "epi_n=-16; use a whole number from 0"),
+        ("cute_sm80,split_k=\N{SUPERSCRIPT TWO}", "split_k=\N{SUPERSCRIPT TWO}; use a whole number"),
+    ],
+)
+def test_values_of_a_candidate(candidate: str, named: str) -> None:
+    assert named in refused_here("explain", *SHAPE, "--device", "model:h200", "--candidate", candidate)
 
 
 def test_no_such_command() -> None:
@@ -163,6 +193,13 @@ class TestSpaceFile:
     def test_misspelt_parameter(self, tmp_path: Path) -> None:
         line = self.refused(tmp_path, 'family = "cute_sm90"\n[compile]\ntile_mm = [64]\n[launch]\n')
         assert "[compile] unknown key 'tile_mm'; did you mean 'tile_m'?" in line
+
+    def test_a_value_that_no_kernel_has(self, tmp_path: Path) -> None:
+        path = tmp_path / "space.toml"
+        shipped = data_path("search_spaces", "cute_sm90.toml").read_text()
+        path.write_text(shipped.replace("tile_m = [64,", "tile_m = [0,"))
+        line = refused_here("space", *SHAPE, "--device", "model:h200", "--space-file", path)
+        assert f"{path}: tile_m has 0; use a whole number from 1" in line
 
     def test_unknown_family(self, tmp_path: Path) -> None:
         path = tmp_path / "space.toml"

@@ -150,6 +150,12 @@ class TestTuneFrom:
         passes = [line.split(" · ")[1] for line in run.stderr.splitlines()]
         assert passes == ["quick", "quick", "full", "full"]
 
+    def test_what_no_memory_holds_is_left_out(self, tmp_path: Path) -> None:
+        path = tmp_path / "shapes.csv"
+        path.write_text("GemmTunableOp_BFloat16_TN,tn_200000_200000_200000_ld_200000_200000_200000\n")
+        run = tunegemm("tune", "--from", str(path), "--device", "model:h200", code=1)
+        assert "Left out: 200000x200000x200000 bf16 tn: operands and output of 240 GB > 141 GB" in run.stdout
+
     def test_json(self, shapes: str) -> None:
         run = tunegemm("tune", "--from", shapes, *self.OPTIONS, "--json")
         documents = [json.loads(line) for line in run.stdout.splitlines()]

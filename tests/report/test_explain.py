@@ -21,7 +21,7 @@ from tunegemm.dispatch.policies import Policy
 from tunegemm.errors import ProblemError
 from tunegemm.outcome import Measurement
 from tunegemm.problem import Problem
-from tunegemm.report.explain import explain_problem
+from tunegemm.report.explain import candidate_of, explain_problem
 
 SHAPE = "128x7168x16384"
 
@@ -125,6 +125,52 @@ def test_tensors_and_the_command_line_say_the_same(monkeypatch: pytest.MonkeyPat
     assert "--out-dtype fp32 --layout tn --epilogue bias_n+gelu" in fused.change
     run = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     assert json.loads(run.stdout) == [json.loads(json.dumps(found.asdict()))]
+
+
+def test_a_small_product_has_figures_too(location: str, device: Device) -> None:
+    text = str(explain_problem(Problem(1, 1, 1), device, database=location))
+    assert "0.333 FLOP/B" in text and "roofline  0.000001250 us, 1.60 TFLOP/s" in text
+
+
+def test_what_no_memory_holds_is_said(location: str, device: Device) -> None:
+    fits, huge = Problem(150000, 150000, 100000), Problem(200000, 200000, 100000)
+    assert "too large" not in str(explain_problem(fits, device, database=location))
+    assert "operands and output of 160 GB > 1" in str(explain_problem(huge, device, database=location))
+
+
+@pytest.mark.parametrize(("dtype", "peak"), [("bf16", "989.4"), ("fp8_e4m3", "1978.8"), ("tf32", "494.7")])
+def test_the_peak_is_of_the_operands_dtype(location: str, device: Device, dtype: str, peak: str) -> None:
+    found = explain_problem(Problem.parse("4096x4096x4096", dtype=dtype), device, database=location)
+    assert f"compute-bound ({peak} TFLOP/s, 4800 GB/s)" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "verdict"),
+    [
+        ("cute_sm90", {"tile_m": "7"}, "mma_tile: tile_m 7 is not 64, 128, 192 or 256"),
+        (
+            "gluon_wgmma",
+            {"warps": "3", "stages": "3", "tile_m": "64"},
+            "warpgroups: warps 3 is not 4 or 8, or 16 without a producer",
+        ),
+        # What the shipped spaces do not list, and kernels have.
+        ("cute_sm90", {"occupancy": "2", "wgmma_in_flight": "0", "epi_n": "0"}, "feasible"),
+        ("cute_sm90", {"cluster_n": "8", "swizzle_size": "3"}, "feasible"),
+        (
+            "triton_tma",
+            {"schedule": "warp_specialized", "tile_m": "128", "tile_n": "64", "epi_n": "64"},
+            "feasible",
+        ),
+    ],
+)
+def test_values_that_no_space_lists_get_a_verdict(
+    location: str, device: Device, family: str, values: dict[str, str], verdict: str
+) -> None:
+    problem, candidate = Problem(4096, 4096, 4096), candidate_of(family, values)
+    found = explain_problem(problem, device, candidate=candidate, database=location)
+    assert found.tile is not None and found.tile.verdict == verdict
+    assert ("B of shared memory" in str(found)) == (found.tile.smem_bytes is not None)
+    assert found.tile.smem_bytes is not None or verdict != "feasible"
 
 
 def test_operands_that_are_always_torchs() -> None:

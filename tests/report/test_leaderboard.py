@@ -15,6 +15,7 @@ from tunegemm.database import Database
 from tunegemm.database.leaders import leaders
 from tunegemm.device import PARTS, Fingerprint, device_from_part
 from tunegemm.errors import TunegemmError
+from tunegemm.measure.statistics import winner
 from tunegemm.outcome import Failure, Measurement
 from tunegemm.problem import Problem
 from tunegemm.report.leaderboard import Leaderboard
@@ -93,6 +94,20 @@ class TestRanking:
         )
         assert ranks(board)[:2] == [(1, False, "n256"), (2, False, "n128")]
         assert list(board.frame["chosen"]) == [True, False, False]
+
+    def test_a_winner_among_ties_is_marked_as_one_of_them(self) -> None:
+        # A noise under the floor is luck: of two within the floor the cheaper one wins, and comes first.
+        ahead, cheaper = (
+            Measurement(
+                Candidate.make("cublaslt", {"workspace_bytes": n}), (100 / ratio,) * 3, (100.0,) * 3, 0, 0
+            )
+            for n, ratio in ((1 << 20, 1.042), (0, 1.0395))
+        )
+        best = winner(PROBLEM, [ahead, cheaper])
+        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [ahead, cheaper], best=best.candidate)
+        assert best is cheaper and list(board.frame["chosen"]) == [True, False, False]
+        assert list(board.frame["rank"]) == [1, 1, 3] and list(board.frame["tie"]) == [True, True, False]
+        assert "closer than the noise, here up to 0.3 %" in board.note
 
     def test_what_had_the_chip_to_itself_comes_before_ratios_at_shared_clocks(self) -> None:
         turns = {"turn_ms": 160.0}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tunegemm.errors import TunegemmError
+from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.files import replacing
 from tunegemm.problem import OUTPUT_DTYPES, Problem
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from tunegemm.device import Device
 
 Shapes = Annotated[
     list[str],
@@ -126,6 +129,13 @@ def parse_problems(
         for shape in shapes
     ]
     return list(dict.fromkeys(problems))
+
+
+def require_memory(device: Device, problems: Iterable[Problem]) -> None:
+    """Raises ProblemError for the first problem that the device's memory cannot hold."""
+    for problem in problems:
+        if (lack := device.lacks_memory(problem)) is not None:
+            raise ProblemError(f"{lack}; give a smaller --shape")
 
 
 def parse_shapes(shapes: list[str] | None) -> list[str]:

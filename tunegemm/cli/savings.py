@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from tunegemm.report.leaderboard import significant
+
 if TYPE_CHECKING:
     from tunegemm.spending import Standing
 
@@ -15,13 +17,14 @@ _NAMED = 5
 
 
 def progress_line(standing: Standing, done: int, of: int) -> str:
-    """``[3/12] 512x6144x4096 bf16 tn x 640 · quick · 35.5 -> 33.9 us, 1.047 x torch.mm · ...``."""
+    """``[3/12] 512x6144x4096 bf16 tn x 640 · quick · 35.50 -> 33.90 us, 1.047 x torch.mm · ...``."""
     result = standing.result
     assert result is not None
     parts = [f"[{done}/{of}] {standing.demand.problem} x {standing.demand.calls}", str(standing.effort)]
     if standing.after_us is not None:
         ratio = standing.before_us / standing.after_us
-        parts.append(f"{standing.before_us:.1f} -> {standing.after_us:.1f} us, {ratio:.3f} x torch.mm")
+        before, after = significant(standing.before_us), significant(standing.after_us)
+        parts.append(f"{before} -> {after} us, {ratio:.3f} x torch.mm")
         parts.append(f"saves {seconds(standing.saving_s)}")
     else:
         parts.append(result.note or "nothing could be timed")
@@ -41,8 +44,8 @@ def savings_table(standings: Sequence[Standing]) -> Table:
             str(standing.demand.problem) + (" +" if standing.demand.extra_calls else ""),
             str(standing.demand.calls),
             f"{100 * standing.total_s / whole:.1f}" if whole else "",
-            f"{origin}{standing.before_us:.1f}" if standing.before_us else "",
-            f"{after:.1f}" if after is not None else "",
+            f"{origin}{significant(standing.before_us)}" if standing.before_us else "",
+            significant(after) if after is not None else "",
             f"{standing.before_us / after:.3f}" if after else "",
             seconds(standing.saving_s) if after is not None else "",
             standing.effort or "not reached",

@@ -51,6 +51,7 @@ def command(
 
     spaces = _spaces(options.parse_families(family), space_file)
     opened = open_device(device)
+    options.require_memory(opened, problems)
     counts = [take_census(space, problem, opened) for problem in problems for space in spaces]
     if format is Format.json:
         typer.echo(json.dumps([count.asdict() for count in counts], indent=2))

@@ -136,6 +136,8 @@ def command(
 
     out, log = options.stdout_console(), Console(stderr=True)
     opened = open_device(device)
+    options.require_memory(opened, problems)
+    too_large = {d.problem: lack for d in demands if (lack := opened.lacks_memory(d.problem)) is not None}
     if device is None and not opened.is_real and not as_json:
         log.print(
             f"No CUDA GPU here: candidates are really compiled for {opened.architecture.compile_target}; "
@@ -161,8 +163,8 @@ def command(
                     out,
                     log,
                     tuner,
-                    demands,
-                    refused,
+                    [demand for demand in demands if demand.problem not in too_large],
+                    [*too_large.values(), *refused],
                     budget_seconds=budget_seconds,
                     effort=effort.value if effort is not None else None,
                     trials=trials,

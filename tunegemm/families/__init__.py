@@ -29,6 +29,9 @@ NAMES = (
     *sorted({path.parent.name for path in Path(__file__).parent.glob("*/__init__.py")} - {*_SHIPPED}),
 )
 
+#: Launches and descriptors take 32-bit numbers.
+_LARGEST = 2**31 - 1
+
 #: Launches one product on the current stream: (a, b, out), operands as in torch.matmul, and what the
 #: problem's epilogue takes: tensors and numbers, in the order of `Epilogue.operands`.
 Launcher = Callable[..., None]
@@ -40,6 +43,8 @@ class Family(Protocol):
     name: str
     parameters: Mapping[str, tuple[str, ...]]
     """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
+    unlisted: Mapping[str, tuple[Value, ...]]
+    """Words that the shipped space does not list, and 0 where it is a value: what `expected` allows, too."""
     limited_launch: tuple[str, ...]
     """The launch parameters that `check` looks at: for the others every value is as feasible as the first."""
     rules: tuple[Rule, ...]
@@ -111,8 +116,30 @@ def get(name: str) -> Family:
 
 
 def load_space(name: str, path: Path | None = None) -> SearchSpace:
-    """The search space of a family, checked against the parameters it knows."""
-    return SearchSpace.load(path or name, parameters=get(name).parameters)
+    """The search space of a family, checked against the parameters it knows and the values they take."""
+    space = SearchSpace.load(path or name, parameters=get(name).parameters)
+    for parameter, values in {**space.compile_values, **space.launch_values}.items() if path else ():
+        for value in values:
+            if (allowed := expected(name, parameter, value)) is not None:
+                raise SpaceError(f"{path}: {parameter} has {value!r}; {allowed}")
+    return space
+
+
+def expected(family: str, parameter: str, value: Value) -> str | None:
+    """What to use in place of a value that no kernel of the family has; None for one that some could have.
+
+    Of numbers the shipped space lists what a search looks at, and rules know which others are feasible. They
+    compute with them, and take words for known, so that both are asked for here first.
+    """
+    listed = (*_shipped_values(family)[parameter], *get(family).unlisted.get(parameter, ()))
+    kind = type(listed[0])
+    if kind is int:
+        least = 0 if 0 in listed else 1
+        fits = type(value) is int and least <= value <= _LARGEST
+        return None if fits else f"use a whole number from {least} to {_LARGEST}"
+    if type(value) is kind and value in listed:
+        return None
+    return "use true or false" if kind is bool else f"use one of {', '.join(map(str, listed))}"
 
 
 def completed(candidate: Candidate) -> Candidate:
@@ -127,6 +154,12 @@ def completed(candidate: Candidate) -> Candidate:
         compile_first | dict(candidate.compile_params),
         launch_first | dict(candidate.launch_params) if candidate.launch_params else {},
     )
+
+
+@cache
+def _shipped_values(family: str) -> Mapping[str, tuple[Value, ...]]:
+    space = load_space(family)
+    return {**space.compile_values, **space.launch_values}
 
 
 @cache

@@ -97,6 +97,7 @@ class Generator(ABC):
     """As `packages`: what only compiling needs."""
     config: type[Config]
     rules: Sequence[Rule]
+    unlisted: Mapping[str, tuple[Value, ...]] = {}
     fuses = False
     """Whether kernels take an epilogue."""
     edges_inside = False

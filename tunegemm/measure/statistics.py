@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from tunegemm import families
 from tunegemm.errors import MeasureError
@@ -74,7 +75,17 @@ def slowdown(measurement: Measurement, earlier: Iterable[Measurement]) -> float:
     return max(map(times, earlier), default=0.0)
 
 
-def tie(a: Measurement, b: Measurement, noise: float | None = None) -> bool:
+class Rated(Protocol):
+    """What `tie` compares: a `Measurement`, or its row in a table."""
+
+    @property
+    def ratio(self) -> float: ...
+
+    @property
+    def noise(self) -> float: ...
+
+
+def tie(a: Rated, b: Rated, noise: float | None = None) -> bool:
     """Whether two candidates of one problem are equally fast, as far as was measured.
 
     Compared by their ratios to the baseline, so that they may come from two interleaves. `noise`

@@ -30,6 +30,7 @@ from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ProblemEr
 from tunegemm.families.cublaslt import is_torch
 from tunegemm.families.tiles import tile_count
 from tunegemm.problem import DTYPE_BYTES, Problem
+from tunegemm.report.leaderboard import significant
 from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ class TileFacts:
     """Of one block per multiprocessor."""
     wave_efficiency: float
     """Pieces of work over waves times multiprocessors: 1 without a tail."""
-    smem_bytes: int
-    """Shared memory of a block, computed."""
+    smem_bytes: int | None
+    """Shared memory of a block, computed; None of a kernel so far from any that it has no such number."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,16 @@ class Explanation:
     def _lines(self) -> Iterator[tuple[str, str]]:
         device = self.device
         yield "work", f"{self.flops / 1e9:.3g} GFLOP, at least {self.bytes / 1e6:.3g} MB of device memory"
+        if (lack := device.lacks_memory(self.problem)) is not None:
+            yield "", f"too large to be tuned: {lack}"
+        peak_tflops = device.peak_tflops_of(self.problem)
         yield (
             "intensity",
-            f"{self.flops_per_byte:.0f} FLOP/B, ridge point {self.ridge_flops_per_byte:.0f}: "
-            f"{self.bound}-bound ({device.peak_tflops:g} TFLOP/s, {device.bandwidth_gbps:g} GB/s)",
+            f"{significant(self.flops_per_byte, 3)} FLOP/B, ridge point {self.ridge_flops_per_byte:.0f}: "
+            f"{self.bound}-bound ({peak_tflops:g} TFLOP/s, {device.bandwidth_gbps:g} GB/s)",
         )
-        yield "roofline", f"{self.roofline_us:.1f} us, {self.roofline_tflops:.0f} TFLOP/s"
+        rate = significant(self.roofline_tflops, 3)
+        yield "roofline", f"{significant(self.roofline_us)} us, {rate} TFLOP/s"
         if (tile := self.tile) is not None:
             yield "tile", f"{tile.candidate.family} {tile.label}: {tile.verdict}"
             yield (
@@ -173,7 +178,8 @@ class Explanation:
             yield (
                 "",
                 f"{tile.tiles} tiles on {device.sm_count} multiprocessors: {tile.waves} waves, "
-                f"{tile.wave_efficiency:.0%} busy; {tile.smem_bytes} B of shared memory",
+                f"{tile.wave_efficiency:.0%} busy"
+                + (f"; {tile.smem_bytes} B of shared memory" if tile.smem_bytes is not None else ""),
             )
         if (record := self.record) is None:
             yield "dispatch", f"torch: {self.why_not}"
@@ -289,7 +295,7 @@ def explain_problem(
 def candidate_of(family: str, values: Mapping[str, str]) -> Candidate:
     """A candidate from ``name=value`` texts; parameters that are not given take the space's first value.
 
-    Raises SpaceError for a family or a parameter that is not known.
+    Raises SpaceError for a family or a parameter that is not known, and for a value that it cannot have.
     """
     from tunegemm.errors import SpaceError
 
@@ -298,6 +304,8 @@ def candidate_of(family: str, values: Mapping[str, str]) -> Candidate:
     for name in values:
         if name not in known:
             raise SpaceError(f"{family} has no parameter {name!r}; it has {', '.join(known)}")
+        if (allowed := families.expected(family, name, _value(values[name]))) is not None:
+            raise SpaceError(f"{family}: {name}={values[name]}; {allowed}")
     chosen = {name: _value(values[name]) if name in values else listed[0] for name, listed in known.items()}
     return Candidate.make(
         family,
@@ -309,7 +317,10 @@ def candidate_of(family: str, values: Mapping[str, str]) -> Candidate:
 def _value(text: str) -> int | str | bool:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    return int(text) if text.lstrip("-").isdigit() else text
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
@@ -319,16 +330,23 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
     intensity = 2 * tile_m * tile_n * tile_k / loaded
     work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
     waves = ceil(work / device.sm_count)
+    verdict = family.check(problem, candidate, device)
+    smem_bytes: int | None = None
+    try:
+        smem_bytes = family.smem_bytes(problem, candidate)
+    except (ArithmeticError, LookupError):  # such as no warpgroup for 7 rows
+        if verdict:
+            raise
     return TileFacts(
         candidate=candidate,
         label=family.label(candidate),
-        verdict=str(family.check(problem, candidate, device)),
+        verdict=str(verdict),
         flops_per_smem_byte=intensity,
         tile_tflops=min(device.peak_tflops_of(problem), intensity * device.bandwidth_gbps / 1e3),
         tiles=work,
         waves=waves,
         wave_efficiency=work / (waves * device.sm_count),
-        smem_bytes=family.smem_bytes(problem, candidate),
+        smem_bytes=smem_bytes,
     )
 
 

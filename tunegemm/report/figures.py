@@ -10,6 +10,7 @@ from typing import Literal
 from tunegemm.device import Device
 from tunegemm.report import analysis, svg
 from tunegemm.report.evidence import Details, Trial, Verdict, Winner
+from tunegemm.report.leaderboard import significant
 
 SYMBOLS: Mapping[Verdict, str] = {"faster": "\u25b2", "equal": "\u25cb", "slower": "\u25bc"}
 WORDS: Mapping[Verdict, str] = {
@@ -28,11 +29,6 @@ _PLACES: tuple[tuple[Literal["start", "middle", "end"], int, int], ...] = (
     ("start", 11, 4), ("end", -11, 4), ("start", 8, 18), ("end", -8, 18), ("start", 8, -10), ("end", -8, -10),
     ("middle", 0, 24), ("middle", 0, -16),
 )  # fmt: skip
-
-
-def significant(value: float, digits: int = 4) -> str:
-    """A positive number with so many significant digits, whole numbers above."""
-    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"
 
 
 def roofline(device: Device, winners: Sequence[Winner]) -> str:

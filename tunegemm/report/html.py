@@ -18,6 +18,7 @@ from tunegemm.problem import Problem
 from tunegemm.report import analysis, figures
 from tunegemm.report.analysis import Grid
 from tunegemm.report.evidence import Details, Evidence, Trial, Winner
+from tunegemm.report.leaderboard import significant
 from tunegemm.report.page import render
 from tunegemm.search.importance import Importance
 
@@ -76,7 +77,7 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
         layouts=_choices(winner.problem.layout for winner in listed),
         axis=Markup(figures.forest_axis(scale)),
         forest=lambda winner: Markup(figures.forest(winner, scale)),
-        significant=figures.significant,
+        significant=significant,
         heat=figures.heat_class,
         told=figures.trial_told,
         roofline=Markup(figures.roofline(evidence.device, winners)),

@@ -20,6 +20,7 @@ from tunegemm.database.record import ALONE
 from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
 from tunegemm.errors import TunegemmError
 from tunegemm.files import replacing
+from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.outcome import Measurement, Outcome
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate
@@ -462,8 +463,7 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
     ranks: list[int] = []
     for position, row in enumerate(ordered):
         first = ordered[ranks[-1] - 1] if ranks else row
-        tied = bool(ranks) and abs(row.ratio / first.ratio - 1) <= max(row.noise, first.noise)
-        tied = tied and row.alone == first.alone
+        tied = bool(ranks) and row.alone == first.alone and tie(row, first)
         ranks.append(ranks[-1] if tied else position + 1)
     roofline_us = device.roofline_us(problem) if device else 0.0
     return pandas.DataFrame(
@@ -583,7 +583,7 @@ def _shared_note(alone: Sequence[bool]) -> str:
 def _noise_note(noises: list[float]) -> str:
     if not noises:
         return ""
-    return f"= marks ties: closer than the noise, here up to {100 * max(noises):.1f} %."
+    return f"= marks ties: closer than the noise, here up to {100 * max(NOISE_FLOOR, *noises):.1f} %."
 
 
 def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | None) -> str:
@@ -622,9 +622,12 @@ def _cell(name: str, row: Mapping[Any, Any]) -> str:
         return ""
     if name == "rank":
         return f"{value}=" if row.get("tie") else str(value)
-    if decimals < 0:  # four significant digits, and whole numbers above
-        decimals = max(0, 3 - math.floor(math.log10(value)))
-    return f"{value:.{decimals}f}"
+    return significant(value) if decimals < 0 else f"{value:.{decimals}f}"
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """A positive number with so many significant digits, whole numbers above."""
+    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"
 
 
 def _longest(name: str, rows: list[dict[Any, Any]]) -> int:

@@ -16,7 +16,7 @@ from tunegemm.errors import CompileError
 from tunegemm.feasibility import Rule, Verdict, apply_rules
 from tunegemm.outcome import Resources
 from tunegemm.problem import DTYPE_BYTES, Problem
-from tunegemm.space import Candidate, SearchSpace
+from tunegemm.space import Candidate, SearchSpace, Value
 
 if TYPE_CHECKING:
     from tunegemm.families import Launcher
@@ -112,6 +112,7 @@ class CublasLt:
         "compile": ("algorithm",),
         "launch": ("requested", "workspace_mib"),
     }
+    unlisted: Mapping[str, tuple[Value, ...]] = {}
     limited_launch = ()
     rules: tuple[Rule, ...] = ()
     extent_rules: frozenset[str] = frozenset()

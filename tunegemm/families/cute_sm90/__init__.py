@@ -28,7 +28,7 @@ from tunegemm.families.tiles import balanced, seen_by_kernel, streams, tile_coun
 from tunegemm.model import stream_clusters, stream_tiles
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
-from tunegemm.space import Candidate
+from tunegemm.space import Candidate, Value
 
 if TYPE_CHECKING:
     from tunegemm.families import Launcher
@@ -49,6 +49,7 @@ class CuteSm90(Generator):
         ),
     }  # fmt: skip
 
+    unlisted: Mapping[str, tuple[Value, ...]] = {"epi_n": (0,), "wgmma_in_flight": (0,)}
     limited_launch = ("split_k", "reduction", "cluster_order")
     extent_rules = frozenset({"cluster_fits", "swap_fits", "split_fits", "reduction_fits", "stream_fits"})
     packages = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi"))

@@ -16,7 +16,7 @@ from tunegemm.families.triton_tma.config import KernelConfig
 from tunegemm.families.triton_tma.rules import RULES, config_of
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
-from tunegemm.space import Candidate
+from tunegemm.space import Candidate, Value
 
 if TYPE_CHECKING:
     from tunegemm.families import Launcher
@@ -32,6 +32,7 @@ class TritonTma(Generator):
         "compile": ("schedule", "tile_m", "tile_n", "tile_k", "stages", "warps", "epi_n", "swap_ab"),
         "launch": ("raster_order", "swizzle_size", "ctas", "split_k"),
     }
+    unlisted: Mapping[str, tuple[Value, ...]] = {"schedule": ("warp_specialized",)}
     limited_launch = ("ctas", "split_k")
     extent_rules = frozenset({"tma_alignment", "warp_specialization", "two_fits", "swap_fits", "split_fits"})
     packages = (("cuda.bindings", "cuda-bindings"),)

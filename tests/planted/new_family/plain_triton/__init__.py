@@ -17,7 +17,7 @@ from tunegemm.families.triton_object import FORMAT
 from tunegemm.feasibility import Verdict, apply_rules
 from tunegemm.outcome import Resources
 from tunegemm.problem import DTYPE_BYTES, Problem
-from tunegemm.space import Candidate
+from tunegemm.space import Candidate, Value
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,7 @@ class PlainTriton:
         "compile": ("tile_m", "tile_n", "tile_k", "stages", "warps"),
         "launch": ("swizzle_size",),
     }
+    unlisted: Mapping[str, tuple[Value, ...]] = {}
     limited_launch = ()
     rules = (operands, smem, registers)
     extent_rules = frozenset({"operands"})
