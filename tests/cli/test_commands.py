@@ -51,6 +51,12 @@ class TestTune:
         assert best["tflops"] == pytest.approx(2 * 4096**3 / best["median_us"] * 1e-6)
         assert 1 <= len(measured) <= 3, "the final race measures candidates again, and only those"
 
+    def test_what_no_kernel_can_have_ends_with_the_reason(self) -> None:
+        run = tunegemm("tune", "--shape", SHAPE, "--dtype", "int8", "--layout", "nn", "--json", code=1)
+        reason = "4096x4096x4096 int8 nn can have no kernel: layout nn of int8: WGMMA reads all but 16-bit"
+        assert run.stderr.startswith(f"tunegemm: {reason}") and run.stderr.count("\n") == 1
+        assert json.loads(run.stdout)["note"].startswith(reason)
+
     def test_text(self, documents: list[dict[str, Any]]) -> None:
         run = tunegemm(*TUNE)
         assert "replayed, not measured here; nothing stored" in run.stdout

@@ -203,7 +203,7 @@ class Planner:
             self._warn(
                 state,
                 f"{problem} on {a.device.type}: tunegemm.{name} leaves it to torch. "
-                f"On a CUDA device, tune it with: {tune_command(problem)}",
+                + _advice(problem, "On a CUDA device, tune it with"),
             )
             return None
         prepared = self._prepared(state, problem, a.device, name)
@@ -339,7 +339,7 @@ class Planner:
             self._warn(
                 state,
                 f"{problem} on {known.name}: {why}; {_who(name)} leaves it to torch. "
-                f"Tune it with: {tune_command(problem)}",
+                + _advice(problem, "Tune it with"),
             )
         return None
 
@@ -397,6 +397,15 @@ class Planner:
         if message not in state.warned:
             state.warned.add(message)
             warnings.warn(message, TunegemmWarning, stacklevel=_callers_level())
+
+
+def _advice(problem: Problem, words: str) -> str:
+    """How to have a kernel for the problem, or why there can be none, whatever is tuned."""
+    from tunegemm import families  # a hit does without their rules
+
+    if reason := families.refusal_by_all(problem):
+        return f"It can have no tuned kernel: {reason}"
+    return f"{words}: {tune_command(problem)}"
 
 
 def tune_command(problem: Problem) -> str:
