@@ -142,12 +142,13 @@ def merge_command(
     rerace: Annotated[
         bool, typer.Option("--rerace", help="Race the two records of each conflict on this GPU.")
     ] = False,
-    device: options.DeviceSpec = None,
+    device: options.GpuSpec = None,
 ) -> None:
     """Merge databases. Records that disagree are listed, and settled by the evidence."""
     from tunegemm.database.exchange import merge
+    from tunegemm.tuning import open_gpu
 
-    racing = _racing_device(device) if rerace else None
+    racing = open_gpu(device) if rerace else None
     report = merge(sources, into)
     _print(into, report)
     for conflict in report.conflicts:
@@ -213,18 +214,6 @@ def _export_for_inductor(records: Sequence[Record], out: Path) -> None:
         )
     options.write_text(out, json.dumps(table, indent=1) + "\n")
     typer.echo(f"wrote {out}: {len(table)} products for torch._inductor.config.lookup_table")
-
-
-def _racing_device(spec: str | None) -> Device:
-    from tunegemm.errors import DeviceError
-    from tunegemm.tuning import open_device
-
-    device = open_device(spec)
-    if not device.is_real:
-        raise DeviceError(
-            f"device {device.spec!r} measures nothing; give --rerace on cuda:N, or leave it out"
-        )
-    return device
 
 
 def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:

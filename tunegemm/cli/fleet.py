@@ -11,7 +11,6 @@ import typer
 
 from tunegemm.cli import options
 from tunegemm.cli.tune import Effort, show_result
-from tunegemm.errors import DeviceError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +68,7 @@ def work(
     families: Annotated[
         str | None, typer.Option("--families", metavar="A,B", help="Kernel families to try. Default: all.")
     ] = None,
-    device: options.DeviceSpec = None,
+    device: options.GpuSpec = None,
     workers: Annotated[
         int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
     ] = None,
@@ -86,11 +85,9 @@ def work(
     from tunegemm.database import Database
     from tunegemm.database.claims import Claims
     from tunegemm.database.connection import display
-    from tunegemm.tuning import Tuner, open_device
+    from tunegemm.tuning import Tuner, open_gpu
 
-    opened = open_device(device)
-    if not opened.is_real:
-        raise DeviceError(f"device {opened.spec!r}: a fleet stores what it measures; work on cuda:N")
+    opened = open_gpu(device)
     # Schedulers of clusters end a job so; the claim is then given back at once.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out, log = options.stdout_console(), Console(stderr=True)

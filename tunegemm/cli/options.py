@@ -73,6 +73,11 @@ DeviceSpec = Annotated[
         help="cuda:N, replay:h200 (recorded) or model:h200. Default: cuda:0, or replay:h200 without a GPU.",
     ),
 ]
+#: For commands that measure and have no use for a recorded or modelled device.
+GpuSpec = Annotated[
+    str | None,
+    typer.Option("--device", metavar="cuda:N", help="The GPU to measure on. Default: cuda:0."),
+]
 DatabaseLocation = Annotated[
     str | None,
     typer.Option(
