@@ -138,7 +138,7 @@ def tune(
     """
     from tunegemm.database import Database
 
-    if isinstance(problem, str):
+    if not isinstance(problem, Problem):
         problem = Problem.parse(problem)
     if not isinstance(device, Device):
         device = open_device(device)
