@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunegemm.cli import options
 from tunegemm.cli.tune import Effort, show_result
+from tunegemm.errors import DatabaseError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +79,7 @@ def work(
 ) -> None:
     """Tune the shapes that nobody else tunes on this GPU's model, until all are done."""
     names = options.parse_families(families)
-    lease_s = options.parse_seconds(lease)
+    lease_s = options.parse_seconds(lease, "--lease")
 
     from rich.console import Console
 
@@ -148,7 +150,11 @@ def status(
     """Show how far the shapes are on each GPU model, who tunes what, and what failed."""
     from tunegemm.database import Database
     from tunegemm.database.claims import Claims
+    from tunegemm.database.connection import resolve
 
+    place = resolve(db)
+    if isinstance(place, Path) and not place.exists():
+        raise DatabaseError(f"{place}: no such database; `tunegemm fleet add` creates it")
     with Database.open(db, read_only=True) as database:
         claims = Claims(database)
         tasks, progress, holdings = claims.tasks(), claims.progress(), claims.holdings()

@@ -140,13 +140,13 @@ def parse_shapes(shapes: list[str] | None) -> list[str]:
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
-def parse_seconds(text: str) -> float:
+def parse_seconds(text: str, flag: str = "--budget") -> float:
     """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``. Raises UsageError for anything else."""
     match = _DURATION.fullmatch(text.strip().lower())
     hours, minutes, seconds = match.groups() if match else (None, None, None)
     total = 3600 * int(hours or 0) + 60 * int(minutes or 0) + float(seconds or 0)
     if total <= 0:
-        raise UsageError(f"budget {text!r} is no duration; for example 90, 90s, 10m or 1h30m")
+        raise UsageError(f"{flag} {text!r} is no duration; for example 90, 90s, 10m or 1h30m")
     return total
 
 
