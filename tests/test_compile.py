@@ -74,6 +74,16 @@ def test_closing_ends_workers_that_hang(store: ArtifactStore) -> None:
     assert store.failure(key("slow", "hang")) is None, "Ctrl-C says nothing of the kernel"
 
 
+@pytest.mark.parametrize("what", ["fine", "hang", "abort"])
+def test_workers_that_ended_leave_no_pipes(store: ArtifactStore, what: str) -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+    with CompilePool(store, workers=1, timeout_s=3.0, families_module=PLANTED) as pool:
+        pool.submit("planted", key("a", what)).result()
+        workers = list(pool._all)
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+    assert len(workers) == (what == "fine"), "kept, so that it was not the garbage collector that closed them"
+
+
 def test_workers_are_at_least_one_and_at_most_the_cores() -> None:
     assert 1 <= default_workers() <= len(os.sched_getaffinity(0))
 

@@ -22,6 +22,17 @@ def test_plausible_kernels_hold_every_feasible_one(name: str, problem: Problem) 
     assert [kernel for kernel in plausible if family.check(problem, kernel, device)] == feasible
 
 
+def test_what_no_generator_can_ever_have_is_told_with_the_reason() -> None:
+    bf16, int8 = Problem.parse("64x64x64", layout="nn"), Problem.parse("64x64x64", dtype="int8", layout="nn")
+    assert families.refusal_by_all(bf16) == ""
+    assert families.refusal_by_all(Problem.parse("64x64x64", dtype="int8")) == ""
+    assert (
+        families.refusal_by_all(int8) == "layout nn of int8: WGMMA reads all but 16-bit operands as tn only"
+    )
+    assert families.refusal_by_all(int8, ["gluon_wgmma"]).startswith("gluon_wgmma has kernels for bf16")
+    assert families.refusal_by_all(int8, ["cublaslt"]) == "", "a library says itself what it has"
+
+
 def test_a_rule_that_reads_more_for_some_values_is_asked_about_whole_kernels() -> None:
     space = SearchSpace("planted", {"a": (1, 2, 3), "b": (1, 2)}, {})
 

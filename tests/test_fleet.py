@@ -250,7 +250,7 @@ class TestCommands(Store):
     def test_work_needs_a_gpu(self, location: Location) -> None:
         done = CliRunner().invoke(app, ["fleet", "work", "--device", "replay:h200", "--db", str(location)])
         assert done.exit_code == 2
-        assert "device 'replay:h200': a fleet stores what it measures; work on cuda:N" in done.output
+        assert "device 'replay:h200' measures nothing, and this needs measurements; use cuda:N" in done.output
 
 
 def child(role: str, location: Location) -> subprocess.Popen[str]:

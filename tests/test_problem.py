@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -71,6 +72,9 @@ class TestParse:
             ({"dtype": "e4m3", "accumulation": "exact"}, "'exact' is not known; use one of fast, two_level"),
             ({"out_dtype": "fp8"}, "'fp8'"),
             ({"layout": "kk"}, "layout 'kk' is not known; use one of tn, tt, nn, nt"),
+            ({"layout": None}, "layout None is not known"),
+            ({"dtype": torch.complex64}, "dtype torch.complex64 is not known; use one of bf16"),
+            ({"dtype": None}, "dtype None is not known"),
         ],
     )
     def test_unknown_names(self, arguments: dict[str, str], named: str) -> None:
@@ -86,11 +90,26 @@ def test_dtype_spellings(name: str, short: str) -> None:
     assert normalize_dtype(name) == short
 
 
+def test_dtypes_of_torch_are_taken() -> None:
+    problem = Problem.parse("64x64x64", dtype=torch.float16, out_dtype=torch.float32)
+    assert problem == Problem.parse("64x64x64", dtype="fp16", out_dtype="fp32")
+    assert Problem.parse("64x64x64", dtype=torch.float8_e5m2).in_dtype == "fp8_e5m2"
+
+
+@pytest.mark.parametrize("shape", [None, 4096, ("64", "64")])
+def test_what_is_no_text_is_no_shape(shape: object) -> None:
+    with pytest.raises(ProblemError, match=re.escape(f"shape {shape!r} is not MxNxK")):
+        Problem.parse(shape)  # type: ignore[arg-type]
+
+
 class TestConstruction:
     @pytest.mark.parametrize(
         ("change", "named"),
         [
             ({"m": -5}, "m=-5"),
+            ({"m": "a"}, "m='a' in ax8x8: every extent"),
+            ({"k": 1.5}, "k=1.5 in"),
+            ({"n": None}, "n=None in"),
             ({"out_dtype": "int32"}, "output dtype 'int32' for bf16 inputs; use one of bf16, fp16, fp32"),
             ({"a_major": "n"}, "majors 'n', 'k'"),
             ({"b_major": "m"}, "majors 'k', 'm'"),

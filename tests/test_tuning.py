@@ -29,7 +29,7 @@ from tunegemm.outcome import Failure, Measurement, Outcome
 from tunegemm.problem import Problem
 from tunegemm.run import Progress, Run, TuneResult
 from tunegemm.space import Candidate
-from tunegemm.tuning import Tuner, open_device
+from tunegemm.tuning import Tuner, open_device, open_gpu
 
 PROBLEM = Problem.parse("512x512x512")
 BROKEN = Problem.parse("512x512x1024")
@@ -299,6 +299,23 @@ class TestDevices:
         assert open_device("model:h200").spec == "model:h200"
         with pytest.raises(DeviceError, match="'replay:h300': no such recording; recorded: h200"):
             open_device("replay:h300")
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (None, "'cuda:0': no CUDA device here, and this measures"),
+        ("cuda:0", "'cuda:0': no CUDA device here, and this measures"),
+        ("model:h200", "'model:h200' measures nothing"),
+    ],
+)
+def test_what_measures_never_advises_a_device_that_does_not(
+    monkeypatch: pytest.MonkeyPatch, spec: str | None, named: str
+) -> None:
+    monkeypatch.setattr("tunegemm.tuning.cuda_device_count", lambda: 0)
+    with pytest.raises(DeviceError, match=named) as caught:
+        open_gpu(spec)
+    assert "replay:" not in str(caught.value)
 
 
 def test_the_function_without_a_tuner(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

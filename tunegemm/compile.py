@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,8 @@ class CompilePool:
         for worker in workers:
             worker.kill()
         self._threads.shutdown(wait=True)
+        for worker in workers:  # no thread waits for a reply now
+            worker.close_pipes()
 
     def _from_store(self, key: Key) -> CompileResult | None:
         artifact = self.store.find(key)
@@ -130,6 +133,7 @@ class CompilePool:
         try:
             reply = worker.ask({"family": family, "key": dict(key), "out": str(scratch)}, self._timeout_s)
         except _WorkerDied as died:
+            worker.close_pipes()
             with self._lock:
                 self._all.discard(worker)
             scratch.unlink(missing_ok=True)
@@ -223,6 +227,13 @@ class _Worker:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def close_pipes(self) -> None:
+        """Once the process has ended, by the thread that owns the worker, or when none does any more."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # of a job that it was not there to read
+            self._process.stdin.close()
+        self._replies.close()
 
     def _death(self) -> _WorkerDied:
         code = self._process.wait()

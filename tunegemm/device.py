@@ -251,9 +251,8 @@ def _cuda_device(spec: str, name: str) -> Device:
         raise DeviceError(f"device {spec!r} is not known; use cuda:N with a number")
     index = int(name or 0)
     if index >= count:
-        raise DeviceError(
-            f"device {spec!r}: {count} CUDA device(s) here; without a GPU use replay:h200 or model:h200"
-        )
+        remedy = f"use cuda:0 to cuda:{count - 1}" if count else "without a GPU use replay:h200 or model:h200"
+        raise DeviceError(f"device {spec!r}: {count} CUDA device(s) here; {remedy}")
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     if capability not in ARCHITECTURES:

@@ -82,6 +82,16 @@ def tma_alignment(problem: Problem, candidate: Candidate, device: Device) -> str
     return None
 
 
+def refusal(rules: Sequence[Rule], family: str, problem: Problem) -> str:
+    """Why no kernel of a family can have the problem, on any device; empty where that depends on either."""
+    nothing = _Partial(family, {})
+    for rule in rules:
+        with contextlib.suppress(_ReadsAll):
+            if (reason := rule(problem, nothing, nothing)) is not None:  # type: ignore[arg-type]
+                return reason
+    return ""
+
+
 def plausible_kernels(
     space: SearchSpace, rules: Sequence[Rule], problem: Problem, device: Device
 ) -> Iterator[Candidate]:

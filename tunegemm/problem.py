@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,9 +66,9 @@ _MAX_EXTENT = 2**31 - 1  # TMA coordinates are signed 32-bit
 MAX_ALIGNMENT = 16
 
 
-def normalize_dtype(name: str) -> str:
-    """The short name, such as ``bf16``, for any usual spelling, such as ``torch.bfloat16``."""
-    short = name.lower().removeprefix("torch.")
+def normalize_dtype(name: str | torch.dtype) -> str:
+    """The short name, such as ``bf16``, for any usual spelling, such as ``torch.bfloat16``, and for that."""
+    short = str(name).lower().removeprefix("torch.")
     short = _ALIASES.get(short, short)
     if short not in DTYPE_BYTES:
         raise ProblemError(f"dtype {name!r} is not known; use one of {', '.join(DTYPE_BYTES)}")
@@ -140,9 +141,13 @@ class Problem:
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "batch"):
             extent = getattr(self, name)
-            if not 1 <= extent <= _MAX_EXTENT:
+            try:
+                fits = 1 <= operator.index(extent) <= _MAX_EXTENT
+            except TypeError:
+                fits = False
+            if not fits:
                 raise ProblemError(
-                    f"{name}={extent} in {self.shape}: every extent must be from 1 to {_MAX_EXTENT}"
+                    f"{name}={extent!r} in {self.shape}: every extent must be from 1 to {_MAX_EXTENT}"
                 )
         default_out_dtype(self.in_dtype)  # raises for dtypes without kernels
         allowed, scaled = OUTPUT_DTYPES[self.in_dtype], SCALED_OUTPUT_DTYPES.get(self.in_dtype, ())
@@ -180,8 +185,8 @@ class Problem:
         cls,
         shape: str,
         *,
-        dtype: str = "bf16",
-        out_dtype: str | None = None,
+        dtype: str | torch.dtype = "bf16",
+        out_dtype: str | torch.dtype | None = None,
         layout: str = "tn",
         alignment: int | None = None,
         epilogue: str = "",
@@ -191,10 +196,10 @@ class Problem:
 
         alignment: by default that of packed operands; a given one may only be lower than that.
         """
-        match = _SHAPE.fullmatch(shape.strip().lower())
+        match = _SHAPE.fullmatch(str(shape).strip().lower())  # whatever it is, the error shows it
         if match is None:
             raise ProblemError(f"shape {shape!r} is not MxNxK or MxNxKxL; for example 4096x4096x4096")
-        if layout.lower() not in LAYOUTS:
+        if str(layout).lower() not in LAYOUTS:
             raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
         m, n, k, batch = (int(group) if group else 1 for group in match.groups())
         in_dtype = normalize_dtype(dtype)

@@ -180,6 +180,8 @@ class Run:
                 )
             )
         if not searches:
+            if self.bench.generators:
+                self.note = self._without_kernels()
             searches.append(Search([], {}, library=library, known=known, effort=effort, trials=trials))
         portfolio = Portfolio(searches)
         self.planned = portfolio.trials
@@ -428,8 +430,18 @@ class Run:
             return self._result(None, note="interrupted; nothing was timed", interrupted=True)
         finally:
             self.bench.pool.drop_waiting()
+        if not ranked:
+            return self._result(None, note=self._without_kernels())
         note = f"{self.problem} has no times on {self.device.spec}: ranked by the model, which only ranks"
         return self._result(None, note=note, predictions=tuple(kept))
+
+    def _without_kernels(self) -> str:
+        """The note of a problem for which no generator has a kernel to try."""
+        if reason := families.refusal_by_all(self.problem, self.bench.generators):
+            return f"{self.problem} can have no kernel: {reason}"
+        if self.bench.compiled_only:
+            return f"no kernel for {self.problem} is compiled; leave out --compiled-only"
+        return f"no kernel for {self.problem} is feasible; `tunegemm space` names the rules that reject them"
 
     @property
     def _publishes(self) -> bool:

@@ -42,6 +42,16 @@ def open_device(spec: str | None = None) -> Device:
     return open_replay(name).device if kind == "replay" else find_device(spec)
 
 
+def open_gpu(spec: str | None = None) -> Device:
+    """The GPU of a name, by default the first, for what is nothing without measuring. Raises DeviceError."""
+    spec = spec or "cuda:0"
+    if spec.partition(":")[0] in ("replay", "model"):
+        raise DeviceError(f"device {spec!r} measures nothing, and this needs measurements; use cuda:N")
+    if not cuda_device_count():
+        raise DeviceError(f"device {spec!r}: no CUDA device here, and this measures; run it on a GPU")
+    return find_device(spec)
+
+
 class Tuner(Workbench):
     """Tunes one problem after the other. A context manager."""
 
@@ -130,7 +140,7 @@ def tune(
     """
     from tunegemm.database import Database
 
-    if isinstance(problem, str):
+    if not isinstance(problem, Problem):
         problem = Problem.parse(problem)
     if not isinstance(device, Device):
         device = open_device(device)

@@ -129,6 +129,38 @@ def test_values_of_a_candidate(candidate: str, named: str) -> None:
     assert named in refused_here("explain", *SHAPE, "--device", "model:h200", "--candidate", candidate)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("tune", "--seed", "-1"), "'-1'"),
+        (("tune", "--trials", "abc"), "'abc'"),
+        (("tune", "--effort", "hard"), "'hard' is not one of"),
+        (("tune", "--bogus"), "No such option: --bogus"),
+        (("db", "export", "--bogus"), "No such option: --bogus"),
+    ],
+)
+def test_usage_errors_name_the_value_and_the_commands_own_help(arguments: tuple[str, ...], said: str) -> None:
+    line = refused_here(*arguments)
+    command = " ".join(word for word in arguments[:2] if word[0] != "-")
+    assert said in line and line.endswith(f". See `tunegemm {command} --help`.")
+    assert "Value error" not in line and ".." not in line
+
+
+def test_a_time_is_told_by_its_own_option() -> None:
+    assert "--lease '0' is no duration" in refused_here("fleet", "work", "--lease", "0")
+    assert "--budget '0' is no duration" in refused_here("fleet", "add", *SHAPE, "--budget", "0")
+
+
+def test_formats_of_exports(tmp_path: Path) -> None:
+    arguments = ("db", "export", "--out", tmp_path / "all.foo", "--format", "foo")
+    assert "use one of json, csv, parquet, t4, vllm, inductor" in refused_here(*arguments)
+
+
+def test_status_of_no_fleet(tmp_path: Path) -> None:
+    line = refused_here("fleet", "status", "--db", tmp_path / "absent.sqlite")
+    assert "absent.sqlite: no such database; `tunegemm fleet add` creates it" in line
+
+
 def test_no_such_command() -> None:
     assert "No such command 'tun'" in refused_here("tun")
 

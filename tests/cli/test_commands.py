@@ -7,8 +7,11 @@ import json
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,12 @@ class TestTune:
         assert best["median_us"] > 0
         assert best["tflops"] == pytest.approx(2 * 4096**3 / best["median_us"] * 1e-6)
         assert 1 <= len(measured) <= 3, "the final race measures candidates again, and only those"
+
+    def test_what_no_kernel_can_have_ends_with_the_reason(self) -> None:
+        run = tunegemm("tune", "--shape", SHAPE, "--dtype", "int8", "--layout", "nn", "--json", code=1)
+        reason = "4096x4096x4096 int8 nn can have no kernel: layout nn of int8: WGMMA reads all but 16-bit"
+        assert run.stderr.startswith(f"tunegemm: {reason}") and run.stderr.count("\n") == 1
+        assert json.loads(run.stdout)["note"].startswith(reason)
 
     def test_text(self, documents: list[dict[str, Any]]) -> None:
         run = tunegemm(*TUNE)
@@ -200,6 +209,55 @@ class TestDoctor:
             line for line in run.stdout.splitlines() if "broken.sqlite" in line or line.startswith("fail")
         ][:1]
         assert line.startswith("fail")
+
+    @pytest.fixture
+    def check(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+        """The finding of that name, here, without looks at devices and families."""
+        from tunegemm.report import doctor
+
+        monkeypatch.setattr(doctor, "_devices", list)
+        monkeypatch.setattr(doctor, "_families", list)
+        return lambda name: next(check for check in doctor.examine() if check.name == name)
+
+    def test_a_cache_that_takes_no_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
+    ) -> None:
+        monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path / "new" / "cache"))
+        assert check("kernel cache").status == "ok" and not list(tmp_path.iterdir()), "nothing is left behind"
+        file = tmp_path / "file"
+        file.touch()
+        for place in (file, Path("/proc/cache")):  # root, too, makes no files there
+            monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(place))
+            found = check("kernel cache")
+            assert found.status == "fail" and "nothing can be written in" in found.detail
+            assert "TUNEGEMM_CACHE_DIR" in found.remedy
+
+    def test_a_database_that_takes_no_row(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
+    ) -> None:
+        from tunegemm.database import Database
+
+        monkeypatch.setenv("TUNEGEMM_DB", "/proc/tuning.sqlite")
+        assert check("database").status == "fail"
+        path = tmp_path / "tuning.sqlite"
+        monkeypatch.setenv("TUNEGEMM_DB", str(path))
+        assert check("database").status == "note"
+        Database.open(path).close()
+        assert check("database").status == "ok"
+        monkeypatch.setattr("tunegemm.database.connection.BUSY_TIMEOUT_S", 0)
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            assert check("database").status == "fail", "reading works, writing does not"
+
+    def test_settings_of_dispatch_that_are_not_known(
+        self, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
+    ) -> None:
+        assert check("dispatch").detail == "mode near, policy fastest"
+        monkeypatch.setenv("TUNEGEMM_MODE", "nera")
+        monkeypatch.setenv("TUNEGEMM_POLICY", "slowest")
+        found = check("dispatch")
+        assert found.status == "note"
+        assert "TUNEGEMM_MODE='nera' is not known" in found.detail and "'slowest'" in found.detail
 
     def test_text(self) -> None:
         run = tunegemm("doctor")

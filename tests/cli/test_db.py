@@ -122,7 +122,7 @@ class TestRerace:
     ) -> None:
         device = replace(find_device("model:h200"), spec="cuda:0")
         into = tmp_path / "all.sqlite"
-        monkeypatch.setattr("tunegemm.tuning.open_device", lambda spec: device)
+        monkeypatch.setattr("tunegemm.tuning.open_gpu", lambda spec: device)
         with MeasureWorker(device, backend="tests.planted.cpu_backend:CpuBackend") as worker:
             monkeypatch.setattr(Tuner, "measurer_for", lambda *_: worker)
             # A race beside other work settles nothing and asks to be run again: these times are a CPU's.
@@ -147,14 +147,14 @@ class TestRerace:
         self, sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         here = replace(find_device("model:h100-sxm"), spec="cuda:0")
-        monkeypatch.setattr("tunegemm.tuning.open_device", lambda spec: here)
+        monkeypatch.setattr("tunegemm.tuning.open_gpu", lambda spec: here)
         stdout, _ = run("db", "merge", *sources, "--into", tmp_path / "all.sqlite", "--rerace")
         assert f"{SMALL}: not raced, its fingerprint" in stdout
 
     def test_without_a_gpu_nothing_is_merged(self, sources: list[Path], tmp_path: Path) -> None:
         into = tmp_path / "all.sqlite"
         arguments = ("db", "merge", *sources, "--into", into, "--rerace", "--device", "replay:h200")
-        assert "measures nothing; give --rerace on cuda:N" in run(*arguments, code=2)[1]
+        assert "device 'replay:h200' measures nothing" in run(*arguments, code=2)[1]
         assert not into.exists()
 
 

@@ -15,6 +15,7 @@ from tests.serving import BF16, CANDIDATE, ByAddress, Kernel, Row, operands, qui
 from tunegemm import families
 from tunegemm.device import find_device
 from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.launchers import TORCH, Prepared, is_torch
 from tunegemm.dispatch.planning import LOOK_SECONDS, tune_command
 from tunegemm.dispatch.snapshot import Snapshot
@@ -50,6 +51,14 @@ def test_cpu_tensors_warn_once_with_the_command():
             assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
     assert len(caught) == 1
     assert "on cpu" in str(caught[0].message) and "tunegemm tune --shape 32x48x64" in str(caught[0].message)
+
+
+def test_a_product_that_no_kernel_can_have_is_told_so_and_not_to_be_tuned(serve, kernel):
+    a = torch.ones(32, 64, dtype=torch.int8)
+    for dispatcher in (serve(), Dispatcher()):
+        with pytest.warns(TunegemmWarning, match="layout tt of int8: WGMMA reads") as caught:
+            dispatcher.fused(form_of(MATMUL, "", torch.int32), a, a.t().contiguous(), ())
+        assert "tunegemm tune" not in str(caught[0].message)
 
 
 def test_unsupported_dtype_and_views_warn_once_each(serve, kernel):

@@ -154,6 +154,30 @@ def test_wrong_epilogues_name_the_remedy(serve):
             tunegemm.matmul(a, b, **keywords)
     with pytest.raises(ProblemError, match="gates nothing; use one of"):
         tunegemm.gated_linear(a, b.t(), activation="tanh")
+    with pytest.raises(ProblemError, match=r"gate \(3, 8\) and up \(2, 8\): give two of one shape"):
+        tunegemm.interleave(torch.ones(3, 8), torch.ones(2, 8))
+    said = r"\(4, 8\) and \(5, 8\): gates take pairs of columns, not 5"
+    with pytest.warns(TunegemmWarning), pytest.raises(ProblemError, match=said):
+        tunegemm.gated_linear(torch.ones(4, 8), torch.ones(5, 8))
+    with pytest.raises(ProblemError, match=r"model 5 is no torch.nn.Module"):
+        tunegemm.patch(5)
+
+
+def test_warnings_name_the_function_that_was_called(serve):
+    serve(Problem(8, 8, 8))
+    (a, b), c = operands(), torch.ones(32, 48, dtype=BF16)
+    one, fp8 = torch.ones(()), (a.to(FP8), b.to(FP8))
+    for name, call in {
+        "gated_linear": lambda: tunegemm.gated_linear(a, b.t()),
+        "addmm": lambda: tunegemm.addmm(c, a, b),
+        "baddbmm": lambda: tunegemm.baddbmm(*(each.repeat(2, 1, 1) for each in (c, a, b))),
+        "scaled_mm": lambda: tunegemm.scaled_mm(*fp8, one, one, out_dtype=BF16),
+        "linear": lambda: tunegemm.linear(a, b.t(), activation="relu"),
+        "matmul": lambda: tunegemm.matmul(a, b, activation="gelu"),
+    }.items():
+        with pytest.warns(TunegemmWarning) as caught:
+            call()
+        assert f"tunegemm.{name} leaves it to torch" in str(caught[0].message)
 
 
 # Scales, and other dtypes

@@ -45,11 +45,25 @@ class OneLineErrors(TyperGroup):
         except TunegemmError as error:
             _fail(str(error))
         except _UsageProblem as error:
-            _fail(f"{error.format_message()} See `tunegemm --help`.")  # type: ignore[attr-defined]
+            _fail(_usage(error))
         except (KeyboardInterrupt, typer.Abort):
             typer.echo("tunegemm: interrupted", err=True)
             sys.exit(INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> str:
+    """What Click says of a command line, with the value that it is about and whose help to read."""
+    message = error.format_message().replace("Value error, ", "")
+    # Newer versions of Typer read values with pydantic, which says what is wanted but not what was given.
+    if (details := getattr(error.__cause__, "errors", None)) is not None:
+        given = repr(details()[0]["input"])
+        if given not in message:
+            message = message.replace(": ", f": {given}: ", 1)
+    if not message.endswith((".", "?")):
+        message += "."
+    command = error.ctx.command_path.split()[1:] if getattr(error, "ctx", None) is not None else ()
+    return f"{message} See `{' '.join(['tunegemm', *command])} --help`."
 
 
 def _fail(message: str) -> NoReturn:

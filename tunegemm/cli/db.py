@@ -68,6 +68,7 @@ def export_command(
         raise UsageError("export needs --out FILE, or --records FOLDER")
     if records is not None and (shape or dtype or layout or fingerprint or format):
         raise UsageError("--records takes every settled record; to choose some, use --out FILE")
+    chosen = None if out is None or format == INDUCTOR else _format(format, out, INDUCTOR)
     shapes = options.parse_shapes(shape)
     options.parse_problems(["1x1x1"], dtype or "bf16", None, layout or "tn")  # raises for words not known
     from tunegemm.database import Database
@@ -94,7 +95,7 @@ def export_command(
 
             paths = write_records(latest_settled(database.records()), records)
         else:
-            assert out is not None
+            assert out is not None and chosen is not None
             rows = select_rows(
                 dump(database), shapes=shapes, dtype=wanted_dtype, layout=layout, fingerprint=fingerprint
             )
@@ -103,7 +104,7 @@ def export_command(
                 raise UsageError(
                     f"{database.name}: nothing of that kind to export; see `tunegemm leaderboard`"
                 )
-            paths = write(chain([first], rows), out, _format(format, out))
+            paths = write(chain([first], rows), out, chosen)
     for path in paths:
         typer.echo(f"wrote {path}")
 
@@ -153,12 +154,13 @@ def merge_command(
     rerace: Annotated[
         bool, typer.Option("--rerace", help="Race the two records of each conflict on this GPU.")
     ] = False,
-    device: options.DeviceSpec = None,
+    device: options.GpuSpec = None,
 ) -> None:
     """Merge databases. Records that disagree are listed, and settled by the evidence."""
     from tunegemm.database.exchange import merge
+    from tunegemm.tuning import open_gpu
 
-    racing = _racing_device(device) if rerace else None
+    racing = open_gpu(device) if rerace else None
     report = merge(sources, into)
     _print(into, report)
     for conflict in report.conflicts:
@@ -226,18 +228,6 @@ def _export_for_inductor(records: Sequence[Record], out: Path) -> None:
     typer.echo(f"wrote {out}: {len(table)} products for torch._inductor.config.lookup_table")
 
 
-def _racing_device(spec: str | None) -> Device:
-    from tunegemm.errors import DeviceError
-    from tunegemm.tuning import open_device
-
-    device = open_device(spec)
-    if not device.is_real:
-        raise DeviceError(
-            f"device {device.spec!r} measures nothing; give --rerace on cuda:N, or leave it out"
-        )
-    return device
-
-
 def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
     from tunegemm.database import Database
     from tunegemm.tuning import Tuner
@@ -269,12 +259,13 @@ def _print(name: str, report: Report) -> None:
         typer.echo(f"left out: {len(report.skipped) - _NAMED} more", err=True)
 
 
-def _format(name: str | None, path: Path) -> Format:
+def _format(name: str | None, path: Path, *others: str) -> Format:
+    """The file format of a name or an ending. others: names that the caller knows beside them."""
     from tunegemm.database.formats import Format
 
     if name is None:
         suffix = path.suffix.removeprefix(".")
         return Format(suffix) if suffix in FORMATS else Format.json
     if name not in FORMATS:
-        raise UsageError(f"--format {name!r} is not known; use one of {', '.join(FORMATS)}")
+        raise UsageError(f"--format {name!r} is not known; use one of {', '.join([*FORMATS, *others])}")
     return Format(name)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunegemm.cli import options
 from tunegemm.cli.tune import Effort, show_result
-from tunegemm.errors import DeviceError
+from tunegemm.errors import DatabaseError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +70,7 @@ def work(
     families: Annotated[
         str | None, typer.Option("--families", metavar="A,B", help="Kernel families to try. Default: all.")
     ] = None,
-    device: options.DeviceSpec = None,
+    device: options.GpuSpec = None,
     workers: Annotated[
         int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
     ] = None,
@@ -78,7 +79,7 @@ def work(
 ) -> None:
     """Tune the shapes that nobody else tunes on this GPU's model, until all are done."""
     names = options.parse_families(families)
-    lease_s = options.parse_seconds(lease)
+    lease_s = options.parse_seconds(lease, "--lease")
 
     from rich.console import Console
 
@@ -86,11 +87,9 @@ def work(
     from tunegemm.database import Database
     from tunegemm.database.claims import Claims
     from tunegemm.database.connection import display
-    from tunegemm.tuning import Tuner, open_device
+    from tunegemm.tuning import Tuner, open_gpu
 
-    opened = open_device(device)
-    if not opened.is_real:
-        raise DeviceError(f"device {opened.spec!r}: a fleet stores what it measures; work on cuda:N")
+    opened = open_gpu(device)
     # Schedulers of clusters end a job so; the claim is then given back at once.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out, log = options.stdout_console(), Console(stderr=True)
@@ -151,7 +150,11 @@ def status(
     """Show how far the shapes are on each GPU model, who tunes what, and what failed."""
     from tunegemm.database import Database
     from tunegemm.database.claims import Claims
+    from tunegemm.database.connection import resolve
 
+    place = resolve(db)
+    if isinstance(place, Path) and not place.exists():
+        raise DatabaseError(f"{place}: no such database; `tunegemm fleet add` creates it")
     with Database.open(db, read_only=True) as database:
         claims = Claims(database)
         tasks, progress, holdings = claims.tasks(), claims.progress(), claims.holdings()

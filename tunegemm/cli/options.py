@@ -77,6 +77,11 @@ DeviceSpec = Annotated[
         help="cuda:N, replay:h200 (recorded) or model:h200. Default: cuda:0, or replay:h200 without a GPU.",
     ),
 ]
+#: For commands that measure and have no use for a recorded or modelled device.
+GpuSpec = Annotated[
+    str | None,
+    typer.Option("--device", metavar="cuda:N", help="The GPU to measure on. Default: cuda:0."),
+]
 DatabaseLocation = Annotated[
     str | None,
     typer.Option(
@@ -146,13 +151,13 @@ def parse_shapes(shapes: list[str] | None) -> list[str]:
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
-def parse_seconds(text: str) -> float:
+def parse_seconds(text: str, flag: str = "--budget") -> float:
     """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``. Raises UsageError for anything else."""
     match = _DURATION.fullmatch(text.strip().lower())
     hours, minutes, seconds = match.groups() if match else (None, None, None)
     total = 3600 * int(hours or 0) + 60 * int(minutes or 0) + float(seconds or 0)
     if total <= 0:
-        raise UsageError(f"budget {text!r} is no duration; for example 90, 90s, 10m or 1h30m")
+        raise UsageError(f"{flag} {text!r} is no duration; for example 90, 90s, 10m or 1h30m")
     return total
 
 

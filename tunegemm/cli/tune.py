@@ -183,7 +183,10 @@ def command(
                 found += result.best is not None or bool(result.predictions)
                 if as_json:
                     typer.echo(json.dumps(result_document(result)))
-                else:
+                if not (result.outcomes or result.predictions or result.interrupted):
+                    # Nothing was tried: the reason is all there is to say, also beside a JSON document.
+                    typer.echo(f"tunegemm: {result.note}", err=True)
+                elif not as_json:
                     show_result(out, result, top, where=display(database.location) if database else "")
                 if result.interrupted:
                     again = resume_command(context, asked_for[asked_for.index(forward) :])

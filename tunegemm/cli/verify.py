@@ -18,7 +18,7 @@ def command(
         bool, typer.Option("--all", help="Also records of this very software, not only those marked.")
     ] = False,
     top: Annotated[int, options.count_option("--top", "Stored candidates per record.")] = 5,
-    device: options.DeviceSpec = None,
+    device: options.GpuSpec = None,
     db: options.DatabaseLocation = None,
     workers: Annotated[
         int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
@@ -28,13 +28,10 @@ def command(
     shapes = options.parse_shapes(shape)
     from tunegemm.database import Database
     from tunegemm.database.layers import read_records
-    from tunegemm.errors import DeviceError
-    from tunegemm.tuning import Tuner, open_device
+    from tunegemm.tuning import Tuner, open_gpu
     from tunegemm.verify import due, verify
 
-    opened = open_device(device)
-    if not opened.is_real:
-        raise DeviceError(f"device {opened.spec!r} measures nothing; verify on cuda:N")
+    opened = open_gpu(device)
     with Database.open(db) as database, Tuner(opened, database, workers=workers) as tuner:
         records = database.records() if db is not None else read_records()[0]
         wanted = [record for record in records if not shapes or record.problem.shape in shapes]

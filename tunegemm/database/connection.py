@@ -100,6 +100,16 @@ def _check_readable(path: Path) -> None:
         raise DatabaseError(f"{path}: you may not read it; change its permissions or choose another path")
 
 
+def check_writable(path: Path) -> None:
+    """Raises DatabaseError where a file cannot be written: takes the lock for that, and gives it back.
+
+    Permissions tell less: of read-only mounts, of the side files of WAL, of what root may do.
+    """
+    with translated(path), closing(_open(path, "mode=rw")) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("ROLLBACK")
+
+
 def _exists(path: Path) -> bool:
     try:
         path.stat()

@@ -108,6 +108,8 @@ def gated_linear(
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """The rows of two weights (or biases) in turns, as `gated_linear` wants them: gate[0], up[0], ..."""
+    if gate.shape != up.shape:
+        raise ProblemError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)}: give two of one shape")
     return torch.stack((gate, up), 1).flatten(0, 1)
 
 

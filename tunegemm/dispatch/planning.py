@@ -183,7 +183,7 @@ class Planner:
         numbers: Sequence[float],
         out: torch.Tensor | None,
     ) -> Plan | None:
-        name = _NAMES[form.kind]
+        name = _name(form, a)
         if any(tensor.device != a.device for tensor in (b, *tensors)):
             return None
         if out is not None and out.device != a.device:
@@ -203,7 +203,7 @@ class Planner:
             self._warn(
                 state,
                 f"{problem} on {a.device.type}: tunegemm.{name} leaves it to torch. "
-                f"On a CUDA device, tune it with: {tune_command(problem)}",
+                + _advice(problem, "On a CUDA device, tune it with"),
             )
             return None
         prepared = self._prepared(state, problem, a.device, name)
@@ -279,7 +279,7 @@ class Planner:
             operands = _described(form, a, b, None)
             if isinstance(operands, Refusal):
                 return False
-            state, name = self._state, _NAMES[form.kind]
+            state, name = self._state, _name(form, a)
             if state.snapshot is None:
                 state.snapshot = self._snapshot(state, name)
             if any_m and self._mode != "exact" and state.snapshot.extents(operands.problem):
@@ -339,7 +339,7 @@ class Planner:
             self._warn(
                 state,
                 f"{problem} on {known.name}: {why}; {_who(name)} leaves it to torch. "
-                f"Tune it with: {tune_command(problem)}",
+                + _advice(problem, "Tune it with"),
             )
         return None
 
@@ -399,6 +399,15 @@ class Planner:
             warnings.warn(message, TunegemmWarning, stacklevel=_callers_level())
 
 
+def _advice(problem: Problem, words: str) -> str:
+    """How to have a kernel for the problem, or why there can be none, whatever is tuned."""
+    from tunegemm import families  # a hit does without their rules
+
+    if reason := families.refusal_by_all(problem):
+        return f"It can have no tuned kernel: {reason}"
+    return f"{words}: {tune_command(problem)}"
+
+
 def tune_command(problem: Problem) -> str:
     """What tunes the problem: a command line; for a user's epilogue a call, as only its program knows it."""
     options = {
@@ -426,6 +435,18 @@ def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor |
     return describe(
         a, b, out, out_dtype=form.out_dtype_of(a), epilogue=form.text, accumulation=form.accumulation
     )
+
+
+def _name(form: Form, a: torch.Tensor) -> str:
+    """The function that such a product is asked of, for warnings; empty below torch's own functions."""
+    steps = form.epilogue.steps
+    if form.kind == LINEAR and form.epilogue.gated:
+        return "gated_linear"
+    if form.kind == MATMUL and steps and steps[0] in ("scale_tensor", "scale_rowwise"):
+        return "scaled_mm"
+    if form.kind == MATMUL and "beta_c" in steps:
+        return "addmm" if a.ndim == 2 else "baddbmm"
+    return _NAMES[form.kind]
 
 
 def _who(name: str) -> str:

@@ -14,6 +14,7 @@ from tunegemm.dispatch.autograd import DTYPES
 from tunegemm.dispatch.forms import LINEAR, RECORDED, form_of
 from tunegemm.dispatch.guards import tf32_allowed
 from tunegemm.dispatch.ops import addmm_steps, scale_steps
+from tunegemm.errors import ProblemError
 
 _KEYS = ("CUDA",)
 _is_compiling = torch.compiler.is_compiling
@@ -178,6 +179,10 @@ def unpatch(model: torch.nn.Module) -> int:
 
 
 def _reclass(model: torch.nn.Module, before: type, after: type) -> int:
+    if not isinstance(model, torch.nn.Module):
+        raise ProblemError(
+            f"model {model!r:.40} is no torch.nn.Module; give the model whose layers are meant"
+        )
     layers = [module for module in model.modules() if type(module) is before]
     for layer in layers:
         layer.__class__ = after

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from tunegemm.dispatch.forms import LINEAR, Form
+from tunegemm.errors import ProblemError
 from tunegemm.families.cublaslt.baseline import INT8_LEAST_ROWS
 from tunegemm.families.cublaslt.eager import step_of
 
@@ -42,6 +43,11 @@ def unfused(
     if out is not None and steps == ["bias_n"] and biased is None and _is_plain_addmm(form, a, b, out):
         return torch.addmm(named["bias"], a, b.t() if form.kind == LINEAR else b, out=out)
     value, taken = _product(form, a, b, steps, named, multiply, biased)
+    if form.epilogue.gated and value.shape[-1] % 2:
+        raise ProblemError(
+            f"operands {tuple(a.shape)} and {tuple(b.shape)}: gates take pairs of columns, "
+            f"not {value.shape[-1]}; give gate and up in turns, as tunegemm.interleave makes them"
+        )
     dtype = form.out_dtype_of(a)
     own = value.dtype if value.dtype.is_floating_point else dtype  # sums of int8 products are scaled first
     if "scale_rowwise" in steps and "scale_rowwise" not in taken:  # given as (m, 1) and (1, n)

@@ -6,14 +6,14 @@ A family is a folder here with a module-level `FAMILY`, and a file in `search_sp
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from tunegemm.device import Device
 from tunegemm.errors import SpaceError
-from tunegemm.feasibility import Rule, Verdict
+from tunegemm.feasibility import Rule, Verdict, refusal
 from tunegemm.outcome import Resources
 from tunegemm.problem import Problem
 from tunegemm.space import Candidate, SearchSpace, Value
@@ -113,6 +113,13 @@ def get(name: str) -> Family:
     """The family of that name. Raises SpaceError, which lists the known ones."""
     require(name)
     return importlib.import_module(f"tunegemm.families.{name}").FAMILY
+
+
+def refusal_by_all(problem: Problem, names: Sequence[str] = NAMES) -> str:
+    """Why no generator can ever have a kernel for the problem, by the first one; empty where one may."""
+    generators = [family for family in map(get, names) if family.compiled]
+    reasons = [refusal(family.rules, family.name, problem) for family in generators]
+    return reasons[0] if reasons and all(reasons) else ""
 
 
 def load_space(name: str, path: Path | None = None) -> SearchSpace:

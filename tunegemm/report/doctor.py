@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,6 +55,7 @@ def examine(database: str | None = None) -> list[Check]:
         *_packs(),
         _cache(),
         _workers(),
+        _environment(),
     ]
 
 
@@ -143,14 +145,18 @@ def _packs() -> list[Check]:
 
 def _database(location: str | None) -> Check:
     from tunegemm.database import Database
-    from tunegemm.database.connection import display, resolve
+    from tunegemm.database.connection import check_writable, display, resolve
 
     try:
         place = resolve(location)
-        if isinstance(place, Path) and not place.exists():
+        if isinstance(place, Path) and not os.path.lexists(place):
+            if refusal := _refusal_to_write(place.parent):
+                raise DatabaseError(f"{place}: {refusal}")
             return Check("database", "note", f"{place} is not there yet", "`tunegemm tune` creates it")
         with Database.open(location, read_only=True) as database:
             records = len(database.records())
+        if isinstance(place, Path):
+            check_writable(place)
         return Check("database", "ok", f"{display(place)}: {records} tuned problem(s)")
     except DatabaseError as error:
         return Check("database", "fail", str(error), "choose another with --db or TUNEGEMM_DB")
@@ -160,12 +166,33 @@ def _cache() -> Check:
     from tunegemm.artifacts import ArtifactStore
 
     folder = ArtifactStore().root
-    parent = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(parent, os.W_OK):
+    if refusal := _refusal_to_write(folder):
         remedy = "make it writable, or name another folder in TUNEGEMM_CACHE_DIR"
-        return Check("kernel cache", "fail", f"{folder}: {parent} is not writable", remedy)
+        return Check("kernel cache", "fail", f"{folder}: {refusal}", remedy)
     stored = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.exists() else []
     return Check("kernel cache", "ok", f"{folder}: {len(stored)} files, {sum(stored) / 1e6:.1f} MB")
+
+
+def _refusal_to_write(folder: Path) -> str:
+    """Why files cannot be made in a folder, or in what it would be made in; empty where one could be."""
+    place = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"tunegemm")
+            file.flush()  # a full disk takes files, but nothing into them
+    except OSError as error:
+        return f"nothing can be written in {place}: {error.strerror}"
+    return ""
+
+
+def _environment() -> Check:
+    from tunegemm.dispatch.modes import read_mode, read_policy
+
+    warnings: list[str] = []
+    mode, policy = read_mode(warnings.append), read_policy(warnings.append)
+    if warnings:
+        return Check("dispatch", "note", "; ".join(warnings), "dispatch goes by the default")
+    return Check("dispatch", "ok", f"mode {mode}, policy {policy}")
 
 
 def _workers() -> Check:
