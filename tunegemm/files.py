@@ -14,10 +14,11 @@ def replacing(path: Path) -> Iterator[Path]:
     """A path to write to, of the same suffix; what is written takes the place of `path` at the end.
 
     Not if an exception passes: then `path` is what it was. What is no regular file, such as a pipe or
-    ``/dev/stdout``, is written to as it is; a link stays, and what it names is replaced. Raises OSError.
+    ``/dev/stdout``, is written to as it is, and so is a file in a folder that takes no other; a link stays,
+    and what it names is replaced. Raises OSError.
     """
     path = path.resolve()
-    if path.exists() and not path.is_file():
+    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         yield path
         return
     part = path.with_name(f".{os.getpid()}-{threading.get_ident()}.{path.name}")

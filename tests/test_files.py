@@ -1,0 +1,55 @@
+"""Files that are replaced as a whole; on a disk that is full, tests/test_durability.py."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tunegemm import files
+from tunegemm.files import replacing
+
+
+def test_the_new_text_takes_the_place_of_the_old(tmp_path: Path) -> None:
+    target, link = tmp_path / "a.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    for path, text in ((target, "new"), (link, "newer"), (tmp_path / "b.svg", "first")):
+        with replacing(path) as part:
+            assert part.suffix == path.suffix, "writers go by it"
+            part.write_text(text)
+            assert not path.exists() or path.read_text() != text
+        assert path.read_text() == text
+    assert link.is_symlink() and target.read_text() == "newer"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.svg", "link.json"]
+
+
+def test_an_exception_leaves_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "a.json"
+    target.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(target) as part:
+        part.write_text("half of the n")
+        raise KeyboardInterrupt
+    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_a_pipe_is_written_to_as_it_is(tmp_path: Path) -> None:
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
+    reader.start()
+    with replacing(pipe) as part:
+        part.write_text("text")
+    reader.join()
+    assert got == ["text"] and pipe.is_fifo()
+
+
+def test_a_file_in_a_folder_that_takes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.json"
+    target.write_text("old")
+    monkeypatch.setattr(files.os, "access", lambda *_: False)  # root may write everywhere
+    with replacing(target) as part:
+        part.write_text("new")
+    assert part == target and target.read_text() == "new"
