@@ -28,7 +28,7 @@ from tunegemm.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.errors import CompileError
 from tunegemm.outcome import Resources
 
-#: What the disk of the store has to do with, and no candidate: remembered, it would hide a good kernel.
+#: Errors of the disk that the store is on. Remembered as a candidate's failure they would hide a good kernel.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 WORKER_BYTES = 400 * 1024**2

@@ -64,9 +64,8 @@ def work(
         try:
             with _renewed(claims, claim, lease_s):
                 result = tune(claim.task)
-        except (
-            ProblemError
-        ) as error:  # too large for this GPU: no other attempt helps, and other tasks may fit
+        except ProblemError as error:
+            # Too large for this GPU: no other attempt helps, and other tasks may fit.
             claims.finish(claim, str(error))
             _log.warning("%s", error)
             continue
