@@ -35,7 +35,7 @@ import torch
 
 import tunegemm
 from benchmarks.results import Results, meta, results_path
-from tunegemm.device import Device, find_device, package_version
+from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.measure.statistics import aa_noise
 
@@ -176,10 +176,10 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
 def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
     """Records the products of a run of each step, and tunes those without a settled record."""
     from benchmarks.providers import is_settled
-    from tunegemm.database import Database
-    from tunegemm.spending import spend, standings
-    from tunegemm.tuning import Tuner
-    from tunegemm.workload import demands
+    from tunegemm.describe.workload import demands
+    from tunegemm.store import Database
+    from tunegemm.tuning.program import spend, standings
+    from tunegemm.tuning.tuner import Tuner
 
     with tunegemm.record() as recording:
         for step in steps:
@@ -193,7 +193,7 @@ def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
             best = standing.result.best if standing.result else None
             told = f"{best.ratio:.3f} x torch.mm" if best else "nothing measured"
             print(f"  {standing.demand.problem}: {told}", flush=True)
-    from tunegemm import dispatch
+    from tunegemm import serve as dispatch
 
     dispatch.refresh()
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.results import problem_fields
-from tunegemm import families
-from tunegemm.families.cublaslt import TORCH_MM
-from tunegemm.space import Candidate, Value
+from tunegemm.describe.space import Candidate, Value
+from tunegemm.generate import families
+from tunegemm.generate.cublaslt import TORCH_MM
 
 if TYPE_CHECKING:
     from benchmarks.interleave import Run
-    from tunegemm.compile import CompilePool
-    from tunegemm.device import Device
+    from tunegemm.describe.device import Device
+    from tunegemm.describe.problem import Problem
+    from tunegemm.generate.compile import CompilePool
     from tunegemm.measure.backend import Backend
-    from tunegemm.problem import Problem
 
 
 def hopper(

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm.device import Device, find_device
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem
 
 if TYPE_CHECKING:
     from benchmarks.providers import Contender
@@ -122,9 +122,9 @@ def _inside(name: str, problem: Problem, device: Any) -> None:
 def stored(problem: Problem, device: Device, label: str) -> Contender:
     """The candidate that the database has under a label, ready to run."""
     from benchmarks.providers import Contender
-    from tunegemm import families
-    from tunegemm.artifacts import ArtifactStore
-    from tunegemm.database import Database
+    from tunegemm.generate import families
+    from tunegemm.generate.artifacts import ArtifactStore
+    from tunegemm.store import Database
 
     with Database.open(read_only=True) as database:
         found = {entry.label: entry.candidate for entry in database.entries(problem)}

@@ -30,13 +30,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tunegemm.database import Database
-from tunegemm.database.schema import FASTEST
-from tunegemm.database.store import fingerprint_values
-from tunegemm.device import PARTS, Device, Fingerprint, device_from_part, package_version
-from tunegemm.outcome import Measurement
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate
+from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part, package_version
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.measure.outcome import Measurement
+from tunegemm.store import Database
+from tunegemm.store.database import fingerprint_values
+from tunegemm.store.schema import FASTEST
 
 OUT = Path(__file__).parent / "results" / "cpu" / "database.json"
 
@@ -52,7 +52,7 @@ _SCREEN_SAMPLES, _FINAL_SAMPLES = 7, 21
 
 #: Children are forked from a process that has loaded everything and nothing is open in: they start at once.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["tunegemm.database.store", "tunegemm.database.migrations"])
+_PROCESSES.set_forkserver_preload(["tunegemm.store.database", "tunegemm.store.migrations"])
 
 
 def device(part: str = "h200", driver: str = "580.0") -> Device:
@@ -315,8 +315,8 @@ def _insert(connection: sqlite3.Connection, table: str, rows: Any) -> None:
 
 def scale(path: Path) -> list[dict[str, Any]]:
     """Rows on the size and the speed of a large database, each time the median of five, after a first."""
-    from tunegemm.database.leaders import leaders
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
+    from tunegemm.store.leaders import leaders
 
     begin = time.perf_counter()
     count = build(path)

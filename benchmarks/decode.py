@@ -26,9 +26,9 @@ import torch
 from benchmarks.interleave import METHOD as INTERLEAVE
 from benchmarks.interleave import interleave
 from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
-from tunegemm.device import Device, find_device
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmError, TunegemmWarning
-from tunegemm.problem import Problem
 
 if TYPE_CHECKING:
     from tunegemm.measure.backend import Backend
@@ -101,10 +101,10 @@ def run(
 
 def tune(anchors: Sequence[Problem], device: Device, effort: Any) -> None:
     """Gives each problem a settled record."""
-    from tunegemm.database import Database
-    from tunegemm.database.layers import read_records
-    from tunegemm.database.validity import judge_stored
-    from tunegemm.tuning import Tuner
+    from tunegemm.store import Database
+    from tunegemm.store.layers import read_records
+    from tunegemm.store.validity import judge_stored
+    from tunegemm.tuning.tuner import Tuner
 
     known = {
         record.problem
@@ -121,9 +121,10 @@ def tune(anchors: Sequence[Problem], device: Device, effort: Any) -> None:
 
 def prepare(layers: dict[str, list[Problem]], device: Device) -> None:
     """Compiles the kernels of shipped records of these projections, which come without any."""
-    from tunegemm import dispatch, packing
-    from tunegemm.database.layers import read_records
-    from tunegemm.database.validity import judge_stored
+    from tunegemm import serve as dispatch
+    from tunegemm.store import packing
+    from tunegemm.store.layers import read_records
+    from tunegemm.store.validity import judge_stored
 
     extents = {(wanted[0].n, wanted[0].k) for wanted in layers.values()}
     records = [
@@ -137,9 +138,9 @@ def prepare(layers: dict[str, list[Problem]], device: Device) -> None:
 
 def measure(wanted: Sequence[Problem], device: Device, backend: Backend, rounds: int) -> list[dict[str, Any]]:
     """The rows of one projection."""
-    from tunegemm import dispatch
-    from tunegemm.dispatch.selection import select
-    from tunegemm.dispatch.snapshot import read_snapshot
+    from tunegemm import serve as dispatch
+    from tunegemm.serve.selection import select
+    from tunegemm.serve.snapshot import read_snapshot
 
     def ours(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         dispatch.matmul(a, b, out=out)

@@ -29,9 +29,9 @@ from typing import Any
 
 from benchmarks.first_call import PROCESSES, RECORDS, fresh_processes
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm.device import Device, find_device
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem
 
 #: Calls between two synchronisations: fewer than the launch queue takes, so that no call waits for the GPU.
 CALLS = 100
@@ -110,8 +110,8 @@ def related(problem: Problem) -> list[Problem]:
 
 def tune(problems: list[Problem], device: Device, families: list[str], trials: int) -> None:
     """Records for these problems; of generators alone, so that no tie goes to the library."""
-    from tunegemm.database import Database
-    from tunegemm.tuning import Tuner
+    from tunegemm.store import Database
+    from tunegemm.tuning.tuner import Tuner
 
     with Database.open() as database, Tuner(device, database, families=families) as tuner:
         for each in problems:
@@ -178,9 +178,9 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
     from torch.nn.functional import gelu, linear
 
     import tunegemm
-    from tunegemm.dispatch import api
-    from tunegemm.dispatch.forms import MATMUL, form_of
-    from tunegemm.dispatch.lowering import site_of
+    from tunegemm.serve import api
+    from tunegemm.serve.forms import MATMUL, form_of
+    from tunegemm.serve.torch.lowering import site_of
 
     where, m, n, k = device.spec, problem.m, problem.n, problem.k
     a = torch.rand(m, k, dtype=torch.bfloat16, device=where)
@@ -205,7 +205,7 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
     view = inductors._reinterpret_tensor
 
     def compiled() -> Any:
-        """As Inductor writes it, see `tunegemm.dispatch.lowering`."""
+        """As Inductor writes it, see `tunegemm.serve.torch.lowering`."""
         return api._dispatcher.compiled(site, plain, a, view(weight, (k, n), (1, k), 0), (), (), out)
 
     def fresh(product: Callable[..., Any]) -> Call:
@@ -244,7 +244,7 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
     """The parts of ``tunegemm.matmul(a, b)``, each as a call of its own, and the ways through it."""
     import torch
 
-    from tunegemm.dispatch import api, guards
+    from tunegemm.serve import api, guards
 
     a = torch.rand(problem.m, problem.k, dtype=torch.bfloat16, device=device.spec)
     b = torch.rand(problem.n, problem.k, dtype=torch.bfloat16, device=device.spec).t()

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from benchmarks.epilogues import eager
 from benchmarks.peers import _tune, measure
 from benchmarks.results import Results, meta, peers_table, ratio, results_path
-from tunegemm.device import find_device
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmError
-from tunegemm.problem import Problem
 
 if TYPE_CHECKING:
     from benchmarks.providers import Provider
-    from tunegemm.device import Device
+    from tunegemm.describe.device import Device
 
 #: Squares, DeepSeek-V3's projections, and of Llama-3-8B QKV, the output at decode and gate with up.
 SHAPES = (
@@ -84,9 +84,9 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
     """Tunes and times every product, writes the file and prints the table and the means."""
     from benchmarks.interleave import METHOD
     from benchmarks.providers import Options, family_best
-    from tunegemm.database import Database
     from tunegemm.measure.backend import CudaBackend
-    from tunegemm.tuning import Tuner
+    from tunegemm.store import Database
+    from tunegemm.tuning.tuner import Tuner
 
     providers: dict[str, Provider] = {"torch": eager, "tunegemm_cute": family_best("cute_sm90")}
     results = Results(results_path(options.out, device, "dtypes.json"), meta(device, METHOD))

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 
 from benchmarks.peers import _tune, measure
 from benchmarks.results import Results, geometric_mean, meta, peers_table, ratio, results_path
-from tunegemm.device import find_device
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem
 
 if TYPE_CHECKING:
     import torch
 
     from benchmarks.providers import Contender, Options, Provider
-    from tunegemm.device import Device
+    from tunegemm.describe.device import Device
 
 #: MLP up with a bias, gate and up together, MLP down and attention's output with the residual stream.
 ROWS = tuple(
@@ -68,9 +68,9 @@ def run(device: Device, options: argparse.Namespace) -> None:
     """Tunes and times every row, writes the file and prints the table."""
     from benchmarks.interleave import METHOD
     from benchmarks.providers import Options, family_best
-    from tunegemm.database import Database
     from tunegemm.measure.backend import CudaBackend
-    from tunegemm.tuning import Tuner
+    from tunegemm.store import Database
+    from tunegemm.tuning.tuner import Tuner
 
     providers: dict[str, Provider] = {
         "torch": eager,
@@ -104,7 +104,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
 def eager(problem: Problem, device: Device, options: Options) -> list[Contender]:
     """What a torch user would write, operation by operation."""
     from benchmarks.providers import Contender
-    from tunegemm.families.cublaslt.baseline import torch_mm
+    from tunegemm.generate.cublaslt.baseline import torch_mm
 
     return [Contender(torch_mm(problem))]
 
@@ -116,7 +116,7 @@ def compiled(mode: str) -> Provider:
         import torch
 
         from benchmarks.providers import Contender, _tuned
-        from tunegemm.families.cublaslt.eager import composed
+        from tunegemm.generate.cublaslt.eager import composed
 
         torch._dynamo.reset()
         function = torch.compile(composed(problem), mode=mode, dynamic=False, fullgraph=True)

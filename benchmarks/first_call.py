@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tunegemm.device import Device
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem
 
 RECORDS = 10_000
 PROCESSES = 5
@@ -67,7 +67,7 @@ times = [time.perf_counter()]
 import tunegemm
 tunegemm.matmul
 times.append(time.perf_counter())
-from tunegemm.dispatch import api
+from tunegemm.serve import api
 serving = api._dispatcher
 serving._find = timed("device_ms", serving._find)
 serving._read = timed("records_ms", serving._read)
@@ -88,8 +88,8 @@ print(json.dumps({
 
 _MEMORY = """
 import gc, json, tracemalloc
-import tunegemm.dispatch
-from tunegemm.dispatch.snapshot import read_snapshot
+import tunegemm.serve
+from tunegemm.serve.snapshot import read_snapshot
 read_snapshot()
 gc.collect()
 tracemalloc.start()
@@ -129,7 +129,7 @@ def fresh_processes(problem: Problem, device: Device, records: int = RECORDS) ->
 def add_records(count: int) -> None:
     """Synthetic records of two GPUs and two toolchains, in the user's layer of this process's folder."""
     from benchmarks import database
-    from tunegemm.database.layers import user_location
+    from tunegemm.store.layers import user_location
 
     location = user_location()
     location.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from typing import Self
 
 import psutil
 
-from tunegemm.device import Device
+from tunegemm.describe.device import Device
 
 
 class Footprint:

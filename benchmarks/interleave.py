@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from tunegemm.families import Launcher
+from tunegemm.describe.problem import Problem
+from tunegemm.generate.families import Launcher
 from tunegemm.measure.backend import Backend, warm_us
 from tunegemm.measure.operands import (
     Operands,
@@ -32,7 +33,6 @@ from tunegemm.measure.operands import (
 from tunegemm.measure.policy import Policy
 from tunegemm.measure.race import Runner, Turn, race
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.problem import Problem
 
 #: Takes what a launcher takes and computes the product into out, or returns a tensor of its own with it.
 Run = Callable[..., Any]

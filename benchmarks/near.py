@@ -30,19 +30,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm import families, model
-from tunegemm.database import Database, Record
-from tunegemm.database.shipped import read_shipped
-from tunegemm.device import Device, find_device, kernel_source_hash
-from tunegemm.dispatch import neighbours
-from tunegemm.dispatch.neighbours import library_us, neighbourhood
-from tunegemm.dispatch.selection import select
-from tunegemm.dispatch.snapshot import Snapshot
-from tunegemm.families import completed
+from tunegemm.describe.device import Device, find_device, kernel_source_hash
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate import families, model
+from tunegemm.generate.families import completed
+from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import ReplayDevice, open_replay
-from tunegemm.outcome import Measurement
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate
+from tunegemm.serve import neighbours
+from tunegemm.serve.neighbours import library_us, neighbourhood
+from tunegemm.serve.selection import select
+from tunegemm.serve.snapshot import Snapshot
+from tunegemm.store import Database, Record
+from tunegemm.store.shipped import read_shipped
 
 PEERS = Path(__file__).parent / "results" / "h200" / "peers.json"
 METHOD = (
@@ -174,7 +174,7 @@ def plan_ms(records: Sequence[Record], device: Device) -> float:
 
 def measure(n_k: str, extents: Sequence[int], anchors: Sequence[int], effort: Any, out: Path | None) -> None:
     """Rows of one n and k on this machine's GPU."""
-    from tunegemm.tuning import Tuner
+    from tunegemm.tuning.tuner import Tuner
 
     device = find_device("cuda:0")
     results = Results(results_path(out, device, "near.json"), meta(device, METHOD))

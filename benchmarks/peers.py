@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
 from benchmarks.results import Results, meta, peers_table, problem_fields, results_path
-from tunegemm.device import Device, find_device, kernel_source_hash
+from tunegemm.describe.device import Device, find_device, kernel_source_hash
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmError
-from tunegemm.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from benchmarks.providers import Options, Provider
     from tunegemm.measure.backend import Backend
     from tunegemm.search.budget import Effort
-    from tunegemm.tuning import Tuner
+    from tunegemm.tuning.tuner import Tuner
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,8 +87,8 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
     with ExitStack() as stack:
         tuner = None
         if options.tune:
-            from tunegemm.database import Database
-            from tunegemm.tuning import Tuner
+            from tunegemm.store import Database
+            from tunegemm.tuning.tuner import Tuner
 
             tuner = stack.enter_context(Tuner(device, stack.enter_context(Database.open(options.db))))
         for index, problem in enumerate(problems):

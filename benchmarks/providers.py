@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.interleave import Run, one_line
-from tunegemm import families
-from tunegemm.device import Device
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError, TunegemmWarning
+from tunegemm.generate import families
 from tunegemm.measure.operands import make_operands
-from tunegemm.problem import Problem
 
 if TYPE_CHECKING:
-    from tunegemm.database import Database
+    from tunegemm.store import Database
 
 
 class Skip(Exception):
@@ -120,10 +120,10 @@ def family_best(name: str) -> Provider:
     """The provider of one of our kernel families alone: its candidate with the best stored evidence."""
 
     def provider(problem: Problem, device: Device, options: Options) -> list[Contender]:
-        from tunegemm.artifacts import ArtifactStore
-        from tunegemm.database import Database
-        from tunegemm.database.history import leaders
-        from tunegemm.database.validity import judge_stored
+        from tunegemm.generate.artifacts import ArtifactStore
+        from tunegemm.store import Database
+        from tunegemm.store.history import leaders
+        from tunegemm.store.validity import judge_stored
 
         try:
             with Database.open(options.database, read_only=True) as database:
@@ -153,7 +153,7 @@ def family_best(name: str) -> Provider:
 
 def is_settled(database: Database, problem: Problem, device: Device) -> bool:
     """Whether a problem has a settled record that is served here: not of other software or older kernels."""
-    from tunegemm.database.validity import judge_stored
+    from tunegemm.store.validity import judge_stored
 
     record = database.best(problem, device.fingerprint)
     return record is not None and record.settled and judge_stored(record, device.fingerprint).usable
@@ -161,8 +161,8 @@ def is_settled(database: Database, problem: Problem, device: Device) -> bool:
 
 def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contender]:
     """What a user gets: tunegemm.matmul, with whatever it dispatches to as the label."""
-    from tunegemm import dispatch
-    from tunegemm.database import Database
+    from tunegemm import serve as dispatch
+    from tunegemm.store import Database
 
     place = torch.device("cuda", device.index)
     operands = make_operands(problem, place, 0)

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import command_line, problem_fields
-from tunegemm.database import Database
-from tunegemm.database.record import Entry
 from tunegemm.errors import TunegemmError
-from tunegemm.families.cublaslt import TORCH_MM
+from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure import FINAL
+from tunegemm.store import Database
+from tunegemm.store.record import Entry
 
 METHOD = (
     "final races with all their rounds, read from a tuning database; early is the median of the first two "

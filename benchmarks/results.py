@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tunegemm.device import Device, TelemetryReader, package_version
+from tunegemm.describe.device import Device, TelemetryReader, package_version
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem
+from tunegemm.describe.problem import Problem
 
 #: Facts under `meta` that rows of one file must share.
 SHARED = ("gpu", "driver", "packages", "method")

@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunegemm import model
-from tunegemm.device import Device
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate, Value
+from tunegemm.generate import model
+from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import Sweep, open_replay
-from tunegemm.outcome import Measurement
-from tunegemm.problem import Problem
 from tunegemm.search import Search, first_of_each_kernel
 from tunegemm.search.sampler import Sampler
-from tunegemm.space import Candidate, Value
 
 TRIALS = (16, 32, 64, 96)
 #: Infeasible or repeated suggestions in a row before plain TPE gets a random candidate: 3 ms each.

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from benchmarks.contest import contest, hopper
 from benchmarks.results import Results, meta, results_path
-from tunegemm.device import Device, find_device
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate
 
 PROBLEM = Problem.parse("8192x8192x8192", dtype="bf16", out_dtype="fp32")
 #: TFLOP/s in the article, by cluster.
@@ -59,8 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(device: Device, options: argparse.Namespace) -> None:
     """Times the launches, writes the row and prints it."""
     from benchmarks.interleave import METHOD
-    from tunegemm.artifacts import ArtifactStore
-    from tunegemm.compile import CompilePool
+    from tunegemm.generate.artifacts import ArtifactStore
+    from tunegemm.generate.compile import CompilePool
     from tunegemm.measure.backend import CudaBackend
 
     results = Results(results_path(options.out, device, "seed-000.json"), meta(device, METHOD))

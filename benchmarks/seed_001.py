@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm.device import Device, find_device
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate, Value
 
 PROBLEM = Problem(4096, 4096, 4096, in_dtype="fp16", out_dtype="fp16")
 KERNEL: dict[str, Value] = {
@@ -79,9 +79,9 @@ def run(device: Device, options: argparse.Namespace) -> None:
     import torch
 
     from benchmarks.interleave import METHOD, Run, interleave
-    from tunegemm import families
-    from tunegemm.artifacts import ArtifactStore
-    from tunegemm.compile import CompilePool
+    from tunegemm.generate import families
+    from tunegemm.generate.artifacts import ArtifactStore
+    from tunegemm.generate.compile import CompilePool
     from tunegemm.measure.backend import CudaBackend
     from tunegemm.report.explain import explain_problem
 

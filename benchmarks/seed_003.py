@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm import families
-from tunegemm.artifacts import ArtifactStore
-from tunegemm.compile import CompilePool
-from tunegemm.device import Device, find_device
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate, Value
+from tunegemm.generate import families
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.compile import CompilePool
 
 if TYPE_CHECKING:
     from benchmarks.interleave import Interleave, Run
@@ -158,7 +158,7 @@ def _interleave(
     turn_ms: float = 160,
 ) -> Interleave:  # fmt: skip
     from benchmarks.interleave import interleave
-    from tunegemm.families.cublaslt.baseline import torch_mm
+    from tunegemm.generate.cublaslt.baseline import torch_mm
 
     label = families.get("gluon_wgmma").label
     runs = {"torch": torch_mm(problem)} | {label(contender.candidate): run for contender, run in pairs}

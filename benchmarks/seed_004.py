@@ -17,10 +17,10 @@ from pathlib import Path
 
 from benchmarks.contest import contest, hopper
 from benchmarks.results import Results, meta, results_path
-from tunegemm.device import Device, find_device
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate
 
 M, N, KS = 8448, 9216, range(64, 2049, 64)
 ARTICLE = hopper("pingpong", (128, 128, 64), 6, (1, 1), 32)
@@ -68,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(device: Device, options: argparse.Namespace) -> None:
     """Times every K, writing after each."""
     from benchmarks.interleave import METHOD
-    from tunegemm.artifacts import ArtifactStore
-    from tunegemm.compile import CompilePool
+    from tunegemm.generate.artifacts import ArtifactStore
+    from tunegemm.generate.compile import CompilePool
     from tunegemm.measure.backend import CudaBackend
 
     results = Results(results_path(options.out, device, "seed-004.json"), meta(device, METHOD))

@@ -7,8 +7,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
-from tunegemm.problem import Problem
 
 FILE = Path(__file__).with_name("shapes.toml")
 _KEYS = {"about", "shapes", "m", "n_k", "dtype", "layout"}

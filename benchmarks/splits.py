@@ -16,10 +16,10 @@ from pathlib import Path
 
 from benchmarks.contest import contest, hopper
 from benchmarks.results import Results, meta, results_path
-from tunegemm.device import Device, find_device
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate
 
 #: A tile that fills one wave of an H200 with so many parts, or that it fills badly.
 WIDE = hopper("cooperative", (128, 256, 64), 4, (2, 1), 32, "along_m", 8)
@@ -86,8 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(device: Device, shapes: list[str], options: argparse.Namespace) -> None:
     """Times every shape, writing after each."""
     from benchmarks.interleave import METHOD
-    from tunegemm.artifacts import ArtifactStore
-    from tunegemm.compile import CompilePool
+    from tunegemm.generate.artifacts import ArtifactStore
+    from tunegemm.generate.compile import CompilePool
     from tunegemm.measure.backend import CudaBackend
 
     results = Results(results_path(options.out, device, "splits.json"), meta(device, METHOD))

@@ -14,10 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import shapes
-from tunegemm.device import Device, find_device
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import DeviceError, TunegemmError
-from tunegemm.outcome import Measurement
-from tunegemm.problem import Problem
+from tunegemm.measure.outcome import Measurement
 
 #: Recorded by default: squares, a projection, two wave tails, small K, and decode with a long K.
 SHAPES = (
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 def record(problems: list[Problem], device: Device, name: str, out: Path, trials: int | None) -> None:
     """One file per problem, written as soon as its sweep is done. An interrupted sweep is not written."""
     from tunegemm.measure.replay import write_sweep
-    from tunegemm.tuning import Tuner
+    from tunegemm.tuning.tuner import Tuner
 
     with Tuner(device) as tuner:
         for problem in problems:

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import shapes
 from benchmarks.footprint import Footprint
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm.device import Device, find_device
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
-from tunegemm.outcome import Measurement
-from tunegemm.problem import Problem
+from tunegemm.measure.outcome import Measurement
 
 if TYPE_CHECKING:
     from tunegemm.search.budget import Effort
-    from tunegemm.tuning import Tuner
+    from tunegemm.tuning.tuner import Tuner
 
 METHOD = (
     "wall time of Tuner.tune, final race included; cold adds the start of the workers; warm tries kernels "
@@ -80,7 +80,7 @@ def run(
         row = _timed(cold, device, effort, workers, root, None)
         row["cold_s"] = row.pop("seconds")
         _put(results, row)
-        from tunegemm.tuning import Tuner
+        from tunegemm.tuning.tuner import Tuner
 
         with Tuner(device, workers=workers, cache=root) as tuner:
             for problem in further:
@@ -97,8 +97,8 @@ def _timed(
     problem: Problem, device: Device, effort: Effort, workers: int | None, root: Path, tuner: Tuner | None
 ) -> dict[str, Any]:
     """One tuning with an empty database; without a `tuner` its start and end are part of the time."""
-    from tunegemm.database import Database
-    from tunegemm.tuning import Tuner
+    from tunegemm.store import Database
+    from tunegemm.tuning.tuner import Tuner
 
     with (
         tempfile.TemporaryDirectory(dir=root) as folder,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tunegemm.device import Device, cuda_device_count, find_device
+from tunegemm.describe.device import Device, cuda_device_count, find_device
 
 if TYPE_CHECKING:
-    from tests.browser import Browser
-    from tests.kernels import Kernels
-    from tests.postgres import Cluster
+    from tests.support.browser import Browser
+    from tests.support.kernels import Kernels
+    from tests.support.postgres import Cluster
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,10 +53,10 @@ def device() -> Device:
 @pytest.fixture(scope="module")
 def kernels(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
     """Compiles and loads kernels for it. A module that needs many overrides this and begins them at once."""
-    from tests.kernels import Kernels
-    from tests.processes import compile_workers
-    from tunegemm.artifacts import ArtifactStore
-    from tunegemm.compile import CompilePool
+    from tests.support.kernels import Kernels
+    from tests.support.processes import compile_workers
+    from tunegemm.generate.artifacts import ArtifactStore
+    from tunegemm.generate.compile import CompilePool
 
     with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
         yield Kernels(pool, device)
@@ -80,7 +80,7 @@ def all_tuned() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """A headless Chromium. `.ci/run` demands one; elsewhere its tests are skipped."""
-    from tests.browser import executable, start
+    from tests.support.browser import executable, start
 
     program = executable()
     if program is None:
@@ -94,7 +94,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Cluster]:
     """A PostgreSQL server of the tests' own. `.ci/run` demands one; elsewhere its tests are skipped."""
-    from tests.postgres import binary, cluster
+    from tests.support.postgres import binary, cluster
 
     if binary("initdb") is None:
         missing = "needs PostgreSQL's server, Debian's package `postgresql`; there is none here"
@@ -107,7 +107,7 @@ def postgres() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def empty_on_server(postgres: Cluster) -> str:
     """The name of a database with the schema and nothing in it, to copy."""
-    from tunegemm.database import Database
+    from tunegemm.store import Database
 
     url = postgres.create()
     Database.open(url).close()

@@ -17,10 +17,8 @@ PACKAGE = Path(tunegemm.__file__).parent
 
 #: A module imports only from modules to its left.
 ORDER = (
-    "errors", "resources", "files", "epilogue", "problem", "workload", "clusters", "device", "space",
-    "feasibility", "outcome", "model", "families", "finalists", "artifacts", "packs", "compile", "measure",
-    "operation", "search", "database", "packing", "workbench", "run", "tuning", "spending", "verify", "fleet",
-    "dispatch", "report", "cli",
+    "errors", "resources", "files", "describe", "generate", "measure", "search", "store", "tuning", "serve",
+    "report", "cli",
 )  # fmt: skip
 
 PUBLIC = [
@@ -85,13 +83,13 @@ def test_the_check_sees_every_form_of_import(tmp_path: Path) -> None:
     (package / "search").mkdir(parents=True)
     (package / "search" / "a.py").write_text(
         "import tunegemm.cli\n"
-        "from tunegemm import database\n"
+        "from tunegemm import store\n"
         "from tunegemm.tuning import tune\n"
-        "from tunegemm.model import predict\n"
-        "def f():\n    from ..dispatch import matmul\n    from .b import c\n"
+        "from tunegemm.describe import predict\n"
+        "def f():\n    from ..serve import matmul\n    from .b import c\n"
     )
     assert [line.partition(" ")[2] for line in violations(package)] == [
-        "imports cli", "imports database", "imports tuning", "imports dispatch",
+        "imports cli", "imports store", "imports tuning", "imports serve",
     ]  # fmt: skip
 
 
@@ -120,7 +118,7 @@ HEAVY = {"torch", "cutlass", "triton", "optuna", "sqlalchemy", "alembic", "panda
 def test_import_is_cheap() -> None:
     loaded = loaded_after("import tunegemm; tunegemm.Problem; tunegemm.Candidate; tunegemm.Device")
     assert loaded & HEAVY == set()
-    assert not loaded & {"tunegemm.families", "tunegemm.tuning", "tunegemm.cli"}
+    assert not loaded & {"tunegemm.generate", "tunegemm.tuning", "tunegemm.cli"}
 
 
 def test_dispatch_leaves_tuning_out() -> None:

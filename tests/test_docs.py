@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import environment
+from tests.support.processes import environment
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = environment()

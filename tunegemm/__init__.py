@@ -9,9 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunegemm.database import Database
-    from tunegemm.device import Device
-    from tunegemm.dispatch import (
+    from tunegemm.describe.device import Device
+    from tunegemm.describe.epilogue import Epilogue
+    from tunegemm.describe.problem import Problem
+    from tunegemm.describe.space import Candidate
+    from tunegemm.errors import TunegemmError
+    from tunegemm.report.explain import explain
+    from tunegemm.serve import (
         addmm,
         baddbmm,
         bmm,
@@ -22,15 +26,11 @@ if TYPE_CHECKING:
         policy,
         scaled_mm,
     )
-    from tunegemm.dispatch.recording import record
-    from tunegemm.dispatch.takeover import disable, enable, patch, unpatch
-    from tunegemm.epilogue import Epilogue
-    from tunegemm.errors import TunegemmError
-    from tunegemm.operation import Operation
-    from tunegemm.problem import Problem
-    from tunegemm.report.explain import explain
-    from tunegemm.space import Candidate
-    from tunegemm.tuning import tune
+    from tunegemm.serve.operation import Operation
+    from tunegemm.serve.torch.recording import record
+    from tunegemm.serve.torch.takeover import disable, enable, patch, unpatch
+    from tunegemm.store import Database
+    from tunegemm.tuning.tuner import tune
 
 __version__ = "0.1.0"
 
@@ -61,29 +61,29 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Candidate": "space",
-    "Database": "database",
-    "Device": "device",
-    "Epilogue": "epilogue",
-    "Operation": "operation",
-    "Problem": "problem",
+    "Candidate": "describe.space",
+    "Database": "store",
+    "Device": "describe.device",
+    "Epilogue": "describe.epilogue",
+    "Operation": "serve.operation",
+    "Problem": "describe.problem",
     "TunegemmError": "errors",
-    "addmm": "dispatch",
-    "baddbmm": "dispatch",
-    "bmm": "dispatch",
-    "disable": "dispatch.takeover",
-    "enable": "dispatch.takeover",
+    "addmm": "serve",
+    "baddbmm": "serve",
+    "bmm": "serve",
+    "disable": "serve.torch.takeover",
+    "enable": "serve.torch.takeover",
     "explain": "report.explain",
-    "gated_linear": "dispatch",
-    "interleave": "dispatch",
-    "linear": "dispatch",
-    "matmul": "dispatch",
-    "patch": "dispatch.takeover",
-    "policy": "dispatch",
-    "record": "dispatch.recording",
-    "scaled_mm": "dispatch",
-    "tune": "tuning",
-    "unpatch": "dispatch.takeover",
+    "gated_linear": "serve",
+    "interleave": "serve",
+    "linear": "serve",
+    "matmul": "serve",
+    "patch": "serve.torch.takeover",
+    "policy": "serve",
+    "record": "serve.torch.recording",
+    "scaled_mm": "serve",
+    "tune": "tuning.tuner",
+    "unpatch": "serve.torch.takeover",
 }
 
 

@@ -15,7 +15,7 @@
     ├── MeasureError      the measuring worker itself cannot work (one failed candidate is a Failure)
     └── DatabaseError     a database that cannot be opened, read or written
 
-What goes wrong with *one candidate* is no exception but data: see `tunegemm.outcome.Failure`.
+What goes wrong with *one candidate* is no exception but data: see `tunegemm.measure.outcome.Failure`.
 What makes dispatch leave a product to torch is a `TunegemmWarning`, given once.
 """
 

@@ -3,9 +3,9 @@
 from alembic import context
 from sqlalchemy.types import TypeDecorator
 
-from tunegemm.database.connection import connect, resolve, writer
-from tunegemm.database.models import Base
-from tunegemm.database.schema import VERSION_TABLE
+from tunegemm.store.connection import connect, resolve, writer
+from tunegemm.store.models import Base
+from tunegemm.store.schema import VERSION_TABLE
 
 
 def render_item(kind, item, _):

@@ -93,7 +93,7 @@ class TestTune:
         assert "a model's ranking, no measurement; nothing stored" in run.stdout
 
     def test_without_a_gpu_one_line_says_what_happens(self, documents: list[dict[str, Any]]) -> None:
-        from tunegemm.device import cuda_device_count
+        from tunegemm.describe.device import cuda_device_count
 
         if cuda_device_count():
             pytest.skip("there is a GPU here")
@@ -102,7 +102,7 @@ class TestTune:
         assert first.startswith("No CUDA GPU here: candidates are really compiled for sm_90a;")
 
     def test_with_backward_tunes_the_products_of_the_backward_pass(self) -> None:
-        from tunegemm.problem import Problem
+        from tunegemm.describe.problem import Problem
 
         forward = Problem.parse("512x768x1024")
         command = [*TUNEGEMM, "tune", "--shape", forward.shape, "--with-backward", "--device", "model:h200"]
@@ -161,7 +161,7 @@ class TestSpace:
     @pytest.fixture
     def small(self, tmp_path: Path) -> Path:
         """The shipped space with the first and last value of each list."""
-        from tunegemm import families
+        from tunegemm.generate import families
 
         space = families.load_space("cute_sm90")
         lines = ['family = "cute_sm90"']
@@ -235,7 +235,7 @@ class TestDoctor:
     def test_a_database_that_takes_no_row(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
     ) -> None:
-        from tunegemm.database import Database
+        from tunegemm.store import Database
 
         monkeypatch.setenv("TUNEGEMM_DB", "/proc/tuning.sqlite")
         assert check("database").status == "fail"
@@ -244,7 +244,7 @@ class TestDoctor:
         assert check("database").status == "note"
         Database.open(path).close()
         assert check("database").status == "ok"
-        monkeypatch.setattr("tunegemm.database.connection.BUSY_TIMEOUT_S", 0)
+        monkeypatch.setattr("tunegemm.store.connection.BUSY_TIMEOUT_S", 0)
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             assert check("database").status == "fail", "reading works, writing does not"
@@ -266,8 +266,8 @@ class TestDoctor:
 
 class TestProgress:
     def progress(self, **changes: object) -> object:
-        from tunegemm.problem import Problem
-        from tunegemm.run import Progress
+        from tunegemm.describe.problem import Problem
+        from tunegemm.tuning.run import Progress
 
         facts: dict[str, object] = {
             "problem": Problem.parse(SHAPE), "stage": "screen", "feasible": 812,

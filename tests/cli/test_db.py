@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.test_database import DEVICE, PROBLEM, measurement
+from tests.store.test_database import DEVICE, PROBLEM, measurement
 from tunegemm.cli import app
-from tunegemm.database import Database
-from tunegemm.database.layers import user_location
-from tunegemm.database.shipped import write_records
-from tunegemm.device import find_device
-from tunegemm.families.cublaslt import TORCH_MM
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure import MeasureWorker
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate
-from tunegemm.tuning import Tuner
+from tunegemm.store import Database
+from tunegemm.store.layers import user_location
+from tunegemm.store.shipped import write_records
+from tunegemm.tuning.tuner import Tuner
 
 SMALL = Problem.parse("64x48x32")
 #: torch.mm again, under another name: what races it on a CPU is as correct and as fast.
@@ -122,8 +122,8 @@ class TestRerace:
     ) -> None:
         device = replace(find_device("model:h200"), spec="cuda:0")
         into = tmp_path / "all.sqlite"
-        monkeypatch.setattr("tunegemm.tuning.open_gpu", lambda spec: device)
-        with MeasureWorker(device, backend="tests.planted.cpu_backend:CpuBackend") as worker:
+        monkeypatch.setattr("tunegemm.tuning.tuner.open_gpu", lambda spec: device)
+        with MeasureWorker(device, backend="tests.support.planted.cpu_backend:CpuBackend") as worker:
             monkeypatch.setattr(Tuner, "measurer_for", lambda *_: worker)
             # A race beside other work settles nothing and asks to be run again: these times are a CPU's.
             for _ in range(6):
@@ -147,7 +147,7 @@ class TestRerace:
         self, sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         here = replace(find_device("model:h100-sxm"), spec="cuda:0")
-        monkeypatch.setattr("tunegemm.tuning.open_gpu", lambda spec: here)
+        monkeypatch.setattr("tunegemm.tuning.tuner.open_gpu", lambda spec: here)
         stdout, _ = run("db", "merge", *sources, "--into", tmp_path / "all.sqlite", "--rerace")
         assert f"{SMALL}: not raced, its fingerprint" in stdout
 
@@ -189,7 +189,7 @@ class TestLayers:
             database.settle(SMALL, device, measurement(1.4, TWIN), label="shipped")
             database.settle(PROBLEM, device, measurement(1.3), label="shipped")
             write_records(database.records(), tmp_path / "records")
-        monkeypatch.setattr("tunegemm.database.shipped.data_path", lambda *_: tmp_path / "records")
+        monkeypatch.setattr("tunegemm.store.shipped.data_path", lambda *_: tmp_path / "records")
         assert self.board() == [("mine", 1.2), ("shipped", 1.3)]
         assert self.board("--shape", SMALL.shape)[0] == ("mine", 1.2)
         assert self.board("--shape", PROBLEM.shape) == [("shipped", 1.3), ("torch.mm", 1.0)]

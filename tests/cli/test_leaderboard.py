@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tunegemm.cli import app
-from tunegemm.database import Database
-from tunegemm.device import find_device
-from tunegemm.outcome import Measurement
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.measure.outcome import Measurement
+from tunegemm.store import Database
 
 SHAPES = ("256x256x256", "512x256x128")
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from tunegemm.cli import app, options
 from tunegemm.cli.options import UsageError, parse_families, parse_problems, parse_seconds, write_text
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import SpaceError
-from tunegemm.problem import Problem
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import until
+from tests.support.waiting import until
 
 TUNEGEMM = [sys.executable, "-m", "tunegemm"]
 
@@ -116,8 +116,8 @@ def test_bad_input(tmp_path: Path) -> None:
 class TestTuneFrom:
     @pytest.fixture
     def shapes(self, tmp_path: Path) -> str:
-        from tunegemm.workload import Product, Workload
-        from tunegemm.workload.products import Kind
+        from tunegemm.describe.workload import Product, Workload
+        from tunegemm.describe.workload.products import Kind
 
         kind = Kind(4096, 4096, 4096, 1, "bf16", "bf16", "k", "k", "n", 16)
         small = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16, "addmm", "matrix")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.recorded import SHAPES, fill
+from tests.support.recorded import SHAPES, fill
 from tunegemm.cli import app
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
+from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay, replay_names, write_sweep
-from tunegemm.outcome import Failure, Measurement, Outcome
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate
 
 PROBLEM = Problem.parse("512x6144x4096")
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

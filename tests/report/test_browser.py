@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import Browser
-from tests.recorded import SHAPES, fill
-from tunegemm.database import Database
+from tests.support.browser import Browser
+from tests.support.recorded import SHAPES, fill
 from tunegemm.measure.replay import open_replay
 from tunegemm.report.evidence import from_database, from_recording
 from tunegemm.report.html import report
 from tunegemm.report.leaderboard import Leaderboard, html
+from tunegemm.store import Database
 
 SHOWN = "[...document.querySelectorAll('#records tbody tr')].filter(row => !row.hidden)"
 

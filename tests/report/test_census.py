@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from tunegemm import families
-from tunegemm.device import find_device
-from tunegemm.problem import Problem
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import SearchSpace
+from tunegemm.generate import families
 from tunegemm.report.census import take_census
-from tunegemm.space import SearchSpace
 
 PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x4096x4096"), Problem.parse("1000x520x264x3")]
 

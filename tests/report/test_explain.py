@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import tunegemm
-from tests.recorded import fill, recorded_device
-from tests.test_neighbours import kernel
-from tunegemm.artifacts import ArtifactStore
-from tunegemm.database import Database
-from tunegemm.device import Device, find_device
-from tunegemm.dispatch.policies import Policy
+from tests.serve.test_neighbours import kernel
+from tests.support.recorded import fill, recorded_device
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
-from tunegemm.outcome import Measurement
-from tunegemm.problem import Problem
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.measure.outcome import Measurement
 from tunegemm.report.explain import candidate_of, explain_problem
+from tunegemm.serve.policies import Policy
+from tunegemm.store import Database
 
 SHAPE = "128x7168x16384"
 
@@ -105,7 +105,7 @@ def test_a_kernel_without_an_object_is_said_to_be_torchs(
 
 
 def test_tensors_and_the_command_line_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunegemm.tuning.open_device", lambda spec=None: find_device("model:h200"))
+    monkeypatch.setattr("tunegemm.tuning.tuner.open_device", lambda spec=None: find_device("model:h200"))
     a, b = torch.empty(96, 4096, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.bfloat16).t()
     found = tunegemm.explain(a, b)
     assert found.problem == Problem(96, 4096, 4096)

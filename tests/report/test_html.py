@@ -15,16 +15,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.recorded import SHAPES, fill, recorded_device
-from tunegemm.database import Database
+from tests.support.recorded import SHAPES, fill, recorded_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
+from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.replay import open_replay
-from tunegemm.outcome import Failure, Measurement
-from tunegemm.problem import Problem
 from tunegemm.report import figures
 from tunegemm.report.evidence import Evidence, from_database, from_recording
 from tunegemm.report.html import report
-from tunegemm.space import Candidate
+from tunegemm.store import Database
 
 #: The page of the six recorded shapes with all their trials is 155 KB; a reader may rely on less than this.
 MOST_BYTES = 250_000

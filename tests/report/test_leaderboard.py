@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tunegemm.database import Database
-from tunegemm.database.leaders import leaders
-from tunegemm.device import PARTS, Fingerprint, device_from_part
+from tunegemm.describe.device import PARTS, Fingerprint, device_from_part
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
+from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.statistics import winner
-from tunegemm.outcome import Failure, Measurement
-from tunegemm.problem import Problem
 from tunegemm.report.leaderboard import Leaderboard
-from tunegemm.space import Candidate
+from tunegemm.store import Database
+from tunegemm.store.leaders import leaders
 
 FINGERPRINT = Fingerprint(
     "NVIDIA H200", 132, "9.0", "", 132, "580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0"

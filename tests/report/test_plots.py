@@ -7,12 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.recorded import SHAPES, fill
-from tunegemm.database import Database
+from tests.support.recorded import SHAPES, fill
 from tunegemm.errors import TunegemmError
 from tunegemm.measure.replay import open_replay
 from tunegemm.report.evidence import Evidence, from_database, from_recording
 from tunegemm.report.plots import KINDS, save
+from tunegemm.store import Database
 
 pytest.importorskip("matplotlib")
 

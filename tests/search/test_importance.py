@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from tunegemm.describe.space import Candidate
 from tunegemm.search.importance import importance
-from tunegemm.space import Candidate
 
 
 def results(launches: int) -> list[tuple[Candidate, float]]:

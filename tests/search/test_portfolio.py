@@ -3,8 +3,8 @@
 import pytest
 
 from tests.search.test_search import LAUNCHES, kernels, truth
+from tunegemm.describe.space import Candidate
 from tunegemm.search import Portfolio, Search
-from tunegemm.space import Candidate
 
 LIBRARY = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tunegemm import model
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError
-from tunegemm.families import load_space
+from tunegemm.generate import model
+from tunegemm.generate.families import load_space
+from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
-from tunegemm.outcome import Measurement
 from tunegemm.search import Search, budget_for, first_of_each_kernel, gathered
 from tunegemm.search.sampler import Sampler
-from tunegemm.space import Candidate
 
 LAUNCHES = {"raster_order": ("along_m", "along_n"), "swizzle_size": (1, 2, 4, 8), "ctas": ("all", "balanced")}
 GRID = 16

@@ -14,10 +14,10 @@ from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
 
 if TYPE_CHECKING:
-    from tunegemm.database.exchange import Conflict, Report
-    from tunegemm.database.formats import Format
-    from tunegemm.database.record import Record
-    from tunegemm.device import Device
+    from tunegemm.describe.device import Device
+    from tunegemm.store.exchange import Conflict, Report
+    from tunegemm.store.formats import Format
+    from tunegemm.store.record import Record
 
 app = typer.Typer(help="Exchange and merge tuning databases.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -71,10 +71,10 @@ def export_command(
     chosen = None if out is None or format == INDUCTOR else _format(format, out, INDUCTOR)
     shapes = options.parse_shapes(shape)
     options.parse_problems(["1x1x1"], dtype or "bf16", None, layout or "tn")  # raises for words not known
-    from tunegemm.database import Database
-    from tunegemm.database.exchange import dump, select_rows
-    from tunegemm.database.formats import write
-    from tunegemm.problem import normalize_dtype
+    from tunegemm.describe.problem import normalize_dtype
+    from tunegemm.store import Database
+    from tunegemm.store.exchange import dump, select_rows
+    from tunegemm.store.formats import write
 
     wanted_dtype = normalize_dtype(dtype) if dtype else None
     with Database.open(db, read_only=True) as database:
@@ -91,7 +91,7 @@ def export_command(
             _export_for_inductor(wanted, out)
             return
         if records is not None:
-            from tunegemm.database.shipped import latest_settled, write_records
+            from tunegemm.store.shipped import latest_settled, write_records
 
             paths = write_records(latest_settled(database.records()), records)
         else:
@@ -122,10 +122,10 @@ def import_command(
     for file in files:
         if not file.exists():  # or an empty database would be made for nothing
             raise UsageError(f"{file}: no such file; give one that `tunegemm db export` made")
-    from tunegemm.database import Database
-    from tunegemm.database.exchange import load
-    from tunegemm.database.formats import read
     from tunegemm.errors import DatabaseError
+    from tunegemm.store import Database
+    from tunegemm.store.exchange import load
+    from tunegemm.store.formats import read
 
     readable = []
     for file in files:  # none of them: then no empty database is made, which would be a layer in this folder
@@ -157,8 +157,8 @@ def merge_command(
     device: options.GpuSpec = None,
 ) -> None:
     """Merge databases. Records that disagree are listed, and settled by the evidence."""
-    from tunegemm.database.exchange import merge
-    from tunegemm.tuning import open_gpu
+    from tunegemm.store.exchange import merge
+    from tunegemm.tuning.tuner import open_gpu
 
     racing = open_gpu(device) if rerace else None
     report = merge(sources, into)
@@ -178,9 +178,9 @@ def upgrade_command(
     databases: Annotated[list[str], typer.Argument(metavar="PATH|URL...", help="Tuning databases.")],
 ) -> None:
     """Bring databases of older releases to this one's schema. Nothing in them is lost."""
-    from tunegemm.database import Database
-    from tunegemm.database.connection import display
     from tunegemm.errors import DatabaseError
+    from tunegemm.store import Database
+    from tunegemm.store.connection import display
 
     for location in databases:
         if "://" not in location and not Path(location).is_file():
@@ -194,9 +194,9 @@ def layers_command() -> None:
     """List the layers that dispatch reads, the widest first, and their records."""
     from collections import Counter
 
-    from tunegemm import packs
-    from tunegemm.database.layers import project_location, read_records, user_location
     from tunegemm.resources import data_path
+    from tunegemm.store import packs
+    from tunegemm.store.layers import project_location, read_records, user_location
 
     records, warnings = read_records()
     counts = Counter(record.layer for record in records)
@@ -213,7 +213,7 @@ def layers_command() -> None:
 
 
 def _export_for_inductor(records: Sequence[Record], out: Path) -> None:
-    from tunegemm.database.inductor import lookup_table
+    from tunegemm.store.inductor import lookup_table
 
     table, left_out = lookup_table(records)
     for line in left_out[:_NAMED]:
@@ -229,8 +229,8 @@ def _export_for_inductor(records: Sequence[Record], out: Path) -> None:
 
 
 def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
-    from tunegemm.database import Database
-    from tunegemm.tuning import Tuner
+    from tunegemm.store import Database
+    from tunegemm.tuning.tuner import Tuner
 
     with Database.open(into) as database, Tuner(device, database) as tuner:
         for conflict in conflicts:
@@ -261,7 +261,7 @@ def _print(name: str, report: Report) -> None:
 
 def _format(name: str | None, path: Path, *others: str) -> Format:
     """The file format of a name or an ending. others: names that the caller knows beside them."""
-    from tunegemm.database.formats import Format
+    from tunegemm.store.formats import Format
 
     if name is None:
         suffix = path.suffix.removeprefix(".")

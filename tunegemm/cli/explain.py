@@ -11,7 +11,7 @@ from tunegemm.cli import options
 from tunegemm.cli.space import open_device
 
 if TYPE_CHECKING:
-    from tunegemm.space import Candidate
+    from tunegemm.describe.space import Candidate
 
 
 def command(

@@ -17,8 +17,8 @@ from tunegemm.errors import DatabaseError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tunegemm.fleet import Worked
-    from tunegemm.tuning import Tuner
+    from tunegemm.tuning.fleet import Worked
+    from tunegemm.tuning.tuner import Tuner
 
 app = typer.Typer(
     help="Tune a list of shapes on many hosts: each shape once per GPU model and software versions.",
@@ -50,8 +50,8 @@ def add(
     problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue, accumulation)
     seconds = options.parse_seconds(budget) if budget is not None else None
 
-    from tunegemm.database import Database
-    from tunegemm.database.claims import Claims, Task
+    from tunegemm.store import Database
+    from tunegemm.store.claims import Claims, Task
 
     with Database.open(db) as database:
         claims = Claims(database)
@@ -83,11 +83,11 @@ def work(
 
     from rich.console import Console
 
-    from tunegemm import fleet
-    from tunegemm.database import Database
-    from tunegemm.database.claims import Claims
-    from tunegemm.database.connection import display
-    from tunegemm.tuning import Tuner, open_gpu
+    from tunegemm.store import Database
+    from tunegemm.store.claims import Claims
+    from tunegemm.store.connection import display
+    from tunegemm.tuning import fleet
+    from tunegemm.tuning.tuner import Tuner, open_gpu
 
     opened = open_gpu(device)
     # Schedulers of clusters end a job so; the claim is then given back at once.
@@ -148,9 +148,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show how far the shapes are on each GPU model, who tunes what, and what failed."""
-    from tunegemm.database import Database
-    from tunegemm.database.claims import Claims
-    from tunegemm.database.connection import resolve
+    from tunegemm.store import Database
+    from tunegemm.store.claims import Claims
+    from tunegemm.store.connection import resolve
 
     place = resolve(db)
     if isinstance(place, Path) and not place.exists():

@@ -13,7 +13,7 @@ from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
 
 if TYPE_CHECKING:
-    from tunegemm.database.history import Comparison
+    from tunegemm.store.history import Comparison
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
@@ -31,7 +31,7 @@ def history(
 ) -> None:
     """Print every record that a shape ever had, oldest first."""
     problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue, accumulation)
-    from tunegemm.database import Database
+    from tunegemm.store import Database
 
     with Database.open(db, read_only=True) as database:
         found = {problem: database.history(problem) for problem in problems}
@@ -84,8 +84,8 @@ def regress(
     """Compare each shape's record with the one before. Exit code 1 when one is slower, beyond the noise."""
     moment = parse_since(since)
     shapes = options.parse_shapes(shape)
-    from tunegemm.database import Database
-    from tunegemm.database.history import regressions
+    from tunegemm.store import Database
+    from tunegemm.store.history import regressions
 
     with Database.open(db, read_only=True) as database:
         problems = [p for p in database.problems() if not shapes or p.shape in shapes]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import options
+from tunegemm.describe.problem import Problem, normalize_dtype
 from tunegemm.errors import TunegemmError
-from tunegemm.problem import Problem, normalize_dtype
 
 if TYPE_CHECKING:
     import pandas
@@ -72,10 +72,10 @@ def command(
         options.parse_families(family)
     if format is Format.parquet and out is None:
         raise options.UsageError("--format parquet is not for a terminal: name a file with --out")
-    from tunegemm.database import Database
-    from tunegemm.database.leaders import leaders
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, parquet
     from tunegemm.report.stored import of_all_layers
+    from tunegemm.store import Database
+    from tunegemm.store.leaders import leaders
 
     def wanted(problem: Problem) -> bool:
         return (

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tunegemm.describe.problem import OUTPUT_DTYPES, Problem
 from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.files import replacing
-from tunegemm.problem import OUTPUT_DTYPES, Problem
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tunegemm.device import Device
+    from tunegemm.describe.device import Device
 
 Shapes = Annotated[
     list[str],
@@ -165,7 +165,7 @@ def parse_families(text: str | None) -> tuple[str, ...] | None:
     """Names of kernel families from ``a,b``; None for all. Raises SpaceError for one that is not known."""
     if text is None:
         return None
-    from tunegemm import families
+    from tunegemm.generate import families
 
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:

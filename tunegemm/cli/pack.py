@@ -11,7 +11,7 @@ from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
 
 if TYPE_CHECKING:
-    from tunegemm.packs import Pack
+    from tunegemm.store.packs import Pack
 
 
 def pack_command(
@@ -40,9 +40,9 @@ def pack_command(
 ) -> None:
     """Write records and their compiled kernels to one file, for `tunegemm load` on a serving host."""
     shapes, names = options.parse_shapes(shape), options.parse_families(families)
-    from tunegemm import packing, workload
-    from tunegemm.database import Database
-    from tunegemm.database.layers import read_records
+    from tunegemm.describe import workload
+    from tunegemm.store import Database, packing
+    from tunegemm.store.layers import read_records
 
     problems = None
     if from_file is not None:
@@ -76,7 +76,7 @@ def load_command(
     """Verify packs and serve from them, read-only, until `tunegemm unload`. Nothing is compiled."""
     if sha256 is not None and len(files) > 1:
         raise UsageError("--sha256 is of one file; load the others apart")
-    from tunegemm import packs
+    from tunegemm.store import packs
 
     for file in files:
         pack = packs.install(file, sha256=sha256)
@@ -92,7 +92,7 @@ def unload_command(
     """Take loaded packs away."""
     if bool(names) == everything:
         raise UsageError("give the names of packs, or --all; `tunegemm db layers` lists them")
-    from tunegemm import packs
+    from tunegemm.store import packs
 
     for name in [folder.name for folder in packs.installed()] if everything else names or []:
         typer.echo(f"unloaded {packs.remove(name)}")
@@ -100,9 +100,9 @@ def unload_command(
 
 def _describe(pack: Pack) -> str:
     """What a pack holds and, with a GPU, how much of it is of use here; what is missing goes to stderr."""
-    from tunegemm.database.validity import judge_stored
-    from tunegemm.device import cuda_device_count, find_device
-    from tunegemm.packing import cannot_launch, contents
+    from tunegemm.describe.device import cuda_device_count, find_device
+    from tunegemm.store.packing import cannot_launch, contents
+    from tunegemm.store.validity import judge_stored
 
     records, warnings = contents(pack)
     for line in [*warnings, *(f"{name}: {why}" for name, why in cannot_launch(records).items())]:

@@ -16,10 +16,10 @@ from tunegemm.cli import options
 from tunegemm.errors import WorkloadError
 
 if TYPE_CHECKING:
-    from tunegemm.workload import Workload
+    from tunegemm.describe.workload import Workload
 
 #: Holds the `sitecustomize` that begins the recording in each Python process.
-_START = Path(__file__).parent.parent / "dispatch" / "start"
+_START = Path(__file__).parent.parent / "serve" / "torch" / "start"
 
 
 def command(
@@ -31,7 +31,7 @@ def command(
     ] = Path("shapes.json"),
 ) -> None:
     """Run a program and record the matrix products of its Python processes: `-- python train.py`."""
-    from tunegemm.workload import Workload, merge
+    from tunegemm.describe.workload import Workload, merge
 
     out = out.absolute()
     if not out.parent.is_dir():

@@ -85,7 +85,7 @@ def gather(db: str | None, device: str | None, shapes: list[str] | None, detaile
         from tunegemm.measure.replay import open_replay
 
         return from_recording(open_replay(device), shapes=wanted, detailed=detailed)
-    from tunegemm.database import Database
+    from tunegemm.store import Database
 
     with Database.open(db, read_only=True) as database:
         return from_database(database, device=device, shapes=wanted, detailed=detailed)

@@ -10,7 +10,7 @@ from rich.table import Table
 from tunegemm.report.leaderboard import significant
 
 if TYPE_CHECKING:
-    from tunegemm.spending import Standing
+    from tunegemm.tuning.program import Standing
 
 #: Entries of a file that are named when they cannot be tuned; the others are counted.
 _NAMED = 5

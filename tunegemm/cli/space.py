@@ -14,9 +14,9 @@ from tunegemm.cli import options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tunegemm.device import Device
+    from tunegemm.describe.device import Device
+    from tunegemm.describe.space import SearchSpace
     from tunegemm.report.census import Census
-    from tunegemm.space import SearchSpace
 
 
 class Format(StrEnum):
@@ -63,16 +63,16 @@ def command(
 
 def open_device(spec: str | None) -> Device:
     """The device of a name; without one the first GPU, or the H200's known limits."""
-    from tunegemm.device import cuda_device_count, find_device
-    from tunegemm.tuning import open_device
+    from tunegemm.describe.device import cuda_device_count, find_device
+    from tunegemm.tuning.tuner import open_device
 
     # Nothing is timed here, so without a GPU the known limits do; no recording is needed.
     return open_device(spec) if spec or cuda_device_count() else find_device("model:h200")
 
 
 def _spaces(names: tuple[str, ...] | None, space_file: Path | None) -> list[SearchSpace]:
-    from tunegemm import families
-    from tunegemm.space import SearchSpace
+    from tunegemm.describe.space import SearchSpace
+    from tunegemm.generate import families
 
     if space_file is None:
         return [families.load_space(name) for name in names or families.NAMES]

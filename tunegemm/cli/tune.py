@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tunegemm.cli import options
-from tunegemm.problem import default_out_dtype
-from tunegemm.workload import read
+from tunegemm.describe.problem import default_out_dtype
+from tunegemm.describe.workload import read
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tunegemm.device import Device
-    from tunegemm.problem import Problem
+    from tunegemm.describe.device import Device
+    from tunegemm.describe.problem import Problem
+    from tunegemm.describe.workload import Demand
     from tunegemm.report.leaderboard import Leaderboard
-    from tunegemm.run import TuneResult
-    from tunegemm.tuning import Tuner
-    from tunegemm.workload import Demand
+    from tunegemm.tuning.run import TuneResult
+    from tunegemm.tuning.tuner import Tuner
 
 
 class Effort(StrEnum):
@@ -130,9 +130,9 @@ def command(
     from rich.console import Console
 
     from tunegemm.cli.progress import ProgressView
-    from tunegemm.database import Database
-    from tunegemm.database.connection import display
-    from tunegemm.tuning import Tuner, open_device
+    from tunegemm.store import Database
+    from tunegemm.store.connection import display
+    from tunegemm.tuning.tuner import Tuner, open_device
 
     out, log = options.stdout_console(), Console(stderr=True)
     opened = open_device(device)
@@ -210,7 +210,7 @@ def tune_program(
     """Tunes a program's products within one budget and tells what it saves; the exit code."""
     from tunegemm.cli.progress import ProgressView
     from tunegemm.cli.savings import closing_lines, progress_line, savings_table
-    from tunegemm.spending import spend, standings
+    from tunegemm.tuning.program import spend, standings
 
     as_json = how.pop("as_json")
     plan = standings(demands, tuner.device)
@@ -271,7 +271,7 @@ def leaderboard(result: TuneResult) -> Leaderboard:
 
 def failure_line(result: TuneResult) -> str:
     """How many candidates failed at which stage, and the first reason of each; empty when none did."""
-    from tunegemm.outcome import Failure
+    from tunegemm.measure.outcome import Failure
 
     failures = [outcome for outcome in result.outcomes if isinstance(outcome, Failure)]
     counts = Counter(failure.stage for failure in failures)
@@ -301,7 +301,7 @@ def usage_line(result: TuneResult, where: str) -> str:
 
 def interruption(result: TuneResult, again: str) -> str:
     """What an interrupted tuning kept, and the command that goes on."""
-    from tunegemm.outcome import Measurement
+    from tunegemm.measure.outcome import Measurement
 
     measured = {outcome.candidate for outcome in result.outcomes if isinstance(outcome, Measurement)}
     kept = (
@@ -339,7 +339,7 @@ def resume_command(context: typer.Context, remaining: list[Problem]) -> str:
 
 def result_document(result: TuneResult) -> dict[str, Any]:
     """One tuning as JSON: the best, every outcome, and where the times come from."""
-    from tunegemm.outcome import Measurement
+    from tunegemm.measure.outcome import Measurement
 
     def outcome_document(outcome: Any) -> dict[str, Any]:
         candidate = outcome.candidate

@@ -9,7 +9,7 @@ import typer
 from tunegemm.cli import options
 
 if TYPE_CHECKING:
-    from tunegemm.verify import Verification
+    from tunegemm.tuning.verify import Verification
 
 
 def command(
@@ -26,10 +26,10 @@ def command(
 ) -> None:
     """Race the records that another driver or library patch left in doubt, and their stored rivals, again."""
     shapes = options.parse_shapes(shape)
-    from tunegemm.database import Database
-    from tunegemm.database.layers import read_records
-    from tunegemm.tuning import Tuner, open_gpu
-    from tunegemm.verify import due, verify
+    from tunegemm.store import Database
+    from tunegemm.store.layers import read_records
+    from tunegemm.tuning.tuner import Tuner, open_gpu
+    from tunegemm.tuning.verify import due, verify
 
     opened = open_gpu(device)
     with Database.open(db) as database, Tuner(opened, database, workers=workers) as tuner:

@@ -10,9 +10,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tunegemm import families
-from tunegemm.device import Device, TelemetryReader
-from tunegemm.families import Family, Launcher
+from tunegemm.describe.device import Device, TelemetryReader
+from tunegemm.generate import families
+from tunegemm.generate.families import Family, Launcher
 from tunegemm.measure.operands import Operands
 from tunegemm.measure.race import Replay
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.epilogue import Operand, operand_dtype
-from tunegemm.problem import DTYPE_BYTES, Problem, operand_dtypes
+from tunegemm.describe.epilogue import Operand, operand_dtype
+from tunegemm.describe.problem import DTYPE_BYTES, Problem, operand_dtypes
 
 if TYPE_CHECKING:
     import torch

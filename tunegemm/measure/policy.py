@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
-from tunegemm.space import Candidate
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
-from tunegemm.device import Device
-from tunegemm.epilogue import define
+from tunegemm.describe.device import Device
+from tunegemm.describe.epilogue import define
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
-from tunegemm.families import Launcher
+from tunegemm.generate.families import Launcher
 from tunegemm.measure import operands as data
 from tunegemm.measure.backend import Backend, warm_us
+from tunegemm.measure.outcome import Failure, Measurement, Outcome, Stage
 from tunegemm.measure.policy import Job, Policy
 from tunegemm.measure.race import Replay, Runner, Turn, race
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.outcome import Failure, Measurement, Outcome, Stage
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate
 
 #: Most products in one replay: more graph nodes cost more to instantiate than they gain in precision.
 _MAX_PRODUCTS = 512
@@ -169,7 +169,7 @@ class Session:
 
     def discover(self, problem: Problem) -> list[Candidate]:
         """What the libraries among the families name for a problem."""
-        from tunegemm import families
+        from tunegemm.generate import families
 
         self._step(None, "load")
         found: list[Candidate] = []
@@ -180,7 +180,7 @@ class Session:
         return found
 
     def _measure(self, problem: Problem, jobs: tuple[Job, ...], policy: Policy) -> None:
-        from tunegemm.families.cublaslt import TORCH_MM
+        from tunegemm.generate.cublaslt import TORCH_MM
 
         self._step(None, "load")
         bench = self._prepare(problem, policy.seed)

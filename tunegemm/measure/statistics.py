@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from tunegemm import families
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import MeasureError
-from tunegemm.outcome import Measurement
-from tunegemm.problem import Problem
+from tunegemm.generate import families
+from tunegemm.measure.outcome import Measurement
 
 #: Two captures of the same kernel differ by this much even in the quietest interleave (0.05-1.0 % in
 #: 20 rounds, H200, 2026-11-20): a smaller measured noise is luck.

@@ -14,13 +14,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from tunegemm.device import Device
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, MeasureError
 from tunegemm.measure import session
+from tunegemm.measure.outcome import Failure, Outcome, Stage
 from tunegemm.measure.policy import SCREEN, Job, Policy
-from tunegemm.outcome import Failure, Outcome, Stage
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate
 
 CUDA_BACKEND = "tunegemm.measure.backend:CudaBackend"
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tunegemm import families
-from tunegemm.device import Device
-from tunegemm.feasibility import Verdict
-from tunegemm.problem import Problem
-from tunegemm.space import SearchSpace
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import SearchSpace
+from tunegemm.generate import families
+from tunegemm.generate.feasibility import Verdict
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import tunegemm
-from tunegemm.device import cuda_device_count, find_device, package_version
+from tunegemm.describe.device import cuda_device_count, find_device, package_version
 from tunegemm.errors import DatabaseError, DeviceError
 
 #: `note` is worth knowing and hinders nothing; `fail` keeps tunegemm from working.
@@ -105,7 +105,7 @@ def _devices() -> list[Check]:
 
 
 def _families() -> list[Check]:
-    from tunegemm import families
+    from tunegemm.generate import families
 
     known = {name: families.get(name) for name in families.NAMES}
     reasons = {name: family.unavailable() for name, family in known.items()}
@@ -124,7 +124,7 @@ def _families() -> list[Check]:
 
 
 def _linker() -> Check:
-    from tunegemm.families.cute_object import find_linker
+    from tunegemm.generate.cute_object import find_linker
 
     if (linker := find_linker()) is None:
         detail = "none: a process's first launch of a CuTe kernel compiled here will import the CuTe DSL"
@@ -133,7 +133,7 @@ def _linker() -> Check:
 
 
 def _packs() -> list[Check]:
-    from tunegemm import packs
+    from tunegemm.store import packs
 
     warnings: list[str] = []
     checks = []
@@ -144,8 +144,8 @@ def _packs() -> list[Check]:
 
 
 def _database(location: str | None) -> Check:
-    from tunegemm.database import Database
-    from tunegemm.database.connection import check_writable, display, resolve
+    from tunegemm.store import Database
+    from tunegemm.store.connection import check_writable, display, resolve
 
     try:
         place = resolve(location)
@@ -163,7 +163,7 @@ def _database(location: str | None) -> Check:
 
 
 def _cache() -> Check:
-    from tunegemm.artifacts import ArtifactStore
+    from tunegemm.generate.artifacts import ArtifactStore
 
     folder = ArtifactStore().root
     if refusal := _refusal_to_write(folder):
@@ -186,7 +186,7 @@ def _refusal_to_write(folder: Path) -> str:
 
 
 def _environment() -> Check:
-    from tunegemm.dispatch.modes import read_mode, read_policy
+    from tunegemm.serve.modes import read_mode, read_policy
 
     warnings: list[str] = []
     mode, policy = read_mode(warnings.append), read_policy(warnings.append)
@@ -198,7 +198,7 @@ def _environment() -> Check:
 def _workers() -> Check:
     import psutil
 
-    from tunegemm.compile import default_workers
+    from tunegemm.generate.compile import default_workers
 
     memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
     workers = default_workers()

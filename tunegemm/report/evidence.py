@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
-from tunegemm import families
-from tunegemm.device import Device, Fingerprint
+from tunegemm.describe.device import Device, Fingerprint
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
+from tunegemm.generate import families
+from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.statistics import NOISE_FLOOR, ratio_interval, winner
-from tunegemm.outcome import Failure, Measurement
-from tunegemm.problem import Problem
 from tunegemm.report.leaderboard import VENDOR_FAMILY, known_device
-from tunegemm.space import Candidate
 
 if TYPE_CHECKING:
-    from tunegemm.database import Database
     from tunegemm.measure.replay import ReplayDevice
+    from tunegemm.store import Database
 
 Verdict = Literal["faster", "equal", "slower"]
 
@@ -177,8 +177,8 @@ def from_database(
     (``MxNxK``), all of them with their trials. Without it, the problems measured last have their trials.
     Raises TunegemmError, which names what there is, when nothing fits.
     """
-    from tunegemm.database import queries
-    from tunegemm.database.connection import display
+    from tunegemm.store import queries
+    from tunegemm.store.connection import display
 
     place = display(database.location)
     names = queries.device_names(database)
@@ -284,7 +284,7 @@ def _ordered(winners: Iterable[Winner]) -> tuple[Winner, ...]:
 
 
 def _winner_of(record: object, part: Device) -> Winner:
-    from tunegemm.database.queries import RecordEvidence
+    from tunegemm.store.queries import RecordEvidence
 
     assert isinstance(record, RecordEvidence)
     measurement = Measurement(record.candidate, record.samples_us, record.baseline_us, 0.0, record.noise)
@@ -346,7 +346,7 @@ def _replayed_search(
 
     The search is over one family: the winner's, or the most frequent where the vendor's algorithm won.
     """
-    from tunegemm import model
+    from tunegemm.generate import model
     from tunegemm.search import Search, first_of_each_kernel
 
     library = [candidate for candidate in trials if candidate.family == VENDOR_FAMILY]

@@ -12,26 +12,26 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
 
-from tunegemm import families
-from tunegemm.database import Database
-from tunegemm.database import Record as StoredRecord
-from tunegemm.database.layers import read_records
-from tunegemm.database.record import Entry
-from tunegemm.database.validity import judge_stored
-from tunegemm.device import Device
-from tunegemm.dispatch.launchers import find_object
-from tunegemm.dispatch.modes import read_mode, read_policy
-from tunegemm.dispatch.neighbours import Near
-from tunegemm.dispatch.planning import tune_command
-from tunegemm.dispatch.policies import Policy
-from tunegemm.dispatch.selection import Outcome, Selection, read_rivals, select
-from tunegemm.dispatch.snapshot import Snapshot
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ProblemError
-from tunegemm.families.cublaslt import is_torch
-from tunegemm.families.tiles import tile_count
-from tunegemm.problem import DTYPE_BYTES, Problem
+from tunegemm.generate import families
+from tunegemm.generate.cublaslt import is_torch
+from tunegemm.generate.tiles import tile_count
 from tunegemm.report.leaderboard import significant
-from tunegemm.space import Candidate
+from tunegemm.serve.launchers import find_object
+from tunegemm.serve.modes import read_mode, read_policy
+from tunegemm.serve.neighbours import Near
+from tunegemm.serve.planning import tune_command
+from tunegemm.serve.policies import Policy
+from tunegemm.serve.selection import Outcome, Selection, read_rivals, select
+from tunegemm.serve.snapshot import Snapshot
+from tunegemm.store import Database
+from tunegemm.store import Record as StoredRecord
+from tunegemm.store.layers import read_records
+from tunegemm.store.record import Entry
+from tunegemm.store.validity import judge_stored
 
 if TYPE_CHECKING:
     import torch
@@ -223,9 +223,9 @@ def explain(
     and heeds the mode and policy that the environment or `tunegemm.policy` set. Raises ProblemError for
     operands that are torch's whatever was recorded.
     """
-    from tunegemm.dispatch import api
-    from tunegemm.dispatch.operands import Refusal, describe
-    from tunegemm.tuning import open_device
+    from tunegemm.serve import api
+    from tunegemm.serve.operands import Refusal, describe
+    from tunegemm.tuning.tuner import open_device
 
     operands = describe(a, b, out_dtype=out_dtype, epilogue=str(epilogue), accumulation=accumulation)
     if isinstance(operands, Refusal):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Literal
 
-from tunegemm.device import Device
+from tunegemm.describe.device import Device
 from tunegemm.report import analysis, svg
 from tunegemm.report.evidence import Details, Trial, Verdict, Winner
 from tunegemm.report.leaderboard import significant

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from markupsafe import Markup
 
 import tunegemm
-from tunegemm.device import Fingerprint
-from tunegemm.problem import Problem
+from tunegemm.describe.device import Fingerprint
+from tunegemm.describe.problem import Problem
 from tunegemm.report import analysis, figures
 from tunegemm.report.analysis import Grid
 from tunegemm.report.evidence import Details, Evidence, Trial, Winner

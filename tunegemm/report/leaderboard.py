@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tunegemm.database.record import ALONE
-from tunegemm.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.files import replacing
+from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
-from tunegemm.outcome import Measurement, Outcome
-from tunegemm.problem import Problem
-from tunegemm.space import Candidate
+from tunegemm.store.record import ALONE
 
 if TYPE_CHECKING:
     import pandas
@@ -227,7 +227,7 @@ class Leaderboard:
 
     @classmethod
     def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
-        """As `summary`, of rows of `tunegemm.database.leaders`: of any number of problems at once."""
+        """As `summary`, of rows of `tunegemm.store.leaders`: of any number of problems at once."""
         found = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
         problem_of = functools.cache(Problem)
         problems = [

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
-from tunegemm.database.layers import of_databases
-from tunegemm.database.shipped import read_shipped
-from tunegemm.problem import Problem
+from tunegemm.describe.problem import Problem
 from tunegemm.report.leaderboard import VENDOR_FAMILY
+from tunegemm.store.layers import of_databases
+from tunegemm.store.shipped import read_shipped
 
 if TYPE_CHECKING:
     import pandas
 
-    from tunegemm.database import Database, Record
+    from tunegemm.store import Database, Record
 
 _PLACE = [*(field.name for field in fields(Problem)), "device_name"]
 
@@ -26,7 +26,7 @@ def of_all_layers(
     """What `read` gives of each layer's database, and the shipped records; one line for each unread layer.
 
     Of a problem on a device only the narrowest layer that has it counts, with all its rows: fingerprints of
-    several layers would otherwise compete by date. read: `Database.frame` or `tunegemm.database.leaders`, of
+    several layers would otherwise compete by date. read: `Database.frame` or `tunegemm.store.leaders`, of
     which the shipped records have the columns that are known of them. family: only this one's.
     """
     import pandas

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.search.sampler import is_ordered
-from tunegemm.space import Candidate, Value
 
 #: Under so many trials the best tenth is two candidates or fewer, which tell nothing.
 FEWEST_TRIALS = 24

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tunegemm.describe.space import Candidate
 from tunegemm.search.search import Search, StageName
-from tunegemm.space import Candidate
 
 #: Candidates of each family but the first before its chances are judged, as a part of its budget: 8 of 108.
 _FIRST_ROUND = 0.08

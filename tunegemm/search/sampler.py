@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.space import Candidate, Value
+from tunegemm.describe.space import Candidate, Value
 
 if TYPE_CHECKING:
     import optuna

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError
 from tunegemm.search.budget import Budget, Effort, budget_for
 from tunegemm.search.sampler import Sampler, is_ordered
-from tunegemm.space import Candidate, Value
 
 #: What the search is doing. `library` is the vendor's algorithms and the seeds.
 StageName = Literal["library", "screen", "explore", "probe", "refine", "done"]

@@ -1,0 +1,109 @@
+"""The benchmarks of whole programs without a GPU: their results, tables and files; no times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tunegemm
+from benchmarks import clients, decode
+from benchmarks.providers import is_settled
+from benchmarks.results import Results
+from tests.store.test_database import DEVICE, measurement
+from tests.support.planted.cpu_backend import CpuBackend
+from tunegemm import serve as dispatch
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import ProblemError
+from tunegemm.store import Database
+
+CPU = ("--device", "cpu", "--tiny")
+
+
+@pytest.fixture(autouse=True)
+def _dispatch_anew() -> Iterator[None]:
+    yield
+    dispatch.refresh()
+
+
+def test_every_workload_gives_torchs_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert clients.main([*CPU, "--modes", "eager"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "15 linear layers patched", "7 in each of two layers, and the head"
+    told = [line.split(":")[0] for line in lines if " eager: error" in line]
+    assert told == [f"{name} eager" for name in clients.WORKLOADS]
+
+
+def test_a_wrong_result_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(model: torch.nn.Module) -> int:
+        head = model.lm_head
+        head.forward = lambda x: 1.1 * torch.nn.functional.linear(x, head.weight)  # type: ignore[method-assign]
+        return 1
+
+    monkeypatch.setattr(tunegemm, "patch", spoil)
+    assert clients.main([*CPU, "--modes", "eager", "--workloads", "prefill", "--layers", "1"]) == 1
+    assert capsys.readouterr().out.rstrip().endswith(" WRONG")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--modes", "graph"), "--modes graph needs a GPU"),
+        (("--modes", "fast"), "--modes 'fast' is not known; use some of eager,graph,compile,max-autotune"),
+        (("--workloads", "serve"), "--workloads 'serve' is not known"),
+        (("--tune", "9"), "--tune needs a GPU"),
+    ],
+)
+def test_what_cannot_run_is_one_line(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], named: str
+) -> None:
+    assert clients.main([*CPU, "--layers", "1", *words]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_rows_of_modes_and_layers_stand_beside_each_other(tmp_path: Path) -> None:
+    results = Results(tmp_path / "clients.json", {"gpu": "", "driver": "", "packages": {}, "method": ""})
+    first = {"workload": "train", "mode": "eager", "layers": 2, "dtype": "bf16"}
+    results.put(first, first | {"mode": "graph"}, first | {"layers": 8}, first | {"right": True})
+    assert len(results.rows) == 3 and results.rows[0]["right"]
+    assert len(json.loads(results.path.read_text())["rows"]) == 3
+
+
+def test_a_decode_loop_says_how_each_m_was_served() -> None:
+    device = find_device("model:h200")
+    backend = CpuBackend(device)
+    backend.open()
+    rows = decode.measure([Problem(m, 48, 64) for m in (3, 5)], device, backend, 5)
+    assert [(row["m"], row["outcome"], row["of"]) for row in rows] == [(3, "miss", None), (5, "miss", None)]
+    assert all(row["ratio"] > 0 and row["rounds"] in (5, 31) for row in rows)
+    rows = [
+        {"outcome": "near", "ratio": 1.21},
+        {"outcome": "near", "ratio": 1.0},
+        {"outcome": "miss", "ratio": 0.9},
+    ]
+    assert decode.summary(rows) == (
+        "3 products (2 near, 1 miss), geometric mean 1.029 of torch's speed, 1 slower by more than 1 %, "
+        "worst 0.900; near hits alone 1.100"
+    )
+
+
+def test_values_of_m() -> None:
+    assert [p.m for p in decode.problems("64x32", 1)] == list(range(1, 257))
+    assert [p.shape for p in decode.problems("64x32", 100)] == ["100x64x32", "200x64x32"]
+    with pytest.raises(ProblemError, match="--step 0: between 1 and 256"):
+        decode.problems("64x32", 0)
+
+
+def test_a_record_of_older_kernels_is_tuned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatch leaves it to torch: a table of peers once had torch's own time for tunegemm's."""
+    problem = Problem.parse("64x64x64")
+    with Database.open(tmp_path / "tuning.sqlite") as database:
+        assert not is_settled(database, problem, DEVICE)
+        database.settle(problem, DEVICE, measurement(1.1), label="of these kernels")
+        assert is_settled(database, problem, DEVICE)
+        monkeypatch.setattr("tunegemm.store.validity.kernel_source_hash", lambda family: "of other kernels")
+        assert not is_settled(database, problem, DEVICE)

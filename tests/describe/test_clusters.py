@@ -1,0 +1,89 @@
+"""Which clusters share a GPC, and what kernels make of it; the probe itself on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+
+import pytest
+
+from tests.generate.test_cute_sm90 import candidate
+from tunegemm.describe.clusters import _gpcs_of_clusters, groups, places_of, usual_neighbours
+from tunegemm.describe.device import find_device
+from tunegemm.generate.cute_sm90 import Order, block_of_a_gpc
+
+#: As an H200 hands out 66 clusters of two: four pairs of multiprocessors that no larger cluster has, then in
+#: turn to eight GPCs, of which the first has four pairs and the last two nine (gpc-2026-11-22.json there).
+H200 = (8, 9, 10, 11, *[*range(8)] * 4, *[*range(1, 8)] * 4, 6, 7)
+
+
+def test_multiprocessors_that_met_in_any_cluster_share_a_gpc() -> None:
+    assert groups([[0, 1, 2], [4, 5], [2, 6], [7], [6, 4]]) == dict.fromkeys([0, 1, 2, 4, 5, 6], 0) | {7: 7}
+
+
+def test_places_are_a_permutation_in_which_a_gpc_has_a_row() -> None:
+    places = places_of(H200)
+    assert sorted(places) == list(range(66))
+    walk = sorted(range(66), key=places.__getitem__)
+    by_place = [H200[cluster] for cluster in walk]
+    assert sum(one != other for one, other in itertools.pairwise(by_place)) == 11
+    assert by_place[:8] == [8, 9, 10, 11, 0, 0, 0, 0], "what is left over fills one block"
+    assert by_place[8:16] == [1] * 8 and by_place[-9:] == [7] * 9
+
+
+def test_usual_neighbours_are_those_of_most_clusters() -> None:
+    assert usual_neighbours(H200) == 8
+    assert usual_neighbours([0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("tile", "neighbours", "block"),
+    [
+        ({"cluster_m": 2, "cluster_n": 1}, 8, (1, 8)),  # clusters share B: a GPC's read the same rows of A
+        ({"cluster_m": 1, "cluster_n": 2}, 8, (8, 1)),
+        ({"cluster_m": 1, "cluster_n": 1, "tile_m": 128, "tile_n": 176}, 16, (4, 4)),
+        ({"cluster_m": 1, "cluster_n": 1, "tile_m": 64, "tile_n": 256}, 16, (8, 2)),
+        ({"cluster_m": 1, "cluster_n": 1}, 1, (1, 1)),
+    ],
+)
+def test_a_gpc_has_the_block_for_which_it_reads_least(
+    tile: dict[str, int], neighbours: int, block: tuple[int, int]
+) -> None:
+    assert block_of_a_gpc(candidate(**tile), neighbours) == block
+
+
+def test_nothing_is_known_of_a_modelled_device() -> None:
+    device = find_device("model:h200")
+    assert device.gpcs_of_clusters(2, 66) is None
+    gathered = candidate().with_launch(raster_order="along_m", swizzle_size=8, cluster_order="gpc")
+    assert Order.of(gathered, device, 66) == Order(0, 8, 1)  # blocks of one line are lines
+
+
+@pytest.mark.parametrize(("again", "known"), [((0, 4), (0, 4)), ((4, 0), None), ((), None)])
+def test_what_two_launches_disagree_on_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, again: tuple[int, ...], known: tuple[int, ...] | None
+) -> None:
+    """Beside other work clusters go where it leaves room; then their indices decide."""
+    launches = iter([(0, 4), again])
+
+    def multiprocessors(*given: object) -> list[list[int]]:
+        return [[sm, sm + 1] for sm in next(launches)] if len(given) == 6 else [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    monkeypatch.setattr("tunegemm.describe.clusters._loaded", lambda *_: nullcontext((None, None)))
+    monkeypatch.setattr("tunegemm.describe.clusters._multiprocessors", multiprocessors)
+    assert _gpcs_of_clusters.__wrapped__(0, 2, 2, 1024) == known
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_clusters_lie_on_gpcs_as_larger_clusters_do(size: int) -> None:
+    device = find_device("cuda:0")
+    clusters = device.resident_clusters(size)
+    found = device.gpcs_of_clusters(size, clusters)
+    assert found is not None and len(found) == clusters
+    assert 4 <= len(set(found)) <= clusters / 2, (
+        "a Hopper chip has seven or eight GPCs, and some pairs left over"
+    )
+    assert usual_neighbours(found) >= clusters // 12
+    smem_bytes = device.architecture.smem_bytes_per_block
+    assert _gpcs_of_clusters.__wrapped__(device.index, size, clusters, smem_bytes) == found

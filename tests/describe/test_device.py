@@ -1,0 +1,164 @@
+"""Device: known parts, names that are none, the roofline, the fingerprint."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tunegemm.describe.device import (
+    ARCHITECTURES,
+    PARTS,
+    TelemetryReader,
+    cuda_device_count,
+    current_fingerprint,
+    find_device,
+    kernel_source_hash,
+    package_version,
+    with_fingerprint,
+)
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import DeviceError
+from tunegemm.generate import families
+
+
+class TestFindDevice:
+    @pytest.mark.parametrize("name", PARTS)
+    def test_every_part_is_a_device(self, name: str) -> None:
+        device = find_device(f"model:{name}")
+        assert device.name == PARTS[name].device_name
+        assert device.architecture is ARCHITECTURES[PARTS[name].capability]
+        assert not device.is_real
+        assert device.fingerprint.driver == "", "no driver was asked for a modelled device"
+
+    @pytest.mark.parametrize(
+        ("spec", "named"),
+        [
+            ("model:h300", "device 'model:h300': no such part; use model: with one of h200, h100-sxm"),
+            ("model", "device 'model': no such part"),
+            ("tpu:0", "device 'tpu:0' is not known; use cuda:N, replay:NAME or model:NAME"),
+            ("", "device '' is not known"),
+            ("cuda:99", "device 'cuda:99': .* CUDA device"),
+            ("cuda:9999999999999", "CUDA device"),
+        ],
+    )
+    def test_refusals(self, spec: str, named: str) -> None:
+        with pytest.raises(DeviceError, match=named) as caught:
+            find_device(spec)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("spec", ["cuda:x", "cuda:-1", "cuda:0.5", "cuda:0:1"])
+    def test_ordinals_that_are_none(self, spec: str) -> None:
+        with pytest.raises(DeviceError, match=rf"device '{spec}' is not known; use cuda:N with a number"):
+            find_device(spec)
+
+    def test_without_a_gpu_the_message_says_what_else_there_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        with pytest.raises(DeviceError, match=r"0 CUDA device.* use replay:h200 or model:h200"):
+            find_device("cuda:0")
+
+    @pytest.mark.gpu
+    def test_the_real_one(self) -> None:
+        device = find_device("cuda")
+        assert device.spec == "cuda:0"
+        assert device.is_real
+        assert device.index == 0
+        assert device.sm_count > 0
+        assert device.fingerprint.driver
+        assert cuda_device_count() >= 1
+
+
+class TestLimits:
+    def test_hopper(self) -> None:
+        hopper = ARCHITECTURES[9, 0]
+        assert hopper.compile_target == "sm_90a"
+        assert hopper.smem_bytes_per_block == 232448
+        assert hopper.max_cluster_size == 8
+
+    @pytest.mark.parametrize("capability", ARCHITECTURES)
+    def test_a_block_leaves_its_reserved_kibibyte(self, capability: tuple[int, int]) -> None:
+        architecture = ARCHITECTURES[capability]
+        assert architecture.smem_bytes_per_sm - architecture.smem_bytes_per_block == 1024
+        assert architecture.compile_target.startswith(f"sm_{capability[0]}{capability[1]}")
+
+    def test_part_names_are_unique(self) -> None:
+        """A real device finds its datasheet by its product name."""
+        names = [part.device_name for part in PARTS.values()]
+        assert len(set(names)) == len(names)
+
+
+class TestRoofline:
+    H200 = find_device("model:h200")
+
+    def test_compute_bound(self) -> None:
+        assert self.H200.roofline_us(Problem(8192, 8192, 8192)) == pytest.approx(1111.3, rel=1e-4)
+
+    def test_memory_bound(self) -> None:
+        assert self.H200.roofline_us(Problem(1, 100_000, 24_000)) == pytest.approx(1000, rel=1e-3)
+
+    def test_unknown_part(self) -> None:
+        assert dataclasses.replace(self.H200, peak_tflops=0.0).roofline_us(Problem(8, 8, 8)) == 0.0
+
+
+class TestFingerprint:
+    def test_facts_of_this_machine(self) -> None:
+        import torch
+
+        fingerprint = current_fingerprint("NVIDIA H200", 132, (9, 0))
+        assert (fingerprint.capability, fingerprint.mig, fingerprint.sm_budget) == ("9.0", "", 132)
+        assert current_fingerprint("NVIDIA H200 MIG 1g.18gb", 16, (9, 0)).mig == "1g.18gb"
+        assert fingerprint.torch == torch.__version__
+        assert fingerprint.triton == package_version("triton") != ""
+        assert set(fingerprint.asdict()) == {field.name for field in dataclasses.fields(fingerprint)}
+
+    def test_absent_package(self) -> None:
+        assert package_version("no-such-distribution") == ""
+
+    def test_kernel_sources_are_hashed_per_family(self) -> None:
+        """A new family leaves the records of the others alone."""
+        hashes = {name: kernel_source_hash(name) for name in families.NAMES}
+        assert len(hashes["cute_sm90"]) == 16
+        assert hashes["cublaslt"] == "", "a library's kernels have no sources here"
+        compiled = [name for name in hashes if families.get(name).compiled]
+        assert len({hashes[name] for name in compiled} - {""}) == len(compiled)
+
+    def test_a_recorded_device_keeps_the_fingerprint_of_its_record(self) -> None:
+        device = find_device("model:h200")
+        foreign = dataclasses.replace(device.fingerprint, driver="580.159.04")
+        assert with_fingerprint(device, foreign).fingerprint.driver == "580.159.04"
+        assert device.fingerprint.driver == ""
+
+
+@pytest.mark.gpu
+def test_telemetry_of_a_real_gpu() -> None:
+    telemetry = TelemetryReader(0).read()
+    assert telemetry.sm_clock_mhz and 100 <= telemetry.sm_clock_mhz <= 4000
+    assert telemetry.power_w and 10 <= telemetry.power_w <= 2000
+    assert telemetry.temperature_c and 10 <= telemetry.temperature_c <= 110
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster_size", [2, 4, 8])
+def test_the_driver_counts_clusters_as_its_own_bindings_say(cluster_size: int) -> None:
+    """Its structures are declared in `describe.clusters`; cuda.bindings has them from NVIDIA's header."""
+    import torch
+    from cuda.bindings import driver
+
+    from tunegemm.describe.clusters import _PTX, active_clusters
+
+    torch.ones(1, device="cuda:0")
+    _, module = driver.cuModuleLoadData(_PTX)
+    _, function = driver.cuModuleGetFunction(module, b"whereabouts")
+    smem_bytes = find_device("cuda:0").architecture.smem_bytes_per_block
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    driver.cuFuncSetAttribute(function, limit, smem_bytes)
+    cluster, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y = cluster_size, 1
+    cluster.value.clusterDim.z = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = 1024 * cluster_size, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 128, 1, 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = smem_bytes, [cluster], 1
+    error, count = driver.cuOccupancyMaxActiveClusters(function, config)
+    assert error == driver.CUresult.CUDA_SUCCESS and count > 0
+    assert active_clusters(0, cluster_size, smem_bytes) == int(count)

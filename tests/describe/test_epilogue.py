@@ -1,0 +1,321 @@
+"""Epilogues: text, arithmetic against eager torch, users' functions, kernels that compile clean."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.epilogue import (
+    ACTIVATIONS,
+    GATED,
+    Epilogue,
+    Matrix,
+    Number,
+    PerColumn,
+    maximum,
+    tanh,
+)  # fmt: skip
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import ProblemError
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.compile import CompilePool
+from tunegemm.generate.cublaslt.baseline import torch_mm
+from tunegemm.generate.cute_sm90 import FAMILY
+from tunegemm.generate.cute_sm90.rules import config_of
+from tunegemm.generate.families import NAMES, get
+from tunegemm.generate.launching import words_reader
+from tunegemm.measure import operands as data
+
+EVERYTHING = "alpha+scale_tensor+beta_c+bias_n+gelu_tanh+residual+amax"
+EPILOGUES = [
+    "alpha+beta_c", "beta_c+bias_m+relu", "bias_n", *(f"bias_n+{name}" for name in ACTIVATIONS), *GATED,
+    "geglu+residual+amax", "residual", "scale_tensor+bias_n", "scale_rowwise", EVERYTHING,
+]  # fmt: skip
+SHAPES = [Problem(40, 48, 64), Problem(40, 48, 64, 3), Problem(40, 48, 64, out_major="m")]
+
+
+@Epilogue.custom
+def capped(acc, shift: PerColumn, skip: Matrix, cap: Number):  # type: ignore[no-untyped-def]
+    return cap * tanh((acc + shift) / cap) + maximum(skip, 0.0)
+
+
+class TestText:
+    @pytest.mark.parametrize("text", ["", *EPILOGUES])
+    def test_round_trips(self, text: str) -> None:
+        assert str(Epilogue.parse(text)) == text
+        assert bool(Epilogue.parse(text)) == bool(text)
+        assert Problem(32, 64, 128, epilogue=text).epilogue == text
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("gelo", "step 'gelo' in 'gelo' is not known; use some of alpha"),
+            ("gelu+bias_n", r"'gelu\+bias_n': steps come in the order alpha"),
+            ("relu+gelu", "one of each group"),
+            ("bias_n+", "step '' in"),
+            ("custom:f@0", "is not known"),
+        ],
+    )
+    def test_refusals_name_the_step(self, text: str, said: str) -> None:
+        with pytest.raises(ProblemError, match=said):
+            Problem(32, 64, 128, epilogue=text)
+
+    def test_gates_halve_the_output(self) -> None:
+        problem = Problem(32, 64, 128, epilogue="swiglu")
+        assert (problem.out_n, problem.flops) == (32, replace(problem, epilogue="").flops)
+        assert problem.bytes == replace(problem, epilogue="").bytes - 32 * 32 * 2
+        with pytest.raises(ProblemError, match="n=63 with epilogue swiglu: gates take pairs"):
+            Problem(32, 63, 128, epilogue="swiglu")
+
+    def test_matrices_are_read(self) -> None:
+        plain, residual = Problem(32, 64, 128), Problem(32, 64, 128, epilogue="residual")
+        assert residual.bytes == plain.bytes + 32 * 64 * 2
+
+    def test_every_step_has_its_operands(self) -> None:
+        names = [operand.name for operand in Epilogue.parse(EVERYTHING).operands]
+        assert names == ["alpha", "scale_a", "scale_b", "beta", "c", "bias", "residual", "amax"]
+        assert Epilogue.parse(EVERYTHING).words == 12
+
+
+class TestCustom:
+    def test_is_known_by_its_source(self) -> None:
+        assert str(capped).startswith("custom:capped@")
+        assert Epilogue.parse(str(capped)) == capped
+        assert [(o.name, o.kind) for o in capped.operands] == [
+            ("shift", "n"), ("skip", "matrix"), ("cap", "number")
+        ]  # fmt: skip
+
+    def test_another_process_knows_its_text_only(self) -> None:
+        problem = Problem(32, 64, 128, epilogue="custom:elsewhere@0123456789abcdef")
+        assert problem.bytes == Problem(32, 64, 128).bytes
+        with pytest.raises(ProblemError, match="elsewhere@0123456789abcdef is not defined here; call"):
+            _ = problem.fused.operands
+
+    def test_foreign_names_are_refused(self) -> None:
+        def f(acc):  # type: ignore[no-untyped-def]
+            return torch.tanh(acc)
+
+        with pytest.raises(ProblemError, match="epilogue 'f' uses 'torch', which no kernel knows; use exp"):
+            Epilogue.custom(f)
+
+    def test_operands_need_a_kind(self) -> None:
+        def f(acc, bias):  # type: ignore[no-untyped-def]
+            return acc + bias
+
+        with pytest.raises(
+            ProblemError,
+            match="operand 'bias' of epilogue 'f' is not annotated by its kind; use one of Number",
+        ):
+            Epilogue.custom(f)
+
+    def test_branches_are_refused(self) -> None:
+        def f(acc):  # type: ignore[no-untyped-def]
+            return acc if acc > 0 else acc * 0.1
+
+        with pytest.raises(ProblemError, match=r"epilogue 'f' branches, .*; use where"):
+            Epilogue.custom(f)
+
+    def test_what_has_no_name_or_source_is_refused(self) -> None:
+        with pytest.raises(ProblemError, match="is no function by name; give a plain def"):
+            Epilogue.custom(lambda acc: acc)
+        scope: dict[str, Any] = {}
+        exec("def f(acc): return acc", scope)
+        with pytest.raises(ProblemError, match="define it in a file"):
+            Epilogue.custom(scope["f"])
+
+        def tanh(acc):  # type: ignore[no-untyped-def]
+            return acc
+
+        with pytest.raises(ProblemError, match="'tanh' has the name of what it may use"):
+            Epilogue.custom(tanh)
+
+    def test_too_many_operands_are_refused(self) -> None:
+        def f(acc, a: Matrix, b: Matrix, c: Matrix, d: Matrix, e: PerColumn):  # type: ignore[no-untyped-def]
+            return acc + a + b + c + d + e
+
+        with pytest.raises(ProblemError, match="13 words of operands > 12"):
+            Epilogue.custom(f)
+
+
+@pytest.mark.parametrize("problem", SHAPES, ids=["plain", "batch", "out-m"])
+@pytest.mark.parametrize("text", [*EPILOGUES, str(capped)])
+def test_eager_torch_computes_what_the_reference_says(text: str, problem: Problem) -> None:
+    problem = replace(problem, epilogue=text)
+    operands = data.make_operands(problem, torch.device("cpu"), 3)
+    wanted = data.expected(problem, operands)
+    data.restore(operands)
+    torch_mm(problem)(*operands.arguments)
+    assert data.check(operands, wanted).objection(data.tolerance(problem)) is None
+
+
+@pytest.mark.parametrize("problem", SHAPES, ids=["plain", "batch", "out-m"])
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "text",
+    ["scale_tensor", "scale_rowwise+bias_n+gelu", "scale_tensor+residual+amax", "scale_rowwise+swiglu"],
+)
+def test_eager_torch_scales_int8_products(text: str, out_dtype: str, problem: Problem) -> None:
+    problem = replace(problem, in_dtype="int8", out_dtype=out_dtype, epilogue=text)
+    operands = data.make_operands(problem, torch.device("cpu"), 3)
+    wanted = data.expected(problem, operands)
+    assert 0.1 < wanted.std() < 10, "of a size where activations bend"
+    data.restore(operands)
+    torch_mm(problem)(*operands.arguments)
+    assert data.check(operands, wanted).objection(data.tolerance(problem)) is None
+
+
+def test_a_wrong_epilogue_is_found() -> None:
+    """Each operand shows: without one of them, or with a value next to it, the check objects."""
+    problem = Problem(40, 48, 64, epilogue=EVERYTHING)
+    operands = data.make_operands(problem, torch.device("cpu"), 3)
+    wanted = data.expected(problem, operands)
+    for index, operand in enumerate(problem.fused.operands[:-1]):
+        given = list(operands.fused)
+        given[index] = given[index] * 0 if operand.kind in ("number", "scalar") else given[index].roll(1, -1)
+        data.restore(operands)
+        torch_mm(problem)(operands.a, operands.b, operands.out, *given)
+        assert data.check(operands, wanted).objection(data.tolerance(problem)), operand
+    data.restore(operands)
+    torch_mm(problem)(*operands.arguments)
+    assert operands.amax is not None
+    operands.amax.mul_(1.5)
+    assert "amax is off" in str(data.check(operands, wanted).objection(data.tolerance(problem)))
+
+
+class TestWords:
+    PROBLEM = Problem(40, 48, 64, epilogue="alpha+bias_n+residual")
+
+    def operands(self) -> tuple[float, torch.Tensor, torch.Tensor]:
+        return 1.0, torch.zeros(48).bfloat16(), torch.zeros(40, 64).bfloat16()[:, :48]
+
+    def test_numbers_addresses_and_strides(self) -> None:
+        alpha, bias, residual = self.operands()
+        words = words_reader(self.PROBLEM)((alpha, bias, residual))
+        assert words == [0x3F800000, bias.data_ptr(), residual.data_ptr(), 64, 0] + [0] * 7
+
+    def test_refusals_say_what_is_wrong(self) -> None:
+        read = words_reader(self.PROBLEM)
+        alpha, bias, residual = self.operands()
+        with pytest.raises(ProblemError, match=r"takes 3 operands \(alpha, bias, residual\), not 2"):
+            read((alpha, bias))
+        with pytest.raises(ValueError, match=r"bias of shape \(47,\); its epilogue takes \(48,\)"):
+            read((alpha, bias[1:], residual))
+        with pytest.raises(ValueError, match=r"bias of dtype torch\.float32; its epilogue takes bf16"):
+            read((alpha, bias.float(), residual))
+        with pytest.raises(ValueError, match="no packed, aligned vector"):
+            read((alpha, torch.zeros(96).bfloat16()[::2], residual))
+        with pytest.raises(ValueError, match="no lines of 16 bytes"):
+            read((alpha, bias, torch.zeros(40, 50).bfloat16()[:, :48]))
+
+
+KERNELS = [
+    {"schedule": "pingpong", "tile_m": 128, "tile_n": 128, "stages": 4, "swap_ab": False},
+    {"schedule": "cooperative", "tile_m": 128, "tile_n": 256, "stages": 4, "swap_ab": False},
+    {"schedule": "pingpong", "tile_m": 64, "tile_n": 64, "stages": 6, "swap_ab": True},
+]
+
+
+def candidate(kernel: dict[str, int | str | bool]) -> Candidate:
+    fixed: dict[str, int | str | bool] = {"tile_k": 64, "cluster_m": 1, "cluster_n": 1, "epi_n": 32}
+    launch = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "l2_hint": "none"}
+    return Candidate.make("cute_sm90", fixed | kernel, launch)
+
+
+@pytest.fixture(scope="module")
+def h200() -> Device:
+    return find_device("model:h200")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
+    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
+        yield pool
+
+
+def test_kernels_compile_without_spills(pool: CompilePool, h200: Device) -> None:
+    texts = ["bias_n+gelu", "bias_m+silu", "alpha+beta_c", "swiglu", "residual", "scale_rowwise", str(capped)]
+    futures = {}
+    for index, text in enumerate(texts):
+        problem = Problem(128, 512, 512, epilogue=text)
+        for kernel in (KERNELS[index % 2], KERNELS[2]):
+            chosen = candidate(kernel)
+            if FAMILY.check(problem, chosen, h200):
+                submitted = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, h200))
+                futures[text, FAMILY.label(chosen)] = config_of(problem, chosen), submitted
+    assert len(futures) == 13  # swiglu has no swapped kernel
+    for name, (config, future) in futures.items():
+        artifact = future.result().artifact
+        assert artifact is not None, (name, future.result().failure)
+        assert (artifact.resources.spill_bytes, artifact.resources.smem_bytes) == (0, config.smem_bytes), name
+
+
+def test_what_the_rules_of_registers_reject_spills_and_what_they_admit_does_not(
+    pool: CompilePool, h200: Device
+) -> None:
+    everything_but_amax = EVERYTHING.removesuffix("+amax")
+    wide: dict[str, int | str | bool] = {
+        "schedule": "pingpong", "tile_m": 128, "tile_n": 192, "stages": 3, "swap_ab": False
+    }  # fmt: skip
+    tall = wide | {"tile_m": 192, "tile_n": 128, "tile_k": 128, "stages": 5, "cluster_n": 2, "epi_n": 64}
+    rows, turned = {"out_dtype": "fp32"}, {"a_major": "m", "b_major": "n", "out_major": "m"}
+    fp8 = {"in_dtype": "fp8_e4m3"}
+    cases: list[tuple[str, dict[str, str], dict[str, int | str | bool], str | None]] = [
+        ("bias_m+amax", rows, wide, "fused_registers"),
+        ("residual+amax", {}, KERNELS[1], None),
+        (EVERYTHING, rows, KERNELS[2], None),
+        ("alpha+beta_c+residual", {}, wide, "accumulators"),
+        (everything_but_amax, {}, KERNELS[0], None),
+        ("residual", rows, wide, "accumulators"),
+        ("bias_n+gelu_tanh+residual", rows, wide | {"tile_n": 176, "epi_n": 16}, None),
+        ("swiglu", turned, wide | {"tile_n": 176, "epi_n": 16}, "accumulators"),
+        ("swiglu", turned, wide | {"tile_n": 160}, None),
+        ("bias_n+geglu", {}, wide, None),
+        ("swiglu", {}, wide | {"tile_n": 176, "epi_n": 16}, None),
+        ("scale_rowwise+bias_n+gelu_tanh", {}, wide | {"tile_n": 208, "epi_n": 16}, "accumulators"),
+        ("bias_n", {}, wide | {"tile_n": 208, "epi_n": 16, "cluster_n": 2}, "accumulators"),
+        ("scale_rowwise+bias_n+gelu_tanh", fp8, tall, None),
+        ("scale_rowwise", fp8, wide | {"tile_k": 128, "stages": 5, "epi_n": 64}, None),
+    ]
+    submitted = []
+    for text, changes, kernel, rule in cases:
+        problem = replace(Problem(128, 512, 512, epilogue=text), **changes)  # type: ignore[arg-type]
+        chosen = candidate(kernel)
+        verdict = FAMILY.check(problem, chosen, h200)
+        assert verdict.rule == rule, (text, verdict)
+        submitted.append(pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, h200)))
+    for (text, changes, kernel, rule), future in zip(cases, submitted, strict=True):
+        found = future.result()
+        assert (found.artifact is not None) == (rule is None), (text, changes, kernel, found.failure)
+        assert rule is None or "spills" in str(found.failure)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "said"),
+    [
+        ("bias_n", {"epi_n": 0}, "epilogue bias_n with epi_n 0"),
+        ("swiglu", {"swap_ab": True}, "swiglu with swap_ab"),
+    ],
+)
+def test_refused_with_a_reason(h200: Device, text: str, changes: dict[str, int | bool], said: str) -> None:
+    chosen = Candidate.make("cute_sm90", dict(candidate(KERNELS[0]).compile_params) | changes)
+    verdict = FAMILY.check(Problem(128, 512, 512, epilogue=text), chosen, h200)
+    assert verdict.rule == "fused_store" and said in verdict.reason
+
+
+def test_other_families_say_that_they_do_not_fuse(h200: Device) -> None:
+    problem = Problem(128, 512, 512, epilogue="bias_n")
+    for name in set(NAMES) - {"cute_sm90", "cublaslt"}:
+        verdict = get(name).check(problem, Candidate.make(name, {}), h200)
+        assert (verdict.rule, "without bias_n" in verdict.reason) == ("epilogue", True), name
+
+
+def test_swapped_operands_are_another_kernel(h200: Device) -> None:
+    """With swap_ab the vector of columns runs along the kernel's rows: one object cannot serve both."""
+    problem = Problem(128, 512, 512, epilogue="bias_n", out_major="n")
+    config = config_of(problem, candidate(KERNELS[2]))
+    assert (config.epilogue, config.transposed) == ("bias_n", True)
+    assert not config_of(replace(problem, epilogue=""), candidate(KERNELS[2])).transposed

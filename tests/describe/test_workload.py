@@ -1,0 +1,174 @@
+"""Files of shapes: ours, TunableOp's and CUTLASS's; and what of them can be tuned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.workload import Demand, Product, Workload, demands, merge, read
+from tunegemm.describe.workload.products import Kind
+from tunegemm.errors import WorkloadError
+
+KIND = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16)
+SMALL = replace(KIND, m=16)
+
+
+class TestOwnFormat:
+    WORKLOAD = Workload(
+        (Product(SMALL, 640, 600, 2, 32, 15.25), Product(KIND, 2, timed=2, median_us=35.5)),
+        ("python", "train.py"), "2.13.0", "NVIDIA H200", 2, 1,
+    )  # fmt: skip
+
+    def test_round_trip(self, tmp_path: Path) -> None:
+        path = tmp_path / "shapes.json"
+        self.WORKLOAD.write(path)
+        document = json.loads(path.read_text())
+        assert Workload.from_document(document, "x") == self.WORKLOAD
+        assert document["products"][0]["seconds"] == pytest.approx(640 * 15.25e-6)
+        assert document["products"][0]["clock"] == "cuda_events"
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_the_text_does_not_depend_on_the_order_of_calls(self) -> None:
+        products = self.WORKLOAD.products
+        texts = {merge([Workload((p,)) for p in order]).to_json() for order in (products, products[::-1])}
+        assert len(texts) == 1
+
+    def test_merge_adds_processes(self) -> None:
+        other = Workload((Product(SMALL, 10, timed=32, median_us=17.25),), torch="2.13.0")
+        merged = merge([self.WORKLOAD, other], ["python", "x.py"])
+        assert merged.products[0] == Product(SMALL, 650, 600, 2, 64, 16.25)
+        assert (merged.processes, merged.program, merged.unknown_replays) == (3, ("python", "x.py"), 1)
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"format": "else"}, '"format": "tunegemm-shapes"'),
+            ({"version": 2}, "version 2 of the format"),
+            ({"products": 3}, "`products` is no list"),
+            ({"products": [{"m": 3}]}, "product 1: no field 'n'"),
+        ],
+    )
+    def test_damaged(self, tmp_path: Path, change: dict[str, object], named: str) -> None:
+        path = tmp_path / "shapes.json"
+        path.write_text(json.dumps(json.loads(self.WORKLOAD.to_json()) | change))
+        with pytest.raises(WorkloadError, match=named):
+            read(path)
+
+    @pytest.mark.parametrize("extent", [0, -1, "4", 1.5])
+    def test_damaged_extents(self, extent: object) -> None:
+        document = json.loads(self.WORKLOAD.to_json())
+        document["products"][1]["m"] = extent
+        with pytest.raises(WorkloadError, match="product 2: extents"):
+            Workload.from_document(document, "x")
+
+
+class TestDemands:
+    def test_a_bias_makes_a_problem_of_its_own_and_a_matrix_does_not(self) -> None:
+        plain = Product(KIND, 30, timed=30, median_us=10.0)
+        added = Product(replace(KIND, op="addmm", bias="matrix"), 10, timed=10, median_us=14.0)
+        biased = Product(replace(KIND, op="addmm", bias="vector"), 5, timed=5, median_us=12.0)
+        (demand, with_bias), refused = demands([plain, added, biased])
+        assert demand == Demand(Problem(512, 6144, 4096), 40, 11.0, 10)
+        assert with_bias == Demand(Problem(512, 6144, 4096, epilogue="bias_n"), 5, 12.0)
+        assert refused == []
+
+    def test_a_time_on_a_cpu_is_none_on_a_gpu(self) -> None:
+        (demand,), _ = demands([Product(replace(KIND, device="cpu"), 3, timed=3, median_us=9e4)])
+        assert (demand.calls, demand.call_us) == (3, None)
+
+    def test_a_capture_weighs_where_no_replay_was_seen(self) -> None:
+        (demand,), _ = demands([Product(KIND, 0, captured=4)])
+        assert demand.calls == 4
+
+    def test_products_without_kernels_are_named(self) -> None:
+        found, refused = demands(
+            [
+                Product(replace(KIND, in_dtype="fp32", out_dtype="fp32"), 1),
+                Product(replace(KIND, a_major=""), 1),
+            ]
+        )
+        assert found == []
+        assert "mm 512x6144x4096: input dtype 'fp32' has no kernels" in refused[0]
+        assert "no contiguous mode" in refused[1]
+
+
+class TestTunableOp:
+    def test_letters_and_leading_dimensions(self, tmp_path: Path) -> None:
+        """As PyTorch writes them for x @ weight.T, x @ weight, a gradient of a weight, and a padded x."""
+        path = tmp_path / "tunableop_untuned0.csv"
+        path.write_text(
+            "Validator,PT_VERSION,2.9.0\n"
+            "GemmTunableOp_BFloat16_TN,tn_6144_512_4096_ld_4096_4096_6144\n"
+            "GemmTunableOp_Half_NN,nn_4096_512_6144_ld_4096_6144_4096\n"
+            "GemmTunableOp_BFloat16_NT,nt_4096_6144_512_ld_4096_6144_4096\n"
+            "GemmTunableOp_BFloat16_TN,tn_6144_512_4096_ld_4096_4100_6144\n"
+            "GemmAndBiasTunableOp_BFloat16_TN,tn_128_16_64_ld_64_64_128,Default,0.1\n"
+            "GemmStridedBatchedTunableOp_BFloat16_NN,nn_24_8_16_B_3_ld_24_16_24\n"
+            "\n"
+            "GemmTunableOp_float_TN,tn_128_16_64_ld_64_64_128\n"
+            "ScaledGemmTunableOp_Float8_e4m3fn_Float8_e4m3fn_BFloat16_TN,tn_16_16_16_ld_16_16_16_rw_0_bias_None\n"
+            "GemmTunableOp_BFloat16_TN,tn_128_16\n"
+            "GemmTunableOp_BFloat16_TN,tn_6144_512_4096_ld_4096_4096_6144\n"
+        )
+        found, refused = read(path)
+        assert found == [
+            Demand(Problem.parse("512x6144x4096"), 2),
+            Demand(Problem.parse("512x4096x6144", dtype="fp16", layout="tt"), 1),
+            Demand(Problem.parse("6144x4096x512", layout="nt"), 1),
+            Demand(Problem.parse("512x6144x4096", alignment=8), 1),
+            Demand(Problem.parse("16x128x64"), 1, None, 1),
+            Demand(Problem.parse("8x24x16x3", layout="tt"), 1),
+        ]
+        assert [line.partition(":")[0] for line in refused] == ["line 9", "line 10", "line 11"]
+        assert "dtype 'float'" in refused[0] and "ScaledGemm" in refused[1] and "tn_128_16" in refused[2]
+
+
+class TestCutlass:
+    def test_entries(self, tmp_path: Path) -> None:
+        usual = {"m": 4096, "n": 2048, "k": 1024, "dtype_a": "bf16", "dtype_b": "bf16", "dtype_d": "bf16"}
+        entries = [
+            usual
+            | {"layout": "tnt", "beta": 0.0, "use_fast_acc": False, "dtype_c": "bf16", "dtype_acc": "f32"},
+            usual | {"layout": "ttn", "batch_count": 2, "dtype_d": "f32"},
+            usual | {"layout": "nnt", "dtype_a": "f16", "dtype_b": "F16", "dtype_d": "f16", "beta": 1.0},
+            usual | {"layout": "tnt", "alignment_a": 2},
+            usual | {"layout": "tnt", "dtype_a": "e4m3"},
+            usual | {"layout": "tn"},
+            usual,
+            7,
+        ]
+        path = tmp_path / "problems.json"
+        path.write_text(json.dumps(entries))
+        found, refused = read(path)
+        assert found == [
+            Demand(Problem.parse("4096x2048x1024"), 1),
+            Demand(
+                replace(Problem.parse("4096x2048x1024x2", layout="tt", out_dtype="fp32"), out_major="m"), 1
+            ),
+            Demand(Problem.parse("4096x2048x1024", dtype="fp16", layout="nn"), 1, None, 1),
+            Demand(Problem.parse("4096x2048x1024", alignment=4), 1),
+        ]
+        assert [line.partition(":")[0] for line in refused] == [f"entry {i}" for i in (5, 6, 7, 8)]
+        assert "e4m3 x bf16" in refused[0] and "'tn'" in refused[1] and "layout missing" in refused[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("m,n,k\n1,2,3\n", "no list of shapes; known are"),
+        ("[]", "no product in it can be tuned"),
+        ('[{"m": 3}]', "the first because: entry 1: n, k, layout"),
+        ("{\n", "in line 2"),
+    ],
+)
+def test_what_is_no_list_of_shapes(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match=named):
+        read(path)
+    with pytest.raises(WorkloadError, match="No such file"):
+        read(tmp_path / "other")

@@ -1,0 +1,129 @@
+"""The compile pool with real workers: what one candidate breaks, only that candidate pays for."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import until
+from tunegemm.errors import ArtifactError
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.compile import CompilePool, default_workers
+
+PLANTED = "tests.support.planted.compile_families"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "cache")
+
+
+def key(name: str, what: str = "fine") -> dict[str, str | int | bool]:
+    return {"name": name, "what": what}
+
+
+def test_a_crash_a_hang_and_an_error_cost_one_candidate_each(store: ArtifactStore) -> None:
+    with CompilePool(store, workers=2, timeout_s=3.0, families_module=PLANTED) as pool:
+        futures = {
+            what: pool.submit("planted", key(what, what))
+            for what in ("fine", "abort", "hang", "raise", "spill", "warn", "print")
+        }
+        others = [pool.submit("planted", key(f"other{i}")) for i in range(8)]
+        results = {what: future.result() for what, future in futures.items()}
+        assert all(future.result().artifact for future in others)
+    assert results["fine"].artifact is not None
+    assert results["print"].artifact is not None
+    assert results["abort"].failure == "the compiler aborted by SIGABRT"
+    assert results["hang"].failure == "compile took longer than 3 s"
+    assert results["raise"].failure == "ValueError: refuses: fatal register shortage"
+    assert results["spill"].failure == "spills 64 B to local memory"
+    assert results["warn"].failure == "ptxas warns C7510"
+
+
+def test_objects_and_refusals_are_answered_from_the_store(store: ArtifactStore) -> None:
+    with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+        first = pool.submit("planted", key("a")).result()
+        pool.submit("planted", key("b", "abort")).result()
+    with CompilePool(store, workers=1, families_module="no.such.module") as pool:
+        again = pool.submit("planted", key("a")).result()
+        refused = pool.submit("planted", key("b", "abort")).result()
+    assert again.cached and again.artifact == first.artifact
+    assert refused.cached and refused.failure == "the compiler aborted by SIGABRT"
+
+
+def test_a_time_out_is_tried_again(store: ArtifactStore) -> None:
+    with CompilePool(store, workers=1, timeout_s=1.0, families_module=PLANTED) as pool:
+        pool.submit("planted", key("slow", "hang")).result()
+    assert store.failure(key("slow", "hang")) is None
+
+
+def test_equal_keys_are_compiled_once(store: ArtifactStore) -> None:
+    with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+        assert pool.submit("planted", key("a")) is pool.submit("planted", key("a"))
+
+
+def test_closing_ends_workers_that_hang(store: ArtifactStore) -> None:
+    started = time.monotonic()
+    with CompilePool(store, workers=1, timeout_s=600, families_module=PLANTED) as pool:
+        future = pool.submit("planted", key("slow", "hang"))
+        until(lambda: any(path.stat().st_size for path in store.root.glob("new-*.o")))  # it hangs
+    assert time.monotonic() - started < 20
+    assert future.result().artifact is None
+    assert store.failure(key("slow", "hang")) is None, "Ctrl-C says nothing of the kernel"
+
+
+@pytest.mark.parametrize("what", ["fine", "hang", "abort"])
+def test_workers_that_ended_leave_no_pipes(store: ArtifactStore, what: str) -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+    with CompilePool(store, workers=1, timeout_s=3.0, families_module=PLANTED) as pool:
+        pool.submit("planted", key("a", what)).result()
+        workers = list(pool._all)
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+    assert len(workers) == (what == "fine"), "kept, so that it was not the garbage collector that closed them"
+
+
+def test_workers_are_at_least_one_and_at_most_the_cores() -> None:
+    assert 1 <= default_workers() <= len(os.sched_getaffinity(0))
+
+
+def test_an_altered_object_is_refused(store: ArtifactStore) -> None:
+    artifact = _compiled(store)
+    artifact.write_bytes(b"something else")
+    with pytest.raises(ArtifactError, match="its bytes changed"):
+        store.find(key("a"))
+
+
+def test_an_object_that_others_may_write_is_refused(store: ArtifactStore) -> None:
+    artifact = _compiled(store)
+    artifact.chmod(0o666)
+    with pytest.raises(ArtifactError, match="writable by other users"):
+        store.find(key("a"))
+
+
+def test_a_truncated_entry_is_a_miss_and_folders_are_private(store: ArtifactStore) -> None:
+    artifact = _compiled(store)
+    assert store.root.stat().st_mode & 0o777 == 0o700
+    assert artifact.stat().st_mode & 0o777 == 0o600
+    entry = artifact.with_suffix(".json")
+    assert json.loads(entry.read_text())["key"] == key("a")
+    entry.write_text(entry.read_text()[:20])
+    assert store.find(key("a")) is None
+    artifact.unlink()
+    assert store.find(key("a")) is None
+
+
+def test_a_cache_that_cannot_be_written_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = ArtifactStore(tmp_path / "file")
+    with pytest.raises(ArtifactError, match="name another folder with TUNEGEMM_CACHE_DIR"):
+        store.scratch()
+    assert store.find(key("a")) is None, "what is no folder holds nothing"
+
+
+def _compiled(store: ArtifactStore) -> Path:
+    with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+        artifact = pool.submit("planted", key("a")).result().artifact
+    assert artifact is not None
+    return artifact.path

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem
+from tunegemm.describe.space import Candidate, SearchSpace
+from tunegemm.errors import CompileError, SpaceError
+from tunegemm.generate import families
+from tunegemm.generate.cublaslt import FAMILY, TORCH_MM
+from tunegemm.generate.cublaslt.operands import Matrix, column_major, packed_strides
+from tunegemm.measure import operands as data
+from tunegemm.measure.operands import make_operands
+
+DEVICE = find_device("model:h200")
+ALGORITHM = Candidate.make(
+    "cublaslt",
+    {
+        "algorithm": "cublaslt", "algo_id": 66, "tile": "128x256", "stages": "128xAUTO",
+        "inner_shape": "UNDEFINED", "cluster_shape": "2x1x1", "custom_option": 3,
+    },
+    {"split_k": 2, "reduction_scheme": "COMPUTE_TYPE", "cta_swizzling": 1, "workspace_bytes": 1 << 20},
+)  # fmt: skip
+
+
+def memory(matrix: Matrix, tensor: torch.Tensor, entry: int) -> torch.Tensor:
+    """What a column-major library sees of one batch entry."""
+    offset = tensor.storage_offset() + entry * matrix.batch_stride
+    seen = tensor.as_strided((matrix.rows, matrix.columns), (1, matrix.leading), offset)
+    return seen.mT if matrix.transpose else seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("out_major", ["n", "m"])
+@pytest.mark.parametrize("shape", [(5, 7, 11, 1), (5, 7, 11, 3), (1, 7, 11, 1), (5, 1, 11, 2), (5, 7, 1, 1)])
+def test_the_column_major_product_is_the_product(layout: str, out_major: str, shape: tuple[int, ...]) -> None:
+    a_major, b_major = LAYOUTS[layout]
+    problem = Problem(*shape, "bf16", "fp32", a_major, b_major, out_major)
+    operands = make_operands(problem, torch.device("cpu"), seed=1)
+    tensors = {"a": operands.a, "b": operands.b, "out": operands.out}
+    strides = (operands.a.stride(), operands.b.stride(), operands.out.stride())
+    for given in (strides, packed_strides(problem)):
+        operands.out.fill_(float("nan"))
+        product = column_major(problem, given)
+        for matrix in (product.first, product.second, product.out):
+            assert matrix.leading >= matrix.rows, "the library refuses anything else"
+        for entry in range(problem.batch):
+            first = memory(product.first, tensors[product.first.operand], entry).float()
+            second = memory(product.second, tensors[product.second.operand], entry).float()
+            memory(product.out, operands.out, entry).copy_(first @ second)
+        expected = operands.a.float() @ operands.b.float()
+        torch.testing.assert_close(operands.out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_views_keep_their_leading_dimension() -> None:
+    problem = Problem(5, 7, 11)
+    a, b, out = torch.rand(5, 20)[:, 4:15], torch.rand(7, 16)[:, :11].mT, torch.zeros(5, 9)[:, :7]
+    product = column_major(problem, (a.stride(), b.stride(), out.stride()))
+    assert (product.first.leading, product.second.leading, product.out.leading) == (16, 20, 9)
+    memory(product.out, out, 0).copy_(memory(product.first, b, 0) @ memory(product.second, a, 0))
+    torch.testing.assert_close(out, a @ b)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_torch_mm_is_always_there(batch: int) -> None:
+    problem = Problem(5, 7, 11, batch)
+    operands = make_operands(problem, torch.device("cpu"), seed=1)
+    assert FAMILY.check(problem, TORCH_MM, DEVICE)
+    launch = FAMILY.load(problem, TORCH_MM, DEVICE, None)
+    launch(operands.a, operands.b, operands.out)
+    torch.testing.assert_close(operands.out, operands.a @ operands.b)
+
+
+def test_torch_mm_to_the_other_16_bit_dtype() -> None:
+    problem = Problem(5, 7, 11, in_dtype="bf16", out_dtype="fp16")
+    operands = make_operands(problem, torch.device("cpu"), seed=1)
+    FAMILY.load(problem, TORCH_MM, DEVICE, None)(operands.a, operands.b, operands.out)
+    torch.testing.assert_close(operands.out, (operands.a @ operands.b).half())
+
+
+def test_candidates_are_stored_by_names() -> None:
+    stored = json.loads(ALGORITHM.to_json())
+    assert stored["compile"]["tile"] == "128x256" and stored["launch"]["reduction_scheme"] == "COMPUTE_TYPE"
+    assert Candidate.from_json(ALGORITHM.to_json()) == ALGORITHM
+    assert FAMILY.label(ALGORITHM) == "cublaslt a66 t128x256 s128xAUTO c2x1x1 splitk2 compute_type sw1 o3"
+    assert FAMILY.label(TORCH_MM) == "torch.mm"
+
+
+def test_space_lists_algorithms_and_refuses_other_keys(tmp_path) -> None:
+    space = families.load_space("cublaslt")
+    assert space.compile_values["algorithm"] == ("torch.mm", "heuristic")
+    verdicts = {
+        kernel["algorithm"]: FAMILY.check(Problem(8, 8, 8), kernel, DEVICE) for kernel in space.kernels()
+    }
+    assert verdicts["torch.mm"].feasible
+    assert verdicts["heuristic"].rule == "named_algorithm"
+    bad = tmp_path / "space.toml"
+    bad.write_text(
+        'family = "cublaslt"\n[compile]\nalgoritm = ["torch.mm"]\n[launch]\nrequested=[1]\nworkspace_mib=[1]'
+    )
+    with pytest.raises(SpaceError, match="did you mean 'algorithm'"):
+        SearchSpace.load(bad, parameters=FAMILY.parameters)
+
+
+def test_discover_asks_no_library_where_there_is_no_gpu() -> None:
+    assert FAMILY.discover(Problem(64, 64, 64), DEVICE) == [TORCH_MM]
+
+
+def test_what_the_library_cannot_do_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert FAMILY.check(Problem(64, 64, 64), ALGORITHM, DEVICE)
+    crossed = Problem(64, 64, 64, in_dtype="bf16", out_dtype="fp16")
+    assert "no bf16 product with fp16" in str(FAMILY.check(crossed, ALGORITHM, DEVICE))
+    ragged = Problem(7, 7, 7, batch=2)
+    assert "98 B" in str(FAMILY.check(ragged, ALGORITHM, DEVICE))
+    assert FAMILY.check(crossed, TORCH_MM, DEVICE) and FAMILY.check(ragged, TORCH_MM, DEVICE)
+
+
+def test_an_incomplete_record_is_refused_in_words() -> None:
+    half = Candidate.make("cublaslt", {"algorithm": "cublaslt", "algo_id": 66})
+    with pytest.raises(ValueError, match="parameter 'tile'"):
+        FAMILY.load(Problem(64, 64, 64), half, DEVICE, None)
+
+
+def test_without_the_bindings_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install nvmath-python" in str(FAMILY.unavailable())
+    with pytest.raises(ValueError, match="pip install nvmath-python"):
+        FAMILY.load(Problem(64, 64, 64), ALGORITHM, DEVICE, None)
+
+
+def test_nothing_to_compile(tmp_path) -> None:
+    with pytest.raises(CompileError):
+        FAMILY.compile({}, tmp_path / "object")
+
+
+@pytest.mark.parametrize("shape", ["32x48x64", "33x50x65", "5x24x40x2"])
+@pytest.mark.parametrize(
+    ("in_dtype", "out_dtype"), [(one, out) for one in OUTPUT_DTYPES for out in OUTPUT_DTYPES[one]]
+)
+def test_torchs_product_of_every_dtype(in_dtype: str, out_dtype: str, shape: str) -> None:
+    """On a CPU, which has them too: where torch refuses extents, on padded copies."""
+    if out_dtype == "fp32" and in_dtype in ("bf16", "fp16"):
+        pytest.skip("torch.mm with an out_dtype is for CUDA")
+    problem = Problem.parse(shape, dtype=in_dtype, out_dtype=out_dtype)
+    operands = make_operands(problem, torch.device("cpu"), 0)
+    FAMILY.load(problem, TORCH_MM, DEVICE, None)(operands.a, operands.b, operands.out)
+    wanted = data.expected(problem, operands)
+    assert data.check(operands, wanted).objection(data.tolerance(problem)) is None
+
+
+@pytest.mark.parametrize("shape", ["32x48x64", "33x50x65", "32x48x64x2"])
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp32", "fp8_e4m3"])
+@pytest.mark.parametrize("epilogue", ["scale_tensor", "scale_rowwise", "scale_rowwise+bias_n+gelu+amax"])
+def test_torchs_scaled_products(shape: str, out_dtype: str, epilogue: str) -> None:
+    problem = Problem.parse(shape, dtype="fp8_e4m3", out_dtype=out_dtype, epilogue=epilogue)
+    operands = make_operands(problem, torch.device("cpu"), 0)
+    launch = FAMILY.load(problem, TORCH_MM, DEVICE, None)
+    launch(operands.a, operands.b, operands.out, *operands.fused)
+    wanted = data.expected(problem, operands)
+    assert data.check(operands, wanted).objection(data.tolerance(problem)) is None
+
+
+def test_single_algorithms_are_of_16_bit_operands() -> None:
+    verdict = FAMILY.check(Problem.parse("64x64x64", dtype="int8"), ALGORITHM, DEVICE)
+    assert verdict.rule in ("library_dtypes", "library_installed") and not verdict
+    assert FAMILY.discover(Problem.parse("64x64x64", dtype="int8"), DEVICE) == [TORCH_MM]

@@ -1,0 +1,376 @@
+"""Feasibility of the Hopper family from both sides, by the compiler's own report. No GPU needed.
+
+`TUNEGEMM_TEST_SAMPLE=N` compiles N accepted candidates instead of the default few dozen.
+"""
+
+import math
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate import families
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.compile import CompilePool, CompileResult
+from tunegemm.generate.cute_sm90 import FAMILY, Division
+from tunegemm.generate.cute_sm90.rules import RULES, config_of
+
+SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "32"))
+SHAPE = "4096x4096x4096"
+GOOD = {
+    "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4,
+    "cluster_m": 1, "cluster_n": 1, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
+}  # fmt: skip
+LAUNCH = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "reduction": "pairs"}
+PROBLEMS = [
+    Problem.parse(SHAPE),
+    Problem.parse(SHAPE, layout="tt"),
+    Problem.parse(SHAPE, dtype="fp16"),
+    Problem.parse(SHAPE, out_dtype="fp32"),
+    Problem.parse(SHAPE, dtype="fp16", out_dtype="fp32", layout="tt"),
+    Problem.parse(SHAPE, layout="nn"),
+    Problem.parse(SHAPE, layout="nt"),
+    Problem.parse("16x4096x4096"),
+    Problem.parse("16x4096x4096", out_dtype="fp32", layout="tt"),
+    Problem.parse(SHAPE, dtype="fp8_e4m3"),
+    Problem.parse("16x4096x4096", dtype="fp8_e5m2_e4m3", out_dtype="fp8_e4m3"),
+    Problem.parse(SHAPE, dtype="fp8_e4m3", out_dtype="fp32", accumulation="two_level"),
+    Problem.parse(SHAPE, dtype="int8"),
+    Problem.parse(SHAPE, dtype="tf32"),
+]
+FP8 = PROBLEMS[9]
+TWO_LEVEL = Problem.parse(SHAPE, dtype="fp8_e4m3", accumulation="two_level")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
+    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def h200() -> Device:
+    return find_device("model:h200")
+
+
+def candidate(**changes: int | str) -> Candidate:
+    return Candidate.make("cute_sm90", GOOD | changes)
+
+
+def compile_all(
+    pool: CompilePool, h200: Device, pairs: list[tuple[Problem, Candidate]]
+) -> list[CompileResult]:
+    futures = [pool.submit("cute_sm90", FAMILY.kernel_key(problem, c, h200)) for problem, c in pairs]
+    return [future.result() for future in futures]
+
+
+def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200: Device) -> None:
+    space = families.load_space("cute_sm90")
+    generator = random.Random(0)
+    pairs = []
+    kernels = list(space.kernels())
+    for problem in PROBLEMS:
+        drawn = generator.sample(kernels, 80_000)  # of a million, which take seconds to check
+        accepted = [k for k in drawn if FAMILY.check(problem, k, h200)]
+        assert len(accepted) > 350
+        pairs += [(problem, k) for k in generator.sample(accepted, math.ceil(SAMPLE / len(PROBLEMS)))]
+    # The corners of the register rules, where a spill would show first.
+    corners = [
+        candidate(tile_m=256, tile_n=208, epi_n=16, stages=3),
+        candidate(tile_m=192, tile_n=192, stages=3),
+        candidate(schedule="pingpong", tile_m=128, tile_n=208, epi_n=16),
+        candidate(schedule="pingpong", tile_m=192, tile_n=128),
+    ]
+    streams = {"tile_scheduler": "stream_k", "cluster_m": 2}
+    corners += [candidate(**dict(corners[i].compile_params) | streams) for i in (1, 3)]
+    corners += [candidate(wgmma_in_flight=0), candidate(schedule="pingpong", wgmma_in_flight=0)]
+    # Two CTAs on a multiprocessor.
+    pair: dict[str, int | str] = {"occupancy": 2, "stages": 3}
+    corners += [
+        candidate(**pair, tile_m=64, tile_n=192),
+        candidate(**pair, tile_n=96, cluster_m=2),
+        candidate(**pair, tile_m=192, tile_n=64),
+        candidate(**pair, schedule="pingpong", tile_m=64, tile_n=80, epi_n=16, cluster_m=2),
+        candidate(**pair, schedule="pingpong", tile_n=64, wgmma_in_flight=0),
+    ]
+    pairs += [(PROBLEMS[0], corner) for corner in corners]
+    corners = [
+        candidate(tile_k=128, tile_n=224, stages=3),
+        candidate(tile_k=128, tile_m=256, tile_n=112, epi_n=16, stages=3),
+        candidate(tile_k=128, tile_m=192, tile_n=144, epi_n=16, stages=3),
+        candidate(tile_k=128, schedule="pingpong", tile_m=64, tile_n=224),
+    ]
+    pairs += [(TWO_LEVEL, corner) for corner in corners]
+    for (problem, kernel), result in zip(pairs, compile_all(pool, h200, pairs), strict=True):
+        assert FAMILY.check(problem, kernel, h200), (problem, kernel)
+        assert result.failure == "", (problem, kernel)
+        assert result.artifact is not None
+        resources = result.artifact.resources
+        assert resources.spill_bytes == 0 and resources.warnings == ()
+        assert resources.smem_bytes == FAMILY.smem_bytes(problem, kernel), (problem, kernel)
+
+
+# Per rule: a change to GOOD that only this rule objects to, and what the compiler says of it. Where it says
+# nothing, the object exceeds a limit of the hardware, which is asserted instead.
+REJECTED = [
+    ("mma_tile", {"tile_m": 96}, "MLIRError"),
+    ("mma_tile", {"tile_m": 320}, "Insufficient registers"),
+    ("mma_tile", {"tile_n": 20, "epi_n": 4}, "8 <= N <= 256"),
+    ("mma_tile", {"tile_n": 272, "epi_n": 16}, "8 <= N <= 256"),
+    ("accumulators", {"tile_m": 256, "tile_n": 224}, "spills"),
+    ("accumulators", {"tile_m": 256, "tile_n": 256}, "spills"),
+    ("accumulators", {"schedule": "pingpong", "tile_n": 224}, "spills"),
+    ("accumulators", {"schedule": "pingpong", "tile_m": 192, "tile_n": 144, "epi_n": 16}, "spills"),
+    ("wgmma_operands", {"tile_m": 192, "tile_n": 208, "epi_n": 16, "stages": 3}, "C7602"),
+    ("wgmma_operands", {"occupancy": 2, "stages": 3}, "C7602"),
+    (
+        "wgmma_operands",
+        {
+            "schedule": "pingpong", "tile_m": 64, "tile_n": 96, "tile_k": 64, "stages": 5, "cluster_m": 2,
+            "occupancy": 2,
+        },
+        "spills",
+    ),
+    ("two_ctas", {"tile_m": 64, "tile_n": 224, "stages": 2, "occupancy": 2}, "C7602"),
+    ("ring_memory", {"stages": 8}, ""),
+    ("ring_memory", {"tile_n": 64, "stages": 5, "occupancy": 2}, ""),
+    ("shared_memory", {"stages": 7}, ""),
+]  # fmt: skip
+REJECTED_DTYPES = [
+    ("operand_majors", Problem.parse(SHAPE, dtype="fp8_e4m3", layout="nn"), {}, "MLIRError"),
+    ("operand_majors", Problem.parse(SHAPE, dtype="int8", layout="tt"), {}, "MLIRError"),
+    ("operand_majors", Problem.parse(SHAPE, dtype="tf32", layout="tt"), {"tile_k": 32}, "MLIRError"),
+    (
+        "accumulators",
+        PROBLEMS[6],
+        {"schedule": "pingpong", "tile_n": 208, "epi_n": 16, "cluster_n": 2, "tile_k": 64, "stages": 5},
+        "spills",
+    ),
+    ("accumulators", TWO_LEVEL, {"tile_n": 240, "epi_n": 16, "stages": 3}, "spills"),
+    ("accumulators", TWO_LEVEL, {"tile_m": 192, "tile_n": 160, "stages": 3}, "spills"),
+    ("accumulators", TWO_LEVEL, {"schedule": "pingpong", "tile_m": 64, "tile_n": 240, "epi_n": 16}, "spills"),
+    (
+        "accumulators",
+        PROBLEMS[1],
+        {
+            "tile_scheduler": "stream_k", "schedule": "pingpong", "tile_n": 208, "tile_k": 64, "epi_n": 16,
+            "cluster_n": 2,
+        },
+        "spills",
+    ),
+    ("ring_memory", FP8, {"stages": 8}, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem", "change", "verdict"),
+    [(rule, PROBLEMS[0], change, verdict) for rule, change, verdict in REJECTED]
+    + [(rule, problem, {"tile_k": 128} | change, says) for rule, problem, change, says in REJECTED_DTYPES],
+)
+def test_what_is_rejected_fails(
+    pool: CompilePool,
+    h200: Device,
+    rule: str,
+    problem: Problem,
+    change: dict[str, int | str],
+    verdict: str,
+) -> None:
+    kernel = candidate(**change)
+    assert FAMILY.check(problem, kernel, h200).rule == rule
+    (result,) = compile_all(pool, h200, [(problem, kernel)])
+    if verdict:
+        assert verdict in result.failure
+    else:
+        assert result.artifact is not None
+        limit = h200.architecture.smem_bytes_per_block // int(change.get("occupancy", 1))
+        assert result.artifact.resources.smem_bytes > limit
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem", "change"),
+    [
+        ("ring_depth", PROBLEMS[0], {"stages": 1}),
+        ("in_flight", PROBLEMS[0], {"wgmma_in_flight": 2}),
+        ("in_flight", TWO_LEVEL, {"tile_k": 128, "wgmma_in_flight": 0}),
+        ("two_ctas", PROBLEMS[0], {"occupancy": 3}),
+        ("gathered_alone", PROBLEMS[0], {"occupancy": 2, "tile_n": 64, "stages": 3, "cluster_order": "gpc"}),
+        ("ring_rows", PROBLEMS[0], {"tile_k": 32}),
+        ("ring_rows", FP8, {"tile_k": 64}),
+        ("promotion", TWO_LEVEL, {"tile_k": 256, "stages": 2}),
+        ("epilogue_tile", PROBLEMS[0], {"epi_n": 48}),
+        ("epilogue_tile", PROBLEMS[0], {"epi_n": 16}),
+        ("cluster", PROBLEMS[0], {"cluster_m": 4, "cluster_n": 4}),
+        ("cluster_fits", Problem.parse("64x4096x4096"), {"cluster_m": 2}),
+        ("cluster_fits", Problem.parse("64x4096x4096"), {"cluster_n": 2, "swap_ab": True}),
+        ("swap_fits", PROBLEMS[0], {"swap_ab": True}),
+        ("split_fits", PROBLEMS[0], {"split_k": 2}),
+        ("split_fits", Problem.parse("64x64x512"), {"split_k": 4}),
+        ("reduction_fits", Problem.parse("512x512x65536"), {"reduction": "second_kernel", "split_k": 1}),
+        ("reduction_fits", PROBLEMS[0], {"reduction": "second_kernel"}),
+        (
+            "second_slices",
+            Problem.parse("512x512x65536", epilogue="swiglu"),
+            {"reduction": "second_kernel", "split_k": 8, "tile_n": 48, "epi_n": 16},
+        ),
+        ("stream_split", PROBLEMS[0], {"tile_scheduler": "stream_k", "split_k": 2}),
+        ("stream_fits", Problem.parse("1536x2816x4096"), {"tile_scheduler": "stream_k"}),
+        ("stream_fits", Problem.parse("128x128x256"), {"tile_scheduler": "stream_k"}),
+    ],
+)
+def test_each_rule_names_its_numbers(
+    h200: Device, rule: str, problem: Problem, change: dict[str, int]
+) -> None:
+    names = {*LAUNCH, "cluster_order"}
+    launch = {name: value for name, value in change.items() if name in names}
+    chosen = candidate(**{n: v for n, v in change.items() if n not in names}).with_launch(**launch)
+    verdict = FAMILY.check(problem, chosen, h200)
+    assert verdict.rule == rule
+    assert any(character.isdigit() for character in verdict.reason)
+
+
+def test_every_rule_can_object(h200: Device) -> None:
+    """No dead rule: each rejects something, in the shipped space or in the cases above."""
+    seen = {rule for rule, _, _ in REJECTED} | {rule for rule, *_ in REJECTED_DTYPES}
+    seen |= {"ring_depth", "ring_rows", "promotion", "epilogue_tile"}
+    seen |= {"in_flight", "gathered_alone"}
+    seen |= {"cluster", "cluster_fits", "swap_fits", "split_fits", "architecture"}
+    seen |= {"second_slices", "reduction_fits", "stream_split", "stream_fits"}
+    seen |= {"fused_store", "fused_registers"}  # tests/test_epilogue.py
+    assert {rule.__name__ for rule in RULES} <= seen
+    assert FAMILY.check(PROBLEMS[0], candidate(), find_device("model:a100-sxm-80gb")).rule == "architecture"
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [("4096x4096x1001", "tn"), ("4096x1004x4096", "tn"), ("4096x1004x4096", "tt"), ("4100x1024x4096", "nn")],
+)
+def test_operands_that_tma_refuses_are_feasible(h200: Device, shape: str, layout: str) -> None:
+    """They are copied to where TMA takes them: see tests/test_launching.py."""
+    assert FAMILY.check(Problem.parse(shape, layout=layout), candidate(), h200)
+
+
+def test_register_budgets_fit_the_launch_allocation(h200: Device) -> None:
+    """setmaxnreg hands out no more than the block was launched with: a larger sum would deadlock."""
+    space = families.load_space("cute_sm90")
+    for kernel in space.kernels():
+        if FAMILY.check(PROBLEMS[0], kernel, h200):
+            config = config_of(PROBLEMS[0], kernel)
+            load, mma = config.registers
+            allocated = 65536 // config.threads // 8 * 8 * (config.consumers + 1)
+            assert load % 8 == mma % 8 == 0
+            assert load + config.consumers * mma <= allocated
+
+
+def test_every_dtype_has_a_space_of_its_own(h200: Device) -> None:
+    """The list of tile_k serves all: each dtype has its two, and 16-bit operands those they always had."""
+    space = families.load_space("cute_sm90")
+    tiles: dict[str, set[object]] = {}
+    for dtype in ("bf16", "fp8_e4m3", "int8", "tf32"):
+        problem = Problem.parse(SHAPE, dtype=dtype)
+        tiles[dtype] = {k["tile_k"] for k in space.kernels() if FAMILY.check(problem, k, h200)}
+    assert tiles == {"bf16": {64, 128}, "fp8_e4m3": {128, 256}, "int8": {128, 256}, "tf32": {32, 64}}
+
+
+def test_a_swapped_kernel_has_its_operands_dtypes_swapped(h200: Device) -> None:
+    problem = Problem.parse("16x4096x4096", dtype="fp8_e4m3_e5m2")
+    assert config_of(problem, candidate(swap_ab=True)).in_dtype == "fp8_e5m2_e4m3"
+    assert config_of(problem, candidate()).in_dtype == "fp8_e4m3_e5m2"
+
+
+def test_other_families_say_which_dtypes_they_have(h200: Device) -> None:
+    for name in ("gluon_wgmma", "triton_tma", "cute_sm80"):
+        family, kernel = families.get(name), next(families.load_space(name).kernels())
+        for dtype in ("fp8_e4m3", "int8", "tf32"):
+            verdict = family.check(Problem.parse(SHAPE, dtype=dtype), kernel, h200)
+            assert verdict.rule == "half_operands" and dtype in verdict.reason, name
+
+
+def test_balanced_grid_has_no_more_waves_and_fewer_clusters(h200: Device) -> None:
+    for shape, tile, expected in [
+        ("4096x4096x4096", {"tile_n": 256}, 128),
+        ("8192x8192x8192", {"tile_n": 256}, 128),
+        ("16384x16384x1024", {"tile_n": 256}, 131),
+        ("4096x4096x4096", {"tile_n": 192}, 118),
+        ("128x128x4096", {}, 1),
+    ]:
+        problem = Problem.parse(shape)
+        launch = Candidate.make("cute_sm90", GOOD | tile, LAUNCH | {"ctas": "balanced"})
+        assert Division.of(problem, launch, h200).clusters == expected
+        everything = Division.of(problem, launch.with_launch(ctas="all"), h200).clusters
+        tiles = math.ceil(problem.m / 128) * math.ceil(problem.n / int(launch["tile_n"]))
+        assert everything == min(132, tiles)
+        assert math.ceil(tiles / expected) == math.ceil(tiles / everything)
+
+
+def test_stream_k_gives_every_cluster_as_many_k_tiles(h200: Device) -> None:
+    """Cut are the tiles of the last wave; those of the wave before too, where the last is next to empty."""
+    for shape, clusters, cut in [
+        ("4096x4096x4096", 132, 100),  # 1024 tiles: 7 waves and 100
+        ("1536x1536x8192", 132, 12),  # 144 tiles: a wave and 12, 11 k tiles for each cluster
+        ("1408x1664x1024", 132, 143),  # 143 tiles: a wave and 11, of 16 k tiles each
+        ("512x512x65536", 132, 16),  # 16 tiles, no wave
+        ("128x128x4096", 16, 1),  # 64 k tiles: 4 for each of 16
+    ]:
+        problem = Problem.parse(shape)
+        chosen = candidate(tile_scheduler="stream_k").with_launch(**LAUNCH)
+        division = Division.of(problem, chosen, h200)
+        assert (division.clusters, division.split, division.pieces) == (clusters, cut, cut + clusters), shape
+        pairs, second = (
+            FAMILY.workspace(problem, chosen.with_launch(reduction=reduction), h200, None)
+            for reduction in ("pairs", "second_kernel")
+        )
+        assert pairs is not None and second is not None
+        assert pairs.partial_bytes == second.partial_bytes == (cut + clusters) * 128 * 128 * 4
+        assert (pairs.counter_bytes, second.counter_bytes) == ((cut + clusters) * 2 * 4, 0)
+
+
+def test_labels_are_short_and_distinct(h200: Device) -> None:
+    space = families.load_space("cute_sm90")
+    kernels = [k for k in space.kernels() if FAMILY.check(PROBLEMS[0], k, h200)]
+    labels = {FAMILY.label(k) for k in kernels}
+    assert len(labels) == len(kernels)
+    assert max(map(len, labels)) < 32
+
+
+def test_one_object_serves_every_shape(h200: Device) -> None:
+    keys = {
+        str(FAMILY.kernel_key(Problem.parse(shape), candidate(), h200))
+        for shape in ("4096x4096x4096", "8x16x24", "128x128x128x7")
+    }
+    assert len(keys) == 1
+
+
+def test_load_without_an_object_names_the_remedy(h200: Device) -> None:
+    from tunegemm.errors import ArtifactError
+
+    launch = candidate().with_launch(**LAUNCH)
+    with pytest.raises(ArtifactError, match="run tunegemm tune"):
+        FAMILY.load(PROBLEMS[0], launch, h200, None)
+
+
+def test_an_object_holds_the_launch_function(pool: CompilePool, h200: Device) -> None:
+    from tunegemm.generate.cute_object import load_function
+
+    (result,) = compile_all(pool, h200, [(PROBLEMS[0], candidate())])
+    assert result.artifact is not None
+    assert callable(load_function(Path(result.artifact.path)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "units"),
+    [
+        (PROBLEMS[0], (8, 8)),
+        (Problem.parse(SHAPE, out_dtype="fp32"), (8, 8)),
+        (Problem(4096, 4096, 4096, epilogue="swiglu"), (8, 16)),
+        (Problem.parse(SHAPE, dtype="fp8_e4m3", out_dtype="fp8_e4m3"), (8, 16)),
+        (Problem(4096, 4096, 4096, out_major="m"), (8, 8)),
+    ],
+)
+def test_the_last_tiles_begin_where_tma_may_store(problem: Problem, units: tuple[int, int]) -> None:
+    """Columns of D at multiples of 16 bytes."""
+    assert config_of(problem, candidate()).edge_units == units

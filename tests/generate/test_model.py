@@ -1,0 +1,276 @@
+"""The model ranks: its terms move the right way, and good tiles of a rival come early."""
+
+import itertools
+import json
+import math
+import re
+import statistics
+import time
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part, even_cut
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import SpaceError
+from tunegemm.generate import model
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.generate.cute_sm90 import FAMILY
+
+ROOT = Path(__file__).parents[2]
+ANCHORS = Path(__file__).parents[1] / "data" / "anchors_h200.toml"
+LAUNCHES = {
+    "raster_order": ("along_m", "along_n"),
+    "swizzle_size": (1, 2, 4, 8, 16),
+    "ctas": ("all", "balanced"),
+}
+# Tiles that compile without a spill, of which the rival's list was drawn.
+TILES = {
+    "pingpong": {
+        64: (32, 64, 96, 128, 192, 256),
+        128: (32, 64, 96, 128, 160, 176, 192, 208),
+        192: (64, 96, 128),
+    },
+    "cooperative": {
+        64: (16, 32, 64, 96, 128, 192, 256),
+        128: (16, 32, 64, 96, 128, 160, 176, 192, 224, 256),
+        192: (64, 128, 160, 192, 256),
+        256: (16, 32, 64, 96, 128, 160, 192, 208),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def h200() -> Device:
+    return device_from_part(
+        "model:h200", PARTS["h200"], Fingerprint("NVIDIA H200", 132, "9.0", "", 132, "", "", "", "", "")
+    )
+
+
+def tile(
+    tile_m: int, tile_n: int, schedule: str = "pingpong", cluster: tuple[int, int] = (1, 1), **more
+) -> Candidate:
+    stages = min(12, (232448 - 1024 - 16384) // ((tile_m + tile_n) * 128))
+    params = {
+        "schedule": schedule, "tile_m": tile_m, "tile_n": tile_n, "tile_k": 64, "stages": stages,
+        "cluster_m": cluster[0], "cluster_n": cluster[1], "epi_n": 32,
+    }  # fmt: skip
+    launch = {name: more.pop(name) for name in LAUNCHES if name in more}
+    return Candidate.make("cute_sm90", params | more, launch)
+
+
+def all_tiles() -> list[Candidate]:
+    return [
+        tile(tile_m, tile_n, schedule, cluster)
+        for schedule, tiles in TILES.items()
+        for tile_m, columns in tiles.items()
+        for tile_n in columns
+        for cluster in ((1, 1), (2, 1), (1, 2))
+    ]
+
+
+def test_recall_of_a_rivals_best_tiles(h200: Device) -> None:
+    """The best measured tiles of 15 shapes are among the model's first 16 of 141, and 3 of 4 in its first 8.
+
+    In-sample: the constants were chosen on these shapes. A change that loses a tile should say why.
+    """
+    candidates = all_tiles()
+    assert len(candidates) == 141
+    places = []
+    for entry in tomllib.loads(ANCHORS.read_text())["shapes"]:
+        ranking = model.rank_kernels(Problem.parse(entry["shape"]), candidates, LAUNCHES, h200)
+        names = ("schedule", "tile_m", "tile_n", "cluster_m", "cluster_n")
+        order = [[p.candidate[name] for name in names] for p in ranking]
+        places += [order.index(best[:5]) + 1 for best in entry["best"]]
+    assert len(places) == 52
+    assert sum(place <= 32 for place in places) == len(places)
+    assert sum(place <= 16 for place in places) / len(places) > 0.95
+    assert sum(place <= 8 for place in places) / len(places) > 0.75
+
+
+def test_waves_decide_on_a_tail(h200: Device) -> None:
+    # 2112 = 12 x 176: 384 tiles are 2.91 waves; 192 columns make 352, also 3 waves but of larger tiles.
+    problem = Problem.parse("4096x2112x7168")
+    exact = model.predict(problem, tile(128, 176), h200)
+    wide = model.predict(problem, tile(128, 192), h200)
+    assert (exact.tiles, exact.waves) == (384, 3)
+    assert (wide.tiles, wide.waves) == (352, 3)
+    assert exact.total_us < wide.total_us
+    assert exact.wave_efficiency == pytest.approx(384 / (3 * 132))
+
+
+def test_narrow_tiles_are_bound_by_shared_memory(h200: Device) -> None:
+    """Compute rates relative to N=256 follow the published efficiencies of WGMMA within 10 points."""
+    problem = Problem.parse("8192x8192x8192")
+
+    def rate(tile_n: int) -> float:
+        p = model.predict(problem, tile(256, tile_n, "cooperative"), h200)
+        return tile_n / (p.compute_us / p.waves)
+
+    assert rate(16) / rate(256) == pytest.approx(0.38 / 0.96, abs=0.1)
+    assert rate(32) / rate(256) == pytest.approx(0.63 / 0.96, abs=0.1)
+    assert rate(128) / rate(256) > 0.9
+
+
+def test_pingpong_hides_the_epilogue_at_small_k(h200: Device) -> None:
+    problem = Problem.parse("8448x9216x256")
+    pingpong = model.predict(problem, tile(128, 128, "pingpong"), h200)
+    cooperative = model.predict(problem, tile(128, 128, "cooperative"), h200)
+    assert pingpong.epilogue_us < cooperative.epilogue_us / 10
+    assert pingpong.total_us < cooperative.total_us
+
+
+def test_multicast_divides_l2_reads(h200: Device) -> None:
+    problem = Problem.parse("256x4096x4096")
+    alone = model.predict(problem, tile(128, 64), h200)
+    pair = model.predict(problem, tile(128, 64, cluster=(2, 1)), h200)
+    # A (128 rows) is read as before, B (64 columns) once per pair: (128 + 32) / (128 + 64).
+    assert pair.l2_us / alone.l2_us == pytest.approx(160 / 192, rel=0.01)
+    assert pair.total_us < alone.total_us
+
+
+def test_a_shallow_ring_costs(h200: Device) -> None:
+    problem = Problem.parse("4096x4096x4096")
+    times = [model.predict_us(problem, tile(64, 128, stages=stages), h200) for stages in (2, 4, 8)]
+    assert times == sorted(times, reverse=True) and times[0] > 1.5 * times[2]
+
+
+def test_swizzle_saves_dram_where_operands_pass_l2(h200: Device) -> None:
+    def dram(shape: str, swizzle: int) -> float:
+        candidate = tile(128, 128, raster_order="along_m", swizzle_size=swizzle, ctas="all")
+        return model.predict(Problem.parse(shape), candidate, h200).dram_us
+
+    assert dram("16384x16384x8192", 8) < dram("16384x16384x8192", 1)
+    assert dram("2048x2048x2048", 8) == dram("2048x2048x2048", 1)
+
+
+def test_dram_is_never_below_the_problems_bytes(h200: Device) -> None:
+    for shape in ("8192x8192x8192", "16x8192x3584", "4096x128x65536x3"):
+        problem = Problem.parse(shape)
+        floor_us = problem.bytes / (h200.bandwidth_gbps * 1e3)
+        assert all(p.dram_us >= floor_us for p in model.rank(problem, all_tiles(), h200))
+
+
+def test_clusters_live_in_gpcs() -> None:
+    assert [even_cut(132, size) for size in (1, 2, 4, 8)] == [132, 66, 32, 16]
+    assert even_cut(114, 4) == 25  # 1 x 16 + 7 x 14 SMs
+
+
+def test_balanced_grids_keep_their_waves(h200: Device) -> None:
+    problem = Problem.parse("8192x8192x8192")
+    everything = model.predict(problem, tile(128, 256, "cooperative", ctas="all"), h200)
+    balanced = model.predict(problem, tile(128, 256, "cooperative", ctas="balanced"), h200)
+    assert (everything.ctas, balanced.ctas) == (132, 128)
+    assert everything.waves == balanced.waves == 16
+    assert not model.is_redundant_launch(problem, balanced.candidate, h200)
+    one_wave = tile(128, 192, "cooperative", ctas="balanced")
+    assert model.is_redundant_launch(Problem.parse("512x6144x4096"), one_wave, h200)
+
+
+def test_best_launch_is_the_best_of_the_grid(h200: Device) -> None:
+    problem = Problem.parse("8192x28672x8192")
+    kernels = [tile(128, 192), tile(128, 192, cluster=(2, 1)), tile(128, 192, stages=3)]
+    for prediction in model.rank_kernels(problem, kernels, LAUNCHES, h200):
+        grid = [
+            prediction.candidate.kernel.with_launch(**dict(zip(LAUNCHES, values, strict=True)))
+            for values in itertools.product(*LAUNCHES.values())
+        ]
+        assert prediction.total_us == min(model.predict_us(problem, launch, h200) for launch in grid)
+
+
+def test_prints_on_one_line_and_says_it_is_a_model(h200: Device) -> None:
+    line = str(model.predict(Problem.parse("4096x4096x4096"), tile(128, 128), h200))
+    assert "\n" not in line and "by model" in line and "8 waves" in line
+
+
+def test_a_library_algorithm_has_no_prediction(h200: Device) -> None:
+    with pytest.raises(SpaceError, match=r"cublaslt.*no tile_m"):
+        model.predict(Problem.parse("64x64x64"), Candidate.make("cublaslt", {"algo": 3}), h200)
+
+
+def test_ranks_thousands_in_a_second(h200: Device) -> None:
+    candidates = [
+        tile(tile_m, tile_n, schedule, (cluster_m, cluster_n), stages=stages)
+        for schedule in ("pingpong", "cooperative")
+        for tile_m in (64, 128, 192, 256)
+        for tile_n in range(16, 257, 16)
+        for cluster_m, cluster_n in ((1, 1), (2, 1), (1, 2), (2, 2))
+        for stages in range(2, 12)
+    ]
+    assert len(candidates) == 5120
+    problem = Problem.parse("4096x4096x4096")
+    seconds = []
+    for _ in range(3):  # the least, of this thread: a busy machine once took 1.05 s for what else takes 0.15
+        began = time.thread_time()
+        model.rank_kernels(problem, candidates, LAUNCHES, h200)
+        seconds.append(time.thread_time() - began)
+    assert min(seconds) < 1.0
+
+
+def test_cutting_k_pays_where_waves_are_badly_filled(h200: Device) -> None:
+    """Stream-K for a wave and a little, a second kernel for many parts, neither where tiles fill waves."""
+    launches = LAUNCHES | {"split_k": (1, 2, 4, 8), "reduction": ("pairs", "second_kernel")}
+
+    def best(shape: str) -> Candidate:
+        problem = Problem.parse(shape)
+        kernels = [tile(128, 128, tile_scheduler=scheduler) for scheduler in ("static", "stream_k")]
+        kernels = [kernel for kernel in kernels if FAMILY.check(problem, kernel, h200)]
+        return model.rank_kernels(
+            problem, kernels, launches, h200, lambda launch: bool(FAMILY.check(problem, launch, h200))
+        )[0].candidate
+
+    assert best("1536x1536x8192")["tile_scheduler"] == "stream_k"  # 144 tiles
+    assert best("512x512x65536")["reduction"] == "second_kernel"  # 16 tiles
+    whole = best("1536x2816x4096")  # 132 tiles x 2
+    assert (whole["tile_scheduler"], whole["split_k"]) == ("static", 1)
+
+
+def test_what_a_kernel_is_alone_is_told_better_than_by_its_ratio_at_shared_clocks() -> None:
+    """On the kernels of products at the power cap of an H200 that were timed both ways."""
+    path = ROOT / "benchmarks" / "results" / "h200" / "turns-2026-11-22.json"
+    products: dict[tuple[Any, ...], list[tuple[float, float, float]]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        named = re.match(r"(co|pp)(\d+)x(\d+)x\d+S? s\d+ c(\d)x(\d) ", row["label"])
+        if named is None or row["m"] <= 256:
+            continue
+        schedule = {"co": "cooperative", "pp": "pingpong"}[named[1]]
+        names = ("tile_m", "tile_n", "cluster_m", "cluster_n")
+        kernel = Candidate.make(
+            "cute_sm90", {"schedule": schedule, **dict(zip(names, map(int, named.groups()[1:]), strict=True))}
+        )
+        expected = model.ratio_alone(kernel, row["ratio_shared"])
+        key = tuple(row[name] for name in ("m", "n", "k", "layout"))
+        products.setdefault(key, []).append((row["ratio"], row["ratio_shared"], expected))
+    assert len(products) >= 20
+
+    def left(column: int) -> float:
+        """Root mean square of what remains, in log, of products' own means."""
+        rest = []
+        for rows in products.values():
+            logs = [math.log(row[0] / row[column]) for row in rows]
+            rest += [value - statistics.mean(logs) for value in logs]
+        return math.sqrt(statistics.mean(value**2 for value in rest))
+
+    assert left(2) < 0.024 < 0.058 < left(1)
+
+
+def test_thrifty_kernels_are_large_and_several(h200: Device) -> None:
+    problem = Problem.parse("4096x14336x4096")
+    ranked = model.rank(problem, all_tiles(), h200)
+    chosen = model.thrifty(ranked, 10)
+    assert len(chosen) == 10
+    tiles = Counter((c["schedule"], c["tile_m"], c["tile_n"]) for c in chosen)
+    assert max(tiles.values()) <= 2
+    assert all(c["tile_m"] * c["tile_n"] >= 128 * 128 for c in chosen)
+    waiting = model.rank(Problem.parse("16x4096x4096"), all_tiles(), h200)
+    assert waiting[0].bound == "dram" and model.thrifty(waiting, 10) == []
+    assert model.thrifty([], 10) == []
+
+
+def test_no_ratio_alone_without_a_tile() -> None:
+    with pytest.raises(SpaceError, match="tile"):
+        model.ratio_alone(TORCH_MM, 1.0)

@@ -1,0 +1,88 @@
+"""Near hits, an SM budget and the energy meter on a GPU: one compiled kernel serves every m."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.serve.test_neighbours import Row, kernel
+from tunegemm.describe.problem import Problem
+from tunegemm.measure.outcome import Measurement
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.online import OnlineTuning
+from tunegemm.serve.policies import FASTEST, Policy
+from tunegemm.serve.snapshot import Snapshot
+from tunegemm.store import Database
+from tunegemm.tuning.tuner import Tuner, open_device
+
+pytestmark = pytest.mark.gpu
+
+N, K = 1024, 2048
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    """Records of two m whose kernel is compiled; their ratios are planted, so that they vouch."""
+    device = open_device("cuda:0")
+    with Tuner(device) as tuner:
+        assert any(
+            isinstance(one, Measurement) and one.candidate == kernel()
+            for one in tuner.race(Problem(64, N, K), [kernel()]).outcomes
+        )
+    return [Row(Problem(m, N, K), device.fingerprint, kernel(), 1.5) for m in (64, 256)]
+
+
+def operands(m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    a = torch.randn(m, K, dtype=torch.bfloat16, device="cuda")
+    return a, torch.randn(N, K, dtype=torch.bfloat16, device="cuda").t()
+
+
+@pytest.mark.parametrize("policy", [FASTEST, Policy("no_workspace"), Policy(max_sms=16), Policy(max_sms=1)])
+def test_one_kernel_serves_every_m(rows: list[Row], policy: Policy) -> None:
+    dispatcher = Dispatcher(read=lambda: Snapshot(rows))
+    dispatcher.use(policy)
+    for m in range(65, 256, 10):
+        a, b = operands(m)
+        result = dispatcher.matmul(a, b)
+        torch.testing.assert_close(result, torch.matmul(a, b), rtol=2e-2, atol=1.0)
+        plans = dispatcher._state.plans.values()
+    assert len(plans) == 20 and None not in plans, "all are near hits"
+
+
+def test_near_plans_are_not_made_during_capture(rows: list[Row]) -> None:
+    dispatcher, graph = Dispatcher(read=lambda: Snapshot(rows)), torch.cuda.CUDAGraph()
+    a, b = operands(100)
+    torch.matmul(a, b)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        result = dispatcher.matmul(a, b)
+    graph.replay()
+    torch.testing.assert_close(result, torch.matmul(a, b))
+    assert not dispatcher._state.plans
+
+
+def test_energy_of_the_finalists_is_stored(tmp_path) -> None:
+    problem = Problem(1024, 1024, 1024)
+    with Database.open(tmp_path / "tuning.sqlite") as database:
+        device = open_device("cuda:0")
+        with Tuner(device, database, energy=True) as tuner:
+            tuner.race(problem, [kernel(128, 128)])
+        found = [
+            entry.measurement.evidence.get("energy_mj")
+            for entry in database.entries(problem)
+            if entry.policy != "screen"
+        ]
+    metered = [energy for energy in found if energy is not None]  # of those that stayed to the last round
+    assert metered and all(0.3 < energy < 50 for energy in metered)  # 5 to 50 us at 100 to 700 W
+
+
+def test_online_tunes_on_the_first_call(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TUNEGEMM_MODE", "online")
+    monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "tuning.sqlite"))
+    Database.open(tmp_path / "tuning.sqlite").close()
+    dispatcher = Dispatcher(online=OnlineTuning())
+    a, b = operands(96)
+    for _ in range(2):
+        torch.testing.assert_close(dispatcher.matmul(a, b), torch.matmul(a, b), rtol=2e-2, atol=1.0)
+    with Database.open(tmp_path / "tuning.sqlite") as database:
+        assert [record.problem for record in database.records()] == [Problem(96, N, K)]

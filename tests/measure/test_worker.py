@@ -1,0 +1,270 @@
+"""The worker with real processes on CPU tensors: attribution, respawn, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import until
+from tunegemm.describe.device import find_device
+from tunegemm.describe.epilogue import Epilogue, where
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import DeviceError, MeasureError
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.measure import Job, MeasureWorker, Policy
+from tunegemm.measure.outcome import Failure, Measurement
+
+BACKEND = "tests.support.planted.cpu_backend:CpuBackend"
+PROBLEM = Problem(256, 192, 64)
+QUICK = Policy(rounds=4, min_replay_ms=0.05, race_after=4, race_margin=0.5)
+
+
+@Epilogue.custom
+def kept(acc):  # type: ignore[no-untyped-def]
+    return where(acc < 1e9, acc, 0.0)
+
+
+def planted(what: str) -> Job:
+    return Job(Candidate.make("planted", {"what": what}))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[MeasureWorker]:
+    """One for all tests: a worker outlives what its candidates do."""
+    with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=BACKEND) as worker:
+        yield worker
+
+
+@pytest.fixture
+def worker(shared: MeasureWorker) -> MeasureWorker:
+    return shared
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return state != "Z"
+
+
+def test_energy_is_metered_where_it_is_asked_for(worker: MeasureWorker) -> None:
+    """The planted chip draws 10 W: the energy of a product is 10 mJ for each millisecond of it."""
+    jobs = [planted("good"), planted("slow"), planted("wrong")]
+    policy = replace(QUICK, energy_ms=100.0, race_margin=1e3)
+    good, slow = [
+        outcome for outcome in worker.measure(PROBLEM, jobs, policy) if isinstance(outcome, Measurement)
+    ]
+    assert slow.evidence["energy_mj"] == pytest.approx(10 * slow.median_us * 1e-3, rel=0.5)
+    assert 0 < good.evidence["energy_mj"] < slow.evidence["energy_mj"]
+    (plain,) = worker.measure(PROBLEM, [planted("good")], QUICK)
+    assert isinstance(plain, Measurement) and "energy_mj" not in plain.evidence
+
+
+def test_measures_correct_candidates_and_names_each_failure(worker: MeasureWorker) -> None:
+    whats = [
+        "good",
+        "wrong",
+        "unwritten",
+        "one-element",
+        "outside",
+        "stale-pointers",
+        "load-error",
+        "launch-error",
+    ]
+    jobs = [planted(what) for what in whats] + [Job(TORCH_MM)]
+    outcomes = {o.candidate: o for o in worker.measure(PROBLEM, jobs, QUICK)}
+    assert set(outcomes) == {job.candidate for job in jobs}
+    first_pid = worker.pid
+
+    failures = {what: outcomes[planted(what).candidate] for what in whats[1:]}
+    stages = {what: failure.stage for what, failure in failures.items() if isinstance(failure, Failure)}
+    assert stages == {
+        "wrong": "wrong", "unwritten": "wrong", "one-element": "wrong", "outside": "wrong",
+        "stale-pointers": "wrong", "load-error": "load", "launch-error": "launch",
+    }  # fmt: skip
+    assert "relative error" in failures["wrong"].reason
+    assert "NaN" in failures["unwritten"].reason
+    assert "one element" in failures["one-element"].reason
+    assert "outside" in failures["outside"].reason
+    assert failures["stale-pointers"].reason.startswith("in a graph: output has NaN")
+    assert failures["load-error"].reason == "object is damaged"
+
+    for candidate in (planted("good").candidate, TORCH_MM):
+        measured = outcomes[candidate]
+        assert isinstance(measured, Measurement)
+        assert len(measured.samples_us) == len(measured.baseline_us) == QUICK.rounds
+        assert 1e-4 < measured.relative_error < 8e-3
+        assert measured.noise >= 0
+        assert measured.evidence["operand_sets"] > 1
+        assert measured.evidence["rounds"] == QUICK.rounds
+    assert worker.pid == first_pid, "no failure here needs a new process"
+
+
+def test_each_killer_fails_alone_and_the_rest_is_measured(worker: MeasureWorker) -> None:
+    killers = {
+        "abort": ("crash", "signal 6"),
+        "illegal-address": ("crash", "signal 11"),
+        "load-abort": ("crash", "signal 6"),
+        "not-capturable": ("launch", "cannot be captured in a graph: operation not permitted"),
+        "hang": ("timeout", "no answer within"),
+        "hang-in-rounds": ("timeout", "no answer within"),
+        "type-error": ("crash", "TypeError: a bug in a launcher"),
+    }
+    jobs = [planted("good"), *map(planted, killers), Job(TORCH_MM)]
+    outcomes = [*worker.measure(PROBLEM, jobs, QUICK)]
+    assert len(outcomes) == len(jobs)
+    found = {o.candidate["what"]: o for o in outcomes if isinstance(o, Failure)}
+    assert set(found) == set(killers)
+    for what, (stage, reason) in killers.items():
+        assert found[what].stage == stage, found[what]
+        assert reason in found[what].reason
+        assert "\n" not in found[what].reason
+    measured = {o.candidate for o in outcomes if isinstance(o, Measurement)}
+    assert measured == {planted("good").candidate, TORCH_MM}
+    good = next(o for o in outcomes if isinstance(o, Measurement))
+    assert good.evidence["interleaved"] == 2
+
+
+def test_a_users_epilogue_is_known_to_the_child(worker: MeasureWorker) -> None:
+    worker.close()  # a new child, which has seen nothing
+    problem = replace(PROBLEM, epilogue=str(kept))
+    (outcome,) = worker.measure(problem, [planted("good")], QUICK)
+    assert isinstance(outcome, Measurement)
+
+
+def test_slow_candidates_drop_out_with_the_samples_they_have(worker: MeasureWorker) -> None:
+    policy = Policy(rounds=8, min_replay_ms=0.05, race_after=2, race_margin=0.5)
+    outcomes = {o.candidate: o for o in worker.measure(PROBLEM, [planted("good"), planted("slow")], policy)}
+    slow = outcomes[planted("slow").candidate]
+    assert isinstance(slow, Measurement)
+    assert 2 <= len(slow.samples_us) == len(slow.baseline_us) <= 4
+    assert slow.ratio < 0.5
+
+
+def test_a_replay_has_as_many_products_as_the_baselines(worker: MeasureWorker) -> None:
+    """A launch that took the host long once made them fewer, and each bore more of a replay's beginning."""
+    policy = Policy(rounds=2, min_replay_ms=5, race_after=2, race_margin=9.0)
+    jobs = [planted("good"), planted("slow-to-launch"), planted("slow")]
+    for _ in range(4):  # beside other work on the core a replay may be slow indeed
+        outcomes = worker.measure(Problem(256, 192, 640), jobs, policy)
+        products = [o.evidence["products_per_replay"] for o in outcomes if isinstance(o, Measurement)]
+        if len(products) == 3 and products[0] == products[1] > products[2]:
+            return
+    pytest.fail(f"{products} products of the good one, of one that is slow to launch, and of a slow one")
+
+
+def test_the_device_works_before_it_is_timed(worker: MeasureWorker) -> None:
+    [_] = worker.measure(PROBLEM, [planted("good")], QUICK)  # operands and references are made
+    began = time.monotonic()
+    [settled] = worker.measure(PROBLEM, [planted("good")], replace(QUICK, settle_ms=400))
+    assert time.monotonic() - began >= 0.4
+    assert isinstance(settled, Measurement) and settled.evidence["settle_ms"] == 400
+
+
+def test_a_chip_that_lowers_its_clocks_gets_long_turns() -> None:
+    policy = replace(QUICK, turn_ms=20.0, turns=3)
+    backend = "tests.support.planted.cpu_backend:ThrottledBackend"
+    with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=backend) as throttled:
+        outcomes = [*throttled.measure(PROBLEM, [planted("good"), Job(TORCH_MM)], policy)]
+        plain = [*throttled.measure(PROBLEM, [planted("good")], QUICK)]
+    for outcome in outcomes:
+        assert isinstance(outcome, Measurement)
+        assert outcome.evidence["turn_ms"] == 20.0
+        assert outcome.evidence["rounds"] == len(outcome.samples_us) == 3
+    assert [o.evidence["turn_ms"] for o in plain if isinstance(o, Measurement)] == [0.0], (
+        "none were asked for"
+    )
+
+
+def test_a_cap_that_was_other_works_is_forgotten() -> None:
+    backend = "tests.support.planted.cpu_backend:RecoveringBackend"
+    with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=backend) as recovering:
+        (outcome,) = recovering.measure(PROBLEM, [planted("good")], replace(QUICK, turn_ms=20.0, turns=3))
+    assert isinstance(outcome, Measurement) and outcome.evidence["turn_ms"] == 0.0
+    assert outcome.evidence["throttle_reasons_before"] == []
+
+
+def test_a_chip_that_holds_its_clocks_gets_none(worker: MeasureWorker) -> None:
+    (outcome,) = worker.measure(PROBLEM, [planted("good")], replace(QUICK, turn_ms=20.0, turns=3))
+    assert isinstance(outcome, Measurement) and outcome.evidence["turn_ms"] == 0.0
+    assert len(outcome.samples_us) == QUICK.rounds
+
+
+def test_jobs_beyond_one_interleave_form_another(worker: MeasureWorker) -> None:
+    policy = Policy(rounds=2, min_replay_ms=0.05, race_after=2, race_margin=9.0, interleave=2)
+    jobs = [planted(f"good-{i}") for i in range(5)]
+    outcomes = [*worker.measure(PROBLEM, jobs, policy)]
+    assert [o.candidate for o in outcomes] == [job.candidate for job in jobs]
+    assert [o.evidence["interleaved"] for o in outcomes if isinstance(o, Measurement)] == [2, 2, 2, 2, 1]
+
+
+def test_an_abandoned_request_does_not_leak_into_the_next(worker: MeasureWorker) -> None:
+    stream = worker.measure(PROBLEM, [planted("wrong"), planted("good")], QUICK)
+    assert isinstance(next(stream), Failure)
+    stream.close()
+    assert worker.pid is None
+    (outcome,) = worker.measure(Problem(32, 48, 64), [planted("good")], QUICK)
+    assert isinstance(outcome, Measurement)
+
+
+def test_discover_names_torch_mm_where_no_library_can_be_asked(worker: MeasureWorker) -> None:
+    assert worker.discover(PROBLEM) == [TORCH_MM]
+
+
+def test_a_device_that_cannot_be_used_is_one_error() -> None:
+    device = find_device("model:h200")
+    with pytest.raises(DeviceError, match=r"model:h200.*cuda:N"):
+        MeasureWorker(device)
+    with (
+        MeasureWorker(device, backend="tests.support.planted.cpu_backend:BrokenBackend") as worker,
+        pytest.raises(MeasureError, match="model:h200: no CUDA-capable device"),
+    ):
+        [*worker.measure(PROBLEM, [planted("good")], QUICK)]
+
+
+def test_close_ends_the_child(worker: MeasureWorker) -> None:
+    worker.discover(PROBLEM)
+    pid = worker.pid
+    assert pid is not None and alive(pid)
+    worker.close()
+    assert not alive(pid)
+
+
+PARENT = """
+from tests.measure.test_worker import *
+with MeasureWorker(find_device("model:h200"), timeout_s=300, backend=BACKEND) as worker:
+    [*worker.measure(PROBLEM, [planted("hang")], QUICK)]
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_child_outlives_its_parent(how: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C, and a killed parent, while a kernel hangs."""
+    pid_file = tmp_path / "pid"
+    environment = os.environ | {"PLANTED_PID_FILE": str(pid_file), "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        env=environment,
+        stderr=subprocess.PIPE,
+        # A shell's background job, as a CI run may be, ignores SIGINT and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    until(pid_file.with_suffix(".hangs").exists)
+    child = int(pid_file.read_text())
+    assert alive(child)
+    parent.send_signal(how)
+    _, errors = parent.communicate(timeout=20)
+    until(lambda: not alive(child), seconds=10)
+    if how == signal.SIGINT:
+        assert b"KeyboardInterrupt" in errors

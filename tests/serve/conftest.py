@@ -1,0 +1,45 @@
+"""Dispatchers that serve CPU tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.serving import ByAddress, Kernel, Row
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.snapshot import Snapshot
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return find_device("model:h200")
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return Kernel()
+
+
+@pytest.fixture
+def serve(device, kernel):
+    """A dispatcher on CPU tensors whose database holds the given problems."""
+
+    def make(*problems: Problem, prepared: Prepared | None = None) -> Dispatcher:
+        rows = [Row(problem, device.fingerprint) for problem in problems]
+        return Dispatcher(
+            device_type="cpu",
+            read=lambda: Snapshot(rows),
+            find=lambda spec: device,
+            prepare=lambda record, device: prepared or Prepared(kernel, tma=True),
+        )
+
+    return make
+
+
+@pytest.fixture
+def by_address(serve):
+    """A kernel of addresses and a dispatcher that serves it for 32x48x64."""
+    kernel = ByAddress(Problem(32, 48, 64))
+    return kernel, serve(kernel.problem, prepared=Prepared(kernel.launcher, tma=True))

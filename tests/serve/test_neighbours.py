@@ -1,0 +1,269 @@
+"""Near hits: who vouches for a kernel, and how much. Records and the model are those of a real H200."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from benchmarks import near as benchmark
+from tunegemm.describe.device import Device, Fingerprint, kernel_source_hash
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate import families
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.measure.outcome import Measurement
+from tunegemm.measure.replay import open_replay
+from tunegemm.serve import neighbours
+from tunegemm.serve.neighbours import neighbourhood
+from tunegemm.serve.policies import Policy
+from tunegemm.serve.selection import select
+from tunegemm.serve.snapshot import Snapshot
+from tunegemm.store import Database
+from tunegemm.store.shipped import read_shipped
+
+SQUARE = (4096, 4096)
+
+
+@dataclass(frozen=True)
+class Row:
+    problem: Problem
+    fingerprint: Fingerprint
+    candidate: Candidate
+    ratio: float = 1.2
+    kernel_source: str = kernel_source_hash("cute_sm90")
+    layer: str = ""
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return open_replay("h200").device
+
+
+def kernel(tile_m: int = 64, tile_n: int = 64, **changes: Any) -> Candidate:
+    """A kernel of the shipped space; with swap_ab the tile's columns lie along m."""
+    compiled = {"schedule": "pingpong", "tile_m": tile_m, "tile_n": tile_n, "tile_k": 64, "stages": 4,
+                "cluster_m": 1, "cluster_n": 1, "swap_ab": False}  # fmt: skip
+    compiled["epi_n"] = 16 if tile_n % 32 else 32
+    launched = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "l2_hint": "none"}
+    return Candidate.make(
+        "cute_sm90",
+        {name: changes.get(name, value) for name, value in compiled.items()},
+        {name: changes.get(name, value) for name, value in launched.items()},
+    )
+
+
+#: Of a family whose tiles hang over the edge.
+OTHER = replace(kernel(), family="gluon_wgmma")
+
+
+@pytest.fixture
+def rows(device):
+    """Records of one n and k, as (m, ratio, candidate)."""
+
+    def make(n: int = 4096, k: int = 4096) -> Any:
+        def of(*found: tuple[int, float, Candidate]) -> Snapshot:
+            return Snapshot(
+                Row(Problem(m, n, k), device.fingerprint, one, ratio, kernel_source_hash(one.family))
+                for m, ratio, one in found
+            )
+
+        return of
+
+    return make
+
+
+def test_both_sides_must_have_won_by_the_margin(rows, device):
+    """64 and 128 are one doubling apart: 3 % are asked for, on either side."""
+    problem = Problem(127, *SQUARE)
+    for below, above, outcome in (
+        (1.2, 1.1, "near"),
+        (1.2, 1.031, "near"),
+        (1.2, 1.029, "miss"),
+        (1.02, 1.2, "miss"),
+    ):
+        snapshot = rows()((64, below, kernel()), (128, above, kernel()))
+        found = select(snapshot, problem, device)
+        assert found.outcome == outcome
+        if outcome == "near":
+            assert found.options[0].ratio <= min(below, above)  # never more than both have shown
+            assert found.options[0].problem == problem
+        else:
+            assert "1.03 asked for" in found.why and not found.advises_tuning
+
+
+def test_the_margin_grows_with_the_gap_and_wide_gaps_are_silent(rows, device):
+    problem = Problem(120, *SQUARE)
+    margins = [
+        neighbourhood(rows()((low, 1.2, kernel()), (high, 1.2, kernel())), problem, device).options[0].margin
+        for low, high in ((64, 128), (32, 128), (32, 256))
+    ]
+    assert margins == pytest.approx([0.03, 0.04, 0.05])
+    wide = neighbourhood(rows()((32, 1.2, kernel()), (512, 1.2, kernel())), problem, device)
+    assert wide.refusal == "no recorded shape is near enough"
+
+
+def test_one_side_reaches_a_factor_of_2(rows, device):
+    snapshot = rows()((64, 1.2, kernel(64, 16, swap_ab=True)))
+    for m, outcome in ((31, "miss"), (32, "near"), (63, "near"), (128, "miss"), (129, "miss")):
+        assert select(snapshot, Problem(m, *SQUARE), device).outcome == outcome, m
+    assert select(snapshot, Problem(31, *SQUARE), device).advises_tuning
+
+
+@pytest.mark.parametrize(
+    ("witness", "problem", "said"),
+    [
+        ((16, kernel(64, 16, swap_ab=True)), 15, ""),
+        ((16, kernel(64, 16, swap_ab=True)), 17, "2 tiles of 16 rows here, 1 there"),
+        ((128, kernel()), 112, ""),
+        ((128, kernel()), 111, ""),  # the last tile begins inside
+        ((128, kernel()), 65, ""),
+        ((128, kernel(128, 64)), 112, ""),
+        ((128, kernel(128, 64)), 111, "17 rows of its tiles lie beyond the edge, 0 there"),
+        ((128, OTHER), 111, "17 rows of its tiles lie beyond the edge, 0 there"),
+        ((100, kernel()), 100, ""),
+        ((2048, kernel(128, 256, schedule="cooperative", stages=3)), 1990, ""),
+    ],
+)
+def test_tiles_are_like_those_of_the_witness(device, witness, problem, said):
+    """Where a kernel gained nothing: benchmarks/results/h200/decode-first-rule-2026-11-21.json."""
+    m, one = witness
+    shapes = Problem(problem, *SQUARE), Problem(m, *SQUARE)
+    assert neighbours._tiles_differ(*shapes, one) == said
+
+
+def test_where_a_matrix_may_be_the_output_tiles_hang_over_the_edge():
+    there, here = (Problem(m, *SQUARE, epilogue="residual") for m in (128, 65))
+    assert "63 rows" in neighbours._tiles_differ(here, there, kernel())
+
+
+def test_where_the_library_won_torch_computes(rows, device):
+    snapshot = rows()((64, 1.2, kernel()), (128, 1.3, TORCH_MM))
+    found = select(snapshot, Problem(96, *SQUARE), device)
+    assert found.outcome == "miss" and "library's kernel won at 128x4096x4096" in found.why
+
+
+def test_a_tile_that_wastes_a_wave_is_refused(rows, device):
+    """128 tiles of 128x256 are one wave at 1024 rows; 1064 rows make 144, and smaller tiles waste less."""
+    large = kernel(128, 256, schedule="cooperative", stages=3)
+    snapshot = rows()((1024, 1.2, large), (2048, 1.2, large))
+    assert select(snapshot, Problem(2016, *SQUARE), device).outcome == "near"
+    found = neighbourhood(snapshot, Problem(1064, *SQUARE), device)
+    assert not found.options and "9 tiles of 128 rows here, 8 there" in found.refusal
+
+
+def test_a_row_of_one_is_neither_served_nor_heard(rows, device):
+    assert select(rows()((2, 1.3, kernel())), Problem(1, *SQUARE), device).outcome == "miss"
+    assert select(rows()((1, 1.3, kernel())), Problem(2, *SQUARE), device).outcome == "miss"
+
+
+def test_launch_parameters_are_legal_at_the_new_extent(rows, device):
+    """A split of k that 192 tiles leave room for is refused where there are twice as many."""
+    split = kernel(64, 64, split_k=2)
+    snapshot = rows()((64, 1.3, split), (256, 1.3, split))
+    assert families.get("cute_sm90").check(Problem(64, *SQUARE), split, device)
+    found = neighbourhood(snapshot, Problem(192, *SQUARE), device)
+    assert not found.options and "split_k 2 x 192 tiles" in found.refusal
+    swapped = kernel(64, 16, swap_ab=True)
+    found = neighbourhood(rows()((128, 1.3, swapped), (192, 1.3, kernel())), Problem(184, *SQUARE), device)
+    assert [option.origin.problem.m for option in found.options] == [192]  # swap_ab ends at 128 rows
+
+
+def test_the_l2_hint_is_that_of_the_new_extent(rows, device):
+    """With one row of tiles no block shares its columns of B; with two they do."""
+    hinted = kernel(64, 128, l2_hint="b_first")
+    snapshot = rows()((64, 1.4, hinted), (128, 1.4, hinted))
+    for m, hint in ((56, "b_first"), (120, "none")):
+        (record, *_) = select(snapshot, Problem(m, *SQUARE), device).options
+        assert record.candidate["l2_hint"] == hint
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"n": 8192}, {"k": 8192}, {"batch": 2}, {"in_dtype": "fp16", "out_dtype": "fp16"}, {"out_dtype": "fp32"},
+     {"a_major": "m"}, {"b_major": "n"}, {"out_major": "m"}, {"alignment": 8}],
+)  # fmt: skip
+def test_neighbours_differ_in_m_alone(rows, device, changes):
+    snapshot = rows()((64, 1.2, kernel()), (128, 1.2, kernel()))
+    assert select(snapshot, replace(Problem(96, *SQUARE), **changes), device).outcome == "miss"
+
+
+def test_other_n_and_k_vouch_when_three_of_them_won_by_far(device):
+    """k = 256 is where torch is weak; the recorded winner there had 1.4."""
+    winner = kernel(128, 192, cluster_m=2, ctas="all")
+
+    def snapshot(*ratios: float) -> Snapshot:
+        shapes = ((8448, 9216, 256), (8448, 8192, 256), (8192, 9216, 320))
+        return Snapshot(
+            Row(Problem(*shape), device.fingerprint, winner, ratio)
+            for shape, ratio in zip(shapes, ratios, strict=False)
+        )
+
+    problem = Problem(8448, 8704, 256)
+    assert select(snapshot(1.4, 1.4, 1.4), problem, device).outcome == "near"
+    assert select(snapshot(1.4, 1.4, 1.1), problem, device).outcome == "miss"
+    assert select(snapshot(1.4, 1.4), problem, device).outcome == "miss"
+    assert select(snapshot(1.4, 1.4, 1.4), Problem(8448, 8704, 4096), device).outcome == "miss"
+
+
+def test_records_that_are_not_valid_here_are_no_witnesses(rows, device):
+    stale = Row(Problem(64, *SQUARE), replace(device.fingerprint, torch="2.1.0"), kernel())
+    older = Row(Problem(128, *SQUARE), device.fingerprint, kernel(), kernel_source="0" * 16)
+    assert select(Snapshot([stale, older]), Problem(96, *SQUARE), device).outcome == "miss"
+
+
+def test_a_damaged_record_is_a_miss(rows, device):
+    for damaged in (Candidate.make("cute_sm90", {"tile_m": 128}), Candidate.make("gone", {"tile_m": 64})):
+        snapshot = rows()((64, 1.2, damaged), (128, 1.2, damaged))
+        assert select(snapshot, Problem(96, *SQUARE), device).outcome == "miss"
+
+
+def test_policies_hold_for_near_hits(rows, device):
+    split = kernel(64, 64, split_k=2)
+    snapshot, problem = rows()((32, 1.3, split), (64, 1.3, split)), Problem(56, *SQUARE)
+    assert select(snapshot, problem, device).outcome == "near"
+    assert "workspace" in select(snapshot, problem, device, policy=Policy("no_workspace")).why
+
+
+def test_databases_and_shipped_records_are_one_neighbourhood(tmp_path, device):
+    """The narrow rows that dispatch reads of a real database answer as records do."""
+    real = replace(device, spec="cuda:0")
+    problem, samples, baseline = Problem(64, *SQUARE), (10.0, 10.1, 10.2), (12.0, 12.1, 12.2)
+    with Database.open(tmp_path / "tuning.sqlite") as database:
+        database.settle(problem, real, Measurement(kernel(), samples, baseline, 1e-3, 0.003))
+        lookup = database.lookup()
+    other = Row(replace(problem, m=128), device.fingerprint, kernel())
+    snapshot = Snapshot([other], lookups=[lookup])
+    assert snapshot.extents(problem) == {64, 128}
+    found = select(snapshot, replace(problem, m=112), device)
+    assert {witness.problem.m for witness in found.witnesses} == {64, 128} and found.outcome == "near"
+
+
+def test_a_plan_among_10000_records_takes_milliseconds(device):
+    """Stated: under 2 ms for a new m. Ten times that is allowed here, for slow and busy machines."""
+    shapes = [(n, k) for n in range(1024, 1024 + 64 * 50, 64) for k in range(1024, 1024 + 64 * 20, 64)]
+    extents = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    snapshot = Snapshot(
+        Row(Problem(m, n, k), device.fingerprint, kernel()) for n, k in shapes for m in extents
+    )
+    assert len(snapshot) == 10_000
+    problems = [Problem(m, 2048, 2048) for m in range(17, 257) if m not in extents]
+    neighbourhood(snapshot, problems[0], device)  # makes the index
+    neighbours.library_us.cache_clear()
+    start = time.thread_time()
+    for problem in problems:
+        neighbourhood(snapshot, problem, device)
+    assert (time.thread_time() - start) / len(problems) < 0.02
+
+
+def test_left_out_records_are_never_lost(device):
+    """Replay: each shipped record of the H200 is taken away and asked for."""
+    found = benchmark.replay(open_replay("h200"))
+    assert found["source"] == "replayed"
+    assert found["left_out"]["problems"] == len(read_shipped()[0]) > 30
+    assert found["left_out"]["lost"] == 0
+    assert found["sessions"]["median"] < neighbours.MARGIN
+    near, *_ = found["carried"]
+    assert near["doublings"] == "0 to 2" and near["largest_overestimate"] < neighbours.MARGIN_AFAR

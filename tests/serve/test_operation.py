@@ -1,0 +1,190 @@
+"""The device layer without a GPU: verdicts, compilation, workspace sizes, refusals before a launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.generate import test_cute_sm80, test_cute_sm90, test_triton_tma
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import DeviceError, OperationError, SpaceError
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.cublaslt import ALGORITHM_PARAMETERS, FAMILY, TORCH_MM
+from tunegemm.serve.operation import Operation
+
+PROBLEM = Problem.parse("512x512x65536")
+HOPPER = test_cute_sm90.candidate(tile_n=64, occupancy=1, wgmma_in_flight=1).with_launch(
+    **test_cute_sm90.LAUNCH, l2_hint="none", cluster_order="index"
+)
+AMPERE = test_cute_sm80.candidate().with_launch(**test_cute_sm80.LAUNCH)
+TRITON = test_triton_tma.candidate().with_launch(**test_triton_tma.LAUNCH)
+
+
+@pytest.fixture(scope="module")
+def h200() -> Device:
+    return find_device("model:h200")
+
+
+@pytest.fixture(scope="module")
+def gpu(h200: Device) -> Device:
+    """The same as a device that could launch, as far as anybody asks who does not launch."""
+    return replace(h200, spec="cuda:0")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
+    return ArtifactStore(tmp_path_factory.mktemp("objects"))
+
+
+class TestCanImplement:
+    def test_the_familys_verdict(self, h200: Device) -> None:
+        assert Operation(PROBLEM, HOPPER, h200).can_implement()
+        deep = Candidate.make(
+            "cute_sm90", dict(HOPPER.compile_params) | {"stages": 12}, dict(HOPPER.launch_params)
+        )
+        verdict = Operation(PROBLEM, deep, h200).can_implement()
+        assert verdict.rule == "ring_memory" and "B >" in verdict.reason
+        fused = replace(PROBLEM, epilogue="relu")
+        assert Operation(fused, HOPPER, h200).can_implement()
+        assert Operation(fused, AMPERE, h200).can_implement().rule == "epilogue"
+
+    def test_parameters_that_are_missing_or_unknown_or_have_no_such_value(self, h200: Device) -> None:
+        kernel, launch = dict(HOPPER.compile_params), dict(HOPPER.launch_params)
+        without = {name: value for name, value in kernel.items() if name != "stages"}
+        for candidate, reason in (
+            (
+                Candidate.make("cute_sm90", without, launch),
+                "compile parameter 'stages' is missing; use one of 3, 4",
+            ),
+            (
+                Candidate.make("cute_sm90", kernel),
+                "launch parameter 'raster_order' is missing; use one of along_m",
+            ),
+            (Candidate.make("cute_sm90", kernel | {"stage": 3}, launch), "'stage' is no compile parameter"),
+            (Candidate.make("cute_sm90", kernel, launch | {"warps": 3}), "'warps' is no launch parameter"),
+            (
+                Candidate.make("cute_sm90", kernel, launch | {"l2_hint": "b"}),
+                "launch parameter 'l2_hint' is 'b'; use one of none, a_first, b_first",
+            ),
+            (
+                Candidate.make("cute_sm90", kernel | {"schedule": "foo"}, launch),
+                "compile parameter 'schedule' is 'foo'; use one of cooperative, pingpong",
+            ),
+            (
+                Candidate.make("cute_sm90", kernel | {"tile_m": 0}, launch),
+                "compile parameter 'tile_m' is 0; use a whole number from 1",
+            ),
+            (Candidate.make("cute_sm90", kernel | {"stages": "4"}, launch), "'stages' is '4'; use a whole"),
+            (Candidate.make("cute_sm90", kernel, launch | {"split_k": True}), "'split_k' is True; use"),
+        ):
+            verdict = Operation(PROBLEM, candidate, h200).can_implement()
+            assert verdict.rule == "parameters" and reason in verdict.reason
+        with pytest.raises(OperationError, match=r"cannot compute 512x512x65536.*'stages' is missing"):
+            Operation(PROBLEM, Candidate.make("cute_sm90", without, launch), h200).compile()
+
+    def test_a_device_by_its_name(self) -> None:
+        ampere = Operation(PROBLEM, HOPPER, "model:a100-sxm-80gb")
+        assert ampere.can_implement().rule == "architecture"
+        with pytest.raises(DeviceError, match="no such part"):
+            Operation(PROBLEM, HOPPER, "model:none")
+        with pytest.raises(SpaceError, match="not known"):
+            Operation(PROBLEM, Candidate.make("none", {}), "model:h200")
+
+
+def test_compile_is_of_the_store(h200: Device, store: ArtifactStore) -> None:
+    resources = Operation(PROBLEM, HOPPER, h200, store=store).compile()
+    assert resources is not None and resources.registers > 0 and resources.spill_bytes == 0
+    (compiled,) = store.root.glob("*/*.o")
+    changed = compiled.stat().st_mtime_ns
+    other = HOPPER.with_launch(split_k=4)  # a launch argument
+    assert Operation(replace(PROBLEM, m=1024), other, h200, store=store).compile() == resources
+    assert [path.stat().st_mtime_ns for path in store.root.glob("*/*.o")] == [changed]
+
+
+def test_a_kernel_that_does_not_compile(h200: Device, tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    operation = Operation(PROBLEM, HOPPER, h200, store=store)
+    key = operation._family.kernel_key(PROBLEM, HOPPER, h200)
+    store.add_failure(key, "the compiler aborted by SIGABRT")
+    with pytest.raises(
+        OperationError, match=r"co128x64x64.* does not compile: the compiler aborted by SIGABRT"
+    ):
+        operation.workspace_bytes  # noqa: B018
+
+
+class TestWorkspaceBytes:
+    def test_of_split_k(self, h200: Device, store: ArtifactStore) -> None:
+        """4 x 8 tiles of 128x64 in parts: the fp32 sums of each, and a counter for each of two warpgroups."""
+        sizes = {
+            split_k: Operation(
+                PROBLEM, HOPPER.with_launch(split_k=split_k), h200, store=store
+            ).workspace_bytes
+            for split_k in (1, 2, 8)
+        }
+        assert sizes == {split_k: split_k * (512 * 512 * 4 + 32 * 2 * 4) for split_k in (2, 8)} | {1: 0}
+
+    @pytest.mark.parametrize("candidate", [AMPERE, TRITON], ids=lambda candidate: candidate.family)
+    def test_of_families_whose_blocks_share_a_counter(self, h200: Device, candidate: Candidate) -> None:
+        operation = Operation(PROBLEM, candidate, h200)
+        family = operation._family
+        assert family.workspace(PROBLEM, candidate, h200, None) is None
+        memory = family.workspace(PROBLEM, candidate.with_launch(split_k=4), h200, None)
+        assert memory is not None
+        assert (memory.partial_bytes, memory.counter_bytes) == (4 * 512 * 512 * 4, 16 * 4)
+
+    def test_of_descriptors_that_blocks_make(self, h200: Device, store: ArtifactStore) -> None:
+        """Triton says at compile time how much a block needs; 128 B each for A, B and D at least."""
+        kernel = test_triton_tma.GOOD | test_triton_tma.SPECIALIZED
+        candidate = Candidate.make("triton_tma", kernel, test_triton_tma.LAUNCH)
+        problem = Problem.parse("4096x4096x4096")
+        operation = Operation(problem, candidate, h200, store=store)
+        blocks = h200.sm_count
+        assert operation.workspace_bytes >= blocks * 3 * 128
+        assert operation.workspace_bytes % blocks == 0
+
+    def test_of_the_library(self, h200: Device) -> None:
+        assert Operation(PROBLEM, TORCH_MM, h200).workspace_bytes == 0
+        assert Operation(PROBLEM, TORCH_MM, h200).compile() is None
+        algorithm = Candidate.make(
+            "cublaslt",
+            {"algorithm": "cublaslt"},
+            dict.fromkeys(ALGORITHM_PARAMETERS, 1) | {"workspace_bytes": 1 << 20},
+        )
+        memory = FAMILY.workspace(PROBLEM, algorithm, h200, None)
+        assert memory is not None and memory.num_bytes == 1 << 20
+
+
+def test_the_documents_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it prints is what its comments say."""
+    text = (Path(__file__).parents[2] / "docs" / "device_layer.md").read_text()
+    block = text.split("```python\n")[1].split("```")[0]
+    exec(block, {})
+    printed = capsys.readouterr().out.splitlines()
+    said = [line.split("# ")[1].removesuffix("...") for line in block.splitlines() if "  # " in line]
+    assert len(printed) == len(said) == 3
+    assert all(line.startswith(start) for line, start in zip(printed, said, strict=True)), printed
+
+
+class TestRefusals:
+    def test_a_device_that_cannot_launch(self, h200: Device, store: ArtifactStore) -> None:
+        with pytest.raises(DeviceError, match="model:h200 is no GPU"):
+            Operation(PROBLEM, HOPPER, h200, store=store).initialize()
+
+    def test_run_before_initialize(self, h200: Device) -> None:
+        a = torch.zeros(512, 65536)
+        with pytest.raises(OperationError, match=r"call initialize\(\) once before run"):
+            Operation(PROBLEM, HOPPER, h200).run(a, a.t(), a)
+
+    def test_workspaces_that_do_not_do(self, gpu: Device, store: ArtifactStore) -> None:
+        operation = Operation(PROBLEM, HOPPER.with_launch(split_k=8), gpu, store=store)
+        with pytest.raises(OperationError, match=r"workspace on cpu; co128x64x64 .* runs on cuda:0"):
+            operation.initialize(torch.empty(operation.workspace_bytes, dtype=torch.uint8))
+        with pytest.raises(OperationError, match="workspace at 0x10008, no multiple of 256 B"):
+            operation.initialize(0x10008)
+        with pytest.raises(OperationError, match="workspace at 0x0 is no memory of cuda:0"):
+            operation.initialize(0)

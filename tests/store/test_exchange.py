@@ -1,0 +1,276 @@
+"""Export, import and merge: what goes out comes back, bad rows are named, nothing stored is lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, RESOURCES, measurement
+from tunegemm.describe.problem import OUTPUT_DTYPES, Problem
+from tunegemm.errors import DatabaseError
+from tunegemm.measure.outcome import Failure
+from tunegemm.resources import data_path
+from tunegemm.store import Database
+from tunegemm.store.exchange import dump, load, merge
+from tunegemm.store.formats import Format, read, write
+
+RAGGED = Problem.parse("64x64x1001", dtype="fp16", layout="tt")
+OTHER = KERNEL.with_launch(swizzle_size=8)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Database]:
+    """Two problems, a failure, and a record that changed hands."""
+    with Database.open(tmp_path / "source.sqlite") as database:
+        tiled = replace(
+            KERNEL,
+            compile_params=tuple(sorted({"tile_m": 128, "tile_n": 256, "tile_k": 64, "stages": 4}.items())),
+        )
+        database.publish(PROBLEM, DEVICE, measurement(1.02, tiled), resources=RESOURCES, label="first")
+        database.publish(PROBLEM, DEVICE, Failure(OTHER, "timeout", "no answer within 10 s"))
+        database.settle(PROBLEM, DEVICE, measurement(1.05, OTHER), label="second, raced")
+        database.publish(RAGGED, DEVICE, measurement(0.97), label="ragged")
+        yield database
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Database]:
+    with Database.open(tmp_path / "target.sqlite") as database:
+        yield database
+
+
+def without_origin(database: Database) -> list[dict[str, Any]]:
+    rows = [{k: v for k, v in row.items() if k != "origin"} for row in dump(database)]
+    return sorted(rows, key=lambda row: json.dumps(row, sort_keys=True))
+
+
+@pytest.mark.parametrize("format", [Format.json, Format.csv, Format.parquet])
+def test_everything_comes_back(source: Database, target: Database, tmp_path: Path, format: Format) -> None:
+    (path,) = write(dump(source), tmp_path / f"export.{format}", format)
+    report = load(target, read(path, format), origin="colleague")
+    assert (report.added, report.known, report.skipped, report.conflicts) == (4, 0, [], [])
+    assert without_origin(target) == without_origin(source)
+    assert {row["origin"] for row in dump(target) if row["kind"] != "choice"} == {"colleague"}
+    assert [r.candidate for r in target.records()] == [r.candidate for r in source.records()]
+    assert len(target.history(PROBLEM)) == 2
+    again = load(target, read(path, format), origin="colleague")
+    assert (again.added, again.known) == (0, 4)
+    assert len(target.history(PROBLEM)) == 2
+
+
+@pytest.mark.parametrize("format", [Format.json, Format.csv, Format.parquet])
+@pytest.mark.parametrize("in_dtype", OUTPUT_DTYPES)
+def test_every_dtype_comes_back(tmp_path: Path, target: Database, in_dtype: str, format: Format) -> None:
+    if format is Format.parquet:
+        pytest.importorskip("pyarrow")
+    fast = Problem.parse("64x96x128", dtype=in_dtype)
+    kinds = ("fast", "two_level") if in_dtype.startswith("fp8") else ("fast",)
+    problems = [replace(fast, accumulation=kind) for kind in kinds]
+    with Database.open(tmp_path / "dtypes.sqlite") as source:
+        for problem in problems:
+            source.settle(problem, DEVICE, measurement(1.05))
+        (path,) = write(dump(source), tmp_path / f"export.{format}", format)
+    load(target, read(path, format), origin="colleague")
+    assert sorted(record.problem for record in target.records()) == sorted(problems)
+
+
+def test_the_json_schema_describes_the_export(source: Database, tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads(data_path("db", "exchange.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    (path,) = write(dump(source), tmp_path / "export.json", Format.json)
+    data = json.loads(path.read_text())
+    jsonschema.validate(data, schema)
+    del data["rows"][0]["samples_us"]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, schema)
+
+
+def of_problem(database: Database) -> list[dict[str, Any]]:
+    return list(dump(database, PROBLEM))
+
+
+def test_t4_is_kernel_tuners_and_comes_back(source: Database, target: Database, tmp_path: Path) -> None:
+    (path,) = write(of_problem(source), tmp_path / "t4.json", Format.t4)
+    data = json.loads(path.read_text())
+    assert [result["invalidity"] for result in data["results"]] == ["correct", "correct", "timeout"]
+    first = data["results"][0]
+    assert first["configuration"]["tile_m"] == 128
+    assert first["times"]["runtimes"][0] == pytest.approx(measurement(1.02).samples_us[0] / 1000)
+    assert first["times"]["compilation_time"] == 750
+    assert load(target, read(path, Format.t4), origin="t4").added == 3
+    with pytest.raises(DatabaseError, match=r"T4 describes one problem.*--shape"):
+        write(dump(source), tmp_path / "t4.json", Format.t4)
+
+
+def test_t4_passes_kernel_tuners_own_schema(source: Database, tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    found = importlib.util.find_spec("kernel_tuner")
+    if found is None or found.origin is None:
+        pytest.skip(
+            "kernel_tuner, which ships the schema, is not installed: pip install --no-deps kernel_tuner"
+        )
+    folder = Path(found.origin).parent / "schema" / "T4" / "1.0.0"
+    (path,) = write(of_problem(source), tmp_path / "t4.json", Format.t4)
+    data = json.loads(path.read_text())
+    for name in ("results", "metadata"):
+        jsonschema.validate(data, json.loads((folder / f"{name}-schema.json").read_text()))
+    data["results"][0]["invalidity"] = "fine"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, json.loads((folder / "results-schema.json").read_text()))
+
+
+def test_vllm_files_map_m_to_tiles(source: Database, target: Database, tmp_path: Path) -> None:
+    rows = [row for row in dump(source) if row["kind"] != "choice"]
+    (path,) = [p for p in write(rows, tmp_path / "vllm", Format.vllm) if "N=4096" in p.name]
+    assert path.name == "N=4096,K=4096,device_name=NVIDIA_H200,dtype=bf16.json"
+    config = json.loads(path.read_text())["4096"]
+    assert {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256}.items() <= config.items()
+    assert load(target, read(tmp_path / "vllm", Format.vllm), origin="vllm").added == 2
+
+
+def test_files_of_other_programs_bring_nothing_and_say_so(target: Database, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.json"
+    theirs.write_text(json.dumps({"16": {"BLOCK_SIZE_M": 16, "num_warps": 4}}))
+    report = load(target, read(theirs, Format.vllm), origin="x")
+    assert report.added == 0 and "row 1: its kind is none" in report.skipped[0]
+    theirs.write_text(
+        json.dumps({"schema_version": "1.0.0", "results": [{"configuration": {}, "times": {}}]})
+    )
+    assert len(load(target, read(theirs, Format.t4), origin="x").skipped) == 1
+
+
+BAD_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "record"}, "its kind is none of"),
+    ({"problem": {"m": 8}}, "needs exactly the fields"),
+    ({"samples_us": []}, "samples"),
+    ({"samples_us": [1.0, 2.0]}, "as many of both"),
+    ({"samples_us": [1.0, "2", 3.0, 4.0]}, "no list of numbers"),
+    ({"samples_us": [1.0, -2.0, 3.0, 4.0]}, "not all positive"),
+    ({"baseline_us": None}, "no list of numbers"),
+    ({"relative_error": True}, "no number"),
+    ({"noise": None}, "no number"),
+    (
+        {"candidate": {"family": "../../evil", "compile": {}, "launch": {}}},
+        "family '../../evil' is not known",
+    ),
+    ({"candidate": {"family": "os", "compile": {}, "launch": {}}}, "family 'os' is not known"),
+    ({"candidate": "x"}, ""),
+    (
+        {"candidate": {"family": "cute_sm90", "compile": {"tile_m": [1]}, "launch": {}}},
+        "tile_m [1] is no integer",
+    ),
+    ({"measured_at": "yesterday"}, "yesterday"),
+    ({"measured_at": "2026-11-20T00:00:00"}, "no zone"),
+    ({"measured_at": "2999-01-01T00:00:00+00:00"}, "has not come yet"),
+    ({"evidence": {"source": "replayed"}}, "replayed, so never stored"),
+    ({"policy": "x" * 17}, "policy is no line"),
+    ({"label": "two\nlines"}, "label is no line"),
+    ({"label": "\x1b[31mred"}, "label is no line"),
+    ({"resources": {"registers": 1}}, "resources"),
+    ({"fingerprint": {}}, "fingerprint needs"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), BAD_ROWS)
+def test_a_bad_row_is_named_and_the_rest_is_taken(
+    source: Database, target: Database, change: dict[str, Any], named: str
+) -> None:
+    rows = list(dump(source))
+    rows[0] = rows[0] | change
+    before = without_origin(target)
+    assert before == []
+    report = load(target, rows, origin="x")
+    assert report.added == 3
+    assert report.skipped[0].startswith("row 1") and named in report.skipped[0]
+    assert all("\n" not in line for line in report.skipped)
+    assert any("choice" in line for line in report.skipped[1:]), "its choice has nothing to point at"
+
+
+@pytest.mark.parametrize(
+    ("content", "format"),
+    [
+        ("", Format.json), ("{}", Format.json), ("[1]", Format.json), ('{"format": "other"}', Format.json),
+        ("a,b\n1,2\n", Format.csv), ("", Format.csv), ("PAR1", Format.parquet), ("{", Format.t4),
+        ("[]", Format.vllm),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_kind_is_one_error_and_changes_nothing(
+    target: Database, tmp_path: Path, content: str, format: Format
+) -> None:
+    path = tmp_path / "file"
+    path.write_text(content)
+    with pytest.raises(DatabaseError, match=f"{path}: not a {format} export") as caught:
+        load(target, read(path, format), origin="x")
+    assert "\n" not in str(caught.value)
+    assert list(dump(target)) == []
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(DatabaseError, match="No such file"):
+        list(read(tmp_path / "none.json", Format.json))
+
+
+class TestMerge:
+    def make(self, path: Path, ratio: float, rounds: int, candidate: Any = KERNEL, **facts: str) -> str:
+        device = replace(DEVICE, fingerprint=replace(FINGERPRINT, **facts))
+        with Database.open(path) as database:
+            full = measurement(ratio, candidate)
+            repeated = replace(
+                full, samples_us=full.samples_us * rounds, baseline_us=full.baseline_us * rounds
+            )
+            database.settle(PROBLEM, device, repeated, label=f"{candidate.launch_params}")
+        return str(path)
+
+    @pytest.mark.parametrize("swapped", [False, True])
+    def test_of_one_fingerprint_more_samples_win(self, tmp_path: Path, swapped: bool) -> None:
+        sources = [
+            self.make(tmp_path / "few.sqlite", 1.20, 1),
+            self.make(tmp_path / "many.sqlite", 1.05, 5, OTHER),
+        ]
+        into = str(tmp_path / "all.sqlite")
+        report = merge(sources[::-1] if swapped else sources, into)
+        (conflict,) = report.conflicts
+        assert (conflict.kept, conflict.other) == (OTHER, KERNEL)
+        assert conflict.reason == "20 samples, the other has 4"
+        with Database.open(into, read_only=True) as database:
+            (record,) = database.records()
+            assert record.candidate == OTHER
+            assert len(database.measurements(PROBLEM, FINGERPRINT)) == 2, "nothing is lost"
+            assert len(database.history(PROBLEM)) == 2
+        again = merge(sources, into)
+        assert (again.added, again.known, again.conflicts) == (0, 2, [])
+
+    def test_of_two_fingerprints_both_are_kept(self, tmp_path: Path) -> None:
+        a = self.make(tmp_path / "a.sqlite", 1.20, 1)
+        b = self.make(tmp_path / "b.sqlite", 1.05, 5, OTHER, driver="590.1")
+        report = merge([a, b], str(tmp_path / "c.sqlite"))
+        assert report.conflicts == []
+        with Database.open(tmp_path / "c.sqlite", read_only=True) as database:
+            assert len(database.records()) == 2
+
+    def test_a_final_race_wins_over_a_search(self, tmp_path: Path) -> None:
+        raced = self.make(tmp_path / "raced.sqlite", 1.01, 1)
+        with Database.open(tmp_path / "search.sqlite") as database:
+            full = measurement(1.3, OTHER)
+            long = replace(full, samples_us=full.samples_us * 9, baseline_us=full.baseline_us * 9)
+            database.publish(PROBLEM, DEVICE, long)
+        (conflict,) = merge([str(tmp_path / "search.sqlite"), raced], str(tmp_path / "c.sqlite")).conflicts
+        assert conflict.kept == KERNEL and conflict.reason == "it won a final race"
+
+    def test_a_missing_source_changes_nothing(self, tmp_path: Path) -> None:
+        a = self.make(tmp_path / "a.sqlite", 1.2, 1)
+        with pytest.raises(DatabaseError, match=r"none\.sqlite: no such database"):
+            merge([a, str(tmp_path / "none.sqlite")], str(tmp_path / "c.sqlite"))
+        assert not (tmp_path / "c.sqlite").exists()
+
+    def test_not_into_itself(self, tmp_path: Path) -> None:
+        a = self.make(tmp_path / "a.sqlite", 1.2, 1)
+        with pytest.raises(DatabaseError, match="cannot be merged into itself"):
+            merge([a], a)

@@ -1,0 +1,249 @@
+"""History: who was the record when, where a search may begin, and what a new toolchain changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
+from tunegemm.cli.app import app
+from tunegemm.describe.device import Device
+from tunegemm.describe.space import Candidate
+from tunegemm.measure.outcome import Measurement
+from tunegemm.store import Database
+from tunegemm.store.history import kindred, leaders, regressions, seeds
+
+OTHER = KERNEL.with_launch(swizzle_size=8)
+ROUNDS = 8
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tuning.sqlite"
+
+
+@pytest.fixture
+def database(path: Path) -> Iterator[Database]:
+    with Database.open(path) as database:
+        yield database
+
+
+def raced(
+    ratio: float, candidate: Candidate = KERNEL, scale: float = 1.0, noise: float = 0.002
+) -> Measurement:
+    """Rounds that wobble by 0.1 %, as a quiet GPU's do."""
+    baseline = tuple(scale * 210 * (1 + 0.001 * ((7 * i) % 5 - 2) / 2) for i in range(ROUNDS))
+    samples = tuple(time / ratio * (1 + 0.001 * ((3 * i) % 5 - 2) / 2) for i, time in enumerate(baseline))
+    return Measurement(candidate, samples, baseline, 1e-3, noise)
+
+
+def under(**facts: str) -> Device:
+    return replace(DEVICE, fingerprint=replace(FINGERPRINT, **facts))
+
+
+class TestRecordsOverTime:
+    def test_every_record_that_ever_was_is_kept(self, database: Database) -> None:
+        database.publish(PROBLEM, DEVICE, measurement(1.01), label="a")
+        database.publish(PROBLEM, DEVICE, measurement(1.00, OTHER), label="slower")
+        database.publish(PROBLEM, DEVICE, measurement(1.08, OTHER), label="b")
+        database.settle(PROBLEM, DEVICE, measurement(1.05), label="a")
+        found = database.history(PROBLEM)
+        assert [(round(c.record.ratio, 2), c.record.settled) for c in found] == [
+            (1.01, False), (1.08, False), (1.05, True),
+        ]  # fmt: skip
+        assert [c.chosen_at for c in found] == sorted(c.chosen_at for c in found)
+        assert database.records()[0].ratio == found[-1].record.ratio
+
+    def test_settling_the_same_again_adds_nothing(self, database: Database) -> None:
+        for _ in range(3):
+            database.settle(PROBLEM, DEVICE, measurement(1.05))
+        assert len(database.history(PROBLEM)) == 1
+
+    def test_a_record_of_older_sources_yields_to_a_search_but_a_settled_one_does_not(
+        self, database: Database, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tunegemm.store.database.kernel_source_hash", lambda family: "older")
+        database.publish(PROBLEM, DEVICE, measurement(1.3))
+        monkeypatch.undo()
+        database.publish(PROBLEM, DEVICE, measurement(1.1))
+        assert database.records()[0].ratio == pytest.approx(1.1)
+        monkeypatch.setattr("tunegemm.store.database.kernel_source_hash", lambda family: "older")
+        database.settle(PROBLEM, DEVICE, measurement(1.2))
+        monkeypatch.undo()
+        database.publish(PROBLEM, DEVICE, measurement(1.15))
+        assert database.records()[0].ratio == pytest.approx(1.2)
+
+
+class TestSeeds:
+    def test_leaders_of_other_toolchains_nearest_first(self, database: Database) -> None:
+        names = ("same", "patched", "minor", "h100", "a100")
+        candidates = {name: KERNEL.with_launch(swizzle_size=i) for i, name in enumerate(names)}
+        devices = {
+            "same": DEVICE, "patched": under(driver="580.1.1"), "minor": under(cutlass_dsl="4.7.0"),
+            "h100": under(device_name="NVIDIA H100 NVL"),
+            "a100": under(device_name="NVIDIA A100", capability="8.0"),
+        }  # fmt: skip
+        for name in ("h100", "a100", "minor", "patched", "same"):
+            database.settle(PROBLEM, devices[name], measurement(1.1, candidates[name]))
+        assert seeds(database, PROBLEM, FINGERPRINT) == [
+            candidates["patched"], candidates["minor"], candidates["h100"],
+        ]  # fmt: skip
+
+    def test_records_of_the_same_product_most_alike_first(self, database: Database) -> None:
+        fused = replace(PROBLEM, epilogue="silu")
+        named = {
+            "half": (replace(PROBLEM, in_dtype="fp16", out_dtype="fp16"), DEVICE),
+            "h100": (PROBLEM, under(device_name="NVIDIA H100 NVL")),
+            "a100": (PROBLEM, under(device_name="NVIDIA A100", capability="8.0")),
+            "wider": (replace(PROBLEM, in_dtype="tf32", out_dtype="fp32"), DEVICE),
+            "transposed": (replace(PROBLEM, b_major="n"), DEVICE),
+            "longer": (replace(PROBLEM, k=2 * PROBLEM.k), DEVICE),
+            "relu": (replace(PROBLEM, epilogue="relu"), DEVICE),
+            "plain": (PROBLEM, DEVICE),
+            "itself": (fused, under(torch="2.10.0")),
+        }
+        candidates = {name: KERNEL.with_launch(swizzle_size=i) for i, name in enumerate(named)}
+        for name, (problem, device) in named.items():
+            database.settle(problem, device, measurement(1.1, candidates[name]))
+        found = kindred(database.records(), fused, FINGERPRINT)
+        assert found == [candidates[name] for name in ("itself", "plain", "relu", "half", "h100")]
+        assert kindred(database.records(), fused, FINGERPRINT, top=1) == [candidates["itself"]]
+
+    def test_a_final_race_counts_more_than_a_lucky_screen(self, database: Database) -> None:
+        database.publish(PROBLEM, DEVICE, measurement(1.9, OTHER))
+        database.publish(PROBLEM, DEVICE, measurement(1.5))
+        database.publish(PROBLEM, DEVICE, measurement(1.1), policy="race")
+        found = leaders(database.entries(PROBLEM))
+        assert [(e.candidate, round(e.measurement.ratio, 1)) for e in found] == [(KERNEL, 1.1), (OTHER, 1.9)]
+
+    def test_what_had_the_chip_to_itself_counts_more_than_a_race_at_shared_clocks(
+        self, database: Database
+    ) -> None:
+        hungry, lucky, best = (KERNEL.with_launch(swizzle_size=size) for size in (1, 2, 4))
+        for candidate, ratio, policy in (
+            (best, 1.02, "alone"), (hungry, 1.06, "race"), (hungry, 0.97, "alone"), (lucky, 1.04, "heat"),
+            (OTHER, 1.05, "race"),
+        ):  # fmt: skip
+            database.publish(PROBLEM, DEVICE, measurement(ratio, candidate), policy=policy)
+        found = [(e.candidate, round(e.measurement.ratio, 2)) for e in leaders(database.entries(PROBLEM))]
+        assert found == [(best, 1.02), (hungry, 0.97), (lucky, 1.04), (OTHER, 1.05)]
+
+
+class TestRegress:
+    @pytest.mark.parametrize(
+        ("after", "facts", "verdict", "by"),
+        [
+            (raced(1.05), {"driver": "580.200"}, "same", "ratio"),
+            (raced(1.052), {"driver": "580.200"}, "same", "ratio"),  # 0.2 %: within the noise
+            (raced(0.99), {"driver": "580.200"}, "slower", "ratio"),
+            (raced(1.10), {"driver": "580.200"}, "faster", "ratio"),
+            (raced(1.02, noise=0.05), {"driver": "580.200"}, "same", "ratio"),  # a noisy interleave
+            (raced(1.05, scale=1.1), {"driver": "580.200"}, "same", "ratio"),  # a slower chip, not kernel
+            (raced(0.99), {"torch": "2.12.0"}, "slower", "time"),
+            (raced(0.945, scale=0.9), {"torch": "2.12.0"}, "same", "time"),  # torch.mm got faster, we did not
+        ],
+    )  # fmt: skip
+    def test_verdicts(
+        self, database: Database, after: Measurement, facts: Any, verdict: str, by: str
+    ) -> None:
+        database.settle(PROBLEM, DEVICE, raced(1.05), label="before")
+        device = under(**facts)
+        database.settle(PROBLEM, device, after, label="after")
+        (found,) = regressions(database, PROBLEM, device.fingerprint.digest[:8])
+        assert (found.verdict, found.by) == (verdict, by)
+        assert next(iter(facts)) in found.changed
+
+    def test_since_a_date(self, database: Database) -> None:
+        database.settle(PROBLEM, DEVICE, raced(1.05))
+        begin = datetime.now(UTC)
+        database.settle(PROBLEM, DEVICE, raced(0.98, OTHER))
+        (found,) = regressions(database, PROBLEM, begin)
+        assert found.verdict == "slower" and found.after.candidate == OTHER
+        assert regressions(database, PROBLEM, begin - timedelta(days=1)) == [], "nothing before"
+        assert regressions(database, PROBLEM, datetime.now(UTC)) == [], "nothing since"
+
+    def test_long_turns_are_compared_with_long_turns(self, database: Database) -> None:
+        def alone(ratio: float) -> Measurement:
+            return replace(raced(ratio), evidence={"turn_ms": 160.0})
+
+        database.settle(PROBLEM, DEVICE, raced(1.05))
+        begin = datetime.now(UTC)
+        database.settle(PROBLEM, DEVICE, alone(1.01))
+        assert regressions(database, PROBLEM, begin) == [], "of shared clocks before"
+        assert [entry.policy for entry in database.entries(PROBLEM)] == ["final", "alone"]
+        again = datetime.now(UTC)
+        database.settle(PROBLEM, DEVICE, alone(0.97))
+        (found,) = regressions(database, PROBLEM, again)
+        assert found.verdict == "slower" and found.before.measurement.ratio == pytest.approx(1.01, abs=0.005)
+
+    def test_other_devices_are_not_compared_with_each_other(self, database: Database) -> None:
+        database.settle(PROBLEM, DEVICE, raced(1.05))
+        other = under(device_name="NVIDIA H100 NVL")
+        database.settle(PROBLEM, other, raced(0.9))
+        assert regressions(database, PROBLEM, other.fingerprint.digest) == []
+
+    def test_a_search_alone_gives_no_verdict(self, database: Database) -> None:
+        database.settle(PROBLEM, DEVICE, raced(1.05))
+        device = under(driver="580.200")
+        database.publish(PROBLEM, device, raced(0.9))
+        assert regressions(database, PROBLEM, device.fingerprint.digest) == []
+
+
+class TestCommands:
+    def run(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            app(list(arguments), prog_name="tunegemm")
+        output = capsys.readouterr()
+        return int(caught.value.code or 0), output.out, output.err
+
+    def test_history(self, database: Database, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        database.settle(PROBLEM, DEVICE, raced(1.05), label="pp128x256")
+        code, out, _ = self.run(capsys, "history", "--shape", "4096x4096x4096", "--db", str(path))
+        assert code == 0 and "pp128x256" in out and FINGERPRINT.digest in out
+        code, out, _ = self.run(capsys, "history", "--shape", "4096x4096x4096", "--db", str(path), "--json")
+        assert [one["label"] for one in json.loads(out)] == ["pp128x256"]
+        code, _, err = self.run(capsys, "history", "--shape", "8x8x8", "--db", str(path))
+        assert code == 2 and err.count("\n") == 1 and "no record of 8x8x8" in err
+
+    def test_regress(self, database: Database, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        database.settle(PROBLEM, DEVICE, raced(1.05))
+        device = under(driver="580.200")
+        database.settle(PROBLEM, device, raced(0.9))
+        arguments = ("regress", "--db", str(path), "--since")
+        code, out, _ = self.run(capsys, *arguments, device.fingerprint.digest)
+        assert (
+            code == 1 and out.startswith("slower  4096x4096x4096") and "driver 580.159.04 to 580.200" in out
+        )
+        code, out, _ = self.run(capsys, *arguments, device.fingerprint.digest, "--json")
+        assert code == 1 and json.loads(out)[0]["verdict"] == "slower"
+        for text, named in (("soon", "neither a date"), ("2020-01-01", "no shape has a final race")):
+            code, _, err = self.run(capsys, *arguments, text)
+            assert code == 2 and named in err and err.count("\n") == 1
+
+    def test_exchange(
+        self, database: Database, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        database.settle(PROBLEM, DEVICE, raced(1.05))
+        export, other = str(tmp_path / "export.csv"), str(tmp_path / "other.sqlite")
+        assert self.run(capsys, "db", "export", "--out", export, "--db", str(path))[0] == 0
+        code, out, _ = self.run(capsys, "db", "import", export, "--db", other)
+        assert code == 0 and "1 rows added, 0 known already, 0 left out" in out
+        into = str(tmp_path / "all.sqlite")
+        code, out, _ = self.run(capsys, "db", "merge", str(path), other, "--into", into)
+        assert code == 0 and "1 rows added, 1 known already" in out
+        code, out, _ = self.run(capsys, "db", "export", "--records", str(tmp_path / "records"), "--db", into)
+        assert code == 0 and (tmp_path / "records" / "NVIDIA-H200.json").exists()
+        assert self.run(capsys, "db", "layers")[0] == 0
+        for arguments, named in (
+            (("db", "export"), "needs --out FILE"),
+            (("db", "export", "--out", export, "--format", "xml", "--db", str(path)), "'xml' is not known"),
+            (("db", "export", "--out", "/nowhere/x.json", "--db", str(path)), "choose another --out"),
+        ):
+            code, _, err = self.run(capsys, *arguments)
+            assert code == 2 and named in err and err.count("\n") == 1, err

@@ -1,0 +1,141 @@
+"""System, user and project: which files they are, which wins, and that one bad layer costs only itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
+from tunegemm.describe.problem import Problem
+from tunegemm.resources import data_path
+from tunegemm.serve.snapshot import read_snapshot
+from tunegemm.store import Database
+from tunegemm.store.layers import project_location, read_records, user_location
+from tunegemm.store.shipped import latest_settled, read_shipped, write_records
+
+SMALL = Problem.parse("64x64x64")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No layer but the shipped one, which is empty."""
+    monkeypatch.delenv("TUNEGEMM_DB", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr("tunegemm.store.shipped.data_path", lambda *_: tmp_path / "records")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    yield tmp_path
+
+
+def fill(location: Path, ratio: float, problem: Problem = PROBLEM) -> None:
+    with Database.open(location) as database:
+        database.settle(problem, DEVICE, measurement(ratio), label=f"at {ratio}")
+
+
+def test_each_layer_is_read_and_named(home: Path) -> None:
+    fill(user_location(), 1.2)
+    fill(Path("tunegemm.sqlite"), 1.1)
+    with Database.open("elsewhere.sqlite") as database:
+        database.settle(PROBLEM, DEVICE, measurement(1.3))
+        write_records(latest_settled(database.records()), home / "records")
+    records, warnings = read_records()
+    assert warnings == []
+    assert [(record.layer, round(record.ratio, 2)) for record in records] == [
+        ("system", 1.3), ("user", 1.2), ("project", 1.1),
+    ]  # fmt: skip
+    found = read_snapshot().find(PROBLEM, FINGERPRINT)
+    assert found is not None and found.layer == "project", "the narrower wins, however fast the others are"
+
+
+def test_what_is_tuned_goes_into_the_narrowest_that_there_is(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert project_location() is None
+    with Database.open() as database:
+        assert database.location == user_location()
+    Database.open("tunegemm.sqlite").close()
+    with Database.open() as database:
+        assert database.location == home / "work" / "tunegemm.sqlite"
+    monkeypatch.setenv("TUNEGEMM_DB", str(home / "configured.sqlite"))
+    with Database.open() as database:
+        assert database.location == home / "configured.sqlite"
+
+
+def test_a_broken_layer_costs_only_itself(home: Path) -> None:
+    fill(user_location(), 1.2)
+    Path("tunegemm.sqlite").write_bytes(b"no database" * 100)
+    records, warnings = read_records()
+    assert [record.layer for record in records] == ["user"]
+    assert len(warnings) == 1 and "tunegemm.sqlite: not a SQLite database" in warnings[0]
+    assert read_snapshot().warnings == tuple(warnings)
+
+
+def test_without_any_layer_nothing_is_created(home: Path) -> None:
+    assert read_records() == ([], [])
+    assert [path.name for path in home.iterdir()] == ["work"]
+
+
+class TestShippedFiles:
+    def write(self, home: Path) -> Path:
+        with Database.open("t.sqlite") as database:
+            for index, problem in enumerate((PROBLEM, SMALL)):
+                database.settle(problem, DEVICE, measurement(1.1 + index / 10), label="pp128x256")
+            older = replace(DEVICE, fingerprint=replace(FINGERPRINT, torch="2.10.0"))
+            database.settle(SMALL, older, measurement(1.5))
+            database.settle(SMALL, DEVICE, measurement(1.3), label="pp128x256")
+            database.publish(Problem.parse("8x8x8"), DEVICE, measurement(1.9))
+            (path,) = write_records(latest_settled(database.records()), home / "records")
+        return path
+
+    def test_a_record_reads_back(self, home: Path) -> None:
+        path = self.write(home)
+        assert path.name == "NVIDIA-H200.json"
+        records, problems = read_shipped(home / "records")
+        assert problems == []
+        assert [(record.problem, round(record.ratio, 3)) for record in records] == [
+            (SMALL, 1.3),
+            (PROBLEM, 1.1),
+        ]
+        first = records[0]
+        assert (first.candidate, first.fingerprint, first.layer) == (KERNEL, FINGERPRINT, "system")
+        assert first.settled and first.measured_at.utcoffset() is not None and len(first.kernel_source) == 16
+
+    def test_a_file_is_text_with_a_line_per_record_and_its_bytes_are_its_records(self, home: Path) -> None:
+        path = self.write(home)
+        before = path.read_text()
+        assert sum('"problem"' in line for line in before.splitlines()) == 2
+        write_records(read_shipped(home / "records")[0], home / "again")
+        assert (home / "again" / path.name).read_text() == before
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"m": 0}, "m=0"), ({"m": "4096"}, "m '4096'"), ({"m": True}, "m True"),
+            ({"in_dtype": "int3"}, "'int3'"), ({"extra": 1}, "exactly the fields"),
+        ],
+    )  # fmt: skip
+    def test_a_bad_record_is_named_and_left_out(self, home: Path, change: dict, named: str) -> None:
+        path = self.write(home)
+        data = json.loads(path.read_text())
+        data["records"][0]["problem"] |= change
+        path.write_text(json.dumps(data))
+        records, problems = read_shipped(home / "records")
+        assert [record.problem for record in records] == [PROBLEM]
+        assert len(problems) == 1 and "record 1 is left out" in problems[0] and named in problems[0]
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "tunegemm-records/99"}'])
+    def test_a_bad_file_is_named(self, home: Path, text: str) -> None:
+        path = self.write(home)
+        path.write_text(text)
+        records, (problem,) = read_shipped(home / "records")
+        assert records == [] and str(path) in problem
+
+    def test_the_shipped_ones_can_all_be_read(self) -> None:
+        records, problems = read_shipped(data_path("db", "records"))
+        assert problems == []
+        assert all(record.settled for record in records)

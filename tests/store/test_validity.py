@@ -1,0 +1,79 @@
+"""What a stored record is worth when something changed since: one pure function, against a table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tunegemm.describe.device import Fingerprint
+from tunegemm.store.validity import Grade, judge
+
+HERE = Fingerprint("NVIDIA H200", 132, "9.0", "", 132, "580.159.04", "13.0", "2.11.0+cu130", "4.8.1", "3.6.0")
+
+
+def grade(family: str = "cute_sm90", source: str = "now", **changes: object) -> tuple[Grade, str]:
+    there = replace(HERE, **changes)  # type: ignore[arg-type]
+    judgement = judge(there, HERE, family=family, source_there=source, source_here="now")
+    return judgement.grade, judgement.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, Grade.SAME),
+        # Patches: used, and marked.
+        ({"driver": "580.82.07"}, Grade.VERIFY),
+        ({"torch": "2.11.1+cu130"}, Grade.VERIFY),
+        ({"torch": "2.11.0"}, Grade.VERIFY),
+        ({"cutlass_dsl": "4.8.2"}, Grade.VERIFY),
+        ({"driver": "580.82.07", "cutlass_dsl": "4.8.0"}, Grade.VERIFY),
+        # More than patches: where a search begins.
+        ({"driver": "590.48.01"}, Grade.SEED),
+        ({"cuda": "12.8"}, Grade.SEED),
+        ({"torch": "2.10.0+cu130"}, Grade.SEED),
+        ({"cutlass_dsl": "4.7.1"}, Grade.SEED),
+        ({"cutlass_dsl": "5.8.1"}, Grade.SEED),
+        ({"cutlass_dsl": ""}, Grade.SEED),
+        ({"driver": ""}, Grade.SEED),
+        ({"source": "then"}, Grade.SEED),
+        ({"driver": "580.82.07", "torch": "2.10.0"}, Grade.SEED),
+        # Another GPU, or another part of it.
+        ({"device_name": "NVIDIA H100 80GB HBM3"}, Grade.SEED),
+        ({"sm_count": 114, "sm_budget": 114}, Grade.SEED),
+        ({"sm_budget": 100}, Grade.SEED),
+        ({"mig": "1g.18gb", "sm_count": 16, "sm_budget": 16}, Grade.SEED),
+        ({"device_name": "NVIDIA A100-SXM4-80GB", "capability": "8.0"}, Grade.FOREIGN),
+        # Only the family's own compiler counts.
+        ({"triton": "2.0.0"}, Grade.SAME),
+        ({"triton": "3.6.1", "family": "triton_tma"}, Grade.VERIFY),
+        ({"triton": "3.7.0", "family": "gluon_wgmma"}, Grade.SEED),
+        ({"cutlass_dsl": "3.0.0", "family": "triton_tma"}, Grade.SAME),
+        ({"cutlass_dsl": "3.0.0", "triton": "", "family": "cublaslt"}, Grade.SAME),
+        ({"torch": "2.12.0", "family": "cublaslt"}, Grade.SEED),
+        ({"triton": "3.7.0", "family": "something_new"}, Grade.SEED),
+    ],
+)  # fmt: skip
+def test_the_table(changes: dict[str, str], expected: Grade) -> None:
+    found, reason = grade(**changes)  # type: ignore[arg-type]
+    assert found is expected
+    assert bool(reason) == (expected is not Grade.SAME)
+    assert "\n" not in reason
+
+
+def test_the_reason_names_what_differs_there_and_here() -> None:
+    assert grade(driver="580.82.07")[1] == "driver 580.82.07 (here 580.159.04)"
+    assert grade(cutlass_dsl="")[1] == "cutlass_dsl none (here 4.8.1)"
+    assert grade(source="then")[1] == "kernel sources of cute_sm90 changed since"
+
+
+@pytest.mark.parametrize("name", Fingerprint.__dataclass_fields__)
+def test_every_fact_of_a_fingerprint_has_a_say(name: str) -> None:
+    """A field that is added to the fingerprint cannot be forgotten here."""
+    value = getattr(HERE, name)
+    changed = replace(HERE, **{name: value + 1 if isinstance(value, int) else "7.7.7"})
+    grades = {
+        judge(changed, HERE, family=family, source_there="", source_here="").grade
+        for family in ("cute_sm90", "triton_tma")
+    }
+    assert grades != {Grade.SAME}

@@ -1,0 +1,88 @@
+"""Kernels for GPU tests: compiled and loaded, tuned into the tests' database, watched as they are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import compile_workers
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate import families
+from tunegemm.generate.compile import CompilePool, CompileResult
+from tunegemm.generate.families import Launcher
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The fixture `kernels`: candidates compiled into a store of the test module's own, for the GPU here."""
+
+    pool: CompilePool
+    device: Device
+
+    def begin(self, problem: Problem, candidate: Candidate) -> Future[CompileResult]:
+        """Compiled once, however often it is asked for. A module asks for all at once, on all cores."""
+        key = families.get(candidate.family).kernel_key(problem, candidate, self.device)
+        return self.pool.submit(candidate.family, key)
+
+    def compiled(self, problem: Problem, candidate: Candidate) -> Path:
+        """The object of a kernel that compiles."""
+        result = self.begin(problem, candidate).result()
+        assert result.artifact is not None, (problem, candidate, result.failure)
+        return result.artifact.path
+
+    def load(self, problem: Problem, candidate: Candidate) -> Launcher:
+        """A launcher of a kernel that compiles."""
+        path = self.compiled(problem, candidate)
+        return families.get(candidate.family).load(problem, candidate, self.device, path)
+
+
+def tune_ours(problems: Iterable[Problem], trials: int) -> frozenset[Problem]:
+    """Tunes into the tests' database, without the library, so that no tie goes to it; what it tuned."""
+    from tunegemm.serve import refresh
+    from tunegemm.store import Database
+    from tunegemm.tuning.tuner import Tuner
+
+    device = find_device("cuda:0")
+    with (
+        Database.open() as database,
+        Tuner(device, database, families=["cute_sm90"], workers=compile_workers()) as tuner,
+    ):
+        done = frozenset(
+            problem for problem in problems if tuner.tune(problem, trials=trials).best is not None
+        )
+    refresh()
+    return done
+
+
+def watch_launches(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None]) -> None:
+    """From now on, `note` gets the problem of each kernel that is served, and what it is launched with.
+
+    Compiled code is served by every record, too, whether it gains enough or not: products of tests are small.
+    """
+    from tunegemm.serve import api, planning
+    from tunegemm.serve.dispatcher import Dispatcher
+    from tunegemm.serve.launchers import Prepared, prepare
+
+    def watched(record: Any, device: Device) -> Prepared:
+        prepared = prepare(record, device)
+        launch = prepared.launch
+        if launch is None:
+            return prepared
+
+        def noted(*arguments: Any) -> None:
+            note(record.problem, *arguments)
+            launch(*arguments)
+
+        return replace(prepared, launch=noted)
+
+    monkeypatch.setattr(planning, "least_ratio", lambda problem, device: 0.0)
+    served = Dispatcher(prepare=watched)
+    monkeypatch.setattr(api, "_dispatcher", served)
+    monkeypatch.setattr(api, "_product", served.product)

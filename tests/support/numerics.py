@@ -1,0 +1,125 @@
+"""What the GPU tests of all kernel families share: operands on the GPU, and how exact a result must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tunegemm.describe.problem import Problem
+from tunegemm.generate.families import Launcher
+from tunegemm.measure import operands as data
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# 3/4 of the unit in the last place for 16-bit outputs; fp32 outputs show the tensor cores' accumulation.
+TOLERANCE = {"bf16": 4e-3, "fp16": 5e-4, "fp32": 1e-4}
+
+
+def operand(
+    row_major: bool, rows: int, columns: int, batch: int, pad: int, dtype: str, place: str = "cuda"
+) -> torch.Tensor:
+    """Random (batch, rows, columns); lines of memory are padded by `pad` elements."""
+    outer, inner = (rows, columns) if row_major else (columns, rows)
+    values = torch.randn(batch, outer, inner + pad, device=place).to(DTYPES[dtype])[:, :, :inner]
+    return values if row_major else values.mT
+
+
+def poisoned(*shape: int, dtype: str = "bf16") -> torch.Tensor:
+    """An output of NaN, so that what a kernel does not write shows."""
+    return torch.full(shape, torch.nan, device="cuda", dtype=DTYPES[dtype])
+
+
+def untouched(whole: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether all of a poisoned tensor is as it was but for its part `out`."""
+    return int(whole.isnan().sum()) - int(out.isnan().sum()) == whole.numel() - out.numel()
+
+
+def difference(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """||out - expected|| / ||expected||, in fp32."""
+    return ((out.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def relative_error(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    """||out - fp32 reference|| / ||fp32 reference||."""
+    return difference(out, torch.matmul(a.float(), b.float()))
+
+
+def check_product(launch: Launcher, problem: Problem, label: str, *, pad: int = 0, runs: int = 1) -> None:
+    """Random operands whose rows are padded, into a poisoned output within a larger poisoned tensor; each
+    further run finds what the last one left of counters and arguments.
+    """
+    m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
+    a = operand(problem.a_major == "k", m, k, batch, pad, problem.in_dtype)
+    b = operand(problem.b_major == "n", k, n, batch, pad, problem.in_dtype)
+    whole = poisoned(batch, m + 3, n + pad, dtype=problem.out_dtype)
+    out = whole[:, :m, :n]
+    if batch == 1:
+        a, b, out = a[0], b[0], out[0]
+    for _ in range(runs):
+        out.fill_(torch.nan)
+        launch(a, b, out)
+        torch.cuda.synchronize()
+        error = relative_error(out, a, b)
+        assert error < TOLERANCE[problem.out_dtype], (problem, label, error)
+    assert untouched(whole, out), (problem, label, "wrote outside its output")
+
+
+def check_bits(launch: Launcher, a: torch.Tensor, b: torch.Tensor, label: str, *, runs: int = 20) -> None:
+    """A race would move the result; the order of additions is fixed, so equal inputs give equal bits."""
+    outs = [poisoned(a.shape[0], b.shape[1]) for _ in range(runs)]
+    for out in outs:
+        launch(a, b, out)
+    assert relative_error(outs[0], a, b) < TOLERANCE["bf16"], label
+    assert all(torch.equal(outs[0], out) for out in outs[1:]), label
+
+
+def check_refusals(launch: Launcher) -> None:
+    """Of a kernel for a product of 512x512x512 that reads 16 bytes at a time."""
+    a, out = (torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    shifted = torch.zeros(512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(512, 512)
+    with pytest.raises(ValueError, match="multiple of the 16 B"):
+        launch(a, shifted.t(), out)
+    wide = torch.zeros(512, 516, device="cuda", dtype=torch.bfloat16)[:, :512]
+    with pytest.raises(ValueError, match="leading dimension 516"):
+        launch(wide, a.t(), out)
+
+
+def check_views(launch: Launcher) -> None:
+    """Operands and an output of 512x512 within larger ones, for a kernel as of `check_refusals`."""
+    a = torch.randn(1024, 1024, device="cuda").bfloat16()[256:768, 64:576]
+    b = torch.randn(700, 1024, device="cuda").bfloat16()[100:612, 512:].t()
+    out = poisoned(600, 1024)[8:520, 8:520]
+    launch(a, b, out)
+    assert relative_error(out, a, b) < TOLERANCE["bf16"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem's operands, as candidates are measured with, and what a right kernel makes of them."""
+
+    problem: Problem
+    operands: data.Operands
+    wanted: torch.Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, seed: int = 0) -> Case:
+        operands = data.make_operands(problem, torch.device("cuda"), seed)
+        return cls(problem, operands, data.expected(problem, operands))
+
+    def checked(self) -> data.Check:
+        """What was written into the output last."""
+        torch.cuda.synchronize()
+        return data.check(self.operands, self.wanted)
+
+    def objection(self) -> str | None:
+        """What is wrong with it; None for nothing."""
+        return self.checked().objection(data.tolerance(self.problem))
+
+    def check(self, launch: Launcher, label: str = "", *, runs: int = 1) -> None:
+        """Each further run finds what the last one left."""
+        for _ in range(runs):
+            data.restore(self.operands)
+            launch(*self.operands.arguments)
+            objection = self.objection()
+            assert objection is None, (self.problem, label, objection)

@@ -1,0 +1,28 @@
+"""Kernel families whose compile misbehaves; a compile worker imports this module by name."""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tunegemm.generate.ptxas import Resources
+
+
+class _Planted:
+    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
+        what = key["what"]
+        if what == "abort":
+            os.abort()
+        if what == "hang":
+            out.write_bytes(b"begun")  # so that a test may wait for it
+            time.sleep(3600)  # hangs: who compiles is to be killed
+        if what == "raise":
+            raise ValueError("a tile that the compiler\nrefuses: fatal register shortage")
+        if what == "print":
+            print("noise on stdout", flush=True)
+        out.write_bytes(f"object of {key['name']}".encode())
+        return Resources(128, 64 if what == "spill" else 0, 1024, ("C7510",) if what == "warn" else (), 0.1)
+
+
+def get(name: str) -> _Planted:
+    return _Planted()

@@ -1,0 +1,19 @@
+"""Child processes of tests: where they find modules, and how many of them compile at once."""
+
+import os
+from pathlib import Path
+
+from tunegemm.generate.compile import default_workers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(checkout: Path = ROOT, **variables: str) -> dict[str, str]:
+    """This process's, with a checkout before what PYTHONPATH names: packages may come through that, too."""
+    path = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH", "")]))
+    return os.environ | variables | {"PYTHONPATH": path}
+
+
+def compile_workers() -> int:
+    """Compile workers for one of the processes that run tests at the same time: its share of the cores."""
+    return max(1, default_workers() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

@@ -1,0 +1,87 @@
+"""Launches a sample of the Hopper kernel's schedules, for compute-sanitizer to look at.
+
+    compute-sanitizer --tool memcheck python -m tests.support.sanitized STORE
+
+`tests/test_gpu_sanitizer.py` compiles the kernels into STORE and runs that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tests.gpu.test_device_layer import HOPPER
+from tests.support.numerics import Case
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.serve.operation import Operation
+
+_PINGPONG = {"schedule": "pingpong", "cluster_n": 1}
+_NARROW = {"tile_m": 64, "tile_n": 16, "epi_n": 16, "cluster_n": 1, "swap_ab": True}
+_STREAM, _SECOND = {"tile_scheduler": "stream_k"}, {"reduction": "second_kernel"}
+#: Shape, what else the problem is, what of the kernel and of its launch differs from `HOPPER`.
+CASES = [
+    ("328x520x392", {}, {}, {}),
+    ("328x520x392", {"layout": "nt"}, {"cluster_m": 2, "cluster_n": 1, "tile_m": 256}, {}),
+    ("328x520x392x2", {}, {"tile_m": 192, "tile_n": 160, "stages": 3, "cluster_n": 1}, {}),
+    ("200x264x328", {}, _PINGPONG | {"tile_m": 64}, {"l2_hint": "b_first"}),
+    ("328x520x392", {}, _PINGPONG | {"cluster_m": 2}, {"raster_order": "along_n"}),
+    ("200x520x1032", {}, {"tile_m": 64}, {"split_k": 3}),
+    ("200x520x1032", {}, _PINGPONG | {"tile_n": 64}, {"split_k": 4}),
+    ("16x520x1032", {}, _NARROW, {"split_k": 2}),
+    ("200x520x1032", {}, {"tile_n": 64, "stages": 3, "occupancy": 2}, {}),
+    ("328x520x392", {}, {"wgmma_in_flight": 0}, {}),
+    ("200x520x1032", {}, {"tile_m": 64}, _SECOND | {"split_k": 3}),
+    ("16x520x1032", {}, _NARROW, _SECOND | {"split_k": 2}),
+    ("200x520x1032", {}, _STREAM | {"tile_m": 64}, {}),
+    ("200x520x1032", {}, _PINGPONG | _STREAM | {"tile_n": 64}, _SECOND),
+    ("200x264x328", {"out_dtype": "fp32"}, {"tile_m": 64}, {}),
+    ("200x272x656", {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"}, {"tile_k": 128, "tile_m": 64}, {}),
+    ("200x272x656", {"dtype": "fp8_e4m3", "accumulation": "two_level"}, {"tile_k": 128, "stages": 3}, {}),
+    ("200x272x656", {"dtype": "int8"}, {"tile_k": 128, "stages": 3}, {}),
+    ("200x264x328", {"dtype": "tf32"}, {"tile_k": 32}, {}),
+    ("328x528x392", {"epilogue": "bias_n+gelu+residual"}, {}, {}),
+    ("328x528x392", {"epilogue": "swiglu+amax"}, _PINGPONG | {"tile_m": 64}, {}),
+    ("328x528x1032", {"epilogue": "swiglu+amax"}, {"tile_m": 64}, _SECOND | {"split_k": 2}),
+    ("328x528x1032", {"epilogue": "alpha+beta_c+bias_m"}, {"tile_m": 64}, {"split_k": 2}),
+    ("328x1056x392", {"epilogue": "swiglu+residual"}, _PINGPONG | {"tile_n": 176, "epi_n": 16}, {}),
+    (
+        "200x272x656", {"dtype": "int8", "out_dtype": "bf16", "epilogue": "scale_rowwise+residual"},
+        {"tile_k": 128, "stages": 3}, {},
+    ),
+]  # fmt: skip
+
+
+def operations(store: ArtifactStore | None = None) -> Iterator[Operation]:
+    """The cases on this machine's GPU."""
+    device = find_device("cuda:0")
+    for shape, others, kernel, launch in CASES:
+        compiled = dict(HOPPER.compile_params) | kernel
+        candidate = Candidate.make("cute_sm90", compiled, dict(HOPPER.launch_params) | launch)
+        yield Operation(Problem.parse(shape, **others), candidate, device, store=store)  # type: ignore[arg-type]
+
+
+def main(folder: str, planted: bool = False) -> None:
+    """Launches each and checks its result. Planted: partial sums get half of the memory that they need."""
+    for operation in operations(ArtifactStore(Path(folder))):
+        need = operation.workspace_bytes
+        if planted and not need:
+            continue
+        workspace = torch.empty(need // 2 if planted else need, dtype=torch.uint8, device="cuda")
+        # An address is the caller's word, so that only the sanitizer knows how much memory is there.
+        operation.initialize(workspace.data_ptr() if need else None)
+        case = Case.of(operation.problem, seed=5)
+        operation.run(*case.operands.arguments)
+        objection = case.objection()
+        print(operation.problem, operation.candidate, objection or "right", flush=True)
+        if objection and not planted:
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], planted="planted" in sys.argv[2:])

@@ -1,0 +1,130 @@
+"""Dispatch on CPU tensors: kernels that compute with torch, records that name them, operands.
+
+`Dispatcher(device_type="cpu")` serves CPU tensors, so that all of it but the CUDA launch runs for real.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import warnings
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.families import Launcher
+from tunegemm.generate.launching import AddressLaunch, AddressLauncher, operand_reader
+from tunegemm.serve import api
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.torch import ops, takeover
+
+BF16 = torch.bfloat16
+CANDIDATE = Candidate.make("cute_sm90", {"tile_m": 128})
+
+
+@dataclass(frozen=True)
+class Row:
+    problem: Problem
+    fingerprint: Fingerprint
+    candidate: Candidate = CANDIDATE
+    ratio: float = 1.1
+    kernel_source: str = kernel_source_hash("cute_sm90")
+    layer: str = ""
+
+
+def serve_with(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> None:
+    """Every call of the package goes to this dispatcher, those on CPU tensors too."""
+    monkeypatch.setattr(api, "_dispatcher", dispatcher)
+    monkeypatch.setattr(api, "_product", dispatcher.product)
+    monkeypatch.setattr(ops, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(takeover, "_KEYS", ("CPU",))
+
+
+class Kernel:
+    """Computes with torch on the CPU what a kernel would on the GPU, and remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[int, ...], ...]] = []
+
+    def of(self, problem: Problem) -> Launcher:
+        """Its launcher for a problem with an epilogue."""
+        return partial(self, problem=problem)
+
+    def __call__(self, a, b, out, *operands, problem: Problem | None = None) -> None:
+        self.calls.append((tuple(a.shape), tuple(b.shape), tuple(out.shape)))
+        with torch.no_grad():
+            value = torch.matmul(a.float(), b.float())
+            if problem is not None and problem.epilogue:
+                named = {
+                    each.name: given for each, given in zip(problem.fused.operands, operands, strict=True)
+                }
+                value = problem.fused.reference(value, named)
+                if "amax" in named:
+                    named["amax"].copy_(torch.maximum(named["amax"], value.abs().max()))
+            out.copy_(value)
+
+
+def operands(
+    m: int = 32, n: int = 48, k: int = 64, dtype: torch.dtype = BF16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Small integers, so that every summation order gives the same result."""
+    generator = torch.Generator().manual_seed(m * n * k)
+    a = torch.randint(-3, 4, (m, k), generator=generator).to(dtype)
+    return a, torch.randint(-3, 4, (n, k), generator=generator).to(dtype).t()
+
+
+def quietly(call, *arguments, **keywords):
+    """The result of a call that must not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return call(*arguments, **keywords)
+
+
+class ByAddress:
+    """A kernel of addresses on the CPU, behind the families' own launcher; remembers its calls."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        self.problem = problem
+        self.launcher = AddressLauncher(operand_reader(problem, 16, 16), self.make)
+
+    def make(self, lda: int, ldb: int, ldd: int, *steps: int) -> AddressLaunch:
+        m, n, k, batch = self.problem.m, self.problem.n, self.problem.k, self.problem.batch
+
+        def launch(a: int, b: int, d: int) -> None:
+            self.calls.append((a, b, d))
+            left = at(a, (batch, m, k), (steps[0], lda, 1))
+            right = at(b, (batch, k, n), (steps[1], 1, ldb))
+            at(d, (batch, m, n), (steps[2], ldd, 1)).copy_(left.float() @ right.float())
+
+        return launch
+
+
+def at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """The bf16 tensor at an address."""
+    reach = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_uint8 * (2 * reach)).from_address(address)
+    return torch.frombuffer(memory, dtype=BF16).as_strided(shape, strides)
+
+
+def calls_of(call) -> tuple[list[str], list[str]]:
+    """The Python and the C functions that a call enters."""
+    python, c = [], []
+
+    def profile(frame, event, argument):
+        if event == "call":
+            python.append(frame.f_code.co_name)
+        elif event == "c_call":
+            c.append(argument.__name__)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return python, c

@@ -1,0 +1,101 @@
+"""Which problem gets the next part of the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tunegemm.cli.savings import savings_table
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.workload import Demand
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.measure.outcome import Measurement
+from tunegemm.tuning import program as spending
+from tunegemm.tuning.program import spend, standings
+from tunegemm.tuning.run import TuneResult
+
+H200 = find_device("model:h200")
+BIG, SMALL = Problem(8192, 8192, 8192), Problem(16, 4096, 4096)
+
+
+def measured(baseline_us: float, median_us: float) -> Measurement:
+    return Measurement(TORCH_MM, (median_us,) * 3, (baseline_us,) * 3, 0.0, 0.0)
+
+
+@dataclass
+class Scripted:
+    """Answers as a tuner would; each tuning takes 10 s of a clock of its own."""
+
+    ratios: dict[Problem, float]
+    clock: list[float]
+    asked: list[tuple[Problem, str, float | None]] = field(default_factory=list)
+    interrupted_at: int = -1
+
+    def tune(self, problem: Problem, *, effort: str, budget_seconds: float | None, **_: Any) -> TuneResult:
+        self.asked.append((problem, effort, budget_seconds))
+        self.clock[0] += 10
+        best = measured(100.0, 100.0 / self.ratios[problem])
+        stop = len(self.asked) == self.interrupted_at
+        return TuneResult(problem, H200, "measured", best, (best,), (), {}, 10.0, 0, interrupted=stop)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    now = [0.0]
+    monkeypatch.setattr(spending.time, "monotonic", lambda: now[0])
+    yield now
+
+
+def test_headroom_orders_not_calls_or_time_alone() -> None:
+    floor = H200.roofline_us(BIG)
+    at_its_roofline = Demand(BIG, 1000, floor)
+    slow = Demand(SMALL, 10, 30.0)
+    assert [s.demand for s in standings([at_its_roofline, slow], H200)] == [slow, at_its_roofline]
+    assert [s.demand.problem for s in standings([Demand(SMALL, 10), Demand(BIG, 10)], H200)] == [BIG, SMALL]
+    many = Demand(SMALL, 100_000)
+    assert standings([many, Demand(BIG, 10)], H200)[0].demand == many
+
+
+def test_the_time_of_a_small_product_is_no_zero() -> None:
+    table = savings_table(standings([Demand(Problem(16, 16, 16), 5)], H200))
+    (torch_us,) = next(column.cells for column in table.columns if column.header == "torch us")
+    assert torch_us == "~0.0004571"
+
+
+def test_quick_for_all_then_full_where_most_is_left(clock: list[float]) -> None:
+    tuner = Scripted({BIG: 1.05, SMALL: 1.5}, clock)
+    plan = standings([Demand(BIG, 1, 2000.0), Demand(SMALL, 100, 100.0)], H200)
+    told = list(spend(tuner, plan, budget_seconds=35))  # type: ignore[arg-type]
+    assert tuner.asked == [
+        (SMALL, "quick", 35.0), (BIG, "quick", 25.0), (SMALL, "full", 15.0), (BIG, "full", 5.0),
+    ]  # fmt: skip
+    assert [s.effort for s in told] == ["quick", "quick", "full", "full"]
+    assert told[0].saving_s == pytest.approx(100 * (100 - 100 / 1.5) * 1e-6)
+    tuner.asked.clear()
+    list(spend(tuner, plan, budget_seconds=15))  # type: ignore[arg-type]
+    assert [effort for _, effort, _ in tuner.asked] == ["quick", "quick"]
+
+
+def test_without_a_budget_one_pass(clock: list[float]) -> None:
+    tuner = Scripted({BIG: 1.0, SMALL: 1.0}, clock)
+    plan = standings([Demand(BIG, 1), Demand(SMALL, 1)], H200)
+    list(spend(tuner, plan))  # type: ignore[arg-type]
+    list(spend(tuner, plan, effort="exhaustive", budget_seconds=100))  # type: ignore[arg-type]
+    assert [effort for _, effort, _ in tuner.asked] == ["quick", "quick", "exhaustive", "exhaustive"]
+    assert tuner.asked[0][2] is None
+
+
+def test_ctrl_c_ends_it(clock: list[float]) -> None:
+    tuner = Scripted({BIG: 1.0, SMALL: 1.0}, clock, interrupted_at=1)
+    plan = standings([Demand(BIG, 1), Demand(SMALL, 1)], H200)
+    assert len(list(spend(tuner, plan, budget_seconds=100))) == 1  # type: ignore[arg-type]
+
+
+def test_a_winner_within_the_noise_saves_nothing_not_less(clock: list[float]) -> None:
+    tuner = Scripted({BIG: 0.99}, clock)
+    (standing,) = spend(tuner, standings([Demand(BIG, 5)], H200))  # type: ignore[arg-type]
+    assert standing.saving_s == 0.0

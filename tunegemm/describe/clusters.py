@@ -1,0 +1,209 @@
+"""Where a GPU puts thread block clusters: how many run at once, and which of them share a GPC.
+
+A graphics processing cluster (GPC) merges its multiprocessors' reads of the same lines of L2, if they come at
+about the same time; not those of multicasts (H200, benchmarks/results/h200/gpc-2026-11-22.json). A grid's
+clusters are handed out to the GPCs in turn, always alike on an idle device, so that clusters of neighbouring
+indices lie apart. CUDA tells neither. What is measured here is only used to choose who computes which tile:
+where it does not hold, kernels are slower and as right.
+
+By ctypes: to import cuda.bindings was 16 ms of a process's first call (H200 host, 2026-11-21).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+#: Writes the multiprocessor of every block, and stays 20 us, so that no block follows another on one.
+_PTX = b"""
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry whereabouts(.param .u64 out)
+{
+    .reg .pred %p<3>;
+    .reg .b32 %r<8>;
+    .reg .b64 %d<6>;
+    mov.u32 %r1, %tid.x;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra done;
+    ld.param.u64 %d1, [out];
+    cvta.to.global.u64 %d1, %d1;
+    mov.u32 %r2, %ctaid.z;
+    mov.u32 %r3, %nctaid.x;
+    mov.u32 %r4, %ctaid.x;
+    mad.lo.u32 %r5, %r2, %r3, %r4;
+    mul.wide.u32 %d2, %r5, 4;
+    add.s64 %d1, %d1, %d2;
+    mov.u32 %r6, %smid;
+    st.global.u32 [%d1], %r6;
+    mov.u64 %d3, %globaltimer;
+    add.s64 %d3, %d3, 20000;
+stay:
+    mov.u64 %d4, %globaltimer;
+    setp.lt.u64 %p2, %d4, %d3;
+    @%p2 bra stay;
+done:
+    ret;
+}
+\0"""
+_THREADS = 128
+#: Sizes of clusters that show which multiprocessors share a GPC: large ones for that they do, small ones for
+#: those that the large leave over. More than 8 blocks want an attribute.
+_SIZES = (16, 8, 6, 4)
+
+_CLUSTER_DIMENSION = 4
+_MAX_DYNAMIC_SMEM, _NON_PORTABLE_SIZE = 8, 14
+
+
+class _ClusterDimension(ctypes.Structure):
+    """`CUlaunchAttribute` of that kind, 72 bytes in cuda.h of CUDA 12 and 13."""
+
+    _fields_ = (("id", ctypes.c_uint64), ("dimension", ctypes.c_uint32 * 3), ("unused", ctypes.c_uint32 * 13))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig` of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("smem_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_ClusterDimension)),
+        ("num_attributes", ctypes.c_uint32),
+    )  # fmt: skip
+
+
+@functools.cache
+def active_clusters(index: int, cluster_size: int, smem_bytes: int) -> int | None:
+    """The driver's count for blocks with so much shared memory; None when it cannot be asked."""
+    try:
+        with _loaded(index, smem_bytes) as (driver, function):
+            config = _launch_config(cluster_size, 1024, smem_bytes)
+            count = ctypes.c_int()
+            error = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
+            return count.value if not error and count.value > 0 else None
+    except (OSError, RuntimeError):  # no context: the GPU's memory is full, or another process has it alone
+        return None
+
+
+def gpcs_of_clusters(index: int, cluster_size: int, clusters: int, smem_bytes: int) -> tuple[int, ...] | None:
+    """For each cluster of a grid of blocks with so much shared memory a number of its GPC.
+
+    None where it cannot be measured, as during a capture or beside other work. `clusters`: as many as run at
+    once, or fewer.
+    """
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return _gpcs_of_clusters(index, cluster_size, clusters, smem_bytes)
+
+
+def places_of(gpcs: Sequence[int]) -> tuple[int, ...]:
+    """A place in the walk for each cluster, such that those of one GPC have places in a row.
+
+    GPCs with few clusters come first: what a chip has left over of several then fills whole blocks.
+    """
+    size = Counter(gpcs)
+    order = sorted(range(len(gpcs)), key=lambda cluster: (size[gpcs[cluster]], gpcs[cluster], cluster))
+    places = [0] * len(gpcs)
+    for place, cluster in enumerate(order):
+        places[cluster] = place
+    return tuple(places)
+
+
+def usual_neighbours(gpcs: Sequence[int]) -> int:
+    """How many clusters share a GPC with a cluster, itself included: the median over all."""
+    size = Counter(gpcs)
+    # Not statistics.median_low: to import that costs a program's first call milliseconds.
+    return sorted(size[gpc] for gpc in gpcs)[(len(gpcs) - 1) // 2]
+
+
+@functools.cache
+def _gpcs_of_clusters(
+    index: int, cluster_size: int, clusters: int, smem_bytes: int
+) -> tuple[int, ...] | None:
+    try:
+        with _loaded(index, smem_bytes) as (driver, function):
+            found = [_multiprocessors(driver, function, index, size, smem_bytes) for size in _SIZES]
+            first, again = (
+                _multiprocessors(driver, function, index, cluster_size, smem_bytes, clusters)
+                for _ in range(2)
+            )
+    except (OSError, RuntimeError):
+        return None
+    if not first or first != again:  # other work is on the device, and clusters go where it leaves room
+        return None
+    gpc_of = groups([cluster for clusters in found for cluster in clusters])
+    return tuple(gpc_of.get(cluster[0], -1 - cluster[0]) for cluster in first)
+
+
+def groups(clusters: Sequence[Sequence[int]]) -> dict[int, int]:
+    """For each multiprocessor the least of those that it shares a GPC with, as far as clusters tell."""
+    least: dict[int, int] = {}
+    for cluster in clusters:
+        joined = {least.get(sm, sm) for sm in cluster}
+        least |= dict.fromkeys(cluster, min(joined))
+        for sm, other in least.items():
+            if other in joined:
+                least[sm] = min(joined)
+    return least
+
+
+def _multiprocessors(
+    driver: Any, function: ctypes.c_void_p, index: int, size: int, smem_bytes: int, clusters: int = 0
+) -> list[list[int]]:
+    """Where each cluster's blocks ran; as many as run at once unless told. Empty where none does."""
+    import torch
+
+    if not clusters:
+        count, config = ctypes.c_int(), _launch_config(size, 1024, smem_bytes)
+        driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
+        clusters = count.value
+    if clusters < 1:
+        return []
+    out = torch.full((clusters, size), -1, dtype=torch.int32, device=f"cuda:{index}")
+    config = _launch_config(size, clusters, smem_bytes, torch.cuda.current_stream(index).cuda_stream)
+    address = ctypes.c_uint64(out.data_ptr())
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(address))
+    failed = driver.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None)
+    found: list[list[int]] = out.tolist()
+    return [] if failed else found
+
+
+def _launch_config(size: int, clusters: int, smem_bytes: int, stream: int = 0) -> _LaunchConfig:
+    """A grid as the kernels of `generate.cute_sm90` have it: clusters along its third mode."""
+    cluster = _ClusterDimension(id=_CLUSTER_DIMENSION, dimension=(size, 1, 1))
+    return _LaunchConfig(
+        grid=(size, 1, clusters),
+        block=(_THREADS, 1, 1),
+        smem_bytes=smem_bytes,
+        stream=stream or None,
+        attributes=ctypes.pointer(cluster),
+        num_attributes=1,
+    )
+
+
+@contextmanager
+def _loaded(index: int, smem_bytes: int) -> Iterator[tuple[Any, ctypes.c_void_p]]:
+    """The driver and the kernel, in the device's primary context. Raises RuntimeError or OSError."""
+    import torch
+
+    driver = ctypes.CDLL("libcuda.so.1")
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    with torch.cuda.device(index):
+        torch.cuda.current_stream().synchronize()  # the device's primary context is the current one now
+        if driver.cuModuleLoadData(ctypes.byref(module), _PTX):
+            raise RuntimeError("the driver refuses the probe")
+        try:
+            if driver.cuModuleGetFunction(ctypes.byref(function), module, b"whereabouts"):
+                raise RuntimeError("the driver does not find the probe")
+            driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SMEM, smem_bytes)
+            driver.cuFuncSetAttribute(function, _NON_PORTABLE_SIZE, 1)
+            yield driver, function
+        finally:
+            driver.cuModuleUnload(module)

@@ -1,0 +1,431 @@
+"""What a GPU can hold and how fast it can be. With `clusters` the only module that asks CUDA or NVML."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tunegemm.describe.clusters import active_clusters, gpcs_of_clusters
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Limits that hold for every part of one compute capability.
+
+    Sources: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
+    """
+
+    capability: tuple[int, int]
+    """Major and minor compute capability."""
+    compile_target: str
+    """What the compilers call it, such as ``sm_90a``."""
+    smem_bytes_per_block: int
+    """Largest shared memory of one block, after opting in."""
+    smem_bytes_per_sm: int
+    """Shared memory of one multiprocessor. Each resident block also costs 1 KiB of it."""
+    threads_per_sm: int
+    """Most resident threads."""
+    max_cluster_size: int
+    """Most blocks of a portable cluster; 1 where there are no clusters."""
+    registers_per_sm: int = 65536
+    """32-bit registers of one multiprocessor."""
+    registers_per_thread: int = 255
+    """Most registers one thread can address."""
+    threads_per_block: int = 1024
+    """Most threads of one block."""
+
+
+_KIB = 1024
+ARCHITECTURES: dict[tuple[int, int], Architecture] = {
+    architecture.capability: architecture
+    for architecture in (
+        Architecture((8, 0), "sm_80", 163 * _KIB, 164 * _KIB, 2048, 1),
+        Architecture((8, 6), "sm_86", 99 * _KIB, 100 * _KIB, 1536, 1),
+        Architecture((8, 9), "sm_89", 99 * _KIB, 100 * _KIB, 1536, 1),
+        Architecture((9, 0), "sm_90a", 227 * _KIB, 228 * _KIB, 2048, 8),
+        Architecture((10, 0), "sm_100a", 227 * _KIB, 228 * _KIB, 2048, 8),
+        Architecture((12, 0), "sm_120a", 99 * _KIB, 100 * _KIB, 1536, 8),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Datasheet figures of one product, for the roofline and for `model:NAME`."""
+
+    device_name: str
+    """As CUDA reports it."""
+    capability: tuple[int, int]
+    sm_count: int
+    peak_tflops: float
+    """Dense bf16/fp16 tensor throughput, TFLOP/s."""
+    bandwidth_gbps: float
+    """Device memory bandwidth, GB/s."""
+    l2_bytes: int
+    memory_bytes: int
+
+
+# Datasheets of NVIDIA H100 (SXM, PCIe, NVL), H200 and A100, dense rates without sparsity.
+PARTS: dict[str, Part] = {
+    "h200": Part("NVIDIA H200", (9, 0), 132, 989.4, 4800, 60 * _KIB**2, 141 * 10**9),
+    "h100-sxm": Part("NVIDIA H100 80GB HBM3", (9, 0), 132, 989.4, 3350, 50 * _KIB**2, 80 * 10**9),
+    "h100-pcie": Part("NVIDIA H100 PCIe", (9, 0), 114, 756.5, 2039, 50 * _KIB**2, 80 * 10**9),
+    "h100-nvl": Part("NVIDIA H100 NVL", (9, 0), 132, 835.0, 3938, 50 * _KIB**2, 94 * 10**9),
+    "a100-sxm-80gb": Part("NVIDIA A100-SXM4-80GB", (8, 0), 108, 312.0, 2039, 40 * _KIB**2, 80 * 10**9),
+    "a100-sxm-40gb": Part("NVIDIA A100-SXM4-40GB", (8, 0), 108, 312.0, 1555, 40 * _KIB**2, 40 * 10**9),
+    "a100-pcie-80gb": Part("NVIDIA A100 80GB PCIe", (8, 0), 108, 312.0, 1935, 40 * _KIB**2, 80 * 10**9),
+}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What makes a record stale when it changes. Empty strings stand for packages that are absent."""
+
+    device_name: str
+    sm_count: int
+    """SMs of the device, or of its MIG instance."""
+    capability: str
+    """Compute capability, such as ``9.0``."""
+    mig: str
+    """MIG profile, such as ``1g.18gb``; empty for a whole GPU."""
+    sm_budget: int
+    """SMs that a launch may fill; `sm_count` unless some are kept for others."""
+    driver: str
+    cuda: str
+    torch: str
+    cutlass_dsl: str
+    triton: str
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (16 hex digits) over the fields as canonical JSON: its name in the database."""
+        text = json.dumps(self.asdict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU to tune for: real (`cuda:N`), recorded (`replay:NAME`) or modelled (`model:NAME`)."""
+
+    spec: str
+    """The name it was asked for by, such as ``cuda:0`` or ``replay:h200``."""
+    name: str
+    """Product name, as CUDA reports it."""
+    architecture: Architecture
+    sm_count: int
+    l2_bytes: int
+    memory_bytes: int
+    peak_tflops: float
+    """Datasheet dense bf16 rate; 0 when the part is not in `PARTS`."""
+    bandwidth_gbps: float
+    """Datasheet memory bandwidth; 0 when the part is not in `PARTS`."""
+    fingerprint: Fingerprint
+
+    @property
+    def is_real(self) -> bool:
+        """Whether times on this device are measurements."""
+        return self.spec.startswith("cuda")
+
+    def resident_clusters(self, cluster_size: int) -> int:
+        """Clusters of so many blocks that run at once, with one block per multiprocessor."""
+        if cluster_size == 1:
+            return self.sm_count
+        if self.fingerprint.sm_budget < self.fingerprint.sm_count:  # so that no launch fills more
+            return max(1, self.sm_count // cluster_size)
+        if self.is_real:
+            told = active_clusters(self.index, cluster_size, self.architecture.smem_bytes_per_block)
+            if told is not None:
+                return told
+        return even_cut(self.sm_count, cluster_size)
+
+    def gpcs_of_clusters(self, cluster_size: int, clusters: int) -> tuple[int, ...] | None:
+        """For each cluster of a grid, with one block per multiprocessor, a number of its GPC. None where that
+        is not known, as where some of the multiprocessors are kept for others.
+        """
+        if not self.is_real or self.fingerprint.sm_budget < self.fingerprint.sm_count:
+            return None
+        return gpcs_of_clusters(self.index, cluster_size, clusters, self.architecture.smem_bytes_per_block)
+
+    def with_sm_budget(self, sm_budget: int) -> Device:
+        """The device as if it had so few multiprocessors; its fingerprint says so."""
+        return replace(
+            self,
+            sm_count=sm_budget,
+            peak_tflops=self.peak_tflops * sm_budget / self.sm_count,
+            fingerprint=replace(self.fingerprint, sm_budget=sm_budget),
+        )
+
+    @property
+    def index(self) -> int:
+        """The CUDA ordinal of a real device."""
+        return int(self.spec.partition(":")[2] or 0)
+
+    def lacks_memory(self, problem: Problem) -> str | None:
+        """Why operands and output of the problem cannot be in the device's memory together; None if they can.
+
+        Packed ones; those of a program may share memory, as entries of a batch do that are one matrix.
+        """
+        if problem.bytes <= self.memory_bytes:
+            return None
+        need_gb, have_gb = problem.bytes / 1e9, self.memory_bytes / 1e9
+        return f"{problem}: operands and output of {need_gb:.4g} GB > {have_gb:.4g} GB of {self.name}"
+
+    def peak_tflops_of(self, problem: Problem) -> float:
+        """Datasheet dense rate for the problem's operands; 0 when the part is not in `PARTS`."""
+        return self.peak_tflops * problem.relative_rate
+
+    def roofline_us(self, problem: Problem) -> float:
+        """The floor in us: the larger of arithmetic and memory time at datasheet peaks; 0 if unknown.
+
+        S. Williams et al., "Roofline: an insightful visual performance model", CACM 52(4), 2009.
+        """
+        if not self.peak_tflops:
+            return 0.0
+        return max(
+            problem.flops / (self.peak_tflops_of(problem) * 1e6), problem.bytes / (self.bandwidth_gbps * 1e3)
+        )
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """The chip's state at one moment, from NVML. What NVML cannot tell is None."""
+
+    sm_clock_mhz: int | None
+    power_w: float | None
+    temperature_c: int | None
+    throttle_reasons: tuple[str, ...]
+    """Names of the active clock-limiting reasons, such as ``sw_power_cap``."""
+
+
+def find_device(spec: str = "cuda:0") -> Device:
+    """The device named ``cuda``, ``cuda:N``, or ``model:NAME`` (a known part, such as ``model:h200``).
+
+    Raises DeviceError when it is not there. Recorded devices are opened by `tunegemm.measure.replay`.
+    """
+    kind, _, name = spec.partition(":")
+    if kind == "cuda":
+        return _cuda_device(spec, name)
+    if kind == "model":
+        if name not in PARTS:
+            raise DeviceError(f"device {spec!r}: no such part; use model: with one of {', '.join(PARTS)}")
+        part = PARTS[name]
+        return device_from_part(
+            spec, part, current_fingerprint(part.device_name, part.sm_count, part.capability)
+        )
+    raise DeviceError(f"device {spec!r} is not known; use cuda:N, replay:NAME or model:NAME")
+
+
+def device_from_part(spec: str, part: Part, fingerprint: Fingerprint) -> Device:
+    """A device with a part's datasheet figures."""
+    return Device(
+        spec, part.device_name, ARCHITECTURES[part.capability], part.sm_count, part.l2_bytes,
+        part.memory_bytes, part.peak_tflops, part.bandwidth_gbps, fingerprint,
+    )  # fmt: skip
+
+
+def cuda_device_count() -> int:
+    """GPUs that torch can use; 0 on a machine without one."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _cuda_device(spec: str, name: str) -> Device:
+    import torch
+
+    count = cuda_device_count()
+    if not name.isdigit() and name != "":
+        raise DeviceError(f"device {spec!r} is not known; use cuda:N with a number")
+    index = int(name or 0)
+    if index >= count:
+        remedy = f"use cuda:0 to cuda:{count - 1}" if count else "without a GPU use replay:h200 or model:h200"
+        raise DeviceError(f"device {spec!r}: {count} CUDA device(s) here; {remedy}")
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    if capability not in ARCHITECTURES:
+        known = ", ".join(f"sm_{a}{b}" for a, b in ARCHITECTURES)
+        raise DeviceError(f"{properties.name} is sm_{capability[0]}{capability[1]}; tunegemm knows {known}")
+    part = next((part for part in PARTS.values() if part.device_name == properties.name), None)
+    return Device(
+        spec=f"cuda:{index}",
+        name=properties.name,
+        architecture=ARCHITECTURES[capability],
+        sm_count=properties.multi_processor_count,
+        l2_bytes=properties.L2_cache_size,
+        memory_bytes=properties.total_memory,
+        peak_tflops=part.peak_tflops if part else 0.0,
+        bandwidth_gbps=part.bandwidth_gbps if part else 0.0,
+        fingerprint=current_fingerprint(
+            properties.name, properties.multi_processor_count, capability, real=True
+        ),
+    )
+
+
+def current_fingerprint(
+    device_name: str, sm_count: int, capability: tuple[int, int], *, real: bool = False
+) -> Fingerprint:
+    """The fingerprint of a device under this machine's packages and, for a real device, its driver."""
+    import torch
+
+    mig = re.search(r"\bMIG (\S+)", device_name)  # "NVIDIA H200 MIG 1g.18gb"
+    return Fingerprint(
+        device_name=device_name,
+        sm_count=sm_count,
+        capability=".".join(map(str, capability)),
+        mig=mig.group(1) if mig else "",
+        sm_budget=sm_count,
+        driver=_driver_version() if real else "",
+        cuda=torch.version.cuda or "",
+        torch=torch.__version__,
+        cutlass_dsl=package_version("nvidia-cutlass-dsl"),
+        triton=package_version("triton"),
+    )
+
+
+@functools.cache
+def package_version(name: str) -> str:
+    """Installed version of a distribution, or the empty string."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def kernel_source_hash(family: str) -> str:
+    """SHA-256 (16 hex digits) over a kernel family's sources that end up in kernels; empty if it has none.
+
+    These are `kernel*.py` and `config.py` in its folder. A record holds for its own family's sources.
+    """
+    digest = hashlib.sha256()
+    root = Path(__file__).parent.parent / "generate"
+    paths = sorted([*(root / family).rglob("kernel*.py"), *(root / family).rglob("config.py")])
+    for path in paths:
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16] if paths else ""
+
+
+@functools.cache
+def even_cut(sm_count: int, cluster_size: int) -> int:
+    """Clusters that fit a Hopper chip of so many multiprocessors, at best.
+
+    A cluster lives in one graphics processing cluster. Hopper has 8 of them, cut unevenly by yield, always by
+    whole pairs of multiprocessors; the most even cut of 132 is 2 x 18 + 6 x 16, which holds 66 clusters of 2
+    and 32 of 4. The driver's own figure may be lower on a less even chip.
+    """
+    gpcs = 8
+    pairs, odd = divmod(sm_count // 2, gpcs)
+    sizes = [2 * (pairs + 1)] * odd + [2 * pairs] * (gpcs - odd)
+    return max(1, sum(size // cluster_size for size in sizes))
+
+
+def memory_device(address: int) -> int | None:
+    """Index of the CUDA device that an address is memory of; None for the host's, and for nobody's.
+
+    A kernel that is given the host's faults, and with it everything that its process does on the device.
+    """
+    from cuda.bindings import driver
+
+    attribute = driver.CUpointer_attribute
+    try:
+        error, kind = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+    except RuntimeError:  # there is no driver
+        return None
+    if error != driver.CUresult.CUDA_SUCCESS or int(kind) != int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
+        return None
+    error, index = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+    return int(index) if error == driver.CUresult.CUDA_SUCCESS else None
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _driver_version() -> str:
+    """From the kernel module where it says so: starting NVML looks at every GPU of the host."""
+    with suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    import pynvml
+
+    with suppress(pynvml.NVMLError), _nvml() as nvml:
+        return str(nvml.nvmlSystemGetDriverVersion())
+    return ""
+
+
+class TelemetryReader:
+    """Reads clocks, power and temperature of one GPU; keeps NVML open between reads."""
+
+    def __init__(self, index: int) -> None:
+        """`index` is the CUDA ordinal; it is matched to NVML's by UUID, since the two orders may differ."""
+        import pynvml
+        import torch
+
+        self._nvml = pynvml
+        self._handle: Any = None
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            uuid = str(torch.cuda.get_device_properties(index).uuid)
+            uuid = uuid if re.match(r"(GPU|MIG)-", uuid) else f"GPU-{uuid}"
+            try:
+                self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            except pynvml.NVMLError:
+                self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+
+    def read(self) -> Telemetry:
+        """One reading, about 0.1 ms; all None when NVML does not answer."""
+        return Telemetry(
+            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM),
+            power_w=None if (mw := self._ask("nvmlDeviceGetPowerUsage")) is None else mw / 1000,
+            temperature_c=self._ask("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU),
+            throttle_reasons=self._throttle_reasons(),
+        )
+
+    def energy_mj(self) -> float | None:
+        """The board's energy since the driver was loaded; None when NVML does not answer."""
+        energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        return None if energy_mj is None else float(energy_mj)
+
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        if self._handle is None:
+            return None
+        with suppress(self._nvml.NVMLError):
+            return getattr(self._nvml, function)(self._handle, *arguments)
+        return None
+
+    def _throttle_reasons(self) -> tuple[str, ...]:
+        mask = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
+        if not mask:
+            return ()
+        names = {
+            self._nvml.nvmlClocksEventReasonSwPowerCap: "sw_power_cap",
+            self._nvml.nvmlClocksThrottleReasonHwSlowdown: "hw_slowdown",
+            self._nvml.nvmlClocksEventReasonSwThermalSlowdown: "sw_thermal_slowdown",
+            self._nvml.nvmlClocksThrottleReasonHwThermalSlowdown: "hw_thermal_slowdown",
+            self._nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "hw_power_brake",
+        }
+        return tuple(name for bit, name in names.items() if mask & bit)
+
+
+def with_fingerprint(device: Device, fingerprint: Fingerprint) -> Device:
+    """The same device under another fingerprint (used by recorded devices)."""
+    return replace(device, fingerprint=fingerprint)

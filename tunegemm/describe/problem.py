@@ -1,0 +1,434 @@
+"""A matrix product to be solved: D[m, n] = sum over k of A[m, k] * B[k, n], per batch entry."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tunegemm.describe.epilogue import Epilogue, Operand, operand_dtype
+from tunegemm.errors import ProblemError
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes of one element, by the short name used in shapes files, on the command line and in records. ``tf32``
+#: is fp32 in memory, of which the tensor cores read 19 bits; ``fp8_e4m3_e5m2`` is A's type and B's.
+DTYPE_BYTES: dict[str, int] = {
+    "bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_e4m3_e5m2": 1,
+    "fp8_e5m2_e4m3": 1, "int8": 1, "int32": 4,
+}  # fmt: skip
+
+_FP8_OUTPUTS = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
+
+#: Input dtypes that have kernels, and the output dtypes each may have, the default first.
+OUTPUT_DTYPES: dict[str, tuple[str, ...]] = {
+    "bf16": ("bf16", "fp16", "fp32"),
+    "fp16": ("fp16", "bf16", "fp32"),
+    "tf32": ("fp32", "bf16", "fp16"),
+    "fp8_e4m3": _FP8_OUTPUTS,
+    "fp8_e5m2": _FP8_OUTPUTS,
+    "fp8_e4m3_e5m2": _FP8_OUTPUTS,
+    "fp8_e5m2_e4m3": _FP8_OUTPUTS,
+    "int8": ("int32",),
+}
+
+#: Further ones where the epilogue scales the product: as they are, sums of int8 products are beyond fp16.
+SCALED_OUTPUT_DTYPES: dict[str, tuple[str, ...]] = {"int8": ("bf16", "fp16", "fp32")}
+
+#: How sums over k are kept, the default first. Hopper's tensor cores add fp8 products with 14 significant
+#: bits or so; ``two_level`` adds what they made of every 128 of k in fp32 registers.
+ACCUMULATIONS = ("fast", "two_level")
+
+_ALIASES = {
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
+    "tfloat32": "tf32", "float8_e4m3fn": "fp8_e4m3", "e4m3": "fp8_e4m3", "float8_e5m2": "fp8_e5m2",
+    "e5m2": "fp8_e5m2",
+}  # fmt: skip
+
+#: Layout letters as in the CUTLASS profiler, A first: for A (m x k) `t` is row-major (k contiguous)
+#: and `n` column-major (m contiguous); for B (k x n) `n` is column-major (k contiguous) and `t`
+#: row-major (n contiguous). The values are the majors of A and B: their contiguous modes.
+LAYOUTS: dict[str, tuple[str, str]] = {
+    "tn": ("k", "k"),
+    "tt": ("k", "n"),
+    "nn": ("m", "k"),
+    "nt": ("m", "n"),
+}
+
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)(?:x(\d+))?")
+_MAX_EXTENT = 2**31 - 1  # TMA coordinates are signed 32-bit
+
+#: The widest load of one thread and what TMA wants: more alignment than this changes no kernel.
+MAX_ALIGNMENT = 16
+
+
+def normalize_dtype(name: str | torch.dtype) -> str:
+    """The short name, such as ``bf16``, for any usual spelling, such as ``torch.bfloat16``, and for that."""
+    short = str(name).lower().removeprefix("torch.")
+    short = _ALIASES.get(short, short)
+    if short not in DTYPE_BYTES:
+        raise ProblemError(f"dtype {name!r} is not known; use one of {', '.join(DTYPE_BYTES)}")
+    return short
+
+
+def operand_dtypes(in_dtype: str) -> tuple[str, str]:
+    """Element types of A and B: the same, but for mixed fp8."""
+    if in_dtype.count("_") < 2:
+        return in_dtype, in_dtype
+    _, of_a, of_b = in_dtype.split("_")
+    return f"fp8_{of_a}", f"fp8_{of_b}"
+
+
+def in_dtype_of(a_dtype: str, b_dtype: str) -> str:
+    """The input dtype of operands of these types. Raises ProblemError where they have no common product."""
+    if a_dtype == b_dtype:
+        return a_dtype
+    if a_dtype.startswith("fp8_") and b_dtype.startswith("fp8_"):
+        return f"{a_dtype}_{b_dtype.removeprefix('fp8_')}"
+    raise ProblemError(f"operands of dtypes {a_dtype} and {b_dtype}; convert one")
+
+
+def swapped_dtype(in_dtype: str) -> str:
+    """The input dtype of the transposed product, whose A is B."""
+    a_dtype, b_dtype = operand_dtypes(in_dtype)
+    return in_dtype_of(b_dtype, a_dtype)
+
+
+def default_out_dtype(in_dtype: str) -> str:
+    """The output dtype of a product that names none. Raises ProblemError for dtypes without kernels."""
+    if in_dtype in OUTPUT_DTYPES:
+        return OUTPUT_DTYPES[in_dtype][0]
+    hint = "; fp32 operands have them where tf32 is allowed, --dtype tf32" if in_dtype == "fp32" else ""
+    raise ProblemError(
+        f"input dtype {in_dtype!r} has no kernels{hint}; use one of {', '.join(OUTPUT_DTYPES)}"
+    )
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One matrix product, by what decides which kernel is fastest. Hashable; the key of a record."""
+
+    m: int
+    """Rows of A and D."""
+    n: int
+    """Columns of B and D."""
+    k: int
+    """Columns of A, rows of B: the reduced extent."""
+    batch: int = 1
+    """Number of independent products with the same shape."""
+    in_dtype: str = "bf16"
+    """Element type of A and B."""
+    out_dtype: str = "bf16"
+    """Element type of D. Sums are fp32, of int8 int32."""
+    a_major: str = "k"
+    """Contiguous mode of A: ``k`` or ``m``."""
+    b_major: str = "k"
+    """Contiguous mode of B: ``k`` or ``n``."""
+    out_major: str = "n"
+    """Contiguous mode of D: ``n`` or ``m``."""
+    alignment: int = 0
+    """Bytes, a power of two: the most, up to 16, that divides the addresses of A and B and the strides of
+    their leading dimensions and batch entries. 0, the default, becomes that of packed operands."""
+    epilogue: str = ""
+    """What becomes of the product before it is stored, as `describe.epilogue` writes it; empty: nothing."""
+    accumulation: str = "fast"
+    """How sums over k are kept: one of `ACCUMULATIONS`; ``two_level`` for fp8 only."""
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "k", "batch"):
+            extent = getattr(self, name)
+            try:
+                fits = 1 <= operator.index(extent) <= _MAX_EXTENT
+            except TypeError:
+                fits = False
+            if not fits:
+                raise ProblemError(
+                    f"{name}={extent!r} in {self.shape}: every extent must be from 1 to {_MAX_EXTENT}"
+                )
+        default_out_dtype(self.in_dtype)  # raises for dtypes without kernels
+        allowed, scaled = OUTPUT_DTYPES[self.in_dtype], SCALED_OUTPUT_DTYPES.get(self.in_dtype, ())
+        if self.out_dtype not in (allowed + scaled if self.fused.scales else allowed):
+            more = f"; with scale_tensor or scale_rowwise {', '.join(scaled)}" if scaled else ""
+            raise ProblemError(
+                f"output dtype {self.out_dtype!r} for {self.in_dtype} inputs; use one of "
+                f"{', '.join(allowed)}{more}"
+            )
+        if (self.a_major, self.b_major) not in LAYOUTS.values():
+            raise ProblemError(f"majors {self.a_major!r}, {self.b_major!r}: A is 'k' or 'm', B is 'k' or 'n'")
+        if self.out_major not in ("n", "m"):
+            raise ProblemError(f"output major {self.out_major!r}: use 'n' or 'm'")
+        if self.accumulation not in ACCUMULATIONS:
+            raise ProblemError(
+                f"accumulation {self.accumulation!r} is not known; use one of {', '.join(ACCUMULATIONS)}"
+            )
+        if self.accumulation != "fast" and not self.in_dtype.startswith("fp8"):
+            raise ProblemError(f"accumulation {self.accumulation!r} is for fp8 operands, not {self.in_dtype}")
+        if self.alignment == 0:
+            object.__setattr__(self, "alignment", self.packed_alignment)
+        alignments = self._alignments()
+        if self.alignment not in alignments:
+            raise ProblemError(
+                f"alignment {self.alignment} of {self.in_dtype} operands; "
+                f"use one of {', '.join(map(str, alignments))} bytes"
+            )
+        if self.epilogue and self.out_dtype == "int32":
+            raise ProblemError(f"epilogue {self.epilogue} of an int32 product: epilogues compute in fp32")
+        if self.fused.gated and self.n % 2:
+            raise ProblemError(f"n={self.n} with epilogue {self.epilogue}: gates take pairs of columns")
+
+    @classmethod
+    def parse(
+        cls,
+        shape: str,
+        *,
+        dtype: str | torch.dtype = "bf16",
+        out_dtype: str | torch.dtype | None = None,
+        layout: str = "tn",
+        alignment: int | None = None,
+        epilogue: str = "",
+        accumulation: str = "fast",
+    ) -> Problem:
+        """From ``MxNxK`` or ``MxNxKxL`` and the names of dtype and layout, as on the command line.
+
+        alignment: by default that of packed operands; a given one may only be lower than that.
+        """
+        match = _SHAPE.fullmatch(str(shape).strip().lower())  # whatever it is, the error shows it
+        if match is None:
+            raise ProblemError(f"shape {shape!r} is not MxNxK or MxNxKxL; for example 4096x4096x4096")
+        if str(layout).lower() not in LAYOUTS:
+            raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
+        m, n, k, batch = (int(group) if group else 1 for group in match.groups())
+        in_dtype = normalize_dtype(dtype)
+        a_major, b_major = LAYOUTS[layout.lower()]
+        problem = cls(
+            m,
+            n,
+            k,
+            batch,
+            in_dtype,
+            normalize_dtype(out_dtype) if out_dtype else default_out_dtype(in_dtype),
+            a_major,
+            b_major,
+            epilogue=epilogue,
+            accumulation=accumulation,
+        )
+        if alignment is None:
+            return problem
+        if not 1 <= alignment <= problem.alignment:
+            raise ProblemError(
+                f"alignment {alignment} of {problem.shape} {problem.layout}: its packed operands have "
+                f"{problem.alignment} bytes; give {DTYPE_BYTES[in_dtype]} to {problem.alignment}"
+            )
+        return replace(problem, alignment=alignment)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        out_dtype: torch.dtype | None = None,
+        epilogue: str = "",
+        accumulation: str = "fast",
+    ) -> Problem:
+        """From torch operands with the meaning of ``torch.matmul(a, b)``: a (m, k) or (l, m, k), b alike.
+
+        fp32 operands are a tf32 problem where torch may multiply them so
+        (``torch.backends.cuda.matmul.fp32_precision``), else none.
+
+        Raises ProblemError for other ranks, for extents that do not match, for mixed dtypes other than fp8's,
+        and for an operand that has no contiguous mode.
+        """
+        if a.ndim not in (2, 3) or a.ndim != b.ndim:
+            raise ProblemError(f"operands of {a.ndim} and {b.ndim} dimensions; both need 2 or both 3")
+        if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+            raise ProblemError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
+        in_dtype = in_dtype_of(*(normalize_dtype(str(operand.dtype)) for operand in (a, b)))
+        if in_dtype == "fp32":
+            in_dtype = _tf32_if_allowed()
+        a_major = contiguous_mode(a, row_mode="m", column_mode="k", prefer="k")
+        b_major = contiguous_mode(b, row_mode="k", column_mode="n", prefer="k")
+        return cls(
+            a.shape[-2],
+            b.shape[-1],
+            a.shape[-1],
+            a.shape[0] if a.ndim == 3 else 1,
+            in_dtype,
+            normalize_dtype(str(out_dtype)) if out_dtype is not None else default_out_dtype(in_dtype),
+            a_major,
+            b_major,
+            alignment=alignment_of(a, b, a_major, b_major),
+            epilogue=epilogue,
+            accumulation=accumulation,
+        )
+
+    def backward(self) -> tuple[Problem, Problem]:
+        """The products that are the gradients of A and B, of packed operands: grad x B^T and A^T x grad.
+
+        Each has the layout of its operand, as autograd computes it: the gradient of a column-major operand is
+        computed transposed.
+        """
+        if self.out_dtype != self.in_dtype:
+            raise ProblemError(f"{self}: no gradients where the output is of another dtype than the operands")
+        a, b = (self.m, self.k, self.a_major == "k"), (self.k, self.n, self.b_major == "n")
+        grad = (self.m, self.n, True)
+        return self._product(grad, _transposed(b), a), self._product(_transposed(a), grad, b)
+
+    def _product(self, a: _Matrix, b: _Matrix, like: _Matrix) -> Problem:
+        if not (like[2] or 1 in like[:2]):
+            a, b = _transposed(b), _transposed(a)
+        (m, k, a_rows), (_, n, b_rows) = a, b
+        a_major = "k" if a_rows or 1 in (m, k) else "m"
+        b_major = "n" if b_rows and 1 not in (k, n) else "k"
+        packed = Problem(m, n, k, self.batch, self.in_dtype, self.in_dtype, a_major, b_major)
+        if self.alignment < self.packed_alignment:  # gaps, which gradients' operands have, too
+            return replace(packed, alignment=min(packed.alignment, self.alignment))
+        return packed
+
+    @property
+    def shape(self) -> str:
+        """``MxNxK``, with ``xL`` when there is a batch."""
+        return f"{self.m}x{self.n}x{self.k}" + (f"x{self.batch}" if self.batch != 1 else "")
+
+    @property
+    def dtypes(self) -> str:
+        """Of inputs, and where they are not the default of output and sums: ``fp8_e4m3>fp16 two_level``."""
+        out = "" if self.out_dtype == default_out_dtype(self.in_dtype) else f">{self.out_dtype}"
+        return self.in_dtype + out + ("" if self.accumulation == "fast" else f" {self.accumulation}")
+
+    @property
+    def layout(self) -> str:
+        """The layout letters, such as ``tn``."""
+        return next(name for name, majors in LAYOUTS.items() if majors == (self.a_major, self.b_major))
+
+    @property
+    def fused(self) -> Epilogue:
+        """The epilogue; false where there is none."""
+        return Epilogue.parse(self.epilogue)
+
+    @property
+    def out_n(self) -> int:
+        """Columns of D: n, or half of them where pairs of columns gate each other."""
+        return self.n // 2 if self.fused.gated else self.n
+
+    @property
+    def packed_alignment(self) -> int:
+        """The alignment of operands without gaps, whose leading dimensions are the extents."""
+        steps = [MAX_ALIGNMENT]
+        for leading, lines in (
+            (self.k, self.m) if self.a_major == "k" else (self.m, self.k),
+            (self.k, self.n) if self.b_major == "k" else (self.n, self.k),
+        ):
+            steps += [leading] * (lines > 1) + [leading * lines] * (self.batch > 1)
+        return math.gcd(MAX_ALIGNMENT, *(step * DTYPE_BYTES[self.in_dtype] for step in steps))
+
+    def _alignments(self) -> list[int]:
+        smallest = DTYPE_BYTES[self.in_dtype].bit_length() - 1
+        return [1 << bit for bit in range(smallest, MAX_ALIGNMENT.bit_length())]
+
+    @property
+    def relative_rate(self) -> float:
+        """Tensor-core throughput relative to bf16's: all instructions read equally many bytes of k."""
+        return DTYPE_BYTES["bf16"] / DTYPE_BYTES[self.in_dtype]
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions: 2 m n k per batch entry."""
+        return 2 * self.m * self.n * self.k * self.batch
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes through device memory: each operand read once, the output written once."""
+        inputs = (self.m * self.k + self.k * self.n) * DTYPE_BYTES[self.in_dtype]
+        out = self.m * self.out_n * DTYPE_BYTES[self.out_dtype]
+        fused = sum(
+            math.prod(self.operand_shape(operand)) * DTYPE_BYTES[operand_dtype(operand, self.out_dtype)]
+            for operand in (self.fused.operands if self.fused.is_defined else ())
+            if operand.kind == "matrix"
+        )
+        return (inputs + out) * self.batch + fused
+
+    def operand_shape(self, operand: Operand) -> tuple[int, ...]:
+        """Shape of an epilogue's operand; a number has none. C is added before columns gate each other."""
+        if operand.kind in ("number", "scalar"):
+            return ()
+        if operand.kind in ("n", "m"):
+            return (self.n if operand.kind == "n" else self.m,)
+        columns = self.n if operand.name == "c" else self.out_n
+        return (self.m, columns) if self.batch == 1 else (self.batch, self.m, columns)
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """FLOP per byte of device memory; under the device's ridge point the product is memory-bound."""
+        return self.flops / self.bytes
+
+    def __str__(self) -> str:
+        words = [self.shape, self.dtypes, self.layout]
+        words += ["out-m"] if self.out_major != "n" else []
+        words += [f"align{self.alignment}"] if self.alignment < MAX_ALIGNMENT else []
+        words += [self.epilogue] if self.epilogue else []
+        return " ".join(words)
+
+
+def _tf32_if_allowed() -> str:
+    import torch
+
+    # Not `allow_tf32`, which raises once a program has used both of torch's interfaces.
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    raise ProblemError(
+        'fp32 operands have kernels where tf32 is allowed: torch.backends.cuda.matmul.fp32_precision = "tf32"'
+    )
+
+
+#: Rows, columns, and whether rows are contiguous.
+_Matrix = tuple[int, int, bool]
+
+
+def _transposed(matrix: _Matrix) -> _Matrix:
+    rows, columns, row_major = matrix
+    return columns, rows, not row_major
+
+
+def _steps(tensor: torch.Tensor, leading: int) -> list[int]:
+    """Bytes between rows (or columns) and between batch entries; an extent of 1 is never stepped over."""
+    dims = [leading] if tensor.ndim == 2 else [leading, 0]
+    return [tensor.stride(dim) * tensor.element_size() for dim in dims if tensor.shape[dim] > 1]
+
+
+def alignment_of(a: torch.Tensor, b: torch.Tensor, a_major: str, b_major: str) -> int:
+    """Bytes, at most 16, that divide the operands' addresses and the steps between lines and batches."""
+    steps = _steps(a, -2 if a_major == "k" else -1) + _steps(b, -1 if b_major == "k" else -2)
+    return math.gcd(MAX_ALIGNMENT, a.data_ptr(), b.data_ptr(), *steps)
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may share an address (expanded or sliding-window views)."""
+    reach = 1
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent > 1:
+            if stride < reach:
+                return True
+            reach = stride * extent
+    return False
+
+
+def contiguous_mode(tensor: torch.Tensor, *, row_mode: str, column_mode: str, prefer: str) -> str:
+    """The contiguous one of the last two modes; `prefer` where an extent of 1 lets both pass."""
+    rows, columns = tensor.shape[-2:]
+    row_stride, column_stride = tensor.stride()[-2:]
+    candidates = []
+    if column_stride == 1 or columns == 1:
+        candidates.append(column_mode)
+    if row_stride == 1 or rows == 1:
+        candidates.append(row_mode)
+    if not candidates:
+        raise ProblemError(
+            f"strides {tuple(tensor.stride())} of a {tuple(tensor.shape)} operand: "
+            "no mode is contiguous; call .contiguous() first"
+        )
+    return prefer if prefer in candidates else candidates[0]

@@ -1,0 +1,188 @@
+"""Content-addressed store of compiled objects and what the compiler said of them.
+
+An entry is named by the SHA-256 of its kernel key: `NAME.o` is the object, `NAME.json` its key, its
+resources and the object's own hash. The JSON is written last and by rename, so an entry is whole or absent.
+Objects are native code: folders are 0700, and an object that is not ours or whose bytes changed is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tunegemm.errors import ArtifactError
+from tunegemm.generate.ptxas import Resources
+
+Key = Mapping[str, str | int | bool]
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One compiled object on disk."""
+
+    path: Path
+    """The object file."""
+    resources: Resources
+    """Registers, spills, shared memory and warnings from the compiler."""
+
+
+class ArtifactStore:
+    """The compiled objects of one user."""
+
+    def __init__(self, root: Path | str | None = None) -> None:
+        """`root`: default `TUNEGEMM_CACHE_DIR`, else the user's cache directory. Created on first write."""
+        if root is None:
+            root = os.environ.get("TUNEGEMM_CACHE_DIR") or _default_root()
+        self.root = Path(root) / "objects"
+
+    def find(self, key: Key) -> Artifact | None:
+        """The object of a key, hash-checked; None when there is none.
+
+        Raises ArtifactError for an object (or its entry, or the store's folders) that another user owns or
+        may write, that is a link, or that was altered.
+        """
+        entry = self._entry(key)
+        if entry is None or "object_sha256" not in entry:
+            return None
+        try:
+            resources = _resources(entry["resources"])
+        except (KeyError, TypeError, AttributeError):
+            return None  # damaged: it is compiled again
+        path = self._path(key, ".o")
+        content = self._read(path)
+        if content is None:
+            return None
+        if hashlib.sha256(content).hexdigest() != entry["object_sha256"]:
+            raise ArtifactError(f"{path}: its bytes changed since it was compiled; delete it and tune again")
+        return Artifact(path, resources)
+
+    def holds(self, key: Key) -> bool:
+        """Whether there is an object of a key: a look at its name. `find` says whether it may be used."""
+        return self._path(key, ".o").exists()
+
+    def failure(self, key: Key) -> str | None:
+        """Why an earlier compile of this key failed, so that nobody pays for it again; None otherwise."""
+        entry = self._entry(key)
+        return None if entry is None else entry.get("failure")
+
+    def scratch(self) -> Path:
+        """A fresh path in the store's file system for an object that is being compiled."""
+        with self._writing():
+            self._make_root()
+            handle, name = tempfile.mkstemp(suffix=".o", prefix="new-", dir=self.root)
+            os.close(handle)
+        return Path(name)
+
+    def add(self, key: Key, scratch: Path, resources: Resources) -> Artifact:
+        """Move a compiled object from `scratch` into the store. Concurrent adds of one key agree."""
+        path = self._path(key, ".o")
+        with self._writing():
+            scratch.chmod(0o600)
+            content = scratch.read_bytes()
+            path.parent.mkdir(mode=0o700, exist_ok=True)  # in the root that `scratch` has made
+            scratch.replace(path)
+            self._write_entry(
+                key, {"object_sha256": hashlib.sha256(content).hexdigest(), "resources": asdict(resources)}
+            )
+        return Artifact(path, resources)
+
+    def add_failure(self, key: Key, reason: str) -> None:
+        """Remember that this key does not compile."""
+        with self._writing():
+            self._make_root()
+            self._path(key, ".json").parent.mkdir(mode=0o700, exist_ok=True)
+            self._write_entry(key, {"failure": reason})
+
+    def refuse_write(self, error: OSError) -> ArtifactError:
+        """What to raise where the store cannot be written, as on a full disk."""
+        return ArtifactError(
+            f"{self.root}: {error.strerror}; make room there, or name another folder with TUNEGEMM_CACHE_DIR"
+        )
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self.refuse_write(error) from None
+
+    def _path(self, key: Key, suffix: str) -> Path:
+        digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
+        return self.root / digest[:2] / (digest[2:] + suffix)
+
+    def _entry(self, key: Key) -> dict | None:  # type: ignore[type-arg]
+        """The JSON beside an object. A truncated or foreign one counts as absent: it is compiled again."""
+        content = self._read(self._path(key, ".json"))
+        try:
+            entry = None if content is None else json.loads(content)
+        except ValueError:
+            return None
+        return entry if isinstance(entry, dict) and entry.get("key") == dict(key) else None
+
+    def _read(self, path: Path) -> bytes | None:
+        """The bytes of a file of the store; None when there is none.
+
+        Raises ArtifactError unless the file and the store's folders are the user's own (or root's) and
+        nobody else may write them. So nobody else can put another object under a name after it was checked.
+        """
+        try:
+            # Not through a link, whose target is someone else's to change, and not waiting for a pipe.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            what = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise ArtifactError(f"{path}: {what}; delete it and tune again") from None
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ArtifactError(f"{path}: no regular file; delete it and tune again")
+            _refuse_foreign(path, status)
+            for folder in (path.parent, self.root):
+                _refuse_foreign(folder, folder.stat())
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                return file.read()
+        finally:
+            os.close(descriptor)
+
+    def _write_entry(self, key: Key, entry: dict) -> None:  # type: ignore[type-arg]
+        path = self._path(key, ".json")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix="new-")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"key": dict(key)} | entry, file, sort_keys=True)
+            Path(name).replace(path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    def _make_root(self) -> None:
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _refuse_foreign(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.getuid(), 0):
+        raise ArtifactError(f"{path}: owned by another user (uid {status.st_uid}); delete it and tune again")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = f"{stat.S_IMODE(status.st_mode):04o}"
+        raise ArtifactError(
+            f"{path}: writable by other users (mode {mode}); chmod go-w, and check what is in it"
+        )
+
+
+def _default_root() -> str:
+    import platformdirs
+
+    return platformdirs.user_cache_dir("tunegemm")
+
+
+def _resources(data: dict) -> Resources:  # type: ignore[type-arg]
+    return Resources(**{**data, "warnings": tuple(data["warnings"])})

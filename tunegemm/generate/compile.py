@@ -1,0 +1,271 @@
+"""A pool of compile workers: processes that see no GPU, each of which may die without harm to the others.
+
+The compilers are not thread-safe, abort the process on some tiles, and must not run in a process that
+uses CUDA. A worker is `python -m tunegemm.generate.compile`, fed one JSON line a job; a thread of the pool
+owns it, kills it at the deadline and replaces it when it dies. What it cost is one candidate.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tunegemm.errors import CompileError
+from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
+from tunegemm.generate.ptxas import Resources
+
+#: Errors of the disk that the store is on. Remembered as a candidate's failure they would hide a good kernel.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+WORKER_BYTES = 400 * 1024**2
+"""Host memory to reserve for one worker: 250 MB after import, more while it compiles large tiles."""
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """The object of one kernel key, or why there is none."""
+
+    artifact: Artifact | None
+    failure: str = ""
+    """One line; empty on success."""
+    cached: bool = False
+    """Whether it was answered from the store."""
+
+
+def default_workers() -> int:
+    """Workers for this machine: one per core, fewer when memory is short."""
+    import psutil
+
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores, int(psutil.virtual_memory().available * 0.5 / WORKER_BYTES)))
+
+
+class CompilePool:
+    """Compiles kernels in parallel into an `ArtifactStore`. A context manager; workers start on first use."""
+
+    def __init__(
+        self,
+        store: ArtifactStore,
+        *,
+        workers: int | None = None,
+        timeout_s: float = 60.0,
+        families_module: str = "tunegemm.generate.families",
+    ) -> None:
+        """
+        timeout_s: bounds one compile; the largest tiles take about 3 s on one core.
+        families_module: where a worker finds ``get(name) -> Family``; tests plant families that misbehave.
+        """
+        self.store = store
+        self.workers = workers or default_workers()
+        self._timeout_s = timeout_s
+        self._families_module = families_module
+        self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="compile")
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._all: set[_Worker] = set()
+        self._lock = threading.Lock()
+        self._pending: dict[str, Future[CompileResult]] = {}
+        self.compiled = 0
+        """Kernels compiled by this pool, without those that the store had."""
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, family: str, key: Key) -> Future[CompileResult]:
+        """Compile the kernel of a `Family.kernel_key`; done at once when the store has it.
+
+        Equal keys share a future.
+        """
+        name = json.dumps(dict(key), sort_keys=True)
+        with self._lock:
+            if name not in self._pending:
+                cached = self._from_store(key)
+                if cached is not None:
+                    future: Future[CompileResult] = Future()
+                    future.set_result(cached)
+                else:
+                    future = self._threads.submit(self._compile, family, key)
+                self._pending[name] = future
+            return self._pending[name]
+
+    def drop_waiting(self) -> None:
+        """Forget the jobs that no worker has begun; their futures are cancelled."""
+        with self._lock:
+            self._pending = {name: future for name, future in self._pending.items() if not future.cancel()}
+
+    def close(self) -> None:
+        """Drop what has not started, kill the workers."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            workers = list(self._all)
+        for worker in workers:
+            worker.kill()
+        self._threads.shutdown(wait=True)
+        for worker in workers:  # no thread waits for a reply now
+            worker.close_pipes()
+
+    def _from_store(self, key: Key) -> CompileResult | None:
+        artifact = self.store.find(key)
+        if artifact is not None:
+            return CompileResult(artifact, cached=True)
+        failure = self.store.failure(key)
+        return None if failure is None else CompileResult(None, failure, cached=True)
+
+    def _compile(self, family: str, key: Key) -> CompileResult:
+        scratch = self.store.scratch()
+        worker = self._take_worker()
+        try:
+            reply = worker.ask({"family": family, "key": dict(key), "out": str(scratch)}, self._timeout_s)
+        except _WorkerDied as died:
+            worker.close_pipes()
+            with self._lock:
+                self._all.discard(worker)
+            scratch.unlink(missing_ok=True)
+            # An abort is the candidate's fault. A worker that was killed is not: by `close` after Ctrl-C, at
+            # the deadline, or for memory. Remembered, it would hide a good kernel from every later tuning.
+            if not died.killed:
+                self.store.add_failure(key, str(died))
+            return CompileResult(None, str(died))
+        self._idle.put(worker)
+        if reply.get("errno") in _DISK:
+            scratch.unlink(missing_ok=True)
+            raise self.store.refuse_write(OSError(reply["errno"], os.strerror(reply["errno"])))
+        failure = reply.get("failure") or _refusal(resources := Resources(**_tuples(reply["resources"])))
+        if failure:
+            scratch.unlink(missing_ok=True)
+            self.store.add_failure(key, failure)
+            return CompileResult(None, failure)
+        with self._lock:
+            self.compiled += 1
+        return CompileResult(self.store.add(key, scratch, resources))
+
+    def _take_worker(self) -> _Worker:
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            worker = _Worker(self._families_module)
+            with self._lock:
+                self._all.add(worker)
+            return worker
+
+
+def _refusal(resources: Resources) -> str:
+    """A kernel that spills or whose WGMMAs were serialized is no candidate: its rule should have said so."""
+    if resources.spill_bytes:
+        return f"spills {resources.spill_bytes} B to local memory"
+    if resources.warnings:
+        return f"ptxas warns {', '.join(resources.warnings)}"
+    return ""
+
+
+def _tuples(resources: dict[str, Any]) -> dict[str, Any]:
+    return {**resources, "warnings": tuple(resources["warnings"])}
+
+
+class _WorkerDied(Exception):
+    """The worker was lost with the job it had."""
+
+    def __init__(self, reason: str, *, killed: bool = False) -> None:
+        super().__init__(reason)
+        self.killed = killed
+        """From outside, so that it says nothing of the candidate."""
+
+
+class _Worker:
+    """One worker process, from the side of the thread that owns it."""
+
+    def __init__(self, families_module: str) -> None:
+        reply_read, reply_write = os.pipe()
+        # The reply pipe is apart from stdout, which compilers write to.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tunegemm.generate.compile", str(reply_write), families_module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(reply_write,),
+            # Its own session: Ctrl-C reaches the tuner, which ends its workers itself.
+            start_new_session=True,
+            env=os.environ
+            | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        os.close(reply_write)
+        self._replies = os.fdopen(reply_read, "rb")
+
+    def ask(self, job: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send one job, wait for its reply. Raises _WorkerDied when the worker does."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._death() from None
+        ready, _, _ = select.select([self._replies], [], [], timeout_s)
+        if not ready:
+            self.kill()
+            raise _WorkerDied(f"compile took longer than {timeout_s:g} s", killed=True)
+        line = self._replies.readline()
+        if not line.endswith(b"\n"):
+            raise self._death()
+        return json.loads(line)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def close_pipes(self) -> None:
+        """Once the process has ended, by the thread that owns the worker, or when none does any more."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # of a job that it was not there to read
+            self._process.stdin.close()
+        self._replies.close()
+
+    def _death(self) -> _WorkerDied:
+        code = self._process.wait()
+        if code == 1:
+            raise CompileError(
+                f"the compile worker cannot start: {sys.executable} -m tunegemm.generate.compile exits with 1"
+            )
+        how = f"aborted by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return _WorkerDied(f"the compiler {how}", killed=code in (-signal.SIGKILL, -signal.SIGTERM))
+
+
+def _serve(reply_descriptor: int, families_module: str) -> None:
+    """The worker's loop: jobs on stdin, replies on a pipe of their own."""
+    families = importlib.import_module(families_module)
+    with os.fdopen(reply_descriptor, "w") as replies:
+        for line in sys.stdin:
+            job = json.loads(line)
+            try:
+                resources = families.get(job["family"]).compile(job["key"], Path(job["out"]))
+                reply: dict[str, Any] = {"resources": asdict(resources)}
+            except Exception as error:  # the compiler may raise anything; it becomes this candidate's failure
+                number = error.errno if isinstance(error, OSError) else None
+                reply = {"failure": _one_line(error), "errno": number}
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    fatal = next((line for line in lines if "fatal" in line.lower()), lines[0] if lines else "")
+    return f"{type(error).__name__}: {fatal}"[:300]
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,210 @@
+"""Kernel family `cublaslt`: torch.mm, and the algorithms of cuBLASLt, timed like any candidate.
+
+Nothing is compiled. `torch.mm` always works; cuBLASLt's single algorithms need nvmath-python's bindings.
+Which algorithms there are, only the library can say, for one problem on one GPU: `FAMILY.discover`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.describe.space import Candidate, SearchSpace, Value
+from tunegemm.errors import CompileError
+from tunegemm.generate.feasibility import Rule, Verdict, apply_rules
+from tunegemm.generate.ptxas import Resources
+
+if TYPE_CHECKING:
+    from tunegemm.generate.families import Launcher
+    from tunegemm.generate.launching import Workspace
+
+#: What names one algorithm of cuBLASLt.
+ALGORITHM_PARAMETERS = (
+    "algo_id", "tile", "stages", "inner_shape", "cluster_shape", "custom_option",
+    "split_k", "reduction_scheme", "cta_swizzling", "workspace_bytes",
+)  # fmt: skip
+
+#: The baseline of every interleave, as a candidate.
+TORCH_MM = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
+
+
+def is_torch(candidate: Candidate) -> bool:
+    """Whether the candidate is torch's own product, which needs no launcher of ours."""
+    return candidate.family == "cublaslt" and candidate.params.get("algorithm") == "torch.mm"
+
+
+def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """`heuristic` of the space file stands for many algorithms and is none itself."""
+    if (name := candidate.params.get("algorithm")) not in ("torch.mm", "cublaslt"):
+        return f"algorithm {name!r} is no single kernel; the library names its own on the GPU"
+    return None
+
+
+def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """An algorithm of the library is told from its neighbours by all of its attributes."""
+    if candidate["algorithm"] == "cublaslt":
+        missing = [name for name in ALGORITHM_PARAMETERS if name not in candidate.params]
+        if missing:
+            return f"parameter {missing[0]!r} of the algorithm is missing"
+    return None
+
+
+def library_installed(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A single cuBLASLt algorithm can be asked for only through nvmath-python's bindings."""
+    return FAMILY.unavailable() if candidate["algorithm"] == "cublaslt" else None
+
+
+def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """cuBLASLt, table of supported types for cublasLtMatmul: 16-bit inputs give their own dtype or fp32. Its
+    products of other inputs are asked for through torch only.
+    """
+    if candidate["algorithm"] != "cublaslt":
+        return None
+    if DTYPE_BYTES[problem.in_dtype] != 2:
+        return f"single algorithms are for bf16 and fp16 operands, not for {problem.in_dtype}"
+    if problem.out_dtype not in (problem.in_dtype, "fp32"):
+        return f"cuBLASLt has no {problem.in_dtype} product with {problem.out_dtype} output"
+    return None
+
+
+def library_epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The algorithms are asked for plain products; torch itself composes an epilogue from its operations."""
+    if candidate["algorithm"] == "cublaslt" and problem.epilogue:
+        return f"algorithms are for plain products, without {problem.epilogue}"
+    return None
+
+
+def library_alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Operands are packed and batch entries keep the alignment that the heuristic was promised: 16 B."""
+    if candidate["algorithm"] != "cublaslt":
+        return None
+    if problem.alignment != problem.packed_alignment:
+        return f"alignment {problem.alignment} B, where packed operands have {problem.packed_alignment} B"
+    if problem.batch == 1:
+        return None
+    from tunegemm.generate.cublaslt.library import ALIGNMENT
+
+    in_bytes, out_bytes = DTYPE_BYTES[problem.in_dtype], DTYPE_BYTES[problem.out_dtype]
+    for operand, num_bytes in (
+        ("A", problem.m * problem.k * in_bytes),
+        ("B", problem.k * problem.n * in_bytes),
+        ("D", problem.m * problem.n * out_bytes),
+    ):
+        if num_bytes % ALIGNMENT:
+            return f"{operand} batch entries of {num_bytes} B, no multiple of {ALIGNMENT} B"
+    return None
+
+
+RULES = (
+    named_algorithm, complete_name, library_installed, library_dtypes, library_epilogue, library_alignment,
+)  # fmt: skip
+
+
+class CublasLt:
+    """The vendor's library as a family. See `tunegemm.generate.families.Family`."""
+
+    name = "cublaslt"
+    parameters: Mapping[str, tuple[str, ...]] = {
+        "compile": ("algorithm",),
+        "launch": ("requested", "workspace_mib"),
+    }
+    unlisted: Mapping[str, tuple[Value, ...]] = {}
+    limited_launch = ()
+    rules: tuple[Rule, ...] = ()
+    extent_rules: frozenset[str] = frozenset()
+    compiled = False
+    tma = False
+    edges_inside = False
+
+    def unavailable(self, *, launching: bool = False) -> str | None:
+        """None when nvmath-python is installed. Without it torch.mm is the family's only candidate."""
+        if importlib.util.find_spec("nvmath") is None:
+            return "cuBLASLt's algorithms need nvmath-python: pip install nvmath-python"
+        return None
+
+    def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
+        """Whether the library has such a kernel. What it makes of one problem it says at `load`."""
+        return apply_rules(RULES, problem, candidate, device)
+
+    def discover(self, problem: Problem, device: Device, space: SearchSpace | None = None) -> list[Candidate]:
+        """torch.mm and the algorithms that the library names for the problem; on a real device only.
+
+        `space` gives the numbers asked for and the workspaces allowed; by default the shipped file.
+        """
+        from tunegemm.generate.families import load_space
+
+        found = [TORCH_MM]
+        space = space or load_space(self.name)
+        # Whether the library can be asked at all does not depend on the algorithm.
+        probe = Candidate.make(self.name, {"algorithm": "cublaslt"} | dict.fromkeys(ALGORITHM_PARAMETERS, 0))
+        wanted = device.is_real and "heuristic" in space.compile_values["algorithm"]
+        if wanted and self.check(problem, probe, device):
+            from tunegemm.generate.cublaslt import library
+
+            for workspace_mib in space.launch_values["workspace_mib"]:
+                for requested in space.launch_values["requested"]:
+                    found += library.algorithms(
+                        problem,
+                        device.index,
+                        requested=int(requested),
+                        workspace_bytes=int(workspace_mib) << 20,
+                    )
+        return list(dict.fromkeys(found))
+
+    def kernel_key(
+        self, problem: Problem, candidate: Candidate, device: Device
+    ) -> Mapping[str, str | int | bool]:
+        """Empty: nothing is compiled."""
+        return {}
+
+    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
+        """0: the library does not tell."""
+        return 0
+
+    def label(self, candidate: Candidate) -> str:
+        """``torch.mm``, or such as ``cublaslt a66 t128x256 s64xAUTO c2x1x1``."""
+        if candidate["algorithm"] != "cublaslt":
+            return str(candidate["algorithm"])
+        from tunegemm.generate.cublaslt import library
+
+        return library.label(candidate)
+
+    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
+        """Never called: `compiled` is False."""
+        raise CompileError("family 'cublaslt' has nothing to compile: its kernels ship with the library")
+
+    def workspace(
+        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
+    ) -> Workspace | None:
+        """What the algorithm was chosen with; torch.mm has torch's own."""
+        from tunegemm.generate.launching import Workspace
+
+        num_bytes = int(candidate.params.get("workspace_bytes", 0))
+        return Workspace(num_bytes, 0, device.index if device.is_real else 0) if num_bytes else None
+
+    def load(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device,
+        artifact: Path | None,
+        workspace: Workspace | None = None,
+    ) -> Launcher:
+        """A launcher. ValueError where the installed library refuses the stored algorithm."""
+        if verdict := self.check(problem, candidate, device):
+            if candidate["algorithm"] == "torch.mm":
+                from tunegemm.generate.cublaslt.baseline import torch_mm
+
+                return torch_mm(problem)
+            from tunegemm.generate.cublaslt import library
+
+            workspace = workspace or self.workspace(problem, candidate, device, artifact)
+            return library.launcher(problem, candidate, device.index, workspace)
+        raise ValueError(f"{candidate} cannot run: {verdict}")
+
+
+FAMILY = CublasLt()

@@ -1,0 +1,192 @@
+"""What a torch user would write for a fused product: the baseline of its interleave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.describe.epilogue import GATED
+from tunegemm.describe.problem import Problem
+from tunegemm.generate.cublaslt.baseline import (
+    fits_library,
+    fp8_product,
+    library_multiplies_fp8,
+    torch_mm,
+    with_tf32,
+)
+
+if TYPE_CHECKING:
+    from tunegemm.generate.families import Launcher
+
+#: (value so far, operands by name, where to put the result or None).
+Step = Callable[[Any, dict[str, Any], Any], Any]
+
+_FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+def torch_fused(problem: Problem) -> Launcher:
+    """Eager torch, kernel by kernel, the last one into the given output."""
+    compute = composed(problem)
+    writes_amax = "amax" in problem.fused.steps
+
+    def launch(a: Any, b: Any, out: Any, *operands: Any) -> None:
+        compute(a, b, *operands, out=out)
+        if writes_amax:
+            shown = out.float() if problem.out_dtype in _FP8 else out  # torch has no abs of fp8
+            operands[-1].copy_(shown.abs().amax())
+
+    return with_tf32(launch) if problem.in_dtype == "tf32" else launch
+
+
+def composed(problem: Problem) -> Callable[..., Any]:
+    """A function of (a, b, operands ..., out=None) that returns D, without its amax.
+
+    alpha, C and a column bias go into ``torch.addmm`` (`baddbmm` with a batch) where dtypes allow, scales of
+    fp8 operands into ``torch._scaled_mm``; all else follows, as scales do ``torch._int_mm``. Of a user's
+    function every operation is a kernel of its own.
+    """
+    import torch
+
+    fused = problem.fused
+    names = [operand.name for operand in fused.operands]
+    steps = [step for step in fused.steps if step != "amax"]
+    multiply, added = _product(problem, steps)
+    rest = [step_of(step, _working_dtype(problem)) for step in steps if step not in added]
+    if fused.function is not None:
+        own = _working_dtype(problem)
+        rest = [lambda x, given, out: _into(out, fused.reference(x, given).to(own))]
+    if rest and problem.out_dtype in _FP8:
+        rest.append(lambda x, given, out: _into(out, x.to(getattr(torch, _FP8[problem.out_dtype]))))
+
+    def compute(a: Any, b: Any, *operands: Any, out: Any = None) -> Any:
+        given = dict(zip(names, operands, strict=True))
+        value = multiply(a, b, given, None if rest else out)
+        for index, step in enumerate(rest):
+            value = step(value, given, out if index == len(rest) - 1 else None)
+        return value
+
+    return compute
+
+
+def _into(out: Any, value: Any) -> Any:
+    return value if out is None else out.copy_(value)
+
+
+def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """The library's call, and the steps that it takes."""
+    import torch
+
+    if problem.in_dtype.startswith("fp8"):
+        return _fp8_product(problem, steps)
+    if problem.in_dtype == "int8":
+        exact = torch_mm(replace(problem, out_dtype="int32", out_major="n", epilogue=""))
+
+        def of_int8(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
+            sums = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=torch.int32, device=a.device)
+            exact(a, b, sums)
+            return sums
+
+        return of_int8, ()
+    many = problem.batch > 1
+    same = problem.out_dtype == ("fp32" if problem.in_dtype == "tf32" else problem.in_dtype)
+    if "beta_c" in steps and same and not {"scale_tensor", "scale_rowwise"} & set(steps):
+        add = torch.baddbmm if many else torch.addmm
+
+        def with_c(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
+            return add(given["c"], a, b, beta=given["beta"], alpha=given.get("alpha", 1.0), out=out)
+
+        return with_c, ("alpha", "beta_c")
+    if "bias_n" in steps and same and not many and steps[0] == "bias_n":
+
+        def with_bias(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
+            return torch.addmm(given["bias"], a, b, out=out)
+
+        return with_bias, ("bias_n",)
+    mm = torch.bmm if many else torch.mm
+    if problem.out_dtype == "fp32" and not same:
+        mm = partial(mm, out_dtype=torch.float32)
+    return lambda a, b, given, out: mm(a, b) if out is None else mm(a, b, out=out), ()
+
+
+def _working_dtype(problem: Problem) -> Any:
+    """The output's, or bf16 for an fp8 output, which torch converts to but does not compute in."""
+    import torch
+
+    return {"fp16": torch.float16, "fp32": torch.float32}.get(problem.out_dtype, torch.bfloat16)
+
+
+def _fp8_product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """``torch._scaled_mm`` with the scales, where it takes them: those of rows and columns for bf16 only."""
+    import torch
+
+    own = _working_dtype(problem)
+    first = steps[0] if steps else ""
+    scaled = first == "scale_tensor" or (first == "scale_rowwise" and own == torch.bfloat16)
+    if scaled and problem.batch == 1 and library_multiplies_fp8(problem) and fits_library(problem):
+
+        def with_scales(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
+            scale_a, scale_b = given["scale_a"], given["scale_b"]
+            if first == "scale_rowwise":
+                scale_a, scale_b = scale_a[:, None], scale_b[None, :]
+            fast = problem.accumulation == "fast"
+            if first == "scale_rowwise" and out is not None and out.dtype != own:  # bf16 is all it writes
+                return out.copy_(torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=own, use_fast_accum=fast))
+            dtype = own if out is None else out.dtype
+            return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
+
+        return with_scales, (first,)
+    launch = fp8_product(problem)
+
+    def product(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
+        value = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=own, device=a.device) if out is None else out
+        launch(a, b, value)
+        return value
+
+    return product, ()
+
+
+def step_of(name: str, dtype: Any) -> Step:
+    """One step but amax as torch's own operation; dtype: what products are computed in."""
+    import torch
+
+    aten = torch.ops.aten
+
+    def column(vector: Any) -> Any:
+        return vector[:, None]
+
+    def scale(x: Any, factor: Any, out: Any) -> Any:
+        # An fp32 factor makes the product fp32; what follows wants the output's dtype.
+        return (x * factor).to(dtype) if out is None else torch.mul(x, factor, out=out)
+
+    def activate(which: str, x: Any, out: Any) -> Any:
+        if which.startswith("gelu"):
+            approximate = "tanh" if which == "gelu_tanh" else "none"
+            if out is None:
+                return aten.gelu(x, approximate=approximate)
+            if (
+                not out.is_contiguous()
+            ):  # gelu.out leaves a transposed output unwritten on the CPU (torch 2.13)
+                return out.copy_(aten.gelu(x, approximate=approximate))
+            return aten.gelu.out(x, approximate=approximate, out=out)
+        operation = getattr(aten, which)
+        return operation(x) if out is None else operation.out(x, out=out)
+
+    def gate(x: Any, out: Any) -> Any:
+        return torch.mul(activate(GATED[name], x[..., 0::2], None), x[..., 1::2], out=out)
+
+    steps: dict[str, Step] = {
+        "alpha": lambda x, given, out: torch.mul(x, given["alpha"], out=out),
+        "scale_tensor": lambda x, given, out: scale(x, given["scale_a"] * given["scale_b"], out),
+        "scale_rowwise": lambda x, given, out: scale(x * column(given["scale_a"]), given["scale_b"], out),
+        "beta_c": lambda x, given, out: torch.add(x, given["c"], alpha=given["beta"], out=out),
+        "bias_n": lambda x, given, out: torch.add(x, given["bias"], out=out),
+        "bias_m": lambda x, given, out: torch.add(x, column(given["bias"]), out=out),
+        "residual": lambda x, given, out: torch.add(x, given["residual"], out=out),
+    }
+    if name in steps:
+        return steps[name]
+    if name in GATED:
+        return lambda x, given, out: gate(x, out)
+    return lambda x, given, out: activate(name, x, out)

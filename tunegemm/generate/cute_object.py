@@ -1,0 +1,217 @@
+"""CuTe DSL kernels as objects: compiled in a worker process that sees no GPU, loaded where they run.
+
+The families' kernels share one signature (`cute_sm90.kernel.Gemm.__call__`) but for the number of their
+launch parameters. All arguments are run-time integers, so that one object serves every problem of its dtypes
+and majors.
+
+Where there is a linker, an object is a shared library. It then loads in a millisecond with the DSL's runtime
+library and TVM-FFI alone; what the compiler exports wants the whole compiler, a second of imports, to link it
+in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tunegemm.describe.device import package_version
+from tunegemm.generate.ptxas import Resources, output_to, read_report
+
+FUNCTION_NAME = "tunegemm_gemm"
+"""Exported symbol of every compiled object."""
+
+_RUNTIME = "libcute_dsl_runtime.so"
+_SHARED = b"\3\0"
+"""Type of an ELF file that is a shared library, at its bytes 16 and 17."""
+
+_log = logging.getLogger(__name__)
+
+
+def compile_object(
+    make_kernel: Callable[[], Any],
+    launch_parameters: int,
+    target: str,
+    out: Path,
+    *,
+    addresses: int = 2,
+    words: int = 0,
+) -> Resources:
+    """Compile for an architecture such as ``sm_90a`` and write the object `out`; the report is ptxas's.
+
+    make_kernel: imports the kernel and makes it, once the compiler knows the architecture.
+    launch_parameters: 32-bit arguments behind the strides.
+    addresses: 64-bit arguments behind them: of the workspace, and what else lies in device memory.
+    words: 64-bit arguments of the epilogue behind those.
+
+    Raises whatever the compiler raises; some configurations abort the process.
+    """
+    os.environ["CUTE_DSL_ARCH"] = target
+    import cutlass.cute as cute
+    from cutlass import Int32, Int64
+
+    start = time.perf_counter()
+    kernel = make_kernel()
+    with tempfile.TemporaryDirectory() as dumps:
+        log = Path(dumps, "ptxas.log")
+        with output_to(log):
+            # A dump folder of its own: parallel compiles overwrite each other's files in a shared one.
+            compiled = cute.compile(
+                kernel,
+                *[Int64(0)] * 3,
+                *[Int32(1)] * 4,
+                *[Int64(16)] * 6,
+                *[Int32(1)] * launch_parameters,
+                *[Int64(16)] * (addresses + words),
+                cute.runtime.make_fake_stream(),
+                options=f"--enable-tvm-ffi --gpu-arch={target} --dump-dir={dumps} --remarks{{ptx}}",
+            )
+            compiled.export_to_c(object_file_path=str(out), function_name=FUNCTION_NAME)
+            link(out)
+        report = read_report(log.read_text())
+    return Resources(
+        registers=report.registers,
+        spill_bytes=report.spill_bytes,
+        smem_bytes=kernel.smem_bytes,
+        warnings=report.warnings,
+        compile_seconds=time.perf_counter() - start,
+    )
+
+
+def dsl_version() -> str:
+    """The DSL's version and the build that compiles here, as in ``4.8.1+cu13``: part of every kernel key."""
+    version = package_version("nvidia-cutlass-dsl")
+    return f"{version}+{build}" if version and (build := dsl_build()) else version
+
+
+@functools.cache
+def dsl_build() -> str | None:
+    """The DSL's build for one CUDA, such as ``cu13``, with a ptxas of its own; None where it has no builds.
+
+    Told by the runtime library that comes with it: the compiler is not imported. Compile workers take the
+    same one, which depends on the driver, not on the GPUs that they are kept from seeing.
+    """
+    return None if (runtime := _find_runtime()) is None else runtime.parts[-3]
+
+
+def find_linker() -> str | None:
+    """The system's linker, which comes with any C compiler; None where there is none."""
+    return shutil.which("ld") or shutil.which("ld.lld")
+
+
+def link(compiled: Path) -> None:
+    """Make a shared library of what the compiler exported; without a linker it stays what it is.
+
+    It names the two libraries that it needs, so that these need not be visible to the whole process.
+    """
+    from cutlass.cute.runtime import find_runtime_libraries
+
+    if (linker := find_linker()) is None:
+        _log.info("%s: no linker here, so that its first launch will import the compiler", compiled)
+        return
+    linked = compiled.with_name(f"{compiled.name}.so")
+    options = ["-shared", "-s", "--eh-frame-hdr"]
+    options += ["-z", "now", "-z", "defs", "-z", "noexecstack", "-z", "noseparate-code"]
+    files = [str(compiled), *find_runtime_libraries(enable_tvm_ffi=True)]
+    done = subprocess.run(
+        [linker, *options, "-o", str(linked), *files], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        _log.warning("%s: %s cannot link it: %s", compiled, linker, done.stderr.strip().partition("\n")[0])
+        linked.unlink(missing_ok=True)
+    else:
+        linked.replace(compiled)
+
+
+def load_function(artifact: Path):  # type: ignore[no-untyped-def]
+    """The launch function in a compiled object, for the current device.
+
+    Launchers of one kernel share it: they differ in numbers only, and a program that decodes has hundreds.
+    Raises RuntimeError for what cannot be loaded here.
+    """
+    import torch
+
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+    return _load(str(artifact), artifact.stat().st_mtime_ns, device)
+
+
+@functools.lru_cache(maxsize=64)  # a search loads thousands of kernels once, and must not keep them
+def _load(path: str, modified_ns: int, device: int):  # type: ignore[no-untyped-def]
+    content = Path(path).read_bytes()
+    if content[16:18] == _SHARED:
+        return _load_library(content, Path(path).parent)
+    import cutlass.cute as cute
+
+    return cute.runtime.load_module(path, enable_tvm_ffi=True)[FUNCTION_NAME]
+
+
+def _load_library(content: bytes, beside: Path) -> Any:
+    """From a file of its own, which is gone once it is loaded; `beside`, if temporary files cannot be.
+
+    An object keeps what it set up for the device of its first launch, and a file is loaded into a process
+    once, however often it is opened: each device has its own.
+    """
+    import tvm_ffi
+
+    reasons = []
+    for folder in (None, beside):
+        try:
+            _open_runtime()
+            with tempfile.NamedTemporaryFile(prefix="tunegemm-", suffix=".so", dir=folder) as file:
+                file.write(content)
+                file.flush()
+                return tvm_ffi.load_module(file.name, keep_module_alive=False)[FUNCTION_NAME]
+        except (OSError, RuntimeError, AttributeError) as error:
+            reasons.append(" ".join(str(error).split()))
+    raise RuntimeError(
+        f"a compiled kernel cannot be loaded ({reasons[0]}); if temporary files may not be executed, name "
+        "another folder for them in TMPDIR"
+    )
+
+
+@functools.cache
+def _open_runtime() -> ctypes.CDLL:
+    """The DSL's runtime library, by which objects call CUDA; opened without importing the DSL if possible."""
+    if (path := _find_runtime()) is not None:
+        return ctypes.CDLL(str(path))
+    from cutlass.cute.runtime import find_runtime_libraries
+
+    for name in find_runtime_libraries():
+        if name.endswith(_RUNTIME):
+            return ctypes.CDLL(name)
+    raise RuntimeError(f"nvidia-cutlass-dsl has no {_RUNTIME}; install it anew")
+
+
+def _find_runtime() -> Path | None:
+    """Where the DSL's packages have it: in a folder for each CUDA, of which the DSL takes the newest that the
+    driver supports. None where it is not where it is known to be.
+    """
+    spec = find_spec("cutlass")
+    if spec is None or spec.origin is None:
+        return None
+    root = next((parent for parent in Path(spec.origin).parents if parent.name == "nvidia_cutlass_dsl"), None)
+    if root is None:
+        return None
+    found = {int(path.parts[-3][2:]): path for path in root.glob(f"cu[0-9]*/lib/{_RUNTIME}")}
+    newest = _driver_major() or max(found, default=0)
+    return found.get(max((major for major in found if major <= newest), default=0))
+
+
+def _driver_major() -> int | None:
+    """The CUDA of the driver; None where there is no driver."""
+    version = ctypes.c_int(0)
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return version.value // 1000
+    except (OSError, AttributeError):
+        pass
+    return None

@@ -1,0 +1,608 @@
+"""The Ampere kernel body: a ring of tiles filled by cp.async, ldmatrix, and mma.sync.m16n8k16.
+
+All warps copy, multiply and store. One block barrier per tile of k: behind it the next tile is readable and
+the slot of the previous one free (Volkov's and CUTLASS's multistage scheme).
+
+Every copy says how many of its bytes exist; cp.async fills up with zeros. So extents need no divisibility,
+and a vector needs no more alignment than `vector_bytes`.
+
+Where lines start at odd elements (`vector_bytes` 2, as for K = 1001) no instruction copies asynchronously
+what is wanted: cp.async wants words. The words that *cover* a line are copied instead, one more than a line
+has, and the warp that copied a line shifts it by one element in place before the barrier publishes it:
+a word, its neighbour from the next lane, one byte permutation. The ring stays asynchronous and as deep as
+for aligned operands, and lines at even elements need no shift.
+
+With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. A block leaves its
+partial sums in a workspace; the last to arrive adds all of them, in the order of k, and stores: the result
+does not depend on who was last, and nobody waits.
+
+Extents, strides, raster order, swizzle size, split count and grid are arguments of the launch.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import warp
+
+from tunegemm.generate.cute_sm80.config import MMA_K, MMA_M, MMA_N, WARP, WORD_BYTES, KernelConfig
+
+DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
+# Selectors of prmt.b32 for the word at an even element, and for the one that starts a half-word later.
+EVEN, ODD = 0x3210, 0x5432
+# 16-byte pieces of partial sums that a thread adds up at a time.
+REDUCED_CHUNKS = 16
+
+
+class Gemm:
+    """D[m, n] = A[m, k] B[n, k]^T for one `KernelConfig`."""
+
+    def __init__(self, config: KernelConfig):
+        self.config = config
+        self.in_dtype = DTYPES[config.in_dtype]
+        self.out_dtype = DTYPES[config.out_dtype]
+        self.acc_dtype = DTYPES[config.acc_dtype]
+        self.element_bytes = self.in_dtype.width // 8
+        self.a_copy, self.b_copy = config.copy("a"), config.copy("b")
+        # Byte offsets in shared memory: rings of A and B, then the spare words of their lines.
+        self.b_ring = config.stages * config.tile_m * config.tile_k * self.element_bytes
+        self.a_spare = config.stages * config.stage_bytes
+        self.b_spare = self.a_spare + config.stages * self.a_copy.lines * WORD_BYTES
+        self.smem_bytes = 0
+
+    # ---- host side: runs on the CPU at every launch -------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        a_address: Int64,
+        b_address: Int64,
+        d_address: Int64,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        batch: Int32,
+        lda: Int64,
+        ldb: Int64,
+        ldd: Int64,
+        a_batch_stride: Int64,
+        b_batch_stride: Int64,
+        d_batch_stride: Int64,
+        raster_along_m: Int32,
+        swizzle_size: Int32,
+        ctas: Int32,
+        split_k: Int32,
+        partials_address: Int64,
+        counters_address: Int64,
+        stream,
+    ):
+        """Launch. Strides count elements; `ctas` is the grid.
+
+        With split_k > 1, `partials` holds fp32 sums and `counters` zeros, which the kernel leaves as zeros.
+        """
+        config = self.config
+        tiled_mma = cute.make_tiled_mma(
+            warp.MmaF16BF16Op(self.in_dtype, self.acc_dtype, (MMA_M, MMA_N, MMA_K)),
+            cute.make_layout((config.warps_m, config.warps_n, 1)),
+            # ldmatrix.x4 brings four 8x8 matrices: one 16x16 atom of A, but two 8x16 atoms of B, so that
+            # the tile of all warps is two atoms wide along n for each of them.
+            permutation_mnk=(MMA_M * config.warps_m, MMA_N * config.atoms_n * config.warps_n, MMA_K),
+        )
+        work_m = cute.ceil_div(m, config.tile_m)
+        work_n = cute.ceil_div(n, config.tile_n)
+        k_tiles = cute.ceil_div(cute.ceil_div(k, config.tile_k), split_k)
+        partials = cute.make_ptr(cutlass.Float32, partials_address, cute.AddressSpace.gmem, assumed_align=16)
+        counters = cute.make_ptr(Int32, counters_address, cute.AddressSpace.gmem, assumed_align=4)
+        self.smem_bytes = config.smem_bytes
+        self.kernel(
+            tiled_mma, self.ring_layout("a"), self.ring_layout("b"), (a_address, b_address, d_address),
+            (m, n, k), (lda, ldb, ldd), (a_batch_stride, b_batch_stride, d_batch_stride), k_tiles,
+            (work_m, work_n, batch, split_k, raster_along_m, swizzle_size), partials, counters,
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(config.threads, 1, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=config.ctas_per_sm,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    def ring_layout(self, operand):
+        """(rows, tile_k, stages) of an operand's ring: lines in swizzled blocks of 128 or 64 bytes.
+
+        `Feed` computes the same addresses for its copies.
+        """
+        config = self.config
+        copy = config.copy(operand)
+        rows = config.tile_m if operand == "a" else config.tile_n
+        k_major = (config.a_major if operand == "a" else config.b_major) == "k"
+        shape, stride = ((8, copy.block), (copy.block, 1)) if k_major else ((copy.block, 8), (1, copy.block))
+        # In elements: 8 of them are a 16-byte chunk, 64 a row of all banks.
+        atom = cute.make_composed_layout(
+            cute.make_swizzle(config.smem_swizzle, 3, 3), 0, cute.make_layout(shape, stride=stride)
+        )
+        return cute.tile_to_shape(
+            atom, (rows, config.tile_k, config.stages), order=(0, 1, 2) if k_major else (1, 0, 2)
+        )
+
+    # ---- device side --------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        sA_layout: cute.ComposedLayout,
+        sB_layout: cute.ComposedLayout,
+        addresses: tuple[Int64, Int64, Int64],
+        extents: tuple[Int32, Int32, Int32],
+        leading: tuple[Int64, Int64, Int64],
+        batch_strides: tuple[Int64, Int64, Int64],
+        k_tiles: Int32,
+        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        partials: cute.Pointer,
+        counters: cute.Pointer,
+    ):
+        """`walk`: tiles along m and n, batch, split count, whether along m, width of a band."""
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        work_m, work_n, batch, split_k, _, _ = walk
+        total_work = work_m * work_n * batch * split_k
+
+        ring = cute.arch.get_dyn_smem(self.in_dtype, alignment=1024)
+        sA = cute.make_tensor(ring, sA_layout)
+        sB = cute.make_tensor(ring + self.b_ring // self.element_bytes, sB_layout)
+
+        work = Int32(block)
+        while work < total_work:
+            tile_m, tile_n, entry, part = self.tile_of(work, walk)
+            first_k = part * k_tiles * config.tile_k
+            accumulators = cute.make_rmem_tensor(
+                tiled_mma.partition_shape_C((config.tile_m, config.tile_n)), self.acc_dtype
+            )
+            accumulators.fill(0.0)
+            self.multiply(
+                tiled_mma, accumulators, sA, sB, ring, thread, addresses, extents, leading, batch_strides,
+                tile_m * config.tile_m, tile_n * config.tile_n, first_k, k_tiles, entry,
+            )  # fmt: skip
+            # The ring is drained and free: its memory stages sums and output.
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            sums = cute.make_rmem_tensor(accumulators.layout, cutlass.Float32)
+            sums.store(accumulators.load().to(cutlass.Float32))
+            holds_sum = cutlass.Boolean(True)
+            if split_k > 1:
+                tile = (entry * work_n + tile_n) * work_m + tile_m
+                holds_sum = self.reduce(sums, partials, counters, ring, tile, part, split_k, thread)
+            if holds_sum:
+                self.store(
+                    tiled_mma, sums, ring, thread, addresses[2] + Int64(entry) * batch_strides[2]
+                    * (self.out_dtype.width // 8), extents, leading[2],
+                    tile_m * config.tile_m, tile_n * config.tile_n,
+                )  # fmt: skip
+            cute.arch.sync_threads()
+            work += blocks
+
+    @cute.jit
+    def tile_of(self, work, walk):
+        """(tile m, tile n, batch entry, part of k) for a work index.
+
+        Parts of k are outermost, so that blocks that run together share operands; then batch entries. The
+        walk over an entry goes along the raster order's mode in bands `swizzle_size` tiles wide; the last
+        band may be narrower, so no index is a phantom tile.
+        """
+        work_m, work_n, batch, _, raster_along_m, swizzle_size = walk
+        length = work_n
+        width = work_m
+        if raster_along_m != 0:
+            length = work_m
+            width = work_n
+        per_entry = work_m * work_n
+        entry = Int32(Uint32(work) // Uint32(per_entry))
+        rest = work - entry * per_entry
+        part = Int32(Uint32(entry) // Uint32(batch))
+        entry -= part * batch
+        band = Int32(Uint32(rest) // Uint32(length * swizzle_size))
+        rest -= band * length * swizzle_size
+        first = band * swizzle_size
+        columns = width - first
+        if columns > swizzle_size:
+            columns = swizzle_size
+        step = Int32(Uint32(rest) // Uint32(columns))
+        across = first + rest - step * columns
+        tile_m = across
+        tile_n = step
+        if raster_along_m != 0:
+            tile_m = step
+            tile_n = across
+        return tile_m, tile_n, entry, part
+
+    @cute.jit
+    def multiply(
+        self, tiled_mma, accumulators, sA, sB, ring, thread, addresses, extents, leading, batch_strides,
+        row, column, first_k, k_tiles, entry,
+    ):  # fmt: skip
+        """The main loop of one tile: the ring runs `stages - 1` tiles of k ahead."""
+        config = self.config
+        stages = config.stages
+        blocks = config.tile_k // MMA_K
+        base = ring.toint()
+        extent_m, extent_n, extent_k = extents
+        a = Feed(config, "a", self.element_bytes, base, base + self.a_spare, thread)
+        b = Feed(config, "b", self.element_bytes, base + self.b_ring, base + self.b_spare, thread)
+        a_place = a.start(addresses[0], batch_strides[0], entry, leading[0], row, first_k)
+        b_place = b.start(addresses[1], batch_strides[1], entry, leading[1], column, first_k)
+        rows_left = extent_m - row
+        columns_left = extent_n - column
+        k_left = extent_k - first_k
+
+        for slot in cutlass.range_constexpr(stages - 1):
+            if slot < k_tiles:
+                a.load(a_place, leading[0], rows_left, k_left, slot)
+                b.load(b_place, leading[1], columns_left, k_left, slot)
+            cute.arch.cp_async_commit_group()
+            a_place += a.step(leading[0])
+            b_place += b.step(leading[1])
+            k_left -= config.tile_k
+
+        slice_mma = tiled_mma.get_slice(thread)
+        tCrA = tiled_mma.make_fragment_A(slice_mma.partition_A(sA[None, None, 0]))
+        tCrB = tiled_mma.make_fragment_B(slice_mma.partition_B(sB[None, None, 0]))
+        copy_a = cute.make_tiled_copy_A(
+            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(config.a_major != "k", 4), self.in_dtype), tiled_mma
+        )
+        copy_b = cute.make_tiled_copy_B(
+            cute.make_copy_atom(
+                warp.LdMatrix8x8x16bOp(config.b_major != "k", 2 * config.atoms_n), self.in_dtype
+            ),
+            tiled_mma,
+        )
+        tSsA = copy_a.get_slice(thread).partition_S(sA)
+        tSsB = copy_b.get_slice(thread).partition_S(sB)
+        tSrA = copy_a.retile(tCrA)
+        tSrB = copy_b.retile(tCrB)
+
+        read = Int32(0)
+        write = Int32(stages - 1)
+        self.publish(a, b, addresses, leading, a_place, b_place, read)
+        cute.copy(copy_a, tSsA[None, None, 0, read], tSrA[None, None, 0])
+        cute.copy(copy_b, tSsB[None, None, 0, read], tSrB[None, None, 0])
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            for index in cutlass.range_constexpr(blocks):
+                if const_expr(index == blocks - 1):
+                    # The last fragments of this tile are in registers: make the next tile readable.
+                    read += 1
+                    if read == stages:
+                        read = Int32(0)
+                    self.publish(a, b, addresses, leading, a_place, b_place, read)
+                following = (index + 1) % blocks
+                cute.copy(copy_a, tSsA[None, None, following, read], tSrA[None, None, following])
+                cute.copy(copy_b, tSsB[None, None, following, read], tSrB[None, None, following])
+                if const_expr(index == 0):
+                    if k_tile + stages - 1 < k_tiles:
+                        a.load(a_place, leading[0], rows_left, k_left, write)
+                        b.load(b_place, leading[1], columns_left, k_left, write)
+                        a_place += a.step(leading[0])
+                        b_place += b.step(leading[1])
+                        k_left -= config.tile_k
+                    cute.arch.cp_async_commit_group()
+                    write += 1
+                    if write == stages:
+                        write = Int32(0)
+                cute.gemm(
+                    tiled_mma, accumulators, tCrA[None, None, index], tCrB[None, None, index], accumulators
+                )
+
+    @cute.jit
+    def publish(self, a, b, addresses, leading, a_place, b_place, slot):
+        """Await the oldest tile in flight, shift its odd lines, and hand it to all warps."""
+        cute.arch.cp_async_wait_group(self.config.stages - 2)
+        if const_expr(self.config.shifts):
+            cute.arch.sync_warp()  # spare words are copied by other lanes of the warp
+            a.shift(a_place, leading[0], slot)
+            b.shift(b_place, leading[1], slot)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def reduce(self, sums, partials, counters, ring, tile, part, parts, thread):
+        """Leave this part's sums in the workspace; true for the last part, which then holds the total.
+
+        Only the same threads of other blocks touch these sums, so that their layout is free: four
+        neighbours of a thread, then threads, for 16-byte accesses.
+        """
+        config = self.config
+        values, threads = config.accumulators, config.threads
+        layout = cute.make_layout((4, values // 4), stride=(1, 4 * threads))
+        own = cute.make_tensor(sums.iterator, cute.make_layout((4, values // 4)))
+        first = partials + Int64(tile * parts) * (values * threads) + thread * 4
+        mine = cute.make_tensor(first + Int64(part) * (values * threads), layout)
+        for chunk in cutlass.range_constexpr(values // 4):
+            cute.autovec_copy(own[(None, chunk)], mine[(None, chunk)])
+        arrived = cute.make_tensor(cute.recast_ptr(ring, dtype=Int32), cute.make_layout(1))
+        # Each thread's sums are visible before the one thread counts, and counting orders it before the
+        # readers: release and acquire at device scope on both sides of the barrier.
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_threads()
+        if thread == 0:
+            arrived[0] = cute.arch.atomic_add(counters + tile, Int32(1), sem="acq_rel", scope="gpu")
+        cute.arch.sync_threads()
+        last = arrived[0] == parts - 1
+        if last:
+            cute.arch.fence_acq_rel_gpu()
+            if thread == 0:
+                cute.make_tensor(counters + tile, cute.make_layout(1))[0] = Int32(0)
+            # By 64 values: what is not summed yet needs no registers, which leaves room for loads in flight.
+            for group in cutlass.range_constexpr(0, values // 4, REDUCED_CHUNKS):
+                end = min(group + REDUCED_CHUNKS, values // 4)
+                for chunk in cutlass.range_constexpr(group, end):
+                    for value in cutlass.range_constexpr(4):
+                        own[value, chunk] = cutlass.Float32(0.0)
+                for index in cutlass.range(parts, unroll=1):
+                    theirs = cute.make_tensor(first + Int64(index) * (values * threads), layout)
+                    for chunk in cutlass.range_constexpr(group, end):
+                        piece = cute.make_rmem_tensor(4, cutlass.Float32)
+                        cute.autovec_copy(theirs[(None, chunk)], piece)
+                        for value in cutlass.range_constexpr(4):
+                            own[value, chunk] = own[value, chunk] + piece[value]
+        cute.arch.sync_threads()
+        return last
+
+    @cute.jit
+    def store(self, tiled_mma, sums, ring, thread, address, extents, leading, row, column):
+        """Convert, stage in shared memory, and store along the output's lines."""
+        config = self.config
+        n_major = const_expr(config.out_major == "n")
+        pitch = config.staging_pitch
+        staged = cute.make_tensor(
+            cute.recast_ptr(ring, dtype=self.out_dtype),
+            cute.make_layout((config.tile_m, config.tile_n), stride=(pitch, 1) if n_major else (1, pitch)),
+        )
+        converted = cute.make_rmem_tensor(sums.layout, self.out_dtype)
+        converted.store(sums.load().to(self.out_dtype))
+        cute.autovec_copy(converted, tiled_mma.get_slice(thread).partition_C(staged))
+        cute.arch.sync_threads()
+
+        lines, extent = (config.tile_m, config.tile_n) if n_major else (config.tile_n, config.tile_m)
+        first_line, first_element = (row, column) if n_major else (column, row)
+        lines_left = (extents[0] if n_major else extents[1]) - first_line
+        elements_left = (extents[1] if n_major else extents[0]) - first_element
+        bytes_each = self.out_dtype.width // 8
+        corner = address + (Int64(first_line) * leading + first_element) * bytes_each
+        # Vectors where every line starts at a multiple of 16 bytes; else elements, which lanes side by side
+        # still write as one piece.
+        if (Int32(corner) | Int32(leading * bytes_each)) & 15 == 0:
+            self.store_lines(
+                ring, thread, corner, leading, lines, extent, lines_left, elements_left, 16 // bytes_each
+            )
+        else:
+            self.store_lines(ring, thread, corner, leading, lines, extent, lines_left, elements_left, 1)
+
+    @cute.jit
+    def store_lines(
+        self, ring, thread, corner, leading, lines: cutlass.Constexpr, extent: cutlass.Constexpr, lines_left,
+        elements_left, vector: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Write the staged lines, `vector` elements at a time."""
+        threads = self.config.threads
+        per_line = extent // vector
+        bytes_each = self.out_dtype.width // 8
+        staged = cute.recast_ptr(ring, dtype=self.out_dtype)
+        layout = cute.make_layout(vector)
+        for index in cutlass.range((lines * per_line + threads - 1) // threads, unroll=4):
+            place = thread + index * threads
+            line = place // per_line
+            element = (place - line * per_line) * vector
+            if line < cutlass.min(lines_left, lines) and element < elements_left:
+                source = (staged + (line * self.config.staging_pitch + element)).align(vector * bytes_each)
+                target = cute.make_ptr(
+                    self.out_dtype,
+                    corner + (Int64(line) * leading + element) * bytes_each,
+                    cute.AddressSpace.gmem,
+                    assumed_align=vector * bytes_each,
+                )
+                values = cute.make_rmem_tensor(vector, self.out_dtype)
+                cute.autovec_copy(cute.make_tensor(source, layout), values)
+                out = cute.make_tensor(target, layout)
+                if element + vector <= elements_left:
+                    cute.autovec_copy(values, out)
+                else:
+                    for value in cutlass.range_constexpr(vector):
+                        if element + value < elements_left:
+                            out[value] = values[value]
+
+
+class Feed:
+    """Copies of one operand, from the side of one thread: see `config.Copy` for who copies what."""
+
+    def __init__(self, config, operand, element_bytes, ring, spare, thread):
+        """ring, spare: addresses in shared memory of the operand's tiles and of its lines' spare words."""
+        self.config = config
+        self.copy = copy = config.copy(operand)
+        if objection := copy.objection(config.smem_swizzle):
+            raise ValueError(f"operand {operand}: {objection}")
+        self.k_major = (config.a_major if operand == "a" else config.b_major) == "k"
+        self.bytes = element_bytes
+        self.stage_bytes = copy.lines * copy.extent * element_bytes
+        self.lane = thread % WARP
+        self.line = thread // WARP * copy.lines_per_warp
+        self.sub = self.lane // copy.lanes
+        self.element = self.lane % copy.lanes * copy.vector
+        self.first = self.line + self.sub
+        # The swizzle is linear, and the bits of a warp's first line, a pass and a lane's line are apart:
+        # a thread XORs its own bits once and a pass's constant ones each time.
+        chunk = self.element % copy.block ^ self._swizzle(self.line) ^ self._swizzle(self.sub)
+        block = self.element // copy.block * (copy.lines * copy.block)
+        self.chunk = chunk * element_bytes
+        self.base = ring + (block + self.first * copy.block) * element_bytes
+        self.spare = spare
+
+    # What changes from thread to thread; the DSL carries it through dynamic control flow.
+    _STATE = ("lane", "line", "sub", "element", "first", "chunk", "base", "spare")
+
+    def __extract_mlir_values__(self):
+        return [getattr(self, name).ir_value() for name in self._STATE]
+
+    def __new_from_mlir_values__(self, values):
+        new = object.__new__(Feed)
+        new.__dict__ = self.__dict__ | {
+            name: Int32(value) for name, value in zip(self._STATE, values, strict=True)
+        }
+        return new
+
+    def _swizzle(self, line):
+        """What a line's elements are XORed with: bits 6.. of the offset onto bits 3.. (in elements)."""
+        bits = line if self.copy.block == 64 else line // 2
+        return (bits & ((1 << self.config.smem_swizzle) - 1)) << 3
+
+    def _address(self, tile, chunk, index, piece):
+        """Where a vector of the tile at `tile` in shared memory goes; `chunk` is this thread's."""
+        copy = self.copy
+        passed = index * copy.lines_per_pass
+        blocks = piece * (copy.lanes * copy.vector) // copy.block
+        added = (passed + blocks * copy.lines) * copy.block * self.bytes
+        return tile + added + (chunk ^ (self._swizzle(passed) * self.bytes))
+
+    def start(self, address, batch_stride, entry, leading, outer, first_k):
+        """Address in bytes of the tile's first element."""
+        offset = Int64(outer) * leading + first_k if self.k_major else Int64(first_k) * leading + outer
+        return address + (Int64(entry) * batch_stride + offset) * self.bytes
+
+    def step(self, leading):
+        """Bytes from a tile to the next one along k."""
+        tile_k = self.config.tile_k
+        return Int64(tile_k * self.bytes) if self.k_major else leading * (tile_k * self.bytes)
+
+    def odd(self, place, leading, line):
+        """1 when a line of the tile at `place` starts at an odd element, else 0."""
+        return (Int32(place >> 1) + line * Int32(leading)) & 1
+
+    @cute.jit
+    def load(self, place, leading, outer_left, k_left, slot):
+        """Start copying the tile at `place` into a slot; elements beyond the extents become zeros."""
+        copy = self.copy
+        lines_left, elements_left = (outer_left, k_left) if const_expr(self.k_major) else (k_left, outer_left)
+        line, chunk, leading = opaque(self.first), opaque(self.chunk), opaque(leading)
+        target = self.base + slot * self.stage_bytes
+        source = place + (Int64(line) * leading + self.element) * self.bytes
+        lines = copy.group * copy.lines_per_pass
+        for group in cutlass.range(copy.passes // copy.group, unroll=1):
+            self.load_lines(
+                target, source, line, chunk ^ (self._swizzle(group * lines) * self.bytes), place, leading,
+                lines_left, elements_left,
+            )  # fmt: skip
+            target += lines * copy.block * self.bytes
+            source += leading * (lines * self.bytes)
+            line += lines
+        if const_expr(self.config.shifts):
+            # A shifted line has one word more. Each lane brings those of other lines.
+            for index in cutlass.range_constexpr((copy.lines_per_warp + WARP - 1) // WARP):
+                own = index * WARP + self.lane
+                line = self.line + own
+                if own < copy.lines_per_warp and self.odd(place, leading, line) == 1:
+                    size = cutlass.min(cutlass.max(elements_left - (copy.extent - 1), 0), 2) * self.bytes
+                    if line >= lines_left:
+                        size = Int32(0)
+                    copy_async(
+                        self.spare + (slot * copy.lines + line) * WORD_BYTES,
+                        place + (Int64(line) * leading + (copy.extent - 1)) * self.bytes,
+                        WORD_BYTES,
+                        size,
+                    )
+
+    @cute.jit
+    def load_lines(
+        self, target, source, line, chunk, place, leading, lines_left, elements_left
+    ):  # fmt: skip
+        """One group of passes over this warp's lines, from `line` on."""
+        copy = self.copy
+        for index in cutlass.range_constexpr(copy.group):
+            passed = index * copy.lines_per_pass
+            odd = Int32(0)
+            if const_expr(self.config.shifts):
+                odd = self.odd(place, leading, line + passed)
+            for piece in cutlass.range_constexpr(copy.pieces):
+                ahead = piece * copy.lanes * copy.vector
+                left = elements_left - self.element - ahead + odd
+                size = cutlass.min(cutlass.max(left, 0), copy.vector) * self.bytes
+                if line + passed >= lines_left:
+                    size = Int32(0)
+                copy_async(
+                    self._address(target, chunk, index, piece),
+                    source + ahead * self.bytes - Int64(odd * self.bytes),
+                    copy.vector * self.bytes,
+                    size,
+                )
+            source += leading * (copy.lines_per_pass * self.bytes)
+
+    @cute.jit
+    def shift(self, place, leading, slot):
+        """Move the odd lines of this warp one element to the front, in place.
+
+        Tiles lie an even number of elements apart, so that `place` may be that of any tile of the same walk.
+        """
+        copy = self.copy
+        line, chunk, leading = opaque(self.first), opaque(self.chunk), opaque(leading)
+        target = self.base + slot * self.stage_bytes
+        spare = self.spare + (slot * copy.lines + line) * WORD_BYTES
+        lines = copy.group * copy.lines_per_pass
+        for group in cutlass.range(copy.passes // copy.group, unroll=1):
+            swizzled = chunk ^ (self._swizzle(group * lines) * self.bytes)
+            for index in cutlass.range_constexpr(copy.group):
+                passed = index * copy.lines_per_pass
+                odd = self.odd(place, leading, line + passed)
+                if const_expr(copy.lines_per_pass > 1):
+                    self.shift_line(target, swizzled, spare + passed * WORD_BYTES, odd, index)
+                elif odd == 1:  # the whole warp has this line: where it is even, nothing is to be done
+                    self.shift_line(target, swizzled, spare + passed * WORD_BYTES, odd, index)
+            target += lines * copy.block * self.bytes
+            spare += lines * WORD_BYTES
+            line += lines
+
+    @cute.jit
+    def shift_line(self, target, chunk, spare, odd, index: cutlass.Constexpr):
+        """One line, or the lines of one pass: each lane replaces its own words.
+
+        What a lane needs of the next word comes by shuffle, so nobody reads what another writes. The first
+        lane's word is no lane's neighbour: it hands on the first word of the next piece, or the spare one.
+        """
+        copy = self.copy
+        lanes = copy.lanes
+        next_lane = (self.lane & ~(lanes - 1)) | ((self.lane + 1) & (lanes - 1))
+        words = [word_at(self._address(target, chunk, index, piece)) for piece in range(copy.pieces)]
+        held = [word[0] for word in words] + [word_at(spare)[0]]
+        selector = EVEN + odd * (ODD - EVEN)
+        for piece in cutlass.range_constexpr(copy.pieces):
+            given = held[piece]
+            if self.lane % lanes == 0:
+                given = held[piece + 1]
+            neighbour = cute.arch.shuffle_sync(given, next_lane)
+            words[piece][0] = Int32(cute.arch.prmt(held[piece], neighbour, selector))
+
+
+def opaque(value):
+    """The same value, of which the compiler does not know that: what follows from it stays in its loop.
+
+    Addresses and predicates of some thirty copies would otherwise be held in registers throughout.
+    """
+    kind = type(value)
+    return cute.arch.inline_ptx(
+        f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value]
+    )
+
+
+def word_at(address):
+    """The word at an address in shared memory, as a tensor."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
+    return cute.make_tensor(pointer, cute.make_layout(1))
+
+
+def copy_async(target, source, vector_bytes, size):
+    """cp.async of `vector_bytes` to shared memory, of which the first `size` are read and the rest zeros.
+
+    16 bytes bypass the L1 (.cg); smaller ones cannot.
+    """
+    cache = "cg" if vector_bytes == 16 else "ca"
+    cute.arch.inline_ptx(
+        f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {vector_bytes}, {{$r2}};",
+        read_only_args=[target, source, size],
+    )

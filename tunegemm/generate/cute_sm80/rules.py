@@ -1,0 +1,154 @@
+"""What an Ampere kernel may be: one function per physical cause (see `tunegemm.generate.feasibility`)."""
+
+from __future__ import annotations
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.cute_sm80.config import MMA_K, MMA_M, MMA_N, KernelConfig
+from tunegemm.generate.feasibility import half_operands
+from tunegemm.generate.generator import config_maker
+from tunegemm.generate.tiles import split_fits
+
+#: Registers a thread needs beside accumulators and two steps of fragments: addresses of copies and of
+#: ldmatrix, extents, the ring's state. With 47 left nothing spilled, with 16 left most kernels did (ptxas for
+#: sm_90a, nvidia-cutlass-dsl 4.8.1; tests/test_cute_sm80.py). Where lines are shifted, the words on their way
+#: come on top: 56 were enough, but not for warps whose share of a tile is no power of 2, which spilled at 95.
+_OVERHEAD_REGISTERS = 46
+_SHIFT_REGISTERS = 10
+_UNEVEN_SHIFT_REGISTERS = 54
+#: Of each block's shared memory on a multiprocessor, beside its own (CUDA C++ Programming Guide).
+_RESERVED_BYTES = 1024
+#: Longest k that fp16 accumulators add up within the tolerance of a right fp16 result, 9.8e-4: rounding sums
+#: every 16 elements gives 8.4e-4 at 512, 1.2e-3 at 1024, 2.3e-3 at 4096 (uniform operands, on a CPU).
+_HALF_MAX_K = 512
+
+
+config_of = config_maker(KernelConfig)
+
+
+def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """cp.async and mma.sync.m16n8k16 exist from compute capability 8.0 on (PTX ISA)."""
+    if device.architecture.capability < (8, 0):
+        return f"{device.architecture.compile_target} has no cp.async; cute_sm80 needs sm_80 or later"
+    return None
+
+
+def alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """An access of so many bytes faults at an address that is no multiple of them."""
+    if candidate["vector_bytes"] > problem.alignment:
+        return f"vectors of {candidate['vector_bytes']} B > alignment {problem.alignment} B"
+    return None
+
+
+def vector_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Narrower vectors than the operands allow copy the same bytes with more instructions."""
+    if candidate["vector_bytes"] < problem.alignment:
+        return f"vectors of {candidate['vector_bytes']} B < alignment {problem.alignment} B"
+    return None
+
+
+def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A tile is whole permuted MMA tiles, and two steps of k: one is loaded while one is multiplied."""
+    config = config_of(problem, candidate)
+    for name, tile, unit, least in (
+        ("tile_m", config.tile_m, MMA_M * config.warps_m, 0),
+        ("tile_n", config.tile_n, MMA_N * config.atoms_n * config.warps_n, 0),
+        ("tile_k", config.tile_k, MMA_K, 2 * MMA_K),
+    ):
+        if tile % unit or tile < least:
+            return f"{name} {tile} is no multiple of {unit}" + (f" from {least}" if least else "")
+    return None
+
+
+def accumulation(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """mma.sync accumulates bf16 products in fp32 only (PTX ISA, mma.m16n8k16)."""
+    if candidate["acc_dtype"] != "fp32" and problem.in_dtype != candidate["acc_dtype"]:
+        return f"{candidate['acc_dtype']} accumulators for {problem.in_dtype} operands"
+    return None
+
+
+def accumulation_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """fp16 accumulators run and lose bits at every step: a long k makes the result wrong."""
+    if candidate["acc_dtype"] != "fp16":
+        return None
+    if problem.out_dtype != "fp16":
+        return f"fp16 accumulators hold less than a {problem.out_dtype} output shows"
+    if problem.k > _HALF_MAX_K:
+        return f"fp16 accumulators over k={problem.k} > {_HALF_MAX_K} lose more than rounding the output does"
+    return None
+
+
+def copies(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Every warp copies whole lines of its own, all lanes busy: see `config.Copy`."""
+    config = config_of(problem, candidate)
+    for operand in ("a", "b"):
+        if (objection := config.copy(operand).objection(config.smem_swizzle)) is not None:
+            return f"{operand.upper()}: {objection}"
+    return None
+
+
+def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """One stage is read while the others are filled: with 1 nothing could be loaded."""
+    if candidate["stages"] < 2:
+        return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
+    return None
+
+
+def threads(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Blocks and multiprocessors hold so many threads."""
+    config, limits = config_of(problem, candidate), device.architecture
+    if config.threads > limits.threads_per_block:
+        return f"{config.threads} threads > {limits.threads_per_block} of a block"
+    if config.threads * config.ctas_per_sm > limits.threads_per_sm:
+        return f"{config.ctas_per_sm} x {config.threads} threads > {limits.threads_per_sm}"
+    return None
+
+
+def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Accumulators, two steps of fragments and bookkeeping must fit a thread's registers, or ptxas spills."""
+    config, limits = config_of(problem, candidate), device.architecture
+    resident = config.threads * config.ctas_per_sm
+    budget = min(limits.registers_per_thread, limits.registers_per_sm // resident // 8 * 8)
+    overhead = _OVERHEAD_REGISTERS
+    if config.shifts:
+        uneven = config.accumulators & (config.accumulators - 1)
+        overhead += _UNEVEN_SHIFT_REGISTERS if uneven else _SHIFT_REGISTERS
+    need = config.accumulator_registers + 2 * config.fragment_registers + overhead
+    if need > budget:
+        return (
+            f"{config.accumulator_registers} accumulators + 2 x {config.fragment_registers} fragments "
+            f"+ {overhead} > {budget} registers"
+        )
+    return None
+
+
+def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The ring, or the staged output in its place, must fit a block, and all blocks a multiprocessor."""
+    config, limits = config_of(problem, candidate), device.architecture
+    need, target = config.smem_bytes, limits.compile_target
+    if need > limits.smem_bytes_per_block:
+        return f"smem {need} B > {limits.smem_bytes_per_block} B on {target}"
+    together = config.ctas_per_sm * (need + _RESERVED_BYTES)
+    if together > limits.smem_bytes_per_sm:
+        return f"smem {together} B of {config.ctas_per_sm} blocks > {limits.smem_bytes_per_sm} B on {target}"
+    return None
+
+
+#: Cheapest first. Those named `..._fits` look at extents, alignment or accuracy: what they reject compiles
+#: and runs, but repeats another candidate, computes nothing, or is worth less than another.
+RULES = (
+    architecture,
+    half_operands,
+    alignment,
+    vector_fits,
+    accumulation,
+    accumulation_fits,
+    mma_tile,
+    copies,
+    ring_depth,
+    threads,
+    registers,
+    shared_memory,
+    split_fits,
+)

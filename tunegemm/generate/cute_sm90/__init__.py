@@ -1,0 +1,252 @@
+"""Kernel family `cute_sm90`: persistent TMA + WGMMA kernels for Hopper, written in the CuTe DSL."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.describe.clusters import places_of, usual_neighbours
+from tunegemm.describe.device import Device
+from tunegemm.describe.epilogue import MAX_WORDS, define
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate, Value
+from tunegemm.generate.cute_object import compile_object, dsl_version, load_function
+from tunegemm.generate.cute_sm90.config import KernelConfig
+from tunegemm.generate.cute_sm90.rules import RULES, config_of, resident_clusters
+from tunegemm.generate.generator import Generator
+from tunegemm.generate.launching import (
+    AddressLaunch,
+    AddressLauncher,
+    Workspace,
+    through_aligned_copies,
+    tma_reader,
+    tma_takes,
+    words_reader,
+)
+from tunegemm.generate.model import stream_clusters, stream_tiles
+from tunegemm.generate.ptxas import Resources
+from tunegemm.generate.tiles import balanced, seen_by_kernel, streams, tile_count
+
+if TYPE_CHECKING:
+    from tunegemm.generate.families import Launcher
+
+
+class CuteSm90(Generator):
+    """The generator behind `tunegemm.generate.families.Family`."""
+
+    name = "cute_sm90"
+    tma = True
+    parameters: Mapping[str, tuple[str, ...]] = {
+        "compile": (
+            "schedule", "tile_scheduler", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n",
+            "epi_n", "occupancy", "wgmma_in_flight", "swap_ab",
+        ),
+        "launch": (
+            "raster_order", "swizzle_size", "cluster_order", "ctas", "split_k", "reduction", "l2_hint",
+        ),
+    }  # fmt: skip
+
+    unlisted: Mapping[str, tuple[Value, ...]] = {"epi_n": (0,), "wgmma_in_flight": (0,)}
+    limited_launch = ("split_k", "reduction", "cluster_order")
+    extent_rules = frozenset({"cluster_fits", "swap_fits", "split_fits", "reduction_fits", "stream_fits"})
+    packages = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi"))
+    config = KernelConfig
+    rules = RULES
+    fuses = True
+    edges_inside = True
+
+    def toolchain(self) -> Mapping[str, str | int]:
+        return {"cutlass_dsl": dsl_version()}
+
+    def config_of(self, problem: Problem, candidate: Candidate) -> KernelConfig:
+        return config_of(problem, candidate)
+
+    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
+        if source := key.get("epilogue_source"):
+            define(str(source))
+        config = KernelConfig.from_mapping(key)
+        takes_words = config.fused.words > 0
+
+        def make() -> Any:
+            from tunegemm.generate.cute_sm90.kernel import FusedGemm, Gemm
+
+            return FusedGemm(config) if takes_words else Gemm(config)
+
+        return compile_object(
+            make, 8, str(key["target"]), out, addresses=3, words=MAX_WORDS if takes_words else 0
+        )
+
+    def kernel_key(
+        self, problem: Problem, candidate: Candidate, device: Device
+    ) -> Mapping[str, str | int | bool]:
+        key = super().kernel_key(problem, candidate, device)
+        if (function := problem.fused.function) is not None:
+            return {**key, "epilogue_source": function.source}
+        return key
+
+    def workspace(
+        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
+    ) -> Workspace | None:
+        """Partial sums of every part of a tile; where they meet in pairs, as many counters, by warpgroup."""
+        division = Division.of(problem, candidate, device)
+        if division.pieces == 0:
+            return None
+        config = config_of(problem, candidate)
+        blocks = division.pieces * config.cluster_m * config.cluster_n
+        return Workspace(
+            blocks * config.tile_m * config.tile_n * 4,
+            0 if division.second_kernel else blocks * config.tile_warpgroups * 4,
+            device.index if device.is_real else 0,
+        )
+
+    def launcher(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device,
+        artifact: Path,
+        workspace: Workspace | None,
+    ) -> Launcher:
+        launch = _launcher(problem, candidate, device, load_function(artifact), workspace)
+        return launch if tma_takes(problem) else through_aligned_copies(problem, launch)
+
+
+FAMILY = CuteSm90()
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a candidate's work is cut for a device. Counts are of clusters and of what one works on."""
+
+    clusters: int
+    """The grid."""
+    split: int
+    """Parts of every tile; of stream-K the tiles that are cut."""
+    pieces: int
+    """Pieces whose sums are parts of a tile's, and lie in the workspace; 0 where no tile has parts."""
+    second_kernel: bool
+    """Whether a second kernel adds them; else they meet in pairs."""
+
+    @classmethod
+    def of(cls, problem: Problem, candidate: Candidate, device: Device) -> Division:
+        """For the candidate's `ctas`, `split_k` and `reduction`, as records older than some of them mean it.
+
+        `ctas`: ``all`` fills the device; ``balanced`` takes the fewest clusters that need no further wave.
+        Stream-K always fills it, as far as each cluster has a few k tiles.
+        """
+        size = candidate["cluster_m"] * candidate["cluster_n"]
+        tiles = tile_count(problem, candidate) // size
+        resident = resident_clusters(candidate, device)
+        second = candidate.params.get("reduction", "pairs") == "second_kernel"
+        if streams(candidate):
+            k_tiles = -(-problem.k // candidate["tile_k"])
+            clusters = stream_clusters(tiles, k_tiles, resident)
+            cut = stream_tiles(tiles, k_tiles, clusters)
+            return cls(clusters, cut, cut + clusters if cut else 0, second and cut > 0)
+        parts = int(candidate["split_k"])
+        work = tiles * parts
+        clusters = balanced(work, resident) if candidate["ctas"] == "balanced" else min(resident, work)
+        return cls(clusters, parts, work if parts > 1 else 0, second and parts > 1)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which cluster takes which tiles: a table of places in the walk, and a block of tiles for a GPC.
+
+    A GPC reads a line of L2 once for several of its clusters, unless it comes by a multicast. So the clusters
+    of one have a rectangle of tiles for which that leaves least to read: a row of tiles where their clusters
+    share B, a column where they share A, a square where there are no clusters.
+    """
+
+    address: int
+    """Of the table in device memory; 0: a cluster's place is its index."""
+    across: int
+    """Tiles of a block across the walk's bands; of a block of one line as many as those are wide."""
+    along: int
+    """Tiles of a block along them."""
+
+    @classmethod
+    def of(cls, candidate: Candidate, device: Device, clusters: int) -> Order:
+        """For the candidate's `cluster_order`; by index where nothing is known of the device."""
+        lines = cls(0, int(candidate["swizzle_size"]), 1)
+        if candidate.params.get("cluster_order", "index") == "index" or clusters < 2:
+            return lines
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():  # torch.compile may ask, whose tensors have no memory
+            gpcs = device.gpcs_of_clusters(candidate["cluster_m"] * candidate["cluster_n"], clusters)
+            if gpcs is None:
+                return lines
+            address = _table(places_of(gpcs), device.index).data_ptr()
+        rows, columns = block_of_a_gpc(candidate, usual_neighbours(gpcs))
+        across = columns if candidate["raster_order"] == "along_m" else rows
+        across = min(across, int(candidate["swizzle_size"]))
+        return cls(address, across, rows * columns // across)
+
+
+def block_of_a_gpc(candidate: Candidate, neighbours: int) -> tuple[int, int]:
+    """Rows and columns of cluster tiles that so many clusters read least for, if they read lines together."""
+    height = candidate["tile_m"] * candidate["cluster_m"]
+    width = candidate["tile_n"] * candidate["cluster_n"]
+
+    def read(rows: int) -> int:
+        columns = neighbours // rows
+        a = height * rows * (columns if candidate["cluster_n"] > 1 else 1)
+        return a + width * columns * (rows if candidate["cluster_m"] > 1 else 1)
+
+    rows = min((rows for rows in range(1, neighbours + 1) if neighbours % rows == 0), key=read)
+    return rows, neighbours // rows
+
+
+@functools.cache
+def _table(places: tuple[int, ...], index: int) -> Any:
+    """The places in device memory, for good: captured graphs hold their address."""
+    import torch
+
+    return torch.tensor(places, dtype=torch.int32, device=f"cuda:{index}")
+
+
+def l2_hint(candidate: Candidate) -> int:
+    """The kernel's number for the candidate's ``l2_hint``, which names the problem's operand: 1 A, 2 B."""
+    operand = ("none", "a_first", "b_first").index(candidate.params.get("l2_hint", "none"))
+    return 3 - operand if operand and candidate["swap_ab"] else operand
+
+
+def _launcher(
+    problem: Problem, candidate: Candidate, device: Device, function: Any, workspace: Workspace | None
+) -> Launcher:
+    from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
+
+    seen, swap = seen_by_kernel(problem, candidate), bool(candidate["swap_ab"])
+    extents = (seen.m, seen.n, problem.k, problem.batch)
+    division = Division.of(problem, candidate, device)
+    order = Order.of(candidate, device, division.clusters)
+    walk = (
+        int(candidate["raster_order"] == "along_m"),
+        int(candidate["swizzle_size"]),
+        order.across,
+        order.along,
+        division.clusters,
+        division.split,
+        int(division.second_kernel),
+        l2_hint(candidate),
+    )
+    index = device.index if device.is_real else 0
+
+    def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
+        strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
+        fixed = (*extents, *strides, *walk)
+
+        def launch(a: int, b: int, d: int, *words: int) -> None:
+            if swap:
+                a, b = b, a
+            stream = current_stream(index)
+            scratch = (0, 0) if workspace is None else workspace.addresses(stream)
+            function(a, b, d, *fixed, *scratch, order.address, *words, stream)
+
+        return launch
+
+    return AddressLauncher(tma_reader(problem), make, words_reader(problem) if problem.fused.words else None)

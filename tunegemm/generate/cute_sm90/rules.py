@@ -1,0 +1,370 @@
+"""What a Hopper kernel may be: one function per physical cause (see `tunegemm.generate.feasibility`)."""
+
+from __future__ import annotations
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.cute_sm90.config import (
+    MMA_ATOM_M,
+    SMEM_ALIGNMENT,
+    SMEM_LIMIT,
+    SMEM_RESERVED,
+    WARPGROUP_THREADS,
+    KernelConfig,
+)
+from tunegemm.generate.generator import config_maker
+from tunegemm.generate.model import stream_clusters, stream_tiles
+from tunegemm.generate.tiles import (
+    seen_by_kernel,
+    split_fits,
+    streams,
+    swap_fits,
+    tile_count,
+)
+
+#: Registers a consumer thread needs beside its accumulators: descriptors, barriers, addresses, the
+#: epilogue's fragment. Of a budget of 240, 208 accumulators leave 32 and compile without spills; 216 leave
+#: 24 and spill (both in tests/test_cute_sm90.py, nvidia-cutlass-dsl 4.8.1).
+_OVERHEAD_REGISTERS = 32
+#: The same beside both sums of two-level accumulation, of which the epilogue needs but one: 224 of 240 and
+#: 144 of 160 leave 16 and compile without spills; 240 and 160 spill (same tests).
+_MAIN_LOOP_REGISTERS = 16
+#: k that the tensor cores add up before two-level accumulation takes it over.
+_PROMOTED_K = 128
+_SWIZZLE_ROW_BYTES = 128
+
+#: More of them with an epilogue that reads a matrix or converts int32 sums: 176 accumulators compile without
+#: spills, of 192 some kernels spill (tests/test_epilogue.py).
+_FUSED_REGISTERS = 24
+#: And with one that gates and stages by elements: 160 compile, 176 spill (same tests). With one that reads a
+#: vector and stages its tile whole it takes little to spill 176: of two states of the kernel one did.
+_ELEMENT_REGISTERS = 40
+#: And beside the values of vectors: 192 accumulators and 10 values compile, 208 and 7 spill up to 44 B in
+#: some kernels (same tests); 192 and 13 spilled in one state of the kernel and not in another.
+_VECTOR_REGISTERS = 4
+#: More of them for stream-K's walk: 192 accumulators compile without spills, 208 spill 72 B in pingpong with
+#: operands that are not k-major (tests/test_cute_sm90.py).
+_STREAM_REGISTERS = 8
+#: More than so many accumulators leave pingpong's turns no room for the bookkeeping of clusters: 208 compile
+#: without spills where there are none, and spill 80 B in 6 of 10 kernels with them, by one ptxas of two or
+#: both (one is in the same tests). Gathered ones do not; the rule looks at what all launches share.
+_TAKING_TURNS_IN_CLUSTERS = 192
+#: Accumulators beside which a warpgroup of two 64-row atoms has room for a second matrix.
+_ROOMY_ACCUMULATORS = 128
+
+#: By consumer warpgroups: more do not fit where two CTAs share a multiprocessor. `accumulators` and
+#: `wgmma_operands` would say so of each kernel; few parameters do of all.
+_SUMS_OF_TWO_CTAS = {1: 96, 2: 72, 3: 40}
+#: Of 80 registers that threads then begin with, pingpong needs more than cooperative: 64x96 spills 56 B in
+#: clusters of 2x1, 64x80 in none of 40 kernels (tests/test_cute_sm90.py).
+_TURNS_OF_TWO_CTAS = 8
+
+config_of = config_maker(KernelConfig)
+
+
+def _or_one(candidate: Candidate, name: str) -> int:
+    """A parameter that older records do not have: their kernels are those of its value 1."""
+    try:
+        return int(candidate[name])
+    except KeyError:
+        return 1
+
+
+def resident_clusters(candidate: Candidate, device: Device) -> int:
+    """Clusters of the candidate's kernel that run at once."""
+    size = candidate["cluster_m"] * candidate["cluster_n"]
+    return device.resident_clusters(size) * _or_one(candidate, "occupancy")
+
+
+def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, target sm_90a)."""
+    if device.architecture.capability != (9, 0):
+        return f"{device.architecture.compile_target} has no WGMMA; cute_sm90 needs sm_90a"
+    return None
+
+
+def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """An epilogue works on staged subtiles; columns gate each other only where one thread has both."""
+    if not problem.epilogue:
+        return None
+    if candidate["epi_n"] == 0:
+        return f"epilogue {problem.epilogue} with epi_n 0: it works on staged subtiles"
+    if problem.fused.gated and candidate["swap_ab"]:
+        return f"epilogue {problem.epilogue} with swap_ab: pairs of columns become rows of two threads"
+    return None
+
+
+def fused_registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A warpgroup of two 64-row atoms keeps what both need; with a second matrix or amax to track it spills.
+
+    What ptxas makes of such kernels follows no simple law, and the rule is stricter than the compiler: of 25
+    that it rejects 11 spilled, of the 40 that it admits none (nvidia-cutlass-dsl 4.8.1; some are in
+    tests/test_epilogue.py).
+    """
+    config = config_of(problem, candidate)
+    atoms, sums = config.atoms_per_warpgroup, config.accumulator_registers
+    if atoms < 2 or not config.fused.is_defined:
+        return None
+    if "amax" in config.fused.steps or (_matrices(config) > 1 and sums > _ROOMY_ACCUMULATORS):
+        return f"epilogue {problem.epilogue} with {atoms} atoms of 64 rows, {sums} accumulators: it spills"
+    return None
+
+
+def _matrices(config: KernelConfig) -> int:
+    """How many matrices its epilogue reads."""
+    fused = config.fused
+    return sum(operand.kind == "matrix" for operand in (fused.operands if fused.is_defined else ()))
+
+
+def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A tile is whole WGMMA atoms: 64 rows each, and columns as one instruction can have them, to 256, by 16
+    as int8 has them and a subtile's stmatrix stores them.
+    """
+    tile_m, tile_n = candidate["tile_m"], candidate["tile_n"]
+    if tile_m % MMA_ATOM_M or not 64 <= tile_m <= 256:
+        return f"tile_m {tile_m} is not 64, 128, 192 or 256"
+    if tile_n % 16 or not 16 <= tile_n <= 256:
+        return f"tile_n {tile_n} is no multiple of 16 from 16 to 256"
+    return None
+
+
+def operand_majors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """WGMMA transposes 16-bit operands only (PTX ISA, wgmma.mma_async: imm-trans-a and -b are for them)."""
+    if DTYPE_BYTES[problem.in_dtype] != 2 and (problem.a_major, problem.b_major) != ("k", "k"):
+        return (
+            f"layout {problem.layout} of {problem.in_dtype}: WGMMA reads all but 16-bit operands as tn only"
+        )
+    return None
+
+
+def ring_rows(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A stage has one or two rows of the 128-byte smem swizzle along k. Half a row would be half the work for
+    a barrier, as any other dtype has it at another tile_k, and more than two only make stages few.
+    """
+    row_bytes = candidate["tile_k"] * DTYPE_BYTES[problem.in_dtype]
+    if row_bytes not in (_SWIZZLE_ROW_BYTES, 2 * _SWIZZLE_ROW_BYTES):
+        return f"tile_k {candidate['tile_k']} of {problem.in_dtype} = {row_bytes} B, not 128 or 256 B"
+    return None
+
+
+def promotion(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Two-level accumulation means the same for every kernel: a k tile is what the tensor cores add up."""
+    if problem.accumulation == "two_level" and candidate["tile_k"] != _PROMOTED_K:
+        return f"tile_k {candidate['tile_k']}: two-level sums take over every {_PROMOTED_K} of k"
+    return None
+
+
+def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills."""
+    config = config_of(problem, candidate)
+    overhead = _OVERHEAD_REGISTERS
+    if streams(candidate):
+        overhead += _STREAM_REGISTERS
+    staged_whole = config.epi_n < 32 and config.held_registers > 0
+    if config.fused.gated and (not config.stages_pairs or staged_whole):
+        overhead += _ELEMENT_REGISTERS
+    elif config.fused and (_matrices(config) or config.in_dtype == "int8"):
+        overhead += _FUSED_REGISTERS
+    elif config.held_registers:
+        overhead += config.held_registers + _VECTOR_REGISTERS
+    budget = config.registers[1]
+    in_clusters = config.schedule == "pingpong" and config.cluster_m * config.cluster_n > 1
+    if in_clusters and config.accumulator_registers > _TAKING_TURNS_IN_CLUSTERS:
+        return (
+            f"{config.accumulator_registers} accumulators > {_TAKING_TURNS_IN_CLUSTERS} of pingpong in "
+            "clusters: they spill"
+        )
+    for sums, others in (
+        (config.accumulator_registers, overhead),
+        (config.sum_registers, _MAIN_LOOP_REGISTERS),
+    ):
+        if sums + others > budget:
+            return f"{sums} accumulators + {others} > setmaxnreg {budget}"
+    return None
+
+
+def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """ptxas places one WGMMA within the launch allocation, whatever setmaxnreg adds later (error C7602).
+
+    It asks for 26 registers beside the instruction's accumulators: 154 for 64x256, 130 for 64x208, which
+    512 threads with their 128 each do not have (nvidia-cutlass-dsl 4.8.1).
+    """
+    config = config_of(problem, candidate)
+    allocation = config.launch_registers
+    need = config.tile_n * MMA_ATOM_M // WARPGROUP_THREADS + 26
+    if config.occupancy > 1 and config.schedule == "pingpong":
+        need += _TURNS_OF_TWO_CTAS
+    if need > allocation:
+        threads = f"{config.occupancy} x {config.threads}" if config.occupancy > 1 else str(config.threads)
+        return f"WGMMA 64x{config.tile_n} needs {need} registers > {allocation} for {threads} threads"
+    return None
+
+
+def in_flight(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """One k tile's WGMMAs may be unfinished, or none: stages are released one behind at most. Two-level
+    accumulation takes every k tile out of the tensor cores, so that none is.
+    """
+    count = _or_one(candidate, "wgmma_in_flight")
+    if count not in (0, 1):
+        return f"wgmma_in_flight {count} is not 0 or 1"
+    if count == 0 and problem.accumulation == "two_level":
+        return "wgmma_in_flight 0 with two-level sums: it is so anyway, and counts as 1"
+    return None
+
+
+def two_ctas(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Two CTAs on a multiprocessor have half of its registers each: what is left for sums is little."""
+    # All that decides is read before anything is decided: `plausible_kernels` sees at once what that is.
+    schedule, tile_m, tile_n = candidate["schedule"], candidate["tile_m"], candidate["tile_n"]
+    occupancy = _or_one(candidate, "occupancy")
+    consumers = 2 if schedule == "pingpong" or tile_m == 256 else min(3, max(1, tile_m // MMA_ATOM_M))
+    rows = tile_m if schedule == "pingpong" else tile_m // consumers
+    sums, limit = rows * tile_n // WARPGROUP_THREADS, _SUMS_OF_TWO_CTAS[consumers]
+    if occupancy not in (1, 2):
+        return f"occupancy {occupancy} is not 1 or 2"
+    if occupancy == 2 and sums > limit:
+        return f"occupancy 2 with {sums} accumulators > {limit} in half of the registers"
+    return None
+
+
+def gathered_alone(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Which clusters share a GPC is measured with one CTA on each multiprocessor."""
+    occupancy = _or_one(candidate, "occupancy")
+    if occupancy > 1 and (order := candidate.params.get("cluster_order", "index")) != "index":
+        return f"cluster_order {order} with occupancy {occupancy}, not 1"
+    return None
+
+
+def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """One WGMMA group stays in flight and its stage with it: with 1 stage nothing could be loaded."""
+    if candidate["stages"] < 2:
+        return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
+    return None
+
+
+def ring_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The ring alone must fit a CTA's shared memory: that of half the kernels does not."""
+    rows, occupancy = candidate["tile_m"] + candidate["tile_n"], _or_one(candidate, "occupancy")
+    ring = candidate["stages"] * rows * candidate["tile_k"] * DTYPE_BYTES[problem.in_dtype]
+    limit = (SMEM_LIMIT + SMEM_RESERVED) // occupancy - SMEM_RESERVED - SMEM_ALIGNMENT
+    if ring > limit:
+        return f"ring of {candidate['stages']} stages = {ring} B > {limit} B smem"
+    return None
+
+
+def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Ring, staging buffers and barriers must fit one block's shared memory."""
+    config, target = config_of(problem, candidate), device.architecture.compile_target
+    if config.smem_bytes > config.smem_limit:
+        half = " for one of two CTAs" if config.occupancy > 1 else ""
+        return f"smem {config.smem_bytes} B > {config.smem_limit} B on {target}{half}"
+    return None
+
+
+def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Staged subtiles cover the tile exactly. 16 columns are for tiles that 32 do not divide: elsewhere they
+    only double the barriers.
+    """
+    tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
+    if epi_n == 0:  # nothing is staged
+        return None
+    if tile_n % epi_n:
+        return f"epi_n {epi_n} does not divide tile_n {tile_n}"
+    if epi_n < 32 and tile_n % 32 == 0:
+        return f"epi_n {epi_n} is for tiles that 32 does not divide, not for tile_n {tile_n}"
+    return None
+
+
+def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A cluster must be portable: at most 8 blocks (CUDA programming guide, thread block clusters)."""
+    cluster_m, cluster_n = candidate["cluster_m"], candidate["cluster_n"]
+    size, limit = cluster_m * cluster_n, device.architecture.max_cluster_size
+    if size > limit:
+        return f"cluster {cluster_m}x{cluster_n} = {size} CTAs > {limit}"
+    return None
+
+
+def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A cluster larger than the problem's tiles only computes some of them twice."""
+    seen = seen_by_kernel(problem, candidate)
+    for extent, tile, ways, name in (
+        (seen.m, candidate["tile_m"], candidate["cluster_m"], "m"),
+        (seen.n, candidate["tile_n"], candidate["cluster_n"], "n"),
+    ):
+        tiles = -(-extent // tile)
+        if ways > 1 and tiles < ways:
+            return f"cluster_{name} {ways} > {tiles} tiles of {tile} in extent {extent}"
+    return None
+
+
+def reduction_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A second kernel has nothing to add where nothing is split.
+
+    Of a kernel without a launch it says whether some split would do: the fewest parts.
+    """
+    if candidate.params.get("reduction", "pairs") == "pairs" or streams(candidate):
+        return None
+    split_k = int(candidate.params.get("split_k", 2))
+    if split_k == 1:
+        return "reduction second_kernel with split_k 1: there are no parts to add"
+    return split_fits(problem, candidate.with_launch(split_k=split_k), device)
+
+
+def second_slices(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A second kernel stores slices of 16 columns; where pairs of columns gate each other, made of 32."""
+    second = candidate.params.get("reduction", "pairs") == "second_kernel"
+    if second and problem.fused.gated and (tile_n := candidate["tile_n"]) % 32:
+        return f"epilogue {problem.epilogue} by a second kernel, with tile_n {tile_n} that 32 does not divide"
+    return None
+
+
+def stream_split(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Stream-K cuts k by itself: the launch says how many tiles it cuts where others say how many parts."""
+    if streams(candidate) and int(candidate.params.get("split_k", 1)) > 1:
+        return f"split_k {candidate['split_k']} with tile_scheduler stream_k, which cuts k by itself"
+    return None
+
+
+def stream_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Where tiles fill whole waves nothing is cut, and the static scheduler does the same."""
+    if not streams(candidate):
+        return None
+    tiles = tile_count(problem, candidate) // (candidate["cluster_m"] * candidate["cluster_n"])
+    k_tiles = -(-problem.k // candidate["tile_k"])
+    clusters = stream_clusters(tiles, k_tiles, resident_clusters(candidate, device))
+    if stream_tiles(tiles, k_tiles, clusters) == 0:
+        return f"tile_scheduler stream_k: {tiles} tiles fill {tiles // clusters} waves of {clusters} clusters"
+    return None
+
+
+#: Cheapest first. Those named `..._fits` look at extents: what they reject runs, but repeats another
+#: candidate or computes nothing.
+RULES = (
+    architecture,
+    operand_majors,
+    ring_rows,
+    promotion,
+    stream_split,
+    in_flight,
+    two_ctas,
+    gathered_alone,
+    second_slices,
+    fused_store,
+    epilogue_tile,
+    cluster,
+    mma_tile,
+    accumulators,
+    fused_registers,
+    wgmma_operands,
+    ring_depth,
+    ring_memory,
+    shared_memory,
+    cluster_fits,
+    swap_fits,
+    split_fits,
+    reduction_fits,
+    stream_fits,
+)
+
+assert WARPGROUP_THREADS == 128  # the formulas above count per 128-thread warpgroup

@@ -1,0 +1,153 @@
+"""Whether a candidate can be compiled and launched; of its speed this says nothing.
+
+A rule is a function of (problem, candidate, device) that returns None, or a sentence with the numbers
+that forbid it. Each rule states one physical cause, once. Families list their rules; this module runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.describe.space import Candidate, SearchSpace, Value
+
+Rule = Callable[[Problem, Candidate, Device], str | None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Feasible, or the first rule that forbids the candidate and why."""
+
+    rule: str | None = None
+    """Name of the rule that rejected it; None when feasible."""
+    reason: str = ""
+    """One sentence with the numbers, such as ``smem 245760 B > 232448 B on sm_90``."""
+
+    @property
+    def feasible(self) -> bool:
+        return self.rule is None
+
+    def __bool__(self) -> bool:
+        return self.feasible
+
+    def __str__(self) -> str:
+        return "feasible" if self.feasible else f"{self.rule}: {self.reason}"
+
+
+FEASIBLE = Verdict()
+
+
+def apply_rules(rules: Sequence[Rule], problem: Problem, candidate: Candidate, device: Device) -> Verdict:
+    """The verdict of the first rule that objects. A rule's name is its function's name."""
+    for rule in rules:
+        if (reason := rule(problem, candidate, device)) is not None:
+            return Verdict(rule.__name__, reason)
+    return FEASIBLE
+
+
+def half_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """For families whose kernels multiply 16-bit operands only."""
+    if problem.in_dtype not in ("bf16", "fp16"):
+        return f"{candidate.family} has kernels for bf16 and fp16, not for {problem.in_dtype} operands"
+    return None
+
+
+def tma_alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """TMA needs 16-byte strides: the contiguous extent of each operand, in bytes, is a multiple of 16.
+
+    CUDA driver API, cuTensorMapEncodeTiled: `globalStrides` must be multiples of 16. This looks at
+    packed operands; a view with its own leading dimension is checked where its strides are known.
+    """
+    in_bytes, out_bytes = DTYPE_BYTES[problem.in_dtype], DTYPE_BYTES[problem.out_dtype]
+    for operand, mode, element_bytes in (
+        ("A", problem.a_major, in_bytes),
+        ("B", problem.b_major, in_bytes),
+        ("D", problem.out_major, out_bytes),
+    ):
+        columns = problem.out_n if operand == "D" else problem.n
+        extent = {"m": problem.m, "n": columns, "k": problem.k}[mode]
+        if extent * element_bytes % 16:
+            row_bytes = extent * element_bytes
+            return (
+                f"{operand} rows of {extent} x {element_bytes} B = {row_bytes} B, "
+                "no multiple of the 16 B that TMA needs"
+            )
+    if problem.alignment < 16:
+        return f"operands aligned to {problem.alignment} B, less than the 16 B that TMA needs"
+    return None
+
+
+def refusal(rules: Sequence[Rule], family: str, problem: Problem) -> str:
+    """Why no kernel of a family can have the problem, on any device; empty where that depends on either."""
+    nothing = _Partial(family, {})
+    for rule in rules:
+        with contextlib.suppress(_ReadsAll):
+            if (reason := rule(problem, nothing, nothing)) is not None:  # type: ignore[arg-type]
+                return reason
+    return ""
+
+
+def plausible_kernels(
+    space: SearchSpace, rules: Sequence[Rule], problem: Problem, device: Device
+) -> Iterator[Candidate]:
+    """The kernels of a space, in its order, without what a rule rejects by a few of their parameters alone.
+
+    A million kernels are in the lists of `cute_sm90`, and a rule that reads nothing but `tile_k` rejects
+    half of them for one problem. Which parameters a rule reads is seen when it looks at the first kernel; it
+    is then asked about each combination of their values, once. What reads all, such as a kernel's
+    configuration, is left to `apply_rules`.
+    """
+    family, kernels = space.family, space.compile_values
+    names = list(kernels)
+    first = {name: values[0] for name, values in kernels.items()}
+    dead: list[tuple[tuple[int, ...], set[tuple[Value, ...]]]] = []
+    for rule in rules:
+        reads = _Partial(family, first)
+        try:
+            rule(problem, reads, device)  # type: ignore[arg-type]
+        except _ReadsAll:
+            continue
+        read = [name for name in names if name in reads.read]
+        rejected = set()
+        for values in itertools.product(*(kernels[name] for name in read)):
+            with contextlib.suppress(_ReadsAll):
+                part = _Partial(family, dict(zip(read, values, strict=True)))
+                if rule(problem, part, device) is not None:  # type: ignore[arg-type]
+                    rejected.add(values)
+        if rejected:
+            dead.append((tuple(names.index(name) for name in read), rejected))
+    alive = [list(values) for values in kernels.values()]
+    for places, rejected in [one for one in dead if len(one[0]) == 1]:
+        alive[places[0]] = [value for value in alive[places[0]] if (value,) not in rejected]
+    pairs = [one for one in dead if len(one[0]) != 1]
+    in_order = sorted(range(len(names)), key=names.__getitem__)
+    for values in itertools.product(*alive):
+        if any(tuple([values[place] for place in places]) in rejected for places, rejected in pairs):
+            continue
+        yield Candidate(family, tuple([(names[place], values[place]) for place in in_order]))
+
+
+class _ReadsAll(Exception):
+    """A rule asks for more than a few parameters by name."""
+
+
+class _Partial:
+    """Some parameters of a kernel, which remembers those that were read."""
+
+    def __init__(self, family: str, values: Mapping[str, Value]) -> None:
+        self.family, self.read = family, set[str]()
+        self._values = values
+
+    def __getitem__(self, name: str) -> Value:
+        self.read.add(name)
+        if name not in self._values:
+            raise _ReadsAll
+        return self._values[name]
+
+    def __getattr__(self, name: str) -> Any:
+        raise _ReadsAll

@@ -1,0 +1,51 @@
+"""Compiles one `KernelConfig` into an object file. Runs in a worker process that sees no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.generate.gluon_wgmma.config import WARPGROUP_WARPS, KernelConfig
+from tunegemm.generate.ptxas import Resources
+from tunegemm.generate.triton_object import build as build_object
+
+
+def build(config: KernelConfig, out: Path) -> Resources:
+    """Compile for sm_90a and write the object `out`.
+
+    Extents, strides and launch parameters are run-time integers: one object serves every problem of its
+    dtypes and majors. Raises whatever the compiler raises.
+    """
+    from tunegemm.generate.gluon_wgmma.kernel import gemm
+
+    rows, columns, depth = config.tile_m, config.tile_n, config.tile_k
+    maps = {
+        "a_desc": _tensor_map(config.in_dtype, rows, depth, config.a_major == "k"),
+        "b_desc": _tensor_map(config.in_dtype, depth, columns, config.b_major == "n"),
+        "d_desc": _tensor_map(
+            config.out_dtype, config.epilogue_rows, config.epilogue_columns, config.out_major == "n"
+        ),
+    }
+    scalars = {name: "i32" for name in gemm.arg_names if name not in maps and name != "CONFIG"}
+    return build_object(
+        gemm,
+        maps | scalars,
+        {"CONFIG": config},
+        out,
+        # A specialized kernel forks its other warps itself.
+        num_warps=WARPGROUP_WARPS if config.specialized else config.warps,
+        max_registers=config.launch_registers if config.occupancy > 1 else None,
+    )
+
+
+def _tensor_map(dtype: str, rows: int, columns: int, contiguous: bool) -> str:
+    """The type of a tensor map over a batch of matrices whose columns, if `contiguous`, else its rows are
+    contiguous in memory; with the widest smem swizzle that the tile's lines take.
+    """
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    box = (rows, columns) if contiguous else (columns, rows)
+    line_bytes = box[1] * DTYPE_BYTES[dtype]
+    swizzle = next(width for width in (128, 64, 32, 0) if width == 0 or line_bytes % width == 0)
+    layout = NVMMASharedLayout(swizzle, DTYPE_BYTES[dtype] * 8, rank=3)
+    return f"tensordesc<{dtype}[1, {box[0]}, {box[1]}],{layout!r}>"

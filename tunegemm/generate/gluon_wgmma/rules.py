@@ -1,0 +1,188 @@
+"""What a Gluon kernel may be: one function per physical cause (see `tunegemm.generate.feasibility`).
+
+The tests of the tutorial's `find_configs` are here `accumulators` (registers of one thread), that and
+`wgmma_operands` (registers of all blocks of a multiprocessor) and `shared_memory`. Where it assumes 16
+registers and 1 KiB beside the tiles, these are exact; `instruction_fits` is its taste for wide instructions.
+"""
+
+from __future__ import annotations
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.feasibility import half_operands, tma_alignment
+from tunegemm.generate.generator import config_maker
+from tunegemm.generate.gluon_wgmma.config import MMA_ATOM_M, SCHEDULES, WARPGROUP_WARPS, KernelConfig
+from tunegemm.generate.tiles import swap_fits
+
+_OVERHEAD_REGISTERS = 26
+_RESERVED_BYTES = 1024  # of shared memory, for each resident block (CUDA programming guide)
+
+
+config_of = config_maker(KernelConfig)
+
+
+def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, target sm_90a)."""
+    if device.architecture.capability != (9, 0):
+        return f"{device.architecture.compile_target} has no WGMMA; gluon_wgmma needs sm_90a"
+    return None
+
+
+def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Gluon's tensors are powers of two; WGMMA takes 64 x 8 x 16, and a TMA box 256 of each mode."""
+    for name, least in (("tile_m", MMA_ATOM_M), ("tile_n", 8), ("tile_k", 16)):
+        extent = candidate[name]
+        if extent & (extent - 1) or not least <= extent <= 256:
+            return f"{name} {extent} is no power of two from {least} to 256"
+    return None
+
+
+def narrow_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Lines of 16 bytes have no smem swizzle; WGMMA reads outside a permuted view of such a tile.
+
+    Seen as an illegal memory access with a B of contiguous n and tile_n 8 (H200, Triton 3.6, 2026-11-21).
+    """
+    config = config_of(problem, candidate)
+    line_bytes = config.tile_n * DTYPE_BYTES[config.in_dtype]
+    if config.b_major == "n" and line_bytes < 32:
+        return f"tile_n {config.tile_n} makes lines of {line_bytes} B < 32 B of a B whose n is contiguous"
+    return None
+
+
+def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A WGMMA is issued by four warps. Pingpong is two such groups, cooperative gives each 64 rows or more;
+    elsewhere up to four share a tile, first its rows, then its columns.
+    """
+    schedule, warps, tile_m = candidate["schedule"], candidate["warps"], candidate["tile_m"]
+    if warps not in (4, 8, 16) or (warps == 16 and schedule in ("cooperative", "pingpong")):
+        return f"warps {warps} is not 4 or 8" + (", or 16 without a producer" if warps != 16 else "")
+    if schedule == "pingpong" and warps != 2 * WARPGROUP_WARPS:
+        return f"pingpong with {warps} warps: two warpgroups, 8 warps, take turns"
+    if schedule == "cooperative" and (rows := tile_m * WARPGROUP_WARPS // warps) < MMA_ATOM_M:
+        return (
+            f"tile_m {tile_m} leaves each of {warps // WARPGROUP_WARPS} warpgroups {rows} rows < {MMA_ATOM_M}"
+        )
+    config = config_of(problem, candidate)
+    if (columns := config.tile_n // config.warps_per_tile[1]) < 8:
+        return f"tile_n {config.tile_n} leaves some of {warps} warps {columns} columns < 8"
+    return None
+
+
+def instruction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """One WGMMA has a multiple of 8 columns, up to 256, of which Gluon's tiles are whole powers of two."""
+    instr_n = candidate["instr_n"]
+    if instr_n & (instr_n - 1) or not 8 <= instr_n <= 256:
+        return f"instr_n {instr_n} is no power of two from 8 to 256"
+    return None
+
+
+def instruction_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The two widest instructions of a tile, as in the tutorial: others read A again and again.
+
+    256 stands for all of a narrower tile's columns; other values from there on would repeat it.
+    """
+    config = config_of(problem, candidate)
+    columns = config.tile_n // config.warps_per_tile[1]
+    if columns <= config.instr_n < 256:
+        return f"instr_n {config.instr_n} >= {columns} columns repeats 256"
+    if 2 * config.instr_n < columns:
+        return f"instr_n {config.instr_n} < half of {columns} columns: more instructions for the same tile"
+    return None
+
+
+def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """ptxas places one WGMMA within the launch allocation, whatever setmaxnreg adds later (error C7602).
+
+    It asks for 26 registers beside the instruction's accumulators.
+    """
+    config = config_of(problem, candidate)
+    need = config.mma_columns // 2 + 26
+    if need > config.launch_registers:
+        return (
+            f"WGMMA 64x{config.mma_columns} needs {need} registers > {config.launch_registers} for "
+            f"{config.occupancy} x {config.threads} threads"
+        )
+    return None
+
+
+def ring(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """How many buffers a schedule has: one that is loaded and multiplied in turn, two, or a ring."""
+    stages, schedule = candidate["stages"], candidate["schedule"]
+    if schedule not in SCHEDULES:
+        return f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}"
+    exact = {"blocking": 1, "pipelined": 2}.get(schedule)
+    if exact is not None and stages != exact:
+        return f"{stages} stages: {schedule} has {exact}"
+    if exact is None and stages < 2:
+        return f"{stages} stage < 2: the ring never runs ahead of the tensor cores"
+    return None
+
+
+def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Accumulators, A's registers and bookkeeping must fit a multiplying thread's, or ptxas spills."""
+    config = config_of(problem, candidate)
+    need = config.accumulator_registers + config.lhs_registers + _OVERHEAD_REGISTERS
+    if need > config.mma_registers:
+        lhs = f" + {config.lhs_registers} of A" if config.lhs_in_registers else ""
+        return (
+            f"{config.accumulator_registers} accumulators{lhs} + {_OVERHEAD_REGISTERS} > "
+            f"{config.mma_registers} registers of a thread, {config.occupancy} blocks resident"
+        )
+    return None
+
+
+def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Ring, staging buffers and barriers must fit one block, and all blocks a multiprocessor."""
+    config, limits = config_of(problem, candidate), device.architecture
+    if config.smem_bytes > limits.smem_bytes_per_block:
+        return f"smem {config.smem_bytes} B > {limits.smem_bytes_per_block} B on {limits.compile_target}"
+    resident = config.occupancy * (config.smem_bytes + _RESERVED_BYTES)
+    if resident > limits.smem_bytes_per_sm:
+        return (
+            f"{config.occupancy} x ({config.smem_bytes} + {_RESERVED_BYTES}) B smem > "
+            f"{limits.smem_bytes_per_sm} B of a multiprocessor"
+        )
+    return None
+
+
+def occupancy_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Nothing keeps a second block away where it fits: occupancy 1 is for kernels of which only one does.
+
+    A persistent kernel is launched with as many blocks as it says.
+    """
+    config = config_of(problem, candidate)
+    if config.specialized or config.occupancy != 1:
+        return None
+    compile_params = dict(candidate.compile_params) | {"occupancy": 2}
+    twice = Candidate.make(candidate.family, compile_params, dict(candidate.launch_params))
+    if all(rule(problem, twice, device) is None for rule in (wgmma_operands, accumulators, shared_memory)):
+        return f"occupancy 1: two blocks of {config.smem_bytes} B smem fit a multiprocessor"
+    return None
+
+
+def grid_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Only persistent kernels choose their grid; the others have a block for each tile."""
+    if candidate.params.get("ctas") == "balanced" and not config_of(problem, candidate).specialized:
+        return f"ctas balanced: {candidate['schedule']} has one block per tile of {candidate['tile_m']} rows"
+    return None
+
+
+#: Cheapest first. Those named `..._fits` reject what runs, but repeats another candidate or gains nothing.
+RULES = (
+    architecture,
+    half_operands,
+    tma_alignment,
+    narrow_lines,
+    ring,
+    swap_fits,
+    tile_shape,
+    warpgroups,
+    instruction,
+    wgmma_operands,
+    accumulators,
+    shared_memory,
+    instruction_fits,
+    occupancy_fits,
+    grid_fits,
+)

@@ -1,0 +1,354 @@
+"""What launchers share: where their operands are, and the device memory that a launch needs beside them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.describe.epilogue import MAX_WORDS, Operand, check_operands, operand_dtype
+from tunegemm.describe.problem import DTYPE_BYTES, Problem, normalize_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from tunegemm.generate.families import Launcher
+
+_FP32, _FP32_BITS = struct.Struct("f"), struct.Struct("I")
+
+#: Addresses of A, B, D; their leading dimensions; the strides between their batch entries, in elements.
+Places = tuple[int, int, int, int, int, int, int, int, int]
+
+#: Launches one product on the current stream: addresses of A, B and D, then the words of what its epilogue
+#: takes, as a `words_reader` gives them. All else was fixed when it was made.
+AddressLaunch = Callable[..., None]
+
+#: The words of a launch for tensors and numbers; None where kernels cannot read a tensor at its address.
+WordsOf = Callable[[Sequence["torch.Tensor"], Sequence[float]], Sequence[int] | None]
+
+_MAX_MADE = 1024
+
+
+class AddressLauncher:
+    """A `Launcher` whose launches take addresses, once the strides of its operands are known.
+
+    Reading strides off three tensors and putting the kernel's arguments together is much of what a call costs
+    the host. Dispatch knows the strides from its key: it takes the launch for them from `of` once.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, ...]],
+        make: Callable[..., AddressLaunch],
+        read_words: Callable[[Sequence[Any]], Sequence[int]] | None = None,
+    ) -> None:
+        """
+        read: the addresses of (a, b, out), then their strides, as an `operand_reader` gives them; raises
+        ValueError for what the kernel cannot read or write. make: the launch for such strides. read_words: of
+        the epilogue's operands, where there is an epilogue.
+        """
+        self._read = read
+        self._make = make
+        self._read_words = read_words
+        self._made: dict[tuple[Any, ...], AddressLaunch] = {}
+
+    def of(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> AddressLaunch:
+        """The launch for operands with the strides of these; addresses must be as aligned as theirs.
+
+        Raises ValueError for operands that the kernel cannot read or write.
+        """
+        _, _, _, *strides = self._read(a, b, out)
+        key = tuple(strides)
+        if (launch := self._made.get(key)) is None:
+            if len(self._made) >= _MAX_MADE:
+                self._made.clear()
+            launch = self._made[key] = self._make(*strides)
+        return launch
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
+        words = () if self._read_words is None else self._read_words(operands)
+        self.of(a, b, out)(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
+
+
+def tma_reader(problem: Problem) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Places]:
+    """An `operand_reader` for TMA: addresses and strides are multiples of 16 bytes."""
+    return operand_reader(problem, 16, 16)
+
+
+def operand_reader(
+    problem: Problem, in_bytes: int, out_bytes: int
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Places]:
+    """A function of (a, b, out) that says where they are.
+
+    It raises ValueError where addresses and strides of A and B are no multiples of `in_bytes`, or those of D
+    none of `out_bytes`: the kernel would fault there.
+    """
+    m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
+    # Per operand: the strided mode, its extent, and the packed leading dimension. Where the mode has
+    # extent 1 its stride says nothing; the packed one, rounded up, is as good and surely aligned.
+    a_leading = (-2, m, k) if problem.a_major == "k" else (-1, k, m)
+    b_leading = (-1, n, k) if problem.b_major == "k" else (-2, k, n)
+    out_n = problem.out_n
+    d_leading = (-2, m, out_n) if problem.out_major == "n" else (-1, out_n, m)
+    in_unit, out_unit = in_bytes // DTYPE_BYTES[problem.in_dtype], out_bytes // DTYPE_BYTES[problem.out_dtype]
+
+    def leading(tensor: torch.Tensor, mode: int, lines: int, packed: int, unit: int) -> int:
+        stride = -(-packed // unit) * unit if lines == 1 else tensor.stride(mode)
+        if stride % unit:
+            raise ValueError(
+                f"leading dimension {stride} is no multiple of the {unit} elements of one access"
+            )
+        return stride
+
+    def batch_stride(tensor: torch.Tensor, packed: int, unit: int) -> int:
+        if tensor.ndim == 2 or batch == 1:
+            return -(-packed // unit) * unit
+        if tensor.stride(0) % unit:
+            raise ValueError(f"batch stride {tensor.stride(0)} is no multiple of {unit} elements")
+        return tensor.stride(0)
+
+    def read(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Places:
+        a_address, b_address, d_address = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        if (a_address | b_address) & (in_bytes - 1) or d_address & (out_bytes - 1):
+            raise ValueError(
+                f"an operand does not start at a multiple of the {in_bytes} B of one access "
+                f"(output: {out_bytes} B)"
+            )
+        return (
+            a_address,
+            b_address,
+            d_address,
+            leading(a, *a_leading, in_unit),
+            leading(b, *b_leading, in_unit),
+            leading(out, *d_leading, out_unit),
+            batch_stride(a, m * k, in_unit),
+            batch_stride(b, n * k, in_unit),
+            batch_stride(out, m * out_n, out_unit),
+        )
+
+    return read
+
+
+def tma_takes(problem: Problem) -> bool:
+    """Whether TMA reads and writes the problem's operands as they lie: 16-byte addresses and strides."""
+    line = problem.out_n if problem.out_major == "n" else problem.m
+    out_bytes = DTYPE_BYTES[problem.out_dtype]
+    batch_bytes = problem.m * problem.out_n * out_bytes if problem.batch > 1 else 0
+    return problem.alignment == 16 and line * out_bytes % 16 == batch_bytes % 16 == 0
+
+
+def through_aligned_copies(problem: Problem, launch: Launcher) -> Launcher:
+    """A launcher for operands that TMA refuses: they are copied to where it takes them, the result back.
+
+    A copy costs its bytes once more through device memory, a product without TMA far more: a peer that pads
+    is up to 4.8 times as fast as torch.mm at odd k (H200, benchmarks/results/h200/peers.json). The copies are
+    temporaries of the stream, or of the graph that is captured.
+    """
+    a_rows, b_rows, out_rows = problem.a_major == "k", problem.b_major == "n", problem.out_major == "n"
+
+    matrices = [operand.kind == "matrix" for operand in problem.fused.operands]
+
+    def launch_on_copies(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
+        target = out if _is_aligned(out, out_rows) else _aligned_like(out, out_rows)
+        fused = [
+            _aligned(operand, out_rows) if matrix else operand
+            for operand, matrix in zip(operands, matrices, strict=True)
+        ]
+        launch(_aligned(a, a_rows), _aligned(b, b_rows), target, *fused)
+        if target is not out:
+            out.copy_(target)
+
+    return launch_on_copies
+
+
+def _aligned(tensor: torch.Tensor, row_major: bool) -> torch.Tensor:
+    if tensor.ndim == 3 and tensor.stride(0) == 0:
+        return _aligned(tensor[0], row_major).expand(tensor.shape)  # one copy serves the batch
+    return tensor if _is_aligned(tensor, row_major) else _aligned_like(tensor, row_major).copy_(tensor)
+
+
+def _is_aligned(tensor: torch.Tensor, row_major: bool) -> bool:
+    unit = 16 // tensor.element_size()
+    line = -2 if row_major else -1
+    lines = 0 if tensor.shape[line] == 1 else tensor.stride(line)
+    entries = 0 if tensor.ndim == 2 or tensor.shape[0] == 1 else tensor.stride(0)
+    return tensor.data_ptr() % 16 == lines % unit == entries % unit == 0
+
+
+def _aligned_like(tensor: torch.Tensor, row_major: bool) -> torch.Tensor:
+    """A tensor of the same shape whose lines, rows or columns, start at multiples of 16 bytes."""
+    *batch, lines, extent = tensor.shape if row_major else tensor.mT.shape
+    unit = 16 // tensor.element_size()
+    room = tensor.new_empty((*batch, lines, -(-extent // unit) * unit))[..., :extent]
+    return room if row_major else room.mT
+
+
+def words_reader(problem: Problem) -> Callable[[Sequence[Any]], list[int]]:
+    """A function of an epilogue's operands that gives the `MAX_WORDS` words of a launch.
+
+    It raises ProblemError for a wrong number of operands, and ValueError for one of another dtype, shape or
+    major, or at an address that a pair of elements does not divide.
+    """
+    fused = problem.fused
+    readers = [_word_reader(problem, operand) for operand in fused.operands]
+    rest = [0] * (MAX_WORDS - fused.words)
+
+    def read(operands: Sequence[Any]) -> list[int]:
+        if len(operands) != len(readers):
+            check_operands(fused, operands)
+        words: list[int] = []
+        for reader, operand in zip(readers, operands, strict=True):
+            reader(operand, words)
+        return words + rest
+
+    return read
+
+
+def words_binder(problem: Problem, operands: Sequence[Any]) -> WordsOf:
+    """The words of a launch whose operands have the strides of these, as a function of tensors and numbers.
+
+    It does what a `words_reader` does without looking at anything but addresses, and gives None where one is
+    less aligned than the kernel wants. Raises what a `words_reader` raises for these operands.
+    """
+    fixed = words_reader(problem)(operands)
+    addresses: list[tuple[int, int]] = []
+    number_places: list[int] = []
+    place = 0
+    for operand in problem.fused.operands:
+        if operand.kind == "number":
+            number_places.append(place)
+        else:
+            addresses.append((place, _address_bytes(operand, operand_dtype(operand, problem.out_dtype)) - 1))
+        place += operand.words
+    if len(addresses) == 1 and not number_places:  # a bias alone, mostly
+        ((_, mask),) = addresses
+        rest = tuple(fixed[1:])
+
+        def bind_one(tensors: Sequence[torch.Tensor], _: Sequence[float]) -> Sequence[int] | None:
+            address = tensors[0].data_ptr()
+            return None if address & mask else (address, *rest)
+
+        return bind_one
+
+    def bind(tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> Sequence[int] | None:
+        words = fixed.copy()
+        for (place, mask), tensor in zip(addresses, tensors, strict=True):
+            words[place] = address = tensor.data_ptr()
+            if address & mask:
+                return None
+        for place, number in zip(number_places, numbers, strict=True):
+            words[place] = _bits(number)
+        return words
+
+    return bind
+
+
+@functools.lru_cache(maxsize=4096)
+def _bits(number: float) -> int:
+    try:
+        packed = _FP32.pack(number)
+    except OverflowError:  # infinite in fp32
+        packed = _FP32.pack(math.copysign(math.inf, number))
+    return int(_FP32_BITS.unpack(packed)[0])
+
+
+def _address_bytes(operand: Operand, dtype: str) -> int:
+    """What its address must be a multiple of: kernels read vectors in pairs, matrices by 16 bytes."""
+    if operand.kind == "matrix":
+        return 16
+    return (2 if operand.kind in ("n", "m") else 1) * DTYPE_BYTES[dtype]
+
+
+def _word_reader(problem: Problem, operand: Operand) -> Callable[[Any, list[int]], None]:
+    if operand.kind == "number":
+        return lambda value, words: words.append(_bits(value))
+    dtype, shape = operand_dtype(operand, problem.out_dtype), problem.operand_shape(operand)
+    mode = (-1 if problem.out_major == "n" else -2) if operand.kind == "matrix" else 0
+    unit = 16 // DTYPE_BYTES[dtype]
+    lines = shape[-2 if problem.out_major == "n" else -1] if operand.kind == "matrix" else 0
+    extent = shape[mode] if shape else 1
+    address_bytes = _address_bytes(operand, dtype)
+
+    def read(tensor: Any, words: list[int]) -> None:
+        if tuple(tensor.shape) != shape and not (shape == () and tensor.numel() == 1):
+            raise ValueError(f"{operand.name} of shape {tuple(tensor.shape)}; its epilogue takes {shape}")
+        if normalize_dtype(str(tensor.dtype)) != dtype:
+            raise ValueError(f"{operand.name} of dtype {tensor.dtype}; its epilogue takes {dtype}")
+        address = tensor.data_ptr()
+        if operand.kind != "matrix":
+            if address % address_bytes or (shape and extent > 1 and tensor.stride(0) != 1):
+                raise ValueError(f"{operand.name} of strides {tensor.stride()} is no packed, aligned vector")
+            words.append(address)
+            return
+        leading = tensor.stride(-2 if mode == -1 else -1) if lines > 1 else -(-extent // unit) * unit
+        step = tensor.stride(0) if tensor.ndim == 3 else 0
+        if (
+            address % address_bytes
+            or leading % unit
+            or step % unit
+            or (extent > 1 and tensor.stride(mode) != 1)
+        ):
+            raise ValueError(f"{operand.name} of strides {tensor.stride()} has no lines of 16 bytes as D has")
+        words += [address, leading, step]
+
+    return read
+
+
+#: Bytes of which a lent workspace starts at a multiple, as what cudaMalloc gives does: kernels read partial
+#: sums in vectors of 16, Triton's descriptors lie at 128, and cuBLAS wants 256.
+WORKSPACE_ALIGNMENT = 256
+
+
+class Workspace:
+    """Device memory of a launcher: what a launch writes before it reads it, as split-K's fp32 partial sums;
+    then counters, which start as zeros and are zeros again when a launch ends.
+
+    Kernels on one stream follow each other and share it; each stream has its own. During a capture it is a
+    temporary of the graph as torch's own are: from the graph's pool, which lives as long as the graph, and
+    free for the captured launches that follow. Were it kept, a model's graph would hold one for each product.
+
+    A caller may lend memory of its own. All launches then share it, whatever their stream: they must follow
+    each other.
+    """
+
+    def __init__(self, partial_bytes: int, counter_bytes: int, index: int) -> None:
+        import torch
+
+        self.partial_bytes = partial_bytes
+        self.counter_bytes = counter_bytes
+        self._place = f"cuda:{index}"
+        self._lent: tuple[int, int] | None = None
+        self._by_stream: dict[int, tuple[int, int, torch.Tensor]] = {}
+        self._capturing = torch.cuda.is_current_stream_capturing
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what may be lent."""
+        return self.partial_bytes + self.counter_bytes
+
+    def lend(self, address: int | None) -> None:
+        """Use `num_bytes` at an address from now on, whose counters are zeros; None: use its own memory."""
+        self._lent = None if address is None else (address, address + self.partial_bytes)
+
+    def addresses(self, stream: int) -> tuple[int, int]:
+        """Where partial sums and zeroed counters are, for a launch that comes next on the current stream."""
+        if self._lent is not None:
+            return self._lent
+        if self._capturing():
+            memory = self._allocate()  # replays zero its counters, too
+            return memory.data_ptr(), memory.data_ptr() + self.partial_bytes
+        found = self._by_stream.get(stream)
+        if found is None:
+            memory = self._allocate()
+            start = memory.data_ptr()
+            found = self._by_stream.setdefault(stream, (start, start + self.partial_bytes, memory))
+        return found[:2]
+
+    def _allocate(self) -> torch.Tensor:
+        import torch
+
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._place)
+        memory[self.partial_bytes :].zero_()
+        return memory

@@ -1,0 +1,92 @@
+"""What families that cut D into tiles share: which product a kernel sees, how many tiles, how many blocks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem, default_out_dtype, swapped_dtype
+from tunegemm.describe.space import Candidate
+
+_SWAP_MAX_M = 128
+_MIN_K_TILES_PER_PART = 4
+_MAX_WORK_PER_SM = 2
+
+
+def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
+    """The product that the kernel computes: with swap_ab it is D^T = B^T A^T, n x m, from the same memory.
+
+    What becomes of it before it is stored is left out, as it is written for D; so is D's dtype, which may
+    depend on that.
+    """
+    return _transposed(problem) if candidate.params.get("swap_ab", False) else problem
+
+
+@functools.lru_cache(maxsize=64)  # rules ask for it several times per candidate
+def _transposed(problem: Problem) -> Problem:
+    a_major, b_major, out_major = majors(problem, True)
+    return replace(
+        problem,
+        m=problem.n,
+        n=problem.m,
+        in_dtype=swapped_dtype(problem.in_dtype),
+        out_dtype=default_out_dtype(problem.in_dtype),
+        a_major=a_major,
+        b_major=b_major,
+        out_major=out_major,
+        epilogue="",
+    )
+
+
+def majors(problem: Problem, swapped: bool) -> tuple[str, str, str]:
+    """Majors of A, B and D as the kernel sees them."""
+    if not swapped:
+        return problem.a_major, problem.b_major, problem.out_major
+    return (
+        "k" if problem.b_major == "k" else "m",
+        "k" if problem.a_major == "k" else "n",
+        "m" if problem.out_major == "n" else "n",
+    )
+
+
+def tile_count(problem: Problem, candidate: Candidate) -> int:
+    """Output tiles, both modes rounded up to whole clusters, over the batch."""
+    seen = seen_by_kernel(problem, candidate)
+    cluster_m, cluster_n = candidate.params.get("cluster_m", 1), candidate.params.get("cluster_n", 1)
+    rows = -(-seen.m // (candidate["tile_m"] * cluster_m)) * cluster_m
+    columns = -(-seen.n // (candidate["tile_n"] * cluster_n)) * cluster_n
+    return int(rows * columns * problem.batch)
+
+
+def balanced(work: int, resident: int) -> int:
+    """The fewest of at most `resident` workers that need no further wave: same makespan, less power."""
+    resident = min(resident, work)
+    return math.ceil(work / math.ceil(work / resident))
+
+
+def streams(candidate: Candidate) -> bool:
+    """Whether the candidate's clusters share k tiles evenly, instead of taking tiles."""
+    return candidate.params.get("tile_scheduler", "static") == "stream_k"
+
+
+def swap_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Swapping puts m on WGMMA's narrow side; an m that fills the 64-row side gains nothing there."""
+    if candidate.params.get("swap_ab", False) and problem.m > _SWAP_MAX_M:
+        return f"swap_ab with m={problem.m} > {_SWAP_MAX_M}: the transposed tile does the same unswapped"
+    return None
+
+
+def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Parts of k need k tiles of their own and multiprocessors that are idle without them."""
+    parts = int(candidate.params.get("split_k", 1))
+    if parts == 1:
+        return None
+    k_tiles = -(-problem.k // candidate["tile_k"])
+    if parts * _MIN_K_TILES_PER_PART > k_tiles:
+        return f"split_k {parts} leaves a part less than {_MIN_K_TILES_PER_PART} of {k_tiles} k tiles"
+    tiles = tile_count(problem, candidate)
+    if tiles * parts > _MAX_WORK_PER_SM * device.sm_count:
+        return f"split_k {parts} x {tiles} tiles > {_MAX_WORK_PER_SM} x {device.sm_count} multiprocessors"
+    return None

@@ -1,0 +1,229 @@
+"""Launches kernels of `tunegemm.generate.triton_object` through the CUDA driver, without Triton.
+
+What a launch passes is packed once for each set of operands and never changed, so that threads may share it;
+a launch is then one call of the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.generate.triton_object import Header, TensorMap, read_object
+
+#: (address, extents, strides) of a tensor map: both in elements, outermost first; the last stride is 1.
+View = tuple[int, Sequence[int], Sequence[int]]
+
+_ALIGNMENT = 64  # of a CUtensorMap
+_MAP_BYTES = 128
+_FORMATS = {"i32": ("i", 4), "i64": ("q", 8), "pointer": ("Q", 8), "tensor_map": ("128s", _ALIGNMENT)}
+_MAX_KEPT = 1024
+_encoded: dict[Any, bytes] = {}
+_loaded: dict[tuple[bytes, int], Kernel] = {}
+_loading = threading.Lock()
+
+
+def load(artifact: Path, index: int) -> Kernel:
+    """The kernel of an object file, ready on the GPU of that index.
+
+    Equal objects share one module, which stays loaded: captured graphs may refer to it at any time later.
+    """
+    content = artifact.read_bytes()
+    key = hashlib.sha256(content).digest(), index
+    with _loading:
+        if key not in _loaded:
+            _loaded[key] = _load(content, index)
+        return _loaded[key]
+
+
+class Kernel:
+    """A loaded kernel."""
+
+    def __init__(self, header: Header, function: Any, context: Any) -> None:
+        from cuda.bindings import driver
+
+        self.header = header
+        self._function = function
+        self._context = context
+        self._launch = driver.cuLaunchKernel
+        self._success = driver.CUresult.CUDA_SUCCESS
+
+    def launch(self, ctas: int, stream: int, arguments: Arguments) -> None:
+        """Launch on a stream. Raises RuntimeError when the driver refuses."""
+        header = self.header
+        (result,) = self._launch(
+            self._function, ctas, 1, 1, header.threads, 1, 1, header.smem_bytes, stream, arguments.address, 0
+        )
+        if result != self._success:
+            self._launch_again(result, ctas, stream, arguments)
+
+    def ensure_context(self) -> None:
+        """Give a thread that has not used CUDA yet the device's context: tensor maps want one."""
+        if not int(_call("cuCtxGetCurrent")):
+            _call("cuCtxSetCurrent", self._context)
+
+    def _launch_again(self, result: Any, ctas: int, stream: int, arguments: Arguments) -> None:
+        from cuda.bindings import driver
+
+        if result != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            raise RuntimeError(f"cuLaunchKernel: {result.name}")
+        self.ensure_context()
+        _call(
+            "cuLaunchKernel", self._function, ctas, 1, 1, self.header.threads, 1, 1, self.header.smem_bytes,
+            stream, arguments.address, 0,
+        )  # fmt: skip
+
+
+class Arguments:
+    """The parameters of one launch, packed as cuLaunchKernel takes them. Never changed once made."""
+
+    def __init__(self, header: Header, values: Mapping[str, int | View], scratch: int = 0) -> None:
+        """
+        values: by name an integer, or the view of a tensor map.
+        scratch: address of `header.scratch_bytes` for each block, of the stream of the launch alone.
+        """
+        flat: list[int | bytes] = []
+        for argument in header.arguments:
+            value = values[argument.name]
+            if argument.tensor_map is None:
+                assert isinstance(value, int)
+                flat.append(value)
+            else:
+                assert not isinstance(value, int)
+                _, extents, strides = value
+                flat += [encode(argument.tensor_map, value), *extents, *strides]
+        self._pack([*flat, scratch, 0], header)
+
+    def _pack(self, flat: list[int | bytes], header: Header) -> None:
+        layout, offsets = _layout(header.parameters)
+        self._memory = ctypes.create_string_buffer(layout.size + _ALIGNMENT)
+        start = -ctypes.addressof(self._memory) % _ALIGNMENT
+        layout.pack_into(self._memory, start, *flat)
+        base = ctypes.addressof(self._memory) + start
+        self._pointers = (ctypes.c_void_p * len(offsets))(*[base + offset for offset in offsets])
+        self.address = ctypes.addressof(self._pointers)
+        """Of the array of pointers to the parameters."""
+
+
+class Kept(dict[Any, Arguments]):
+    """Arguments by what they were made from: a model's products come back with the same addresses.
+
+    Dropped as a whole when there are many, as with addresses that never repeat.
+    """
+
+    def keep(self, key: Any, arguments: Arguments) -> Arguments:
+        """Remember and return them."""
+        if len(self) >= _MAX_KEPT:
+            self.clear()
+        self[key] = arguments
+        return arguments
+
+
+def batch_view(
+    address: int, batch: int, rows: int, columns: int, leading: int, step: int, contiguous: bool
+) -> View:
+    """A batch of matrices whose columns, if `contiguous`, else its rows are contiguous in memory."""
+    extents = (batch, rows, columns) if contiguous else (batch, columns, rows)
+    return address, extents, (step, leading, 1)
+
+
+def encode(tensor_map: TensorMap, view: View) -> bytes:
+    """The 128 bytes of a CUtensorMap. Raises RuntimeError for what TMA cannot address."""
+    from cuda.bindings import driver
+
+    address, extents, strides = view
+    key = tensor_map, *extents, *strides
+    known = _encoded.get(key)
+    if known is None:
+        if len(_encoded) >= _MAX_KEPT:
+            _encoded.clear()
+        _encoded[key] = known = _encode(tensor_map, address, extents, strides)
+    encoded = driver.CUtensorMap()
+    place = int(encoded.getPtr())
+    # Encoding anew costs the host many times as much as replacing the address.
+    ctypes.memmove(place, known, _MAP_BYTES)
+    _call("cuTensorMapReplaceAddress", encoded, address)
+    return ctypes.string_at(place, _MAP_BYTES)
+
+
+def _encode(tensor_map: TensorMap, address: int, extents: Sequence[int], strides: Sequence[int]) -> bytes:
+    from cuda.bindings import driver
+
+    element_bytes, rank = DTYPE_BYTES[tensor_map.element], len(tensor_map.box)
+    element = {
+        "bf16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "fp16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "fp32": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    }[tensor_map.element]
+    encoded = _call(
+        "cuTensorMapEncodeTiled",
+        element,
+        rank,
+        address,
+        [driver.cuuint64_t(extent) for extent in reversed(extents)],
+        [driver.cuuint64_t(stride * element_bytes) for stride in reversed(strides[:-1])],
+        [driver.cuuint32_t(extent) for extent in reversed(tensor_map.box)],
+        [driver.cuuint32_t(1)] * rank,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle(tensor_map.swizzle),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    content = bytearray(ctypes.string_at(int(encoded.getPtr()), _MAP_BYTES))
+    span = sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True)) * element_bytes
+    if span + 1 < 128 * 1024 and _driver_version() <= 13010:
+        # Drivers up to CUDA 13.1 set a bit with which TMA misreads small tensors; CUTLASS and Triton clear it
+        # (bit 21 of the second word).
+        content[10] &= ~(1 << 5)
+    return bytes(content)
+
+
+def _load(content: bytes, index: int) -> Kernel:
+    from cuda.bindings import driver
+
+    header, cubin = read_object(content)
+    _call("cuInit", 0)
+    context = _call("cuDevicePrimaryCtxRetain", _call("cuDeviceGet", index))
+    _call("cuCtxPushCurrent", context)
+    try:
+        function = _call("cuModuleGetFunction", _call("cuModuleLoadData", cubin), header.entry.encode())
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _call("cuFuncSetAttribute", function, attribute, header.smem_bytes)
+    finally:
+        _call("cuCtxPopCurrent")
+    return Kernel(header, function, context)
+
+
+@functools.cache
+def _layout(parameters: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...]]:
+    """How parameters are packed, and the offset of each."""
+    parts, offsets, end = ["<"], [], 0
+    for kind in parameters:
+        code, alignment = _FORMATS[kind]
+        padding = -end % alignment
+        parts.append(f"{padding}x{code}")
+        offsets.append(end + padding)
+        end = offsets[-1] + struct.calcsize(f"<{code}")
+    return struct.Struct("".join(parts)), tuple(offsets)
+
+
+@functools.cache
+def _driver_version() -> int:
+    return int(_call("cuDriverGetVersion"))
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """A function of the driver: its result, or RuntimeError with the name of its error."""
+    from cuda.bindings import driver
+
+    error, *results = getattr(driver, name)(*arguments)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{name}: {error.name}")
+    return results[0] if results else None

@@ -1,0 +1,228 @@
+"""Kernels that Triton compiles, as objects of the store: one line of JSON, then the cubin.
+
+Compiling needs no GPU, launching (`tunegemm.generate.triton_launch`) needs neither Triton nor a C compiler.
+Both languages of Triton are served: `triton.jit` functions and Gluon's.
+
+A kernel's arguments are scalars (``i32``, ``i64``), pointers (``*fp32``) and tensor maps
+(``tensordesc<bf16[1, 128, 64]>``, for Gluon with the shared-memory layout behind the shape). The compiler
+flattens them into parameters: a tensor map is 128 bytes, then its extents (i32) and strides (i64). Two hidden
+pointers come last: global scratch and profile scratch memory. That is so in Triton 3.6 and 3.7; `build`
+compares it with the parameters in the PTX, so that another convention is an error of the compile, not a wrong
+launch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tunegemm.errors import ArtifactError
+from tunegemm.generate.ptxas import Resources, output_to, read_report
+
+FORMAT = 1
+"""Of the object file and the compile options here; part of every kernel key."""
+_TENSOR_MAP = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]")
+_ENTRY = re.compile(r"\.visible \.entry \w+\((.*?)\)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """How a TMA descriptor is encoded: what the compiler decided of it."""
+
+    element: str
+    """Element type: ``bf16``, ``fp16`` or ``fp32``."""
+    box: tuple[int, ...]
+    """Extents of one copy, outermost first; narrower than the tile where the smem swizzle is."""
+    swizzle: int
+    """CUtensorMapSwizzle: 0 none, 1 for 32 B, 2 for 64 B, 3 for 128 B."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of the kernel, as written in its source."""
+
+    name: str
+    type: str
+    """``i32``, ``i64``, ``pointer`` or ``tensor_map``."""
+    tensor_map: TensorMap | None = None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The types of the parameters that it becomes."""
+        if self.tensor_map is None:
+            return (self.type,)
+        rank = len(self.tensor_map.box)
+        return ("tensor_map", *["i32"] * rank, *["i64"] * rank)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a launch needs to know of the cubin."""
+
+    triton: str
+    """Version that compiled it."""
+    entry: str
+    """Name of the kernel in the cubin."""
+    threads: int
+    """Threads of one block, the extra warps of warp specialization included."""
+    smem_bytes: int
+    """Dynamic shared memory of one block."""
+    scratch_bytes: int
+    """Global scratch memory of one block, for descriptors that the kernel makes itself; dead after it."""
+    arguments: tuple[Argument, ...]
+    """In the order of the kernel's source, without its constants."""
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """The types of all parameters, the two hidden pointers last."""
+        return (*[p for argument in self.arguments for p in argument.parameters], "pointer", "pointer")
+
+
+def write_object(out: Path, header: Header, cubin: bytes) -> None:
+    """Write the object file."""
+    line = json.dumps({"format": FORMAT} | asdict(header), sort_keys=True)
+    out.write_bytes(line.encode() + b"\n" + cubin)
+
+
+def read_object(content: bytes) -> tuple[Header, bytes]:
+    """The parts of an object file. Raises ArtifactError when it is none of this format."""
+    line, _, cubin = content.partition(b"\n")
+    try:
+        data = json.loads(line)
+        if data.pop("format") != FORMAT:
+            raise ValueError("another format")
+        arguments = tuple(_argument(**argument) for argument in data.pop("arguments"))
+        return Header(**data, arguments=arguments), cubin
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"not a kernel object of this version ({error}); tune again") from None
+
+
+def _argument(name: str, type: str, tensor_map: dict[str, Any] | None) -> Argument:
+    if tensor_map is None:
+        return Argument(name, type)
+    return Argument(name, type, TensorMap(**tensor_map | {"box": tuple(tensor_map["box"])}))
+
+
+def build(
+    function: Any,
+    arguments: Mapping[str, str],
+    constants: Mapping[str, Any],
+    out: Path,
+    *,
+    num_warps: int,
+    num_stages: int = 1,
+    aligned: Sequence[str] = (),
+    max_registers: int | None = None,
+    capability: int = 90,
+) -> Resources:
+    """Compile a jitted function of Triton or Gluon and write its object; the resources are ptxas's report.
+
+    arguments: Triton's type of each run-time argument. Nothing is specialized on their values.
+    constants: the values of its `constexpr` parameters.
+    aligned: arguments that are promised to be multiples of 16, such as addresses of a workspace.
+    max_registers: of a thread at launch; the default is what lets one block be resident.
+
+    Raises RuntimeError with the compiler's first error. Runs in a worker process that sees no GPU.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    start = time.perf_counter()
+    signature = dict(arguments) | dict.fromkeys(constants, "constexpr")
+    attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = _source_type(function)(function, signature, dict(constants), attributes)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        # Triton's own cache is not for us: the object store is. Objects hold no path or line of their source.
+        with triton.knobs.cache.scope(), triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
+            triton.knobs.cache.dir = folder
+            triton.knobs.nvidia.dump_ptxas_log = True
+            triton.knobs.compilation.disable_line_info = True
+            try:
+                with output_to(log):
+                    compiled = triton.compile(
+                        source,
+                        target=GPUTarget("cuda", capability, 32),
+                        options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers},
+                    )
+            except Exception as error:
+                raise RuntimeError(_first_error(log.read_text()) or f"{_root_cause(error)}") from error
+        report = read_report(log.read_text())
+        ptx, cubin, facts = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
+    if facts.profile_scratch_size or facts.num_ctas != 1:
+        raise RuntimeError(
+            f"needs {facts.profile_scratch_size} B of profile scratch and clusters of {facts.num_ctas} CTAs; "
+            "launches here have neither"
+        )
+    maps = iter(facts.tensordesc_meta or ())
+    header = Header(
+        triton=triton.__version__,
+        entry=facts.name,
+        threads=facts.num_warps * 32,
+        smem_bytes=facts.shared,
+        scratch_bytes=facts.global_scratch_size,
+        arguments=tuple(_compiled_argument(name, kind, maps) for name, kind in arguments.items()),
+    )
+    if (found := _parameters(ptx)) != header.parameters:
+        raise RuntimeError(f"triton {triton.__version__} passes {found}, expected {header.parameters}")
+    write_object(out, header, cubin)
+    return Resources(
+        registers=report.registers,
+        spill_bytes=report.spill_bytes,
+        smem_bytes=facts.shared,
+        warnings=report.warnings,
+        compile_seconds=time.perf_counter() - start,
+    )
+
+
+def _source_type(function: Any) -> Any:
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
+
+
+def _compiled_argument(name: str, kind: str, maps: Any) -> Argument:
+    if (match := _TENSOR_MAP.match(kind)) is not None:
+        facts = next(maps)
+        box = tuple(facts["block_size"])
+        return Argument(name, "tensor_map", TensorMap(match[1], box, facts["swizzle"]))
+    return Argument(name, "pointer" if kind.startswith("*") else kind)
+
+
+def _parameters(ptx: str) -> tuple[str, ...]:
+    """Types of the entry's parameters in the PTX."""
+    entry = _ENTRY.search(ptx)
+    found = []
+    for line in entry[1].split(",") if entry else ():
+        if ".b8" in line:
+            found.append("tensor_map" if "[128]" in line else "bytes")
+        elif ".ptr" in line:
+            found.append("pointer")
+        else:
+            found.append({".u32": "i32", ".u64": "i64"}.get(line.split()[1], line.split()[1]))
+    return tuple(found)
+
+
+def _first_error(log: str) -> str:
+    """The compiler's first complaint, ptxas's before Triton's about it, without the place in our sources."""
+    lines = [line.strip() for line in log.splitlines()]
+    found = (line for word in ("fatal", "error") for line in lines if re.search(rf"\b{word}\b", line, re.I))
+    return re.sub(r"^\S+: (?=error)", "", next(found, ""))
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """What a Python function of the kernel's language raised first; those that called it only name lines."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error

@@ -1,0 +1,99 @@
+"""The numbers of one Triton kernel, derived once for feasibility, compilation and launch alike.
+
+No import of Triton here: feasibility and dispatch need these numbers without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tunegemm.describe.problem import DTYPE_BYTES
+
+WARP_THREADS = 32
+_BARRIER_BYTES = 8
+#: Barriers and captured arguments of a warp-specialized kernel, by stages: what Triton 3.6 and 3.7 both
+#: allocate, for every tile (tests/test_triton_tma.py).
+SPECIALIZED_BYTES = {2: 376, 3: 472, 4: 488, 5: 600, 6: 616, 7: 696, 8: 712}
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """All compile-time choices. Two problems with equal configs share one compiled object."""
+
+    schedule: str
+    """``pipelined``: loads run ahead within a tile; ``flattened``: across tiles too, under the epilogue;
+    ``warp_specialized``: a warpgroup loads, two multiply, half a tile each."""
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    """Depth of the shared-memory ring of A and B tiles."""
+    warps: int
+    """Warps that the source is written for; the warp-specialized kernel has three times as many."""
+    epi_n: int
+    """Columns that the epilogue stages at a time."""
+    in_dtype: str
+    out_dtype: str
+    a_major: str
+    b_major: str
+    out_major: str
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
+        """From any mapping that holds at least the fields."""
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+    @property
+    def specialized(self) -> bool:
+        return self.schedule == "warp_specialized"
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return self.warps * WARP_THREADS * (3 if self.specialized else 1)
+
+    @property
+    def accumulator_registers(self) -> int:
+        """fp32 accumulators of one thread that multiplies."""
+        return self.tile_m * self.tile_n // (self.warps * WARP_THREADS * (2 if self.specialized else 1))
+
+    @property
+    def ring_bytes(self) -> int:
+        """All stages of A and B tiles."""
+        return self.stages * (self.tile_m + self.tile_n) * self.tile_k * DTYPE_BYTES[self.in_dtype]
+
+    @property
+    def staging_bytes(self) -> int:
+        """The epilogue's piece on its way to TMA."""
+        return self.tile_m * self.epi_n * DTYPE_BYTES[self.out_dtype]
+
+    @property
+    def moves_columns(self) -> bool:
+        """Whether pieces of the tile are not the warps' own columns: several warpgroups share 64 rows."""
+        return self.epi_n < self.tile_n and self.warps * 16 > self.tile_m
+
+    @property
+    def piece_bytes(self) -> int:
+        """What moves through the ring while it is idle: a piece of split-K's sums, or columns of a tile."""
+        return self.tile_m * (self.tile_n if self.moves_columns else self.epi_n) * 4
+
+    @property
+    def barrier_bytes(self) -> int:
+        """One barrier per stage; a transposed A is waited for on its own, its barriers 16-byte aligned."""
+        if self.specialized:
+            return SPECIALIZED_BYTES.get(self.stages, 0)
+        own = self.stages * _BARRIER_BYTES
+        return own if self.a_major == "k" else -(-own // 16) * 16 + own
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block, to the byte."""
+        return self.ring_bytes + self.staging_bytes + self.barrier_bytes
+
+    @property
+    def label(self) -> str:
+        """``fl128x256x64 s3 w8 e64``: schedule, tile, stages, warps, epilogue columns."""
+        kind = {"pipelined": "pl", "flattened": "fl", "warp_specialized": "ws"}[self.schedule]
+        return f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} w{self.warps} e{self.epi_n}"

@@ -1,0 +1,158 @@
+"""What a Triton kernel may be: one function per physical cause (see `tunegemm.generate.feasibility`)."""
+
+from __future__ import annotations
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.feasibility import half_operands, tma_alignment
+from tunegemm.generate.generator import config_maker
+from tunegemm.generate.tiles import split_fits, swap_fits, tile_count
+from tunegemm.generate.triton_tma.config import SPECIALIZED_BYTES, KernelConfig
+
+#: Registers of a thread beside its accumulators: 27 to 62 in compiled kernels (Triton 3.6 and 3.7), split-K's
+#: reduction included.
+_OTHER_REGISTERS = 64
+
+
+config_of = config_maker(KernelConfig)
+
+
+def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The kernels are compiled for WGMMA and the shared memory of compute capability 9.0."""
+    if device.architecture.capability != (9, 0):
+        return f"{device.architecture.compile_target} has no WGMMA; triton_tma needs sm_90a"
+    return None
+
+
+def block_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Triton's blocks are powers of two. WGMMA takes 64 rows at least; Triton has it from 16 columns on."""
+    for name, least in (("tile_m", 64), ("tile_n", 16), ("tile_k", 16)):
+        extent = candidate[name]
+        if extent & (extent - 1) or extent < least:
+            return f"{name} {extent} is no power of two from {least} on"
+    return None
+
+
+def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """WGMMA is issued by groups of four warps, and Triton has powers of two of them."""
+    count = candidate["warps"]
+    if count & (count - 1) or count < 4:
+        return f"warps {count} is no power of two from 4 on"
+    return None
+
+
+def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The tile is halved down to pieces of epi_n columns; under 32 that would only double the barriers.
+
+    Where warpgroups share the same 64 rows, halving moves columns through shared memory: through the ring,
+    which is idle then, unless the next tile's loads run already.
+    """
+    tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
+    if epi_n & (epi_n - 1) or not min(32, tile_n) <= epi_n <= tile_n:
+        return f"epi_n {epi_n} is no power of two from {min(32, tile_n)} to tile_n {tile_n}"
+    if candidate["schedule"] == "flattened" and config_of(problem, candidate).moves_columns:
+        return f"epi_n {epi_n} < tile_n {tile_n}: {candidate['warps']} warps share {candidate['tile_m']} rows"
+    return None
+
+
+def warp_specialization(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """What Triton 3.6 and 3.7 specialize on Hopper: two warpgroups on 64 rows or more each, one loading.
+
+    With 8 warps the pass leaves the loop as it was. Under 128 rows it cuts the columns, and stages the
+    output twice; under 64 k its memory is laid out otherwise. It cannot cut pieces of the tile (3.6), nor a
+    descriptor with a batch mode. With 16 columns, swapped, one of 20 runs on equal operands gave another
+    result than the others, in one of two tries (H200, Triton 3.6, 2026-11-21): a race, not looked into.
+    """
+    if candidate["schedule"] != "warp_specialized":
+        return None
+    for name, needed, good in (
+        ("warps", "4", candidate["warps"] == 4),
+        ("tile_m", "128 or more", candidate["tile_m"] >= 128),
+        ("tile_k", "64 or more", candidate["tile_k"] >= 64),
+        ("tile_n", "64 or more", candidate["tile_n"] >= 64),
+        ("epi_n", f"tile_n {candidate['tile_n']}", candidate["epi_n"] == candidate["tile_n"]),
+        ("stages", f"up to {max(SPECIALIZED_BYTES)}", candidate["stages"] <= max(SPECIALIZED_BYTES)),
+    ):
+        if not good:
+            return f"{name} {candidate[name]}: a warp-specialized kernel has {needed}"
+    if problem.batch > 1:
+        return f"batch of {problem.batch}: a warp-specialized kernel takes 1"
+    return None
+
+
+def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Accumulators and bookkeeping must fit a thread's registers, or ptxas spills and serializes WGMMA."""
+    config, limits = config_of(problem, candidate), device.architecture
+    need = config.accumulator_registers + _OTHER_REGISTERS
+    # The multiplying warps of a specialized kernel get what the loading ones give up (setmaxnreg): 232.
+    allotted = min(limits.registers_per_sm // config.threads, limits.registers_per_thread)
+    budget = 232 if config.specialized else allotted
+    if need > budget:
+        return f"{config.accumulator_registers} accumulators + {_OTHER_REGISTERS} > {budget} registers"
+    return None
+
+
+def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """One stage is being multiplied: with 1 nothing could be loaded meanwhile, and nothing is pipelined."""
+    if candidate["stages"] < 2:
+        return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
+    return None
+
+
+def reduction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Only the `pipelined` kernel has a reduction of split-K; a piece of its sums passes through the ring.
+
+    With a branch in its loop over tiles a kernel is neither flattened nor warp-specialized (Triton 3.6, 3.7).
+    """
+    config = config_of(problem, candidate)
+    if config.schedule == "pipelined":
+        if config.piece_bytes > config.ring_bytes:
+            return f"a piece of sums of {config.piece_bytes} B > {config.ring_bytes} B of the ring"
+    elif int(candidate.params.get("split_k", 1)) > 1:
+        return f"split_k {candidate['split_k']} needs schedule pipelined, not {config.schedule}"
+    return None
+
+
+def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Ring, staging buffer and barriers must fit one block's shared memory."""
+    need, limit = config_of(problem, candidate).smem_bytes, device.architecture.smem_bytes_per_block
+    if need > limit:
+        return f"smem {need} B > {limit} B on {device.architecture.compile_target}"
+    return None
+
+
+def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Two blocks share a multiprocessor only when its registers and shared memory hold both."""
+    if candidate.params.get("ctas") != "two_per_sm":
+        return None
+    work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
+    if work <= device.sm_count:
+        return f"{work} pieces of work <= {device.sm_count} multiprocessors: one block each does the same"
+    config, limits = config_of(problem, candidate), device.architecture
+    need = 2 * (config.smem_bytes + 1024)  # each block costs 1 KiB more
+    if need > limits.smem_bytes_per_sm:
+        return f"two blocks of {config.smem_bytes} B smem + 1 KiB > {limits.smem_bytes_per_sm} B"
+    registers = config.accumulator_registers + _OTHER_REGISTERS
+    if 2 * config.threads * registers > limits.registers_per_sm:
+        return f"2 x {config.threads} threads x {registers} registers > {limits.registers_per_sm}"
+    return None
+
+
+#: Cheapest first. Those named `..._fits` reject what runs, but repeats another candidate or gains nothing.
+RULES = (
+    architecture,
+    half_operands,
+    tma_alignment,
+    block_shape,
+    warps,
+    epilogue_tile,
+    warp_specialization,
+    accumulators,
+    ring_depth,
+    reduction,
+    shared_memory,
+    two_fits,
+    swap_fits,
+    split_fits,
+)

@@ -1,0 +1,267 @@
+"""What users call. Each function means what torch's of that name does; `gated_linear` is a layer's idiom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from tunegemm.describe.epilogue import Epilogue
+from tunegemm.errors import ProblemError
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.forms import GATE_OF, LINEAR, MATMUL, form_of
+from tunegemm.serve.policies import Policy, Preference
+from tunegemm.serve.torch import ops
+
+_dispatcher = Dispatcher()
+ops.define(lambda: _dispatcher)
+_product = _dispatcher.product
+_WITH_BIAS = form_of(LINEAR, "bias_n")
+
+
+class Extras(TypedDict, total=False):
+    """What `matmul` may do with the product in the same kernel."""
+
+    bias: torch.Tensor | None
+    """A value for each column."""
+    activation: str | None
+    """relu, gelu, gelu_tanh or silu, after the bias."""
+    residual: torch.Tensor | None
+    """A tensor of the result's shape, added last."""
+    epilogue: Epilogue | str | None
+    """Instead of these three: any steps that `tunegemm.Epilogue` has, or a user's own function."""
+    operands: Sequence[Any]
+    """What that epilogue takes, in its order: tensors and numbers."""
+    out_dtype: torch.dtype | None
+    """Of the result, where it is not the operands': fp32 for 16-bit ones, int32 for int8; bf16, fp16 or fp32
+    for int8 with an epilogue that scales."""
+
+
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, **extras: Unpack[Extras]
+) -> torch.Tensor:
+    """The product ``a @ b``, with the meaning of ``torch.matmul``, by the tuned kernel where one is recorded.
+
+    extras: what the same kernel does with the product, see `Extras`; `bias`, `activation` and `residual`, or
+    any `epilogue` with its `operands`, and `out_dtype`. Where no kernel is recorded for the whole, torch's
+    functions do it one by one.
+
+    Tuned kernels serve bf16 and fp16 on CUDA, and fp32 where
+    ``torch.backends.cuda.matmul.fp32_precision`` is ``tf32``: (m, k) x (k, n), and what views make such a
+    product or a batch of them, as leading dimensions, vectors and one matrix for a batch are. So they do
+    for the gradients of 16-bit operands, which are products, too, and in graphs of torch.compile and
+    torch.export, which hold the operators `tunegemm::mm` and `tunegemm::fused`. Autocast casts as it does
+    for torch. Everything else is `torch.matmul`: other dtypes, broadcasting between batches, gradients of
+    a matrix that a batch shares, dispatch modes, views that the kernel cannot read, and deterministic
+    mode. A problem without a record for this device warns once (`TunegemmWarning`) and names the command
+    that tunes it; a record that another process publishes is found within seconds. ``TUNEGEMM_MODE=off``,
+    read on the first call, leaves all to torch.
+
+    Runs on the current stream of the operands' device, and within CUDA-graph capture for shapes that
+    were called before it. Raises what torch.matmul raises, and ProblemError for an epilogue that is not known
+    or takes other operands.
+    """
+    if extras:
+        return _matmul_and_more(a, b, out, **extras)
+    if torch.compiler.is_compiling():
+        return ops.traced_matmul(a, b, out)
+    return _product(MATMUL, a, b, out)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``activation(x @ weight.T + bias) + residual``, with the meaning of ``torch.nn.functional.linear``.
+
+    `weight` is (n, k). Served as `matmul` is, each combination by kernels that were tuned for it. activation:
+    relu, gelu, gelu_tanh or silu.
+    """
+    if activation is None and residual is None:
+        if torch.compiler.is_compiling():
+            return ops.traced_linear(x, weight, bias)
+        if bias is None:
+            return _product(LINEAR, x, weight)
+        return _dispatcher.fused(_WITH_BIAS, x, weight, (bias,))
+    return _fused(
+        LINEAR, _text(bias is None, activation, residual is None), x, weight, _given(bias, residual)
+    )
+
+
+def gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "silu"
+) -> torch.Tensor:
+    """``activation(x @ gate.T) * (x @ up.T)``, such as SwiGLU: half as many columns as `weight` has rows.
+
+    `weight`, and `bias` if any, have the rows of gate and up in turns, as `interleave` makes them.
+    activation: silu, gelu, gelu_tanh or relu.
+    """
+    if activation not in GATE_OF:
+        raise ProblemError(f"activation {activation!r} gates nothing; use one of {', '.join(GATE_OF)}")
+    text = _text(bias is None, GATE_OF[activation], True)
+    return _fused(LINEAR, text, x, weight, () if bias is None else (bias,))
+
+
+def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The rows of two weights (or biases) in turns, as `gated_linear` wants them: gate[0], up[0], ..."""
+    if gate.shape != up.shape:
+        raise ProblemError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)}: give two of one shape")
+    return torch.stack((gate, up), 1).flatten(0, 1)
+
+
+def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """One product per entry of a batch, (l, m, k) x (l, k, n): ``torch.bmm``, served as `matmul` is."""
+    if a.ndim == 3 and b.ndim == 3 and a.shape[0] == b.shape[0]:
+        return matmul(a, b, out=out)
+    return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+
+
+def addmm(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """``beta * c + alpha * a @ b``, with the meaning of ``torch.addmm``: `c` is a matrix, or a row for each.
+
+    Served as `matmul` is. Problems are told apart by their epilogue: ``bias_n`` for a row, ``beta_c`` for a
+    matrix, with ``alpha+`` before it where alpha is not 1, and none where beta is 0, as C is not read then.
+    """
+    if a.ndim == 2 and b.ndim == 2:
+        text, tensors, numbers = ops.addmm_steps(c, a, beta, alpha)
+        return _fused(MATMUL, text, a, b, tensors, numbers) if text else matmul(a, b)
+    return torch.addmm(c, a, b, beta=beta, alpha=alpha)
+
+
+def baddbmm(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """`addmm` for each entry of a batch: ``torch.baddbmm``."""
+    if a.ndim == 3 and b.ndim == 3 and a.shape[0] == b.shape[0]:
+        text, tensors, numbers = ops.addmm_steps(c, a, beta, alpha)
+        return _fused(MATMUL, text, a, b, tensors, numbers) if text else matmul(a, b)
+    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """``(a * scale_a) @ (b * scale_b) + bias`` of fp8 operands, as ``torch._scaled_mm`` means it, or of int8.
+
+    Scales are fp32: of one element each, or (m, 1) and (1, n), one for each row of a and column of b; torch
+    computes other ones. out_dtype: by default that of a, of int8 bf16. use_fast_accum: whether sums may be
+    kept with the 14 bits or so that the tensor cores have; else every 128 of k are added up in fp32. Sums of
+    int8 products are exact. Served as `matmul` is; the problems' epilogues are ``scale_tensor`` and
+    ``scale_rowwise``, and ``+bias_n``.
+    """
+    if a.dtype == torch.int8:
+        out_dtype, use_fast_accum = out_dtype or torch.bfloat16, True
+    text = ops.scale_steps(a, b, scale_a, scale_b, bias is not None)
+    if not text:
+        return torch._scaled_mm(
+            a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+    tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
+    return _fused(MATMUL, text, a, b, tensors, (), None, out_dtype, "fast" if use_fast_accum else "two_level")
+
+
+def _matmul_and_more(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    epilogue: Epilogue | str | None = None,
+    operands: Sequence[Any] = (),
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    if epilogue is None:
+        if operands:
+            raise ProblemError("operands without an epilogue; give the epilogue that takes them")
+        text = _text(bias is None, activation, residual is None)
+        if not text and out_dtype in (None, a.dtype):
+            return matmul(a, b, out=out)
+        return _fused(MATMUL, text, a, b, _given(bias, residual), (), out, out_dtype)
+    if bias is not None or activation is not None or residual is not None:
+        raise ProblemError(
+            f"epilogue {epilogue} beside bias, activation or residual; make them steps of the epilogue"
+        )
+    tensors = tuple(each for each in operands if isinstance(each, torch.Tensor))
+    numbers = tuple(float(each) for each in operands if not isinstance(each, torch.Tensor))
+    if not torch.compiler.is_compiling():
+        form_of(MATMUL, str(epilogue), out_dtype).check(operands)
+    return _fused(MATMUL, str(epilogue), a, b, tensors, numbers, out, out_dtype)
+
+
+_WITHOUT_ACTIVATION = {
+    (True, True): "", (False, True): "bias_n", (True, False): "residual", (False, False): "bias_n+residual",
+}  # fmt: skip
+
+
+def _text(no_bias: bool, activation: str | None, no_residual: bool) -> str:
+    """The epilogue of keywords. Not cached by a decorator, which torch.compile would warn of."""
+    if activation is None:
+        return _WITHOUT_ACTIVATION[no_bias, no_residual]
+    text = activation if no_bias else "bias_n+" + activation
+    return text if no_residual else text + "+residual"
+
+
+def _given(bias: Any, residual: Any) -> tuple[Any, ...]:
+    if residual is None:
+        return () if bias is None else (bias,)
+    return (residual,) if bias is None else (bias, residual)
+
+
+def _fused(
+    kind: int,
+    text: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tensors: tuple[Any, ...],
+    numbers: tuple[float, ...] = (),
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulation: str = "fast",
+) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return ops.traced_fused(kind, text, a, b, tensors, numbers, out, out_dtype, accumulation)
+    return _dispatcher.fused(form_of(kind, text, out_dtype, accumulation), a, b, tensors, numbers, out)
+
+
+def refresh() -> None:
+    """Forget what was read: the next call reads the database again.
+
+    For products that run by a record and have a better one by now; those that are left to torch look for
+    records by themselves, every few seconds.
+    """
+    _dispatcher.refresh()
+
+
+class policy:
+    """Serve by this policy from now on, ``tunegemm.policy("deterministic")``; in a ``with``, until its end.
+
+    It holds for all threads. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
+    ``no_workspace`` (no memory beyond operands and output) or ``min_energy`` (least measured energy).
+    `max_sms`: how many multiprocessors a launch may fill, for communication beside it. What a policy
+    excludes is served by the next best measured candidate, else by torch. Raises PolicyError for an unknown
+    one.
+    """
+
+    def __init__(self, prefer: Preference = "fastest", *, max_sms: int | None = None) -> None:
+        self._before = _dispatcher.use(Policy(prefer, max_sms))
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        _dispatcher.use(self._before)

@@ -1,0 +1,142 @@
+"""What torch asks of a call besides its operands: gradients, modes, transforms, autocast; and a check in C.
+
+Everything here is on the hot path, or bound once for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from tunegemm.serve.torch.autograd import PLAIN
+
+# Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
+grad_enabled = torch.is_grad_enabled
+deterministic = torch._C._get_deterministic_algorithms
+dispatch_modes = torch._C._len_torch_dispatch_stack
+functorch_level = torch._C._functorch.peek_interpreter_stack
+tracing = torch._C._is_tracing
+any_autocast = torch._C._is_any_autocast_enabled
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # absent from CPU builds
+# What `torch.backends.cuda.matmul.fp32_precision` asks, in 0.1 us instead of 0.8.
+_precision_of_fp32: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+
+# What torch.compile's own code calls at run time: its guard of tensors, and its allocation. torch has no
+# public ones that do as much in one call; without them every call takes the general way.
+_compiled: Any = getattr(torch._C._dynamo, "guards", None)
+TensorGuards: Any = getattr(_compiled, "TensorGuards", None)
+
+
+def allocation(device_type: str) -> Any:
+    """torch's own function of (shape, strides, dtype) that makes a tensor there; None where it has none."""
+    return getattr(_compiled, f"_empty_strided_{device_type}", None)
+
+
+#: What `cast_by_autocast` says where the product is torch's.
+TORCHS: Any = object()
+
+
+def is_ordinary(a: Any, b: Any) -> bool:
+    """Whether a launch means here what torch.matmul means.
+
+    It does not under autograd, forward-mode AD and functorch transforms (which are `autograd.Product`'s),
+    dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
+    """
+    return (
+        type(a) in PLAIN
+        and type(b) in PLAIN
+        and not (grad_enabled() and (a.requires_grad or b.requires_grad))
+        and not deterministic()
+        and not dispatch_modes()
+        and functorch_level() is None
+        and not tracing()
+        and forward_ad._current_level < 0
+        and not (a.is_neg() or b.is_neg())
+    )
+
+
+def only_checks_operators() -> bool:
+    """Whether the one dispatch mode that is on is torch's check that custom operators return no operand.
+
+    Compiled code runs under it the first time (torch 2.11 to 2.13; `check_custom_op_aliasing` of functorch's
+    configuration). It has nothing to look at where that code calls us, which is by a function.
+    """
+    if dispatch_modes() != 1:
+        return False
+    return type(_get_current_dispatch_mode()).__name__ == "_AnalyzeCustomOpInputOutputMode"
+
+
+def is_quiet(tensor: Any) -> bool:
+    """Whether an operand is none that autograd or a transform wants to know of."""
+    return (
+        type(tensor) in PLAIN
+        and not (tensor.requires_grad and grad_enabled())
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
+
+
+def check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
+    """Whether tensors are, but for their values and addresses, what these are."""
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
+    check: Callable[..., bool] = TensorGuards(
+        *distinct,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in distinct],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in distinct],
+    ).check
+    if len(distinct) < len(tensors):  # torch's check wants no tensor twice
+        check = _check_of_repeated(tensors, check)
+    if tensors[0].dtype is torch.float32:  # kernels compute it in tf32, where the program allows that now
+        allowed = tf32_allowed()
+        return lambda *others: tf32_allowed() == allowed and check(*others)
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):  # torch's check knows that, and not to what it casts
+        cast = torch.get_autocast_dtype(kind)
+        return lambda *others: torch.get_autocast_dtype(kind) is cast and check(*others)
+    return check
+
+
+def _check_of_repeated(tensors: tuple[torch.Tensor, ...], check: Callable[..., bool]) -> Callable[..., bool]:
+    first = [next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]
+    kept = sorted(set(first))
+
+    def check_repeated(*others: torch.Tensor) -> bool:
+        repeat = all(other is others[i] for other, i in zip(others, first, strict=True))
+        return repeat and check(*(others[i] for i in kept))
+
+    return check_repeated
+
+
+def cast_by_autocast(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> Any:
+    """The dtype that autocast gives the operands, None where all have it, TORCHS where it is not to say."""
+    kind = a.device.type
+    if not torch.is_autocast_enabled(kind):
+        return None
+    cast = torch.get_autocast_dtype(kind)
+    if a.dtype is cast and b.dtype is cast and all(tensor.dtype is cast for tensor in others):
+        return None
+    castable = all(
+        tensor.device.type == kind and tensor.is_floating_point() and tensor.dtype is not torch.float64
+        for tensor in (a, b, *others)
+    )
+    return cast if castable and not dispatch_modes() and not tracing() else TORCHS
+
+
+def autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor as autocast casts it. Weights that it casts once per `with` come from its cache."""
+    if tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled():
+        # The plainest operator that returns its operand as it was cast; on a CPU it is not.
+        tensor = torch.einsum("...->...", tensor)
+    return tensor.to(dtype)
+
+
+def tf32_allowed() -> bool:
+    """Whether torch's products of fp32 operands may be computed in tf32."""
+    return _precision_of_fp32("cuda", "matmul") == "tf32"
+
+
+def capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

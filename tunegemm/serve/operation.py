@@ -1,0 +1,283 @@
+"""One chosen kernel for one problem on one device, without database, search or dispatcher."""
+
+from __future__ import annotations
+
+import difflib
+from contextlib import nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.describe.device import Device, find_device, memory_device
+from tunegemm.describe.epilogue import check_operands
+from tunegemm.describe.problem import Problem, operand_dtypes, overlaps_itself
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import DeviceError, OperationError, ProblemError
+from tunegemm.generate import families
+from tunegemm.generate.artifacts import Artifact, ArtifactStore
+from tunegemm.generate.compile import CompilePool
+from tunegemm.generate.families import Launcher
+from tunegemm.generate.feasibility import Verdict
+from tunegemm.generate.launching import WORKSPACE_ALIGNMENT, Workspace
+from tunegemm.generate.ptxas import Resources
+from tunegemm.measure.operands import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    Stream = torch.cuda.Stream | int
+
+
+class Operation:
+    """A kernel that you chose, as a handle that launches it.
+
+    The device layer of CUTLASS 3.x, ``cutlass::gemm::device::GemmUniversalAdapter``: `can_implement`,
+    `workspace_bytes` (there ``get_workspace_size``), `initialize` and `run` mean the same. `compile` takes
+    the place of the C++ compiler. All but `initialize` and `run` work without a GPU. ::
+
+        kernel = {"schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 5,
+                  "cluster_m": 1, "cluster_n": 2, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
+                  "occupancy": 1, "wgmma_in_flight": 1}
+        launch = {"raster_order": "along_m", "swizzle_size": 8, "cluster_order": "index", "ctas": "all",
+                  "split_k": 8, "reduction": "second_kernel", "l2_hint": "none"}
+        operation = tunegemm.Operation(
+            Problem.parse("512x512x65536"), Candidate.make("cute_sm90", kernel, launch), "cuda:0"
+        )
+        if not (verdict := operation.can_implement()):
+            raise SystemExit(f"{verdict}")
+        workspace = torch.empty(operation.workspace_bytes, dtype=torch.uint8, device="cuda:0")
+        operation.initialize(workspace)
+        operation.run(a, b, out)
+
+    A handle is for one thread at a time, and a CUDA graph that captured its launches needs it alive.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        device: Device | str = "cuda:0",
+        *,
+        store: ArtifactStore | None = None,
+    ) -> None:
+        """store: where compiled objects are; by default the user's."""
+        self.problem = problem
+        self.candidate = candidate
+        self.device = find_device(device) if isinstance(device, str) else device
+        self._family = families.get(candidate.family)
+        self._store = store or ArtifactStore()
+        self._artifact: Artifact | None = None
+        self._launch: Launcher | None = None
+        self._given: torch.Tensor | None = None
+        """A caller's tensor, which must not be freed."""
+        self._known: set[Any] = set()
+        """Shapes, strides, dtypes and devices of operands that were found right."""
+
+    def can_implement(self) -> Verdict:
+        """Whether the kernel can be compiled and launched for the problem on the device, or why not."""
+        if (missing := self._family.unavailable()) is not None and self._family.compiled:
+            return Verdict("unavailable", missing)
+        if (wrong := self._wrong_parameter()) is not None:
+            return Verdict("parameters", wrong)
+        return self._family.check(self.problem, self.candidate, self.device)
+
+    def compile(self) -> Resources | None:
+        """Compile the kernel, in a process of its own, unless the object store has it; what it takes.
+
+        None for a library's kernel, of which nobody tells. Raises OperationError where `can_implement` says
+        no, or the compiler does.
+        """
+        if not (verdict := self.can_implement()):
+            raise OperationError(f"{self.candidate} cannot compute {self.problem}: {verdict}")
+        if self._artifact is None and self._family.compiled:
+            key = self._family.kernel_key(self.problem, self.candidate, self.device)
+            with CompilePool(self._store, workers=1) as pool:
+                result = pool.submit(self._family.name, key).result()
+            if result.artifact is None:
+                raise OperationError(f"{self._label} does not compile: {result.failure}")
+            self._artifact = result.artifact
+        return self._artifact.resources if self._artifact else None
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that a launch needs beside its operands, as for split-K's partial sums; 0 for none.
+
+        Compiles the kernel if nothing has: some say only then.
+        """
+        memory = self._memory
+        return 0 if memory is None else memory.num_bytes
+
+    def initialize(
+        self, workspace: torch.Tensor | int | None = None, *, stream: Stream | None = None
+    ) -> None:
+        """Load the kernel; zero what of the workspace must start as zeros, on `stream` or the current one.
+
+        workspace: at least `workspace_bytes` of the device's memory, a contiguous tensor of any dtype or an
+        address, at a multiple of 256 bytes. Every launch then uses it, whatever its stream, so that launches
+        must follow each other; that an address has the room, and stays, is the caller's word. None: memory of
+        torch's allocator, for each stream its own. Operands that TMA refuses are copied in either case.
+
+        May be called again, with another workspace. Raises OperationError for one that does not do.
+        """
+        import torch
+
+        if not self.device.is_real:
+            raise DeviceError(
+                f"{self.device.spec} is no GPU that could launch; use a device such as 'cuda:0'"
+            )
+        memory = self._memory
+        lent = self._lent(workspace, memory) if workspace is not None and memory is not None else None
+        with self._on(stream):
+            if memory is not None:
+                memory.lend(None if lent is None else lent.data_ptr())
+                if lent is not None:
+                    lent[memory.partial_bytes :].zero_()
+                else:
+                    memory.addresses(torch.cuda.current_stream().cuda_stream)  # lacking memory is heard now
+            if self._launch is None:
+                path = self._artifact.path if self._artifact else None
+                self._launch = self._family.load(self.problem, self.candidate, self.device, path, memory)
+        self._given = workspace if isinstance(workspace, torch.Tensor) else None
+
+    def run(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        *operands: Any,
+        stream: Stream | None = None,
+    ) -> None:
+        """Launch the kernel on `stream`, a torch stream or CUDA's handle, or on the current one.
+
+        a is (m, k), b (k, n) and out (m, n) as in torch.matmul, with a batch (l, m, k) and so on, contiguous
+        in the problem's majors. Leading dimensions and the strides of batches are free: 0 gives all entries
+        the same matrix, but not of out. operands: what the problem's epilogue takes, in its order.
+
+        Raises ProblemError for operands of another problem, ValueError for strides or addresses that the
+        kernel cannot take.
+        """
+        if self._launch is None:
+            raise OperationError(f"{self._label} was not initialized; call initialize() once before run()")
+        key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (a, b, out))
+        if key not in self._known:
+            self._check(a, b, out)
+            if len(self._known) >= 1024:
+                self._known.clear()
+            self._known.add(key)
+        check_operands(self.problem.fused, operands)
+        with self._on(stream):
+            self._launch(a, b, out, *operands)
+
+    @property
+    def _label(self) -> str:
+        return self._family.label(self.candidate)
+
+    @cached_property
+    def _memory(self) -> Workspace | None:
+        """The launcher's."""
+        self.compile()
+        path = self._artifact.path if self._artifact else None
+        return self._family.workspace(self.problem, self.candidate, self.device, path)
+
+    def _wrong_parameter(self) -> str | None:
+        """A parameter that the candidate lacks or has too much, or a value that is none.
+
+        A library's kernels are told by others.
+        """
+        if not self._family.compiled:
+            return None
+        known = self._family.parameters
+        for table, given in (
+            ("compile", self.candidate.compile_params),
+            ("launch", self.candidate.launch_params),
+        ):
+            names = [name for name, _ in given]
+            for name in names:
+                if name not in known[table]:
+                    near = difflib.get_close_matches(name, known[table], n=1) or known[table]
+                    return f"{name!r} is no {table} parameter of {self._family.name}; use {', '.join(near)}"
+            space = families.load_space(self._family.name)
+            values = space.compile_values | space.launch_values  # type: ignore[operator]
+            if missing := [name for name in known[table] if name not in names]:
+                listed = ", ".join(map(str, values[missing[0]]))
+                return f"{table} parameter {missing[0]!r} is missing; use one of {listed}"
+            for name, value in given:
+                if (allowed := families.expected(self._family.name, name, value)) is not None:
+                    return f"{table} parameter {name!r} is {value!r}; {allowed}"
+        return None
+
+    def _lent(self, workspace: torch.Tensor | int, memory: Workspace) -> torch.Tensor:
+        """The bytes that a launch uses of a caller's workspace, or an OperationError that says why not."""
+        import torch
+
+        need, place = memory.num_bytes, torch.device("cuda", self.device.index)
+        if isinstance(workspace, torch.Tensor):
+            if workspace.device != place:
+                raise OperationError(
+                    f"workspace on {workspace.device}; {self._label} runs on {place}: make it there"
+                )
+            if not workspace.is_contiguous():
+                raise OperationError(f"workspace of strides {workspace.stride()}; give a contiguous tensor")
+            if workspace.nbytes < need:
+                raise OperationError(
+                    f"workspace of {workspace.nbytes} B; {self._label} needs {need} B, its workspace_bytes"
+                )
+        address = workspace.data_ptr() if isinstance(workspace, torch.Tensor) else workspace
+        if address % WORKSPACE_ALIGNMENT:
+            raise OperationError(
+                f"workspace at {address:#x}, no multiple of {WORKSPACE_ALIGNMENT} B; "
+                "give the start of an allocation"
+            )
+        if isinstance(workspace, torch.Tensor):
+            return workspace.detach().reshape(-1).view(torch.uint8)[:need]
+        if memory_device(address) != self.device.index:
+            raise OperationError(f"workspace at {address:#x} is no memory of {place}; allocate it there")
+        return torch.as_tensor(_Bytes(address, need), device=place)
+
+    def _check(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        import torch
+
+        p = self.problem
+        a_dtype, b_dtype = operand_dtypes(p.in_dtype)
+        lead = () if p.batch == 1 else (p.batch,)
+        place = torch.device("cuda", self.device.index)
+        for name, tensor, shape, major, row_major, dtype in (
+            ("a", a, (*lead, p.m, p.k), p.a_major, p.a_major == "k", a_dtype),
+            ("b", b, (*lead, p.k, p.n), p.b_major, p.b_major == "n", b_dtype),
+            ("out", out, (*lead, p.m, p.out_n), p.out_major, p.out_major == "n", p.out_dtype),
+        ):
+            if tuple(tensor.shape) != shape or tensor.dtype != torch_dtype(dtype) or tensor.device != place:
+                raise ProblemError(
+                    f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; {p} takes {shape} "
+                    f"{torch_dtype(dtype)} on {place}"
+                )
+            mode = -1 if row_major else -2
+            if shape[mode] > 1 and tensor.stride(mode) != 1:
+                raise ProblemError(
+                    f"{name} of strides {tensor.stride()}; {p} takes it contiguous along {major}"
+                )
+        if overlaps_itself(out.shape, out.stride()):
+            raise ProblemError(
+                f"out of strides {out.stride()} overlaps itself; give every element its own place"
+            )
+
+    def _on(self, stream: Stream | None) -> Any:
+        """A context in which the device and the stream are current."""
+        import torch
+
+        index = self.device.index
+        if stream is None:
+            return nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index)
+        if isinstance(stream, int):
+            stream = torch.cuda.ExternalStream(stream, device=index)
+        if stream.device.index != index:
+            raise OperationError(f"stream of {stream.device}; {self._label} runs on {self.device.spec}")
+        return torch.cuda.stream(stream)
+
+
+class _Bytes:
+    """Memory at an address, as torch.as_tensor takes it without a copy."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip

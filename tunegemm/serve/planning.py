@@ -1,0 +1,480 @@
+"""The making of plans: what runs on the first call of a key, off the hot path and mostly under a lock.
+
+A *plan* is the prepared launch for one key; None says that torch computes products of that key. Nothing is
+compiled or tuned here but in mode `online`, and nothing is read or loaded while the current stream records a
+CUDA graph: a product without a plan is then torch's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tunegemm.describe.device import Device, find_device, package_version
+from tunegemm.describe.problem import Problem, default_out_dtype
+from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning, WorkloadError
+from tunegemm.generate.cublaslt import is_torch
+from tunegemm.generate.launching import AddressLauncher, words_binder
+from tunegemm.serve.forms import LINEAR, MATMUL, RECORDED, Form
+from tunegemm.serve.guards import allocation, capturing, deterministic
+from tunegemm.serve.launchers import Prepared, prepare
+from tunegemm.serve.modes import Mode, begin_recording, read_mode, read_policy
+from tunegemm.serve.online import OnlineTuning
+from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
+from tunegemm.serve.plans import Plan, State, expanding, views_of_operands
+from tunegemm.serve.policies import Policy
+from tunegemm.serve.selection import Rival, read_rivals, select
+from tunegemm.serve.snapshot import Record, Snapshot, read_snapshot
+from tunegemm.serve.worth import least_ratio
+from tunegemm.store.layers import modified
+
+#: Keys kept before all plans are dropped: a bound for programs whose shapes never repeat.
+MAX_PLANS = 65536
+#: Seconds between looks at whether another process has published records.
+LOOK_SECONDS = 5.0
+
+#: How warnings call each kind of product.
+_NAMES = {MATMUL: "matmul", LINEAR: "linear", RECORDED: ""}
+
+
+class Planner:
+    """What is known of products, from records that are read once; the base of `Dispatcher`."""
+
+    def __init__(
+        self,
+        *,
+        device_type: str = "cuda",
+        read: Callable[[], Snapshot] = read_snapshot,
+        find: Callable[[str], Device] = find_device,
+        prepare: Callable[[Record, Device], Prepared] = prepare,
+        modified: Callable[[], Hashable] = modified,
+        rivals: Callable[[Problem], Sequence[Rival]] = read_rivals,
+        online: OnlineTuning | None = None,
+    ) -> None:
+        """The arguments say where records, devices and launchers come from, what changes with records, and
+        who tunes online.
+        """
+        self._device_type = device_type
+        self._read = read
+        self._find = find
+        self._prepare = prepare
+        self._modified = modified
+        self._lock = threading.RLock()
+        self._rivals = rivals
+        self._online = online or OnlineTuning()
+        self._state = State()
+        self._others: dict[Policy, State] = {}
+        """Of policies that were left: plans are kept for when one comes back."""
+        self._mode: Mode | None = None
+        self._next_look = 0.0
+        self._empty: Any = allocation(device_type)
+        """Of (shape, strides, dtype): where outputs come from."""
+        _planners.add(self)
+
+    def refresh(self) -> None:
+        """Forget all plans; the database is read again on the next call."""
+        with self._lock:
+            self._others.clear()
+            self._state = State(self._state.policy)
+
+    @property
+    def policy(self) -> Policy:
+        """By which products are served now."""
+        if self._mode is None:
+            self._begin()
+        return self._state.policy
+
+    def use(self, policy: Policy) -> Policy:
+        """Serve by this policy from now on; the one before is returned. A policy has plans of its own."""
+        if self._mode is None:
+            self._begin()
+        with self._lock:
+            before = self._state
+            if policy != before.policy:
+                self._others[before.policy] = before
+                known = self._others.pop(policy, None)
+                self._state = State(policy, before.snapshot, before.modified) if known is None else known
+            return before.policy
+
+    def _plan(
+        self,
+        state: State,
+        key: tuple[Any, ...],
+        device: torch.device,
+        make: Callable[[State], Plan | None],
+    ) -> tuple[State, Plan | None]:
+        """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded.
+
+        Where the key is known to be torch's, this is but a look at the clock, and now and then at files.
+        """
+        if self._mode is None:
+            self._begin()
+        known = key in state.plans
+        if self._mode in ("off", "record") or (known and time.monotonic() < self._next_look):
+            return state, None
+        if torch.cuda._is_in_bad_fork() or capturing(device):
+            return state, None
+        with self._lock:
+            state = self._look() if known else self._state
+            if key in state.plans:
+                return state, state.plans[key]
+            with torch.inference_mode(False), torch.no_grad():
+                plan = make(state)
+            if len(state.plans) >= MAX_PLANS:
+                state.plans.clear()
+                state.of_tuned_products.clear()
+                state.forget_checks()
+            state.plans[key] = plan
+            untuned, state.untuned = state.untuned, None
+        if untuned is None or self._mode != "online" or not self._tune_online(state, key, *untuned):
+            return state, plan
+        return self._plan(state, key, device, make)
+
+    def _tune_online(self, state: State, key: tuple[Any, ...], problem: Problem, device: Device) -> bool:
+        """Whether the key's plan is to be made anew. Other threads go on meanwhile, with this key, too."""
+        tuned = self._online.attempt(problem, device)
+        if self._online.warning:
+            self._warn(state, self._online.warning)
+        if tuned:
+            with self._lock:
+                state.snapshot = self._snapshot(state, "matmul")
+                state.prepared = {place: one for place, one in state.prepared.items() if place[0] != problem}
+                state.plans.pop(key, None)
+                state.forget_checks()
+        return tuned
+
+    def _look(self) -> State:
+        """The state, without its misses if records were published since they were read.
+
+        Plans of tuned kernels and near hits stay, also for a thread that captures a graph meanwhile; a better
+        record of theirs waits for `refresh`.
+        """
+        if time.monotonic() < self._next_look:
+            return self._state
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        old = self._state
+        if old.snapshot is not None and self._modified() != old.modified:
+            new = State(old.policy)
+            new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
+            new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
+            new.devices, new.warned = old.devices, old.warned
+            self._state = new
+        return self._state
+
+    def _make_plan(
+        self,
+        state: State,
+        form: Form,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[float],
+        out: torch.Tensor | None,
+    ) -> Plan | None:
+        name = _name(form, a)
+        if any(tensor.device != a.device for tensor in (b, *tensors)):
+            return None
+        if out is not None and out.device != a.device:
+            return None
+        if form.kind == LINEAR:
+            b = b.t()
+        operands = _described(form, a, b, out)
+        if isinstance(operands, Refusal):
+            if operands.reason and name:
+                self._warn(state, f"{operands.reason}; tunegemm.{name} leaves it to torch")
+            return None
+        problem = operands.problem
+        shapes = views_of_operands(problem, form, tensors, a.ndim > len(operands.views[0]))
+        if shapes is None:
+            return None
+        if a.device.type != self._device_type:
+            self._warn(
+                state,
+                f"{problem} on {a.device.type}: tunegemm.{name} leaves it to torch. "
+                + _advice(problem, "On a CUDA device, tune it with"),
+            )
+            return None
+        prepared = self._prepared(state, problem, a.device, name)
+        if prepared is None or prepared.launch is None:
+            return None
+        if prepared.tma and operands.tma_refusal:
+            if name:
+                self._warn(state, f"{problem}: {operands.tma_refusal}; tunegemm.{name} leaves it to torch")
+            return None
+        if prepared.packed and not operands.packed:
+            return None
+        if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
+            return None
+        at, words, launch, views = None, None, prepared.launch, operands.views
+        example = a.new_empty(operands.out_shape, dtype=form.out_dtype_of(a)) if out is None else out
+        if isinstance(prepared.launch, AddressLauncher) and not example.data_ptr() % ALIGNMENT:
+            a_shape, b_shape, out_shape = views
+            try:
+                at = prepared.launch.of(seen_as(a, a_shape), seen_as(b, b_shape), example.view(out_shape))
+                if problem.fused.words:
+                    seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+                    words = words_binder(problem, form.join(seen, numbers))
+            except ValueError as error:
+                self._warn(state, f"{problem}: {_one_line(error)}; {_who(name)} leaves it to torch")
+                return None
+        if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
+            launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
+        return Plan(
+            launch,
+            at,
+            operands.out_shape,
+            tuple(example.stride()),
+            example.dtype,
+            views,
+            operands.spans,
+            prepared.address_bytes,
+            a.device,
+            self._device_type == "cuda" and torch.cuda.device_count() > 1,
+            words,
+            shapes,
+        )
+
+    def _has_tuned_product(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether a kernel of ours computes the product alone, where nothing is recorded of all together."""
+        index = a.device.index or 0
+        known, right = state.devices.get(index), b.t() if form.kind == LINEAR else b
+        whole, operands = _described(form, a, right, None), describe(a, right)
+        if isinstance(whole, Refusal) or isinstance(operands, Refusal) or known is None:
+            return False
+        if form.out_dtype not in (None, a.dtype) or state.snapshot is None:
+            return False
+        if state.prepared.get((whole.problem, index)) is not None:  # torch won there
+            return False
+        found = select(
+            state.snapshot, operands.problem, known, near=self._mode != "exact", policy=state.policy
+        )
+        return bool(found.options) and not is_torch(found.options[0].candidate)
+
+    def serves(
+        self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
+    ) -> bool:
+        """Whether a kernel is recorded for what `fused` would be asked, by shapes, strides and dtypes alone,
+        and is worth it (`worth`).
+
+        For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
+        is enough. Warns where there is none.
+        """
+        if self._mode is None:
+            self._begin()
+        if self._mode in ("off", "record") or deterministic():
+            return False
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            operands = _described(form, a, b, None)
+            if isinstance(operands, Refusal):
+                return False
+            state, name = self._state, _name(form, a)
+            if state.snapshot is None:
+                state.snapshot = self._snapshot(state, name)
+            if any_m and self._mode != "exact" and state.snapshot.extents(operands.problem):
+                return True
+            device = torch.device(self._device_type, index)
+            prepared = self._prepared(state, operands.problem, device, name)
+            state.untuned = None
+            known = state.devices.get(index)
+        if prepared is None or prepared.launch is None or known is None:
+            return False
+        return prepared.ratio >= least_ratio(operands.problem, known)
+
+    def fingerprint(self) -> str:
+        """Some letters that change with what `serves` goes by."""
+        if self._mode is None:
+            self._begin()
+        with self._lock:
+            state = self._state
+            if state.snapshot is None:
+                state.snapshot = self._snapshot(state, "")
+            of_records = state.modified, state.snapshot.digest
+            facts = package_version("tunegemm"), self._mode, state.policy, *of_records
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+    def _prepared(self, state: State, problem: Problem, device: torch.device, name: str) -> Prepared | None:
+        """The launcher of the problem's record, or None after a warning that says why there is none."""
+        index = device.index or 0
+        if (problem, index) not in state.prepared:
+            state.prepared[problem, index] = self._search(state, problem, index, name)
+        return state.prepared[problem, index]
+
+    def _search(self, state: State, problem: Problem, index: int, name: str) -> Prepared | None:
+        known = self._device(state, index, name)
+        if known is None:
+            return None
+        if state.snapshot is None:
+            state.snapshot = self._snapshot(state, name)
+        selection = select(
+            state.snapshot,
+            problem,
+            known,
+            near=self._mode != "exact",
+            policy=state.policy,
+            rivals=self._rivals,
+        )
+        if selection.outcome != "hit":
+            state.untuned = problem, known
+        why = selection.why
+        for record in selection.options:
+            try:
+                with torch.cuda.device(index) if self._device_type == "cuda" else nullcontext():
+                    return replace(self._prepare(record, state.policy.device(known)), ratio=record.ratio)
+            except (TunegemmError, ValueError, RuntimeError) as error:
+                why = _one_line(error)
+        # In mode online the product is tuned next, or a warning says why it could not be.
+        if selection.options or (selection.advises_tuning and self._mode != "online"):
+            self._warn(
+                state,
+                f"{problem} on {known.name}: {why}; {_who(name)} leaves it to torch. "
+                + _advice(problem, "Tune it with"),
+            )
+        return None
+
+    def _device(self, state: State, index: int, name: str) -> Device | None:
+        if index not in state.devices:
+            try:
+                state.devices[index] = self._find(f"{self._device_type}:{index}")
+            except DeviceError as error:
+                state.devices[index] = None
+                self._warn(state, f"{_one_line(error)}; {_who(name)} leaves its products to torch")
+        return state.devices[index]
+
+    def _snapshot(self, state: State, name: str) -> Snapshot:
+        state.modified = self._modified()
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        try:
+            snapshot = self._read()
+        except DatabaseError as error:
+            self._warn(state, f"{_one_line(error)}; {_who(name)} leaves every product to torch")
+            return Snapshot()
+        for warning in snapshot.warnings:
+            self._warn(state, f"{warning}; {_who(name)} does without its records")
+        return snapshot
+
+    def _drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
+        """A launch failed: products of this key are torch's from now on."""
+        if capturing(plan.device):
+            raise error
+        with self._lock:
+            state.plans[key] = None
+            state.forget_checks()
+        self._warn(
+            state,
+            f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "
+            f"({_one_line(error)}); left to torch",
+        )
+
+    def _begin(self) -> None:
+        """Read mode and policy: on the first product, or when a policy is chosen before it."""
+
+        def warn(message: str) -> None:
+            self._warn(self._state, message)
+
+        with self._lock:
+            if self._mode is None:
+                self._mode = read_mode(warn)
+                self.use(read_policy(warn))
+                if self._mode == "record":
+                    try:
+                        begin_recording()
+                    except WorkloadError as error:
+                        warn(f"TUNEGEMM_MODE=record counts nothing: {error}")
+
+    def _warn(self, state: State, message: str) -> None:
+        if message not in state.warned:
+            state.warned.add(message)
+            warnings.warn(message, TunegemmWarning, stacklevel=_callers_level())
+
+
+def _advice(problem: Problem, words: str) -> str:
+    """How to have a kernel for the problem, or why there can be none, whatever is tuned."""
+    from tunegemm.generate import families
+
+    if reason := families.refusal_by_all(problem):
+        return f"It can have no tuned kernel: {reason}"
+    return f"{words}: {tune_command(problem)}"
+
+
+def tune_command(problem: Problem) -> str:
+    """What tunes the problem: a command line; for a user's epilogue a call, as only its program knows it."""
+    options = {
+        "shape": problem.shape,
+        "dtype": problem.in_dtype,
+        "out-dtype": "" if problem.out_dtype == default_out_dtype(problem.in_dtype) else problem.out_dtype,
+        "layout": problem.layout,
+        "alignment": "" if problem.alignment == problem.packed_alignment else str(problem.alignment),
+        "epilogue": problem.epilogue,
+        "accumulation": "" if problem.accumulation == "fast" else problem.accumulation,
+    }
+    if problem.fused.function is not None:
+        _, *named = [
+            f'{name.replace("-", "_")}={int(value) if name == "alignment" else repr(value)}'
+            for name, value in options.items() if value
+        ]  # fmt: skip
+        return f"tunegemm.tune(Problem.parse({problem.shape!r}, {', '.join(named)}))"
+    return "tunegemm tune " + " ".join(f"--{name} {value}" for name, value in options.items() if value)
+
+
+def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:
+    """What the form asks for of ``a @ b``."""
+    if not form.text and form.out_dtype is None:
+        return describe(a, b, out)
+    return describe(
+        a, b, out, out_dtype=form.out_dtype_of(a), epilogue=form.text, accumulation=form.accumulation
+    )
+
+
+def _name(form: Form, a: torch.Tensor) -> str:
+    """The function that such a product is asked of, for warnings; empty below torch's own functions."""
+    steps = form.epilogue.steps
+    if form.kind == LINEAR and form.epilogue.gated:
+        return "gated_linear"
+    if form.kind == MATMUL and steps and steps[0] in ("scale_tensor", "scale_rowwise"):
+        return "scaled_mm"
+    if form.kind == MATMUL and "beta_c" in steps:
+        return "addmm" if a.ndim == 2 else "baddbmm"
+    return _NAMES[form.kind]
+
+
+def _who(name: str) -> str:
+    return f"tunegemm.{name}" if name else "tunegemm"
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _callers_level() -> int:
+    """The `stacklevel` at which warnings.warn, called by our caller, names the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tunegemm.serve"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+_planners: weakref.WeakSet[Planner] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child starts anew: locks may have been held by threads it does not have, plans hold the parent's
+    CUDA context. If the parent used CUDA, the child cannot, and gets torch's own error for CUDA tensors."""
+    for planner in _planners:
+        planner._lock = threading.RLock()
+        planner._state, planner._others = State(planner._state.policy), {}
+
+
+os.register_at_fork(after_in_child=_after_fork)

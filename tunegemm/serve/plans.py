@@ -1,0 +1,212 @@
+"""Plans, how they are launched, and where they are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.epilogue import operand_dtype
+from tunegemm.describe.problem import Problem, normalize_dtype
+from tunegemm.errors import ProblemError
+from tunegemm.generate.families import Launcher
+from tunegemm.generate.launching import AddressLaunch, WordsOf
+from tunegemm.serve.forms import Form
+from tunegemm.serve.guards import grad_enabled
+from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.operands import seen_as
+from tunegemm.serve.policies import FASTEST, Policy
+from tunegemm.serve.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How products of one key are launched."""
+
+    launch: Launcher
+    """Of tensors in the shapes of `views`."""
+    at: AddressLaunch | None
+    """The same of addresses; None where the launcher wants tensors."""
+    out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    out_dtype: torch.dtype
+    views: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    """Shapes of a, b and the output as the kernel sees them."""
+    spans: tuple[int, int, int]
+    """Bytes spanned by a, b and the output."""
+    address_bytes: int
+    """What the address of a given output must be a multiple of."""
+    device: torch.device
+    guarded: bool
+    """Whether the device may not be the current one, as on a host of several GPUs."""
+    words: WordsOf | None = None
+    """What `at` takes for the operands of an epilogue; None where there are none, or `at` is."""
+    operand_views: tuple[tuple[int, ...], ...] = ()
+    """Shapes of an epilogue's tensors as the kernel sees them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """A plan with a check of whether operands are what it was made for.
+
+    The check compares types, dispatch keys (functorch, tracing, autocast, inference mode), dtypes, devices,
+    shapes, strides and `requires_grad`.
+    """
+
+    check: Callable[..., bool]
+    plan: Plan | None
+    at: AddressLaunch | None
+    """That of the plan; None where products are torch's."""
+    trains: bool
+    """Whether an operand requires grad: torch's in grad mode."""
+    counts: bool
+    """Whether a given output counts its versions: it is no inference tensor."""
+    index: int
+    """Of the device that must be the current one; -1 where there is but one."""
+
+
+class State:
+    """What is read from disk and made of it under one policy; replaced as a whole by `Dispatcher.refresh`."""
+
+    def __init__(
+        self, policy: Policy = FASTEST, snapshot: Snapshot | None = None, modified: Hashable = None
+    ) -> None:
+        self.policy = policy
+        self.plans: dict[tuple[Any, ...], Plan | None] = {}
+        self.checked: dict[tuple[Any, ...], Recent] = {}
+        """By the key of the plan."""
+        self.recent: dict[int, Recent] = {}
+        """By the address of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
+        self.earlier: dict[tuple[int, int], Recent] = {}
+        """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
+        self.sites: dict[str, Plan] = {}
+        """Of compiled code, by what it says of its operands."""
+        self.snapshot = snapshot
+        self.modified = modified
+        self.devices: dict[int, Device | None] = {}
+        self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
+        self.warned: set[str] = set()
+        self.of_tuned_products: set[tuple[Any, ...]] = set()
+        """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
+        self.untuned: tuple[Problem, Device] | None = None
+        """What the plan that is being made would gain from tuning online."""
+
+    def forget_checks(self) -> None:
+        """Every call makes a key again."""
+        for kept in (self.checked, self.recent, self.earlier, self.sites):
+            kept.clear()
+
+
+def launch_plan(
+    plan: Plan,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    form: Form | None = None,
+    tensors: Sequence[torch.Tensor] = (),
+    numbers: Sequence[float] = (),
+) -> None:
+    if plan.guarded and torch.cuda.current_device() != plan.device.index:
+        with torch.cuda.device(plan.device):
+            return _launch_here(plan, a, b, out, form, tensors, numbers)
+    return _launch_here(plan, a, b, out, form, tensors, numbers)
+
+
+def _launch_here(
+    plan: Plan,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    form: Form | None,
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+) -> None:
+    if plan.at is not None:
+        words = () if plan.words is None else plan.words(tensors, numbers)
+        if words is None:  # pragma: no cover - the key tells alignments apart
+            raise ValueError("an operand of the epilogue is not aligned")
+        plan.at(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
+        return
+    a_shape, b_shape, out_shape = plan.views
+    operands: Sequence[Any] = ()
+    if form is not None:
+        seen = [tensor.view(shape) for tensor, shape in zip(tensors, plan.operand_views, strict=True)]
+        operands = form.join(seen, numbers)
+    plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape), *operands)
+
+
+def expanding(launch: Launcher, views: tuple[tuple[int, ...], ...]) -> Launcher:
+    """A launcher of operands one of which is a single matrix."""
+    a_shape, b_shape, _ = views
+
+    def launch_on_views(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
+        launch(seen_as(a, a_shape), seen_as(b, b_shape), out, *operands)
+
+    return launch_on_views
+
+
+def is_writable(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether a kernel may write into `out`: allowed by autograd, aligned, apart from the operands."""
+    return (
+        not (grad_enabled() and out.requires_grad)
+        and not (out.is_inference() and not torch.is_inference_mode_enabled())  # torch forbids it
+        and are_apart(plan, a.data_ptr(), b.data_ptr(), out.data_ptr())
+    )
+
+
+def are_apart(plan: Plan, a: int, b: int, out: int) -> bool:
+    """Whether an output at an address is aligned, and shares no memory with the operands."""
+    a_span, b_span, span = plan.spans
+    return (
+        not out % plan.address_bytes
+        and (out >= a + a_span or a >= out + span)
+        and (out >= b + b_span or b >= out + span)
+    )
+
+
+def is_apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether an output lies in no storage of an epilogue's tensors."""
+    storage = out.untyped_storage().data_ptr()
+    return all(tensor.untyped_storage().data_ptr() != storage for tensor in tensors)
+
+
+def views_of_operands(
+    problem: Problem, form: Form, tensors: Sequence[torch.Tensor], folded: bool
+) -> tuple[tuple[int, ...], ...] | None:
+    """Shapes in which a kernel sees an epilogue's tensors; None where they are not what it takes.
+
+    folded: whether leading dimensions are rows of the kernel's product: what is one for each row of torch's
+    is then no vector.
+    """
+    if not form.epilogue.is_defined:
+        return None
+    shapes = []
+    takes = [operand for operand in form.epilogue.operands if operand.kind != "number"]
+    if len(takes) != len(tensors):
+        return None
+    for operand, tensor in zip(takes, tensors, strict=True):
+        shape = problem.operand_shape(operand)
+        if operand.kind == "scalar":
+            fits = tensor.numel() == 1
+        elif operand.kind == "matrix":
+            fits = tensor.ndim > 1 and tensor.shape[-1] == shape[-1] and 0 not in tensor.stride()
+        elif operand.name in ("scale_a", "scale_b"):  # (m, 1) and (1, n), as torch has them
+            fits = tensor.ndim == 2
+        else:
+            fits = tensor.ndim == 1 and not (operand.kind == "m" and folded)
+        if not fits or tensor.numel() != math.prod(shape):
+            return None
+        try:
+            if normalize_dtype(str(tensor.dtype)) != operand_dtype(operand, problem.out_dtype):
+                return None
+            if len(shape) == 1 and shape[0] > 1 and tensor.view(shape).stride(0) != 1:
+                return None
+            tensor.view(shape)
+        except (ProblemError, RuntimeError):  # a dtype without a name here, or strides without such a view
+            return None
+        shapes.append(shape)
+    return tuple(shapes)

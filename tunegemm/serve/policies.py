@@ -1,0 +1,123 @@
+"""What dispatch prefers among measured candidates: speed, reproducibility, memory, energy, free SMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import PolicyError
+from tunegemm.generate.launching import tma_takes
+
+Preference = Literal["fastest", "deterministic", "no_workspace", "min_energy"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which candidates may be launched, and which of them is best."""
+
+    prefer: Preference = "fastest"
+    """See `docs/dispatch.md`."""
+    max_sms: int | None = None
+    """Multiprocessors that a launch may fill; None for all."""
+
+    def __post_init__(self) -> None:
+        if self.prefer not in get_args(Preference):
+            raise PolicyError(
+                f"policy {self.prefer!r} is not known; use one of {', '.join(get_args(Preference))}"
+            )
+        if self.max_sms is not None and not (isinstance(self.max_sms, int) and self.max_sms > 0):
+            raise PolicyError(f"max_sms {self.max_sms!r}: give a number of multiprocessors from 1, or None")
+
+    def __str__(self) -> str:
+        return self.prefer + (f" on {self.max_sms} multiprocessors" if self.max_sms else "")
+
+    @property
+    def is_default(self) -> bool:
+        return self == FASTEST
+
+    def refusal(self, problem: Problem, candidate: Candidate) -> str:
+        """Why the candidate must not be launched under this policy; empty when it may be."""
+        if self.max_sms is not None and (reason := _grid_refusal(candidate)):
+            return reason
+        judge = _JUDGES.get(self.prefer)
+        return judge(problem, candidate) if judge is not None else ""
+
+    def device(self, device: Device) -> Device:
+        """The device as launches may see it: with so few multiprocessors as they may fill."""
+        if self.max_sms is None or self.max_sms >= device.sm_count:
+            return device
+        return device.with_sm_budget(self.max_sms)
+
+
+FASTEST = Policy()
+DETERMINISTIC = Policy("deterministic")
+
+
+def parse_policy(text: str) -> Policy:
+    """From ``deterministic``, or ``fastest,max_sms=120``, as in the environment."""
+    name, *options = (word.strip() for word in text.split(","))
+    policy = Policy(name or "fastest")  # type: ignore[arg-type]  # checked there
+    for option in options:
+        key, _, value = option.partition("=")
+        if key != "max_sms" or not value.isdigit():
+            raise PolicyError(f"policy {text!r}: {option!r} is not max_sms=NUMBER")
+        policy = replace(policy, max_sms=int(value))
+    return policy
+
+
+def _deterministic(problem: Problem, candidate: Candidate) -> str:
+    """Kernels of ours are: split-K adds its parts in the order of k, whichever block comes last.
+
+    A library's algorithm counts where it neither splits k nor reduces: NVIDIA promises the same bits in every
+    run but excepts kernels on several streams, and does not say of which algorithm. torch.mm is torch's to
+    judge: it raises or not, as `torch.use_deterministic_algorithms` has it.
+    """
+    if candidate.params.get("algorithm") != "cublaslt":
+        return ""
+    if _splits(candidate) or candidate.params.get("reduction_scheme", "NONE") not in ("NONE", 0):
+        return "an algorithm of the library that splits k, whose order of sums is not known"
+    return ""
+
+
+def _no_workspace(problem: Problem, candidate: Candidate) -> str:
+    if num_bytes := int(candidate.params.get("workspace_bytes", 0)):
+        return f"it needs {num_bytes} B of workspace"
+    if candidate.params.get("algorithm") is not None:
+        return ""
+    if _splits(candidate):
+        return "parts of k keep their sums in a workspace"
+    from tunegemm.generate import families
+
+    if families.get(candidate.family).tma and not tma_takes(problem):
+        return "it multiplies aligned copies of these operands"
+    return ""
+
+
+def _splits(candidate: Candidate) -> bool:
+    params = candidate.params
+    return int(params.get("split_k", 1)) > 1 or params.get("tile_scheduler") == "stream_k"
+
+
+def _grid_refusal(candidate: Candidate) -> str:
+    """Only a persistent grid of one block per multiprocessor leaves the others free.
+
+    The hardware gives every multiprocessor a first block before any gets a second.
+    """
+    if "tile_m" not in candidate.params:
+        return "a library's kernel fills the multiprocessors that it likes"
+    per_sm = int(candidate.params.get("ctas_per_sm", candidate.params.get("occupancy", 1)))
+    if candidate.params.get("ctas") not in ("all", "balanced") or per_sm != 1:
+        return "its grid is not one block per multiprocessor"
+    if candidate.params.get("reduction") == "second_kernel" and _splits(candidate):
+        return "its second kernel fills all multiprocessors"
+    return ""
+
+
+_JUDGES: dict[str, Callable[[Problem, Candidate], str]] = {
+    "deterministic": _deterministic,
+    "no_workspace": _no_workspace,
+}

@@ -1,0 +1,165 @@
+"""Which recorded kernels may serve a problem, the best first, and why: for dispatch and `explain` alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.serve.policies import FASTEST, Policy
+from tunegemm.serve.snapshot import Record, Snapshot
+from tunegemm.store.validity import Grade, judge_stored
+
+if TYPE_CHECKING:
+    from tunegemm.serve.neighbours import Near
+
+Outcome = Literal["hit", "near", "miss"]
+
+
+class Rival(Protocol):
+    """A measured candidate of a problem, as a database keeps it beside the record; `Entry` has it."""
+
+    @property
+    def candidate(self) -> Candidate: ...
+
+    @property
+    def fingerprint(self) -> Any: ...
+
+    @property
+    def kernel_source(self) -> str: ...
+
+    @property
+    def measurement(self) -> Any: ...
+
+    @property
+    def rank(self) -> tuple[int, float]: ...
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What dispatch is to do with a problem."""
+
+    outcome: Outcome
+    options: tuple[Record, ...]
+    """What may be launched, the best first; empty where torch computes the product."""
+    why: str
+    """One clause: what speaks for the first option, or why there is none."""
+    nears: tuple[Near, ...] = ()
+    """Of a near hit, the same as `options`, with what is expected of them."""
+    witnesses: tuple[Record, ...] = ()
+    """Of a problem without a record, the records of its neighbourhood that were asked."""
+
+    @property
+    def advises_tuning(self) -> bool:
+        """Whether torch is a stopgap. It is the answer where recorded neighbours speak for it."""
+        return self.outcome == "miss" and not self.witnesses
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A rival as a record."""
+
+    problem: Problem
+    candidate: Candidate
+    fingerprint: Any
+    ratio: float
+    kernel_source: str
+    layer: str
+
+
+def select(
+    snapshot: Snapshot,
+    problem: Problem,
+    device: Device,
+    *,
+    near: bool = True,
+    policy: Policy = FASTEST,
+    rivals: Callable[[Problem], Sequence[Rival]] = lambda problem: (),
+) -> Selection:
+    """Hit, near hit or miss of a problem on a device.
+
+    near: whether neighbours may serve it. rivals: further measurements of a problem, which are asked for
+    only where the policy wants another candidate than the fastest.
+    """
+    record = snapshot.find(problem, device.fingerprint)
+    if record is not None:
+        if policy == FASTEST:
+            return Selection("hit", (record,), _grade(record, device))
+        return _by_policy(record, problem, device, policy, rivals(problem))
+    why = snapshot.why_not(problem, device.fingerprint)
+    if not near:
+        return Selection("miss", (), why)
+    from tunegemm.serve.neighbours import neighbourhood  # and the model: a hit does without
+
+    around = neighbourhood(snapshot, problem, device, policy.refusal)
+    if not around.options:
+        return Selection("miss", (), f"{why}; {around.refusal}", witnesses=around.witnesses)
+    options = tuple(option.record for option in around.options)
+    return Selection("near", options, str(around.options[0]), around.options, around.witnesses)
+
+
+def _grade(record: Record, device: Device) -> str:
+    judgement = judge_stored(record, device.fingerprint)
+    return "" if judgement.grade == Grade.SAME else f"to be verified: {judgement.reason}"
+
+
+def _by_policy(
+    record: Record, problem: Problem, device: Device, policy: Policy, rivals: Sequence[Rival]
+) -> Selection:
+    """The record or the best of its rivals that the policy allows; torch where that is slower than torch."""
+    usable = [
+        rival for rival in sorted(rivals, key=lambda rival: rival.rank, reverse=True)
+        if judge_stored(rival, device.fingerprint).usable
+    ]  # fmt: skip
+    refusal = policy.refusal(problem, record.candidate)
+    if policy.prefer == "min_energy" and not refusal:
+        return _least_energy(record, problem, usable)
+    if not refusal:
+        return Selection("hit", (record,), _grade(record, device))
+    # torch cannot be told to leave multiprocessors free, so that a slower kernel may be what was asked for.
+    enough = 0.0 if policy.max_sms is not None else 1.0
+    for rival in usable:
+        if not policy.refusal(problem, rival.candidate) and rival.measurement.ratio >= enough:
+            why = f"{policy} refuses the record ({refusal})"
+            return Selection("hit", (_as_record(rival, problem),), why)
+    return Selection(
+        "miss",
+        (),
+        f"{policy} refuses its record ({refusal}), and no other measured candidate is as fast as torch",
+    )
+
+
+def _least_energy(record: Record, problem: Problem, usable: Sequence[Rival]) -> Selection:
+    measured = {
+        rival.candidate: (energy_mj, rival)
+        for rival in reversed(usable)  # the better evidence of a candidate comes last
+        if (energy_mj := _energy_mj(rival)) and rival.measurement.ratio >= 1
+    }
+    if not measured:
+        return Selection(
+            "hit", (record,), "the energy of its candidates was not measured (`tunegemm tune --energy`)"
+        )
+    energy_mj, best = min(measured.values(), key=lambda pair: pair[0])
+    return Selection("hit", (_as_record(best, problem),), f"{energy_mj:.3g} mJ each, the least measured")
+
+
+def _energy_mj(rival: Rival) -> float:
+    """Of one product; 0 where it was not measured."""
+    found = rival.measurement.evidence.get("energy_mj")
+    return float(found) if isinstance(found, int | float) and found > 0 else 0.0
+
+
+def _as_record(rival: Rival, problem: Problem) -> Record:
+    return _Choice(
+        problem, rival.candidate, rival.fingerprint, rival.measurement.ratio, rival.kernel_source, ""
+    )
+
+
+def read_rivals(problem: Problem) -> list[Any]:
+    """Every measurement of a problem in the user's and the project's database. Loads SQLAlchemy."""
+    from tunegemm.store.layers import of_databases
+
+    return [entry for found in of_databases(lambda d: d.entries(problem), []) for entry in found]

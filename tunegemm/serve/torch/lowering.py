@@ -1,0 +1,106 @@
+"""How Inductor calls tunegemm from the code it writes.
+
+By itself it would call an operator through torch's dispatcher, which costs the host more than the product of
+a small batch: one decode step of a model under torch.compile was 0.73 of torch's speed (H200, 16 tokens, two
+layers of 8B shapes: benchmarks/results/h200/clients-before-lowering-2026-11-21.json). Here it learns to call
+a function with an output of its own, as it calls ``extern_kernels.mm``.
+
+Inductor has no public interface for this; where it is not as expected, its code calls the operators.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tunegemm.serve.forms import MATMUL, form_of
+
+if TYPE_CHECKING:
+    from tunegemm.serve.dispatcher import Dispatcher
+
+_NAME = "tunegemm_product"
+
+
+def site_of(operands: Sequence[torch.Tensor], *form: object) -> str:
+    """What compiled code promises of operands, traced ones; empty where an extent or a stride may change."""
+    if any(type(extent) is not int for each in operands for extent in (*each.shape, *each.stride())):
+        return ""
+    places = (f"{each.device} {each.dtype} {tuple(each.shape)} {each.stride()}" for each in operands)
+    return "; ".join((*places, *map(str, form)))
+
+
+def lower(serving: Callable[[], Dispatcher]) -> None:
+    """Teach Inductor `tunegemm::mm`, `bmm` and `fused`, once. Imports it: for a process that compiles."""
+    with suppress(ImportError, AttributeError):
+        _lower(serving)
+
+
+def _lower(serving: Callable[[], Dispatcher]) -> None:
+    inductor: Any = importlib.import_module("torch._inductor.select_algorithm")
+    ir: Any = importlib.import_module("torch._inductor.ir")
+    lowering: Any = importlib.import_module("torch._inductor.lowering")
+    graphs: Any = importlib.import_module("torch._inductor.virtualized").V
+    if hasattr(inductor.extern_kernels, _NAME):
+        return
+
+    # Names and arguments are in code that Inductor keeps on disk: see `ops._CALLS`.
+    def product(a: torch.Tensor, b: torch.Tensor, *, site: str, out: torch.Tensor) -> torch.Tensor:
+        return serving().compiled(site, plain, a, b, (), (), out)
+
+    def fused_product(
+        a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, site: str, numbers: Sequence[float],
+        epilogue: str, out_dtype: torch.dtype | None, accumulation: str, out: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        form = form_of(MATMUL, epilogue, out_dtype, accumulation)
+        return serving().compiled(site, form, a, b, operands, numbers, out)
+
+    plain = form_of(MATMUL, "")
+    choice = inductor.ExternKernelChoice(product, name=_NAME)
+    fused_choice = inductor.ExternKernelChoice(fused_product, name=f"{_NAME}_and_more")
+
+    def called(
+        choice: Any, operands: Sequence[Any], traced: Sequence[Any], halves: bool, **words: Any
+    ) -> Any:
+        values = [argument.meta["val"] for argument in traced]
+        nodes = [
+            ir.ExternKernel.require_exact_strides(ir.ExternKernel.realize_input(node), value.stride())
+            for node, value in zip(operands, values, strict=True)
+        ]
+        columns = nodes[1].get_size()[-1]
+        size = [*nodes[0].get_size()[:-1], columns // 2 if halves else columns]
+        dtype = graphs.graph.current_node.meta["val"].dtype
+        layout = ir.FixedLayout(nodes[0].get_device(), dtype, size)
+        found = choice.bind(nodes, layout, site=site_of(values, *words.values()), **words).output_node()
+        return found[0] if isinstance(found, tuple) else found
+
+    def plainly(a: Any, b: Any, *, records: str = "") -> Any:
+        return called(choice, (a, b), graphs.graph.current_node.args, False)
+
+    def fused(
+        a: Any, b: Any, operands: Sequence[Any], numbers: Sequence[float], epilogue: str,
+        out_dtype: torch.dtype | None = None, accumulation: str = "fast", *, records: str = "",
+    ) -> Any:  # fmt: skip
+        left, right, others, *_ = graphs.graph.current_node.args
+        halves = form_of(MATMUL, epilogue).epilogue.gated
+        return called(
+            fused_choice, (a, b, *operands), (left, right, *others), halves, numbers=list(numbers),
+            epilogue=epilogue, out_dtype=out_dtype, accumulation=accumulation,
+        )  # fmt: skip
+
+    def register(operator: Any, call: Callable[..., Any]) -> None:
+        by_operator = lowering.fallback_handler(operator, add_to_fallback_set=False)
+
+        def lowered(*arguments: Any, **keywords: Any) -> Any:
+            # C++ calls no Python functions, but operators.
+            return (by_operator if graphs.graph.cpp_wrapper else call)(*arguments, **keywords)
+
+        lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
+        lowering.add_needs_realized_inputs(operator)  # as for aten.mm
+
+    register(torch.ops.tunegemm.fused.default, fused)
+    for operator in (torch.ops.tunegemm.mm.default, torch.ops.tunegemm.bmm.default):
+        register(operator, plainly)

@@ -1,0 +1,324 @@
+"""The operators `tunegemm::mm`, `bmm`, `matmul_out` and `fused`: what traced code holds in place of a call.
+
+torch.compile and torch.export put them into their graphs and do not look inside; a kernel is chosen when the
+graph runs. Eager code does without them: torch's way to an operator written in Python costs more than the
+dispatcher does. `fused` stays in a graph only where a kernel is recorded for it when the graph is made: its
+parts are torch's operators then, which a compiler fuses with what is around them.
+
+torch.compile keeps what it made on disk, by the graph that Dynamo traced. What is served is decided later,
+from records: so they are part of that graph, as the argument `records` of the operators, some letters that
+change with them. With the decision they become `_CALLS`: where it is the same, Inductor's code is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tunegemm.serve.forms import LINEAR, MATMUL, RECORDED, Form, form_of
+from tunegemm.serve.torch.autograd import DTYPES, PLAIN, batched, gradients, is_simple
+from tunegemm.serve.unfused import unfused
+
+if TYPE_CHECKING:
+    from tunegemm.serve.dispatcher import Dispatcher
+
+#: Products of other devices stay torch's in a graph, where its compiler may fuse them.
+_DEVICE_TYPE = "cuda"
+
+#: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it
+#: keeps on disk is of any age.
+_CALLS = "calls-2"
+
+_library = torch.library.Library("tunegemm", "DEF")
+
+
+def define(serving: Callable[[], Dispatcher]) -> None:
+    """Registers the operators, whose products are computed by what `serving` returns at each call."""
+    _records_of.append(serving)
+    # Strides are fixed where a compiler calls us (`lowering`). By a tag they would be earlier, which copies
+    # what is not computed yet: the norm of a model was written anew for each product that reads it.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+    for name in ("mm", "bmm"):
+        _library.define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", tags=tags)
+        _define_product(name, serving)
+    _library.define("matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()", tags=tags)
+
+    def write(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        if serving().recorded(a, b, out) is None:
+            torch.matmul(a, b, out=out)
+        elif not out.is_inference():  # inference tensors count no versions
+            torch.autograd.graph.increment_version(out)
+
+    _define_fused(serving, tags)
+    _library.impl("matmul_out", write, "CompositeExplicitAutograd")
+    torch.library.register_fake("tunegemm::matmul_out", lambda a, b, out: None, lib=_library)
+
+
+def _teach_inductor(serving: Callable[[], Dispatcher]) -> None:
+    """If a graph is being traced: torch 2.11 says `is_compiling` to the traced code and to exports only."""
+    if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
+        from tunegemm.serve.torch.lowering import lower
+
+        lower(serving)
+
+
+_records_of: list[Callable[[], Dispatcher]] = []
+
+
+def _records() -> str:
+    """What is served is decided by; nothing in exported programs, which other hosts run by other records."""
+    return "" if torch.compiler.is_exporting() else _records_of[-1]().fingerprint()
+
+
+# For Dynamo a constant of the time of tracing, as torch.compiler.assume_constant_result makes it, which would
+# import Dynamo now.
+_records._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
+    operator = getattr(torch.ops.tunegemm, name).default
+    rank = 2 if name == "mm" else 3
+    plain, aten = form_of(MATMUL, ""), getattr(torch.ops.aten, name)
+
+    def compute(a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
+        result = serving().recorded(a, b)
+        return torch.matmul(a, b) if result is None else result
+
+    def check(a: torch.Tensor, b: torch.Tensor) -> None:
+        torch._check(a.ndim == rank and b.ndim == rank, lambda: f"tunegemm::{name} takes {rank}-D tensors")
+        torch._check(a.dtype == b.dtype, lambda: f"operands of {a.dtype} and {b.dtype}; convert one")
+        for x, y in zip((*a.shape[:-2], a.shape[-1]), b.shape[:-1], strict=True):
+            torch._check(x == y, lambda: f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
+
+    def fake(a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
+        _teach_inductor(serving)
+        check(a, b)
+        return a.new_empty((*a.shape[:-1], b.shape[-1]))
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, b)
+            return below_autograd(keyset, a, b)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            a, b = ctx.saved_tensors
+            return None, *gradients(operator, grad, a, b, ctx.needs_input_grad[1:])
+
+    def below_autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, a, b, records=_CALLS)
+
+    def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return torch.matmul(a, b)  # an autograd.Function cannot be applied inside a transform's kernel
+        if torch._C._len_torch_dispatch_stack() and not _is_served(serving(), plain, a, b):
+            check(a, b)
+            return aten(a, b)  # traced: a compiler does more with its own operator
+        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+            return Differentiable.apply(keyset, a, b)
+        if type(a) in PLAIN and type(b) in PLAIN and not torch._C._len_torch_dispatch_stack():
+            return compute(a, b)  # nobody below wants to know; saves the way through torch's dispatcher
+        return below_autograd(keyset, a, b)
+
+    def vmap(
+        info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = ""
+    ) -> tuple[torch.Tensor, int]:
+        return batched(traced_matmul, in_dims, a, b), 0
+
+    _library.impl(name, compute, "CompositeExplicitAutograd")
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"tunegemm::{name}", fake, lib=_library)
+    torch.library.register_vmap(f"tunegemm::{name}", vmap, lib=_library)
+
+
+def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]) -> None:
+    _library.define(
+        "fused(Tensor a, Tensor b, Tensor[] operands, float[] numbers, str epilogue, "
+        "ScalarType? out_dtype=None, str accumulation='fast', *, str records='') -> Tensor",
+        tags=tags,
+    )
+    operator = torch.ops.tunegemm.fused.default
+    Operands = Sequence[torch.Tensor]
+
+    def form(epilogue: str, out_dtype: torch.dtype | None, accumulation: str, kind: int = MATMUL) -> Form:
+        return form_of(kind, epilogue, out_dtype, accumulation)
+
+    def compute(
+        a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float], epilogue: str,
+        out_dtype: torch.dtype | None = None, accumulation: str = "fast", *, records: str = "",
+    ) -> torch.Tensor:  # fmt: skip
+        result = None
+        if a.device.type == _DEVICE_TYPE:
+            asked = form(epilogue, out_dtype, accumulation, RECORDED)
+            result = serving().fused(asked, a, b, tuple(operands), numbers)
+        if result is None:
+            result = unfused(form(epilogue, out_dtype, accumulation), a, b, operands, numbers)
+        return result
+
+    def fake(
+        a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float], epilogue: str,
+        out_dtype: torch.dtype | None = None, accumulation: str = "fast", *, records: str = "",
+    ) -> torch.Tensor:  # fmt: skip
+        _teach_inductor(serving)
+        return unfused(form(epilogue, out_dtype, accumulation), a, b, operands, numbers)
+
+    def autograd(
+        keyset: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float],
+        epilogue: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast", *,
+        records: str = "",
+    ) -> torch.Tensor:  # fmt: skip
+        asked = form(epilogue, out_dtype, accumulation)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return unfused(asked, a, b, operands, numbers)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands)):
+            return unfused(asked, a, b, operands, numbers, multiply=traced_matmul)
+        if torch._C._len_torch_dispatch_stack() and not _is_served(serving(), asked, a, b):
+            return unfused(asked, a, b, operands, numbers)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(
+                keyset & torch._C._after_autograd_keyset,
+                a, b, operands, numbers, epilogue, out_dtype, accumulation, records=_CALLS,
+            )  # fmt: skip
+
+    def vmap(
+        info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands,
+        numbers: Sequence[float], epilogue: str, out_dtype: torch.dtype | None = None,
+        accumulation: str = "fast", *, records: str = "",
+    ) -> tuple[torch.Tensor, int]:  # fmt: skip
+        asked = form(epilogue, out_dtype, accumulation)
+        mapped = torch.vmap(
+            lambda a, b, operands: unfused(asked, a, b, operands, numbers), tuple(in_dims[:3])
+        )
+        return mapped(a, b, list(operands)), 0
+
+    _library.impl("fused", compute, "CompositeExplicitAutograd")
+    _library.impl("fused", autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake("tunegemm::fused", fake, lib=_library)
+    torch.library.register_vmap("tunegemm::fused", vmap, lib=_library)
+
+
+def _is_served(dispatcher: Any, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a kernel is recorded for operands that are being traced.
+
+    Of symbolic extents what they were traced with is asked about, and any other m that is recorded.
+    """
+    if a.ndim < 2 or b.ndim < 2 or a.device.type != _DEVICE_TYPE or b.device != a.device:
+        return False
+    if torch.is_autocast_enabled(_DEVICE_TYPE) and torch.get_autocast_dtype(_DEVICE_TYPE) != a.dtype:
+        return False
+    if getattr(sys.modules.get("torch._inductor.config"), "cpp_wrapper", False):
+        return False  # C++ would call us through torch's dispatcher, and outlive the Python that we need
+    places = [
+        ([_hint(extent) for extent in tensor.shape], [_hint(step) for step in tensor.stride()], tensor.dtype)
+        for tensor in (a, b)
+    ]
+    symbolic = any(isinstance(extent, torch.SymInt) for extent in (*a.shape, *b.shape))
+    with _disable_current_modes():
+        left, right = (
+            torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            for shape, strides, dtype in places
+        )
+        return bool(dispatcher.serves(form, left, right, a.device.index or 0, any_m=symbolic))
+
+
+def _hint(extent: Any) -> int:
+    """An extent, or what a symbolic one was traced with; no guard is made of it."""
+    return int(extent.node.hint or 2) if isinstance(extent, torch.SymInt) else int(extent)
+
+
+def traced_fused(
+    kind: int,
+    text: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    numbers: tuple[float, ...],
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    accumulation: str,
+) -> torch.Tensor:
+    """What `Dispatcher.fused` does, while a graph is traced. An output is written by torch then."""
+    amax = tensors[-1] if text.endswith("amax") and not text.startswith("custom") else None
+    if amax is not None:
+        text, tensors = text.removesuffix("amax").removesuffix("+"), tensors[:-1]
+    right = b.mT if kind == LINEAR else b
+    result = torch.ops.tunegemm.fused(
+        a, right, list(tensors), list(numbers), text, out_dtype, accumulation, records=_records()
+    )
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, result.float().abs().amax()))
+    return result if out is None else out.copy_(result)
+
+
+def addmm_steps(
+    c: torch.Tensor, a: torch.Tensor, beta: float, alpha: float
+) -> tuple[str, tuple[torch.Tensor, ...], tuple[float, ...]]:
+    """The epilogue of ``beta * c + alpha * a @ b`` and its operands.
+
+    Whether C has a shape that a kernel takes is for dispatch to say: torch has more, which it broadcasts.
+    """
+    first, scalars = ("", ()) if alpha == 1 else ("alpha+", (float(alpha),))
+    if beta == 0:
+        return first[:-1], (), scalars
+    if beta == 1:
+        if c.ndim == 1:
+            return first + "bias_n", (c,), scalars
+        if c.ndim == a.ndim == 2 and c.stride(0) == 0:  # as Inductor expands a row
+            return first + "bias_n", (c[0],), scalars
+    return first + "beta_c", (c,), (*scalars, float(beta))
+
+
+def scale_steps(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: bool
+) -> str:
+    """The epilogue of ``torch._scaled_mm`` with these scales; empty for those that only torch has."""
+    if a.ndim != 2 or b.ndim != 2:
+        return ""
+    if scale_a.numel() == 1 and scale_b.numel() == 1:
+        return "scale_tensor+bias_n" if bias else "scale_tensor"
+    if scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]):
+        return "scale_rowwise+bias_n" if bias else "scale_rowwise"
+    return ""
+
+
+def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`tunegemm.matmul` while a graph is traced."""
+    if not (_is_servable(a, b) and is_simple(a, b)):
+        return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
+    if out is not None:
+        if out.dtype != a.dtype or out.shape != (*a.shape[:-1], b.shape[-1]):
+            return torch.matmul(a, b, out=out)
+        torch.ops.tunegemm.matmul_out(a, b, out)
+        return out
+    if b.ndim == 3:
+        return torch.ops.tunegemm.bmm(a, b, records=_records())
+    if a.ndim == 2:
+        return torch.ops.tunegemm.mm(a, b, records=_records())
+    return torch.ops.tunegemm.mm(a.flatten(0, -2), b, records=_records()).unflatten(0, a.shape[:-1])
+
+
+def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`tunegemm.linear` while a graph is traced."""
+    if weight.ndim != 2 or not _is_servable(x, weight):
+        return torch.nn.functional.linear(x, weight, bias)
+    if bias is not None:
+        return traced_fused(LINEAR, "bias_n", x, weight, (bias,), (), None, None, "fast")
+    return traced_matmul(x, weight.t())
+
+
+def _is_servable(a: torch.Tensor, b: torch.Tensor) -> bool:
+    kind = a.device.type
+    return (
+        kind == _DEVICE_TYPE
+        and b.device.type == kind
+        and a.dtype == b.dtype
+        and a.dtype in DTYPES
+        and not (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != a.dtype)
+    )

@@ -1,0 +1,495 @@
+"""Counts the products of a program where they reach ATen: eager, autograd, compiled and captured code alike.
+
+While a recording runs, the CPU and CUDA kernels of ATen's matrix products are wrapped (`aten`).
+docs/recording.md says what is not seen.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import statistics
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize, register_after_fork
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch._guards import CompileContext
+
+from tunegemm.describe.problem import MAX_ALIGNMENT, alignment_of, contiguous_mode, normalize_dtype
+from tunegemm.describe.workload import Product, Workload, merge
+from tunegemm.describe.workload.products import Kind
+from tunegemm.errors import ProblemError, WorkloadError
+from tunegemm.serve import api
+from tunegemm.serve.forms import LINEAR, RECORDED, Form
+from tunegemm.serve.policies import Policy
+from tunegemm.serve.torch.aten import Layer, replacements
+from tunegemm.serve.unfused import unfused
+
+#: Operators, and where the first operand stands among their arguments.
+_FIRST_OPERAND = {
+    "mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1,
+    "_addmm_activation": 1,
+}  # fmt: skip
+#: Timed calls per product; the median of so many is stable, and later calls cost no events.
+_TIMED = 32
+#: Events that may wait for the GPU before those that are done are read.
+_PENDING = 256
+#: Seconds between writes of a process that may be killed at any time.
+_WRITE_EVERY_S = 3.0
+
+_Key = tuple[Any, ...]
+
+
+class _Clock:
+    """Times one call: between events on the GPU's stream, by the wall clock on a CPU."""
+
+    def __init__(self, operand: torch.Tensor) -> None:
+        self.wall_us: float | None = None
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if operand.is_cuda:
+            self._stream = torch.cuda.current_stream(operand.device)
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record(self._stream)
+        self._start_s = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._events is not None:
+            self._events[1].record(self._stream)
+        else:
+            self.wall_us = (time.perf_counter() - self._start_s) * 1e6
+
+    def read(self, *, wait: bool) -> float | None:
+        """The time in us; None while the GPU has not come so far, unless one waits."""
+        if self._events is None:
+            return self.wall_us
+        start, end = self._events
+        if wait:
+            end.synchronize()
+        elif not end.query():
+            return None
+        return start.elapsed_time(end) * 1e3
+
+
+@dataclass
+class _Tally:
+    """How often one kind of product was computed."""
+
+    kind: Kind
+    calls: int = 0
+    captured: int = 0
+    replayed: int = 0
+    times_us: list[float] = field(default_factory=list)
+
+
+class Recording:
+    """The products computed while it runs; a context manager. See `tunegemm.record`."""
+
+    def __init__(self, path: Path | None = None, program: Sequence[str] = ()) -> None:
+        self._path = path
+        self._program = tuple(program or sys.argv)
+        self._pid = os.getpid()
+        self._tallies: dict[_Key, _Tally] = {}
+        self._unknown_replays = 0
+
+    def __enter__(self) -> Self:
+        if self._path is not None and not self._path.parent.is_dir():
+            raise WorkloadError(f"{self._path}: its folder does not exist; make it first")
+        self._pid = os.getpid()
+        _interception.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _interception.remove(self)
+        if self._path is not None and os.getpid() == self._pid:  # not a forked child, which ends here, too
+            self.workload().write(self._path)
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self._tallies = {}
+        self._unknown_replays = 0
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """What was computed so far, in the order of the extents."""
+        return self.workload().products
+
+    def workload(self) -> Workload:
+        """What the file says."""
+        with _interception.lock:
+            tallies = list(self._tallies.values())
+            products = [
+                Product(
+                    tally.kind,
+                    tally.calls + tally.replayed,
+                    tally.replayed,
+                    tally.captured,
+                    len(tally.times_us),
+                    round(statistics.median(tally.times_us), 3) if tally.times_us else None,
+                )
+                for tally in tallies
+            ]
+        on_gpu = any(product.kind.device == "cuda" for product in products)
+        # Strides that no kernel tells apart make several tallies of one kind.
+        parts = [Workload((product,), processes=0) for product in products]
+        return merge(
+            [
+                *parts,
+                Workload(
+                    (),
+                    torch=torch.__version__,
+                    device=torch.cuda.get_device_name() if on_gpu else "",
+                    unknown_replays=self._unknown_replays,
+                ),
+            ],
+            self._program,
+        )
+
+
+def record(path: str | os.PathLike[str] | None = None) -> Recording:
+    """Counts every matrix product that runs inside ``with tunegemm.record("shapes.json") as recording:``.
+
+    Counts all threads' products, by shape, dtypes, majors, alignment and what is added, and times the first
+    calls of each. At the end, after an exception, too, they are written to `path`, if one is given, for
+    ``tunegemm tune --from``; `recording.products` has them at any time. Meanwhile `tunegemm.matmul` and
+    `linear` leave products to torch, so that theirs are seen, too. Raises WorkloadError when the file cannot
+    be written, and TunegemmError when torch cannot do it.
+    """
+    return Recording(Path(path) if path is not None else None)
+
+
+def record_process(folder: str) -> None:
+    """Record until the process ends, into a file of its own in a folder, written every few seconds.
+
+    Forked children begin anew: what ran before the fork is their parent's.
+    """
+    recording = Recording()
+    writer = _Writer(recording, Path(folder))
+    recording.__enter__()
+    os.register_at_fork(after_in_child=writer.forked)
+    writer.start()
+
+
+def record_until_exit(path: Path) -> None:
+    """Record this process, not its forked children, into a file that is written and named when it ends."""
+    recording = Recording(path)
+    recording.__enter__()
+
+    def finish() -> None:
+        try:
+            recording.__exit__()
+        except WorkloadError as error:
+            print(f"tunegemm: {error}", file=sys.stderr)
+            return
+        if os.getpid() == recording._pid:
+            print(
+                f"tunegemm: {len(recording.products)} products in {path}. "
+                f"Tune them: tunegemm tune --from {path}",
+                file=sys.stderr,
+            )
+
+    atexit.register(finish)
+
+
+class _Writer:
+    """Writes a recording again and again: whoever ends the process with a signal loses seconds, not all."""
+
+    def __init__(self, recording: Recording, folder: Path) -> None:
+        self._recording = recording
+        self._folder = folder
+        self._is_child = False
+
+    def start(self) -> None:
+        self.write()
+        threading.Thread(target=self._run, name="tunegemm-record", daemon=True).start()
+        self._write_at_exit()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_WRITE_EVERY_S)
+            self.write()
+
+    def _write_at_exit(self) -> None:
+        # Not `atexit`: the children of multiprocessing end without it, and begin without older finalizers.
+        Finalize(None, self.last, exitpriority=0)
+        register_after_fork(self, _Writer._write_at_exit)
+
+    def forked(self) -> None:
+        """In a forked child, which has none of its parent's threads."""
+        self._recording.clear()
+        self._is_child = True
+        self.start()
+
+    def last(self) -> None:
+        _interception.drain(wait=True)
+        try:
+            self._write()
+        except WorkloadError as error:
+            if self._folder.is_dir():  # a process may outlive `tunegemm record`, which takes its folder along
+                print(f"tunegemm: products of process {os.getpid()} are lost: {error}", file=sys.stderr)
+
+    def write(self) -> None:
+        with suppress(WorkloadError):
+            self._write()
+
+    def _write(self) -> None:
+        workload = self._recording.workload()
+        if workload.products or not self._is_child:
+            workload.write(self._folder / f"{os.getpid()}.json")
+
+
+class _Leave:
+    """Stands for the dispatcher during a recording: every product is torch's."""
+
+    def product(self, kind: int, a: Any, b: Any, out: Any = None) -> Any:
+        if kind == LINEAR:
+            return torch.nn.functional.linear(a, b)
+        return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
+
+    def recorded(self, a: Any, b: Any, out: Any = None) -> Any:
+        return None
+
+    def fused(self, form: Form, a: Any, b: Any, tensors: Any, numbers: Any = (), out: Any = None) -> Any:
+        return None if form.kind == RECORDED else unfused(form, a, b, tensors, numbers, out)
+
+    def compiled(
+        self, site: str, form: Form, a: Any, b: Any, tensors: Any, numbers: Any, out: Any
+    ) -> Any:  # fmt: skip
+        return unfused(form, a, b, tensors, numbers, out)
+
+    def serves(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def fingerprint(self) -> str:
+        return "recording"
+
+    def refresh(self) -> None:
+        pass
+
+    def use(self, policy: Policy) -> Policy:
+        return policy
+
+
+class _Interception:
+    """The wrapped kernels, while any recording runs."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.recordings: tuple[Recording, ...] = ()
+        self._undo: list[Callable[[], None]] = []
+        self._inside = threading.local()
+        self._capturing: list[Any] = []
+        """CUDA graphs that are being captured, the last begun last."""
+        self._graphs: weakref.WeakKeyDictionary[Any, list[_Key]] = weakref.WeakKeyDictionary()
+        """What each captured graph computes."""
+        self._kinds: dict[_Key, Kind] = {}
+        self._timed: Counter[_Key] = Counter()
+        """Timed calls since the last recording began."""
+        self._pending: deque[tuple[_Clock, _Key, tuple[Recording, ...]]] = deque()
+        """Clocks to be read, and whom they are for."""
+
+    def add(self, recording: Recording) -> None:
+        with self.lock:
+            if not self.recordings:
+                self._install()
+            self.recordings += (recording,)
+            self._timed.clear()
+
+    def remove(self, recording: Recording) -> None:
+        self.drain(wait=True)
+        with self.lock:
+            self.recordings = tuple(other for other in self.recordings if other is not recording)
+            if not self.recordings:
+                for undo in reversed(self._undo):
+                    undo()
+                self._undo.clear()
+
+    def forget(self) -> None:
+        """After a fork: nothing is being captured or timed here, and nobody holds the lock."""
+        self.lock = threading.RLock()
+        self._capturing.clear()
+        self._pending.clear()
+
+    def _install(self) -> None:
+        layer = Layer(
+            tuple(_FIRST_OPERAND),
+            ("CPU", "CUDA"),
+            lambda name, kernel: self._wrap(name, _FIRST_OPERAND[name], kernel),
+        )
+        replacements.put("recording", layer)
+        self._undo.append(lambda: replacements.remove("recording"))
+        leave = _Leave()
+        self._replace(api, "_dispatcher", leave)
+        self._replace(api, "_product", leave.product)
+        if torch.backends.cuda.is_built():
+            self._watch_graphs()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, before))
+
+    def _wrap(self, name: str, first: int, original: Any) -> Callable[..., Any]:
+        def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+            # Inductor runs candidates while it compiles, and some kernels call others: neither is a call of
+            # the program.
+            if CompileContext.try_get() is not None or getattr(self._inside, "on", False):
+                return original.call_boxed(keyset, *arguments, **keywords)
+            self._inside.on = True
+            try:
+                return self._count(name, first, original, keyset, arguments, keywords)
+            finally:
+                self._inside.on = False
+
+        return kernel
+
+    def _count(self, name: str, first: int, original: Any, keyset: Any, arguments: Any, keywords: Any) -> Any:
+        a, b = arguments[first : first + 2]
+        added = _added(name, arguments, keywords)
+        low = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT
+        call = (
+            name, a.shape, a.stride(), b.shape, b.stride(), a.dtype, added, a.device.type, low & -low,
+        )  # fmt: skip
+        captured = a.is_cuda and torch.cuda.is_current_stream_capturing()
+        clock = None if captured or self._timed[call] >= _TIMED else _Clock(a)
+        result = original.call_boxed(keyset, *arguments, **keywords)
+        if clock is not None:
+            clock.stop()
+        if 0 in a.shape or 0 in b.shape:
+            return result
+        key = (*call, result.dtype, result.stride())
+        with self.lock:
+            self._timed[call] += clock is not None
+            if key not in self._kinds:
+                self._kinds[key] = _kind(name, a, b, result, added)
+            for recording in self.recordings:
+                tally = recording._tallies.setdefault(key, _Tally(self._kinds[key]))
+                tally.calls += not captured
+                tally.captured += captured
+            if captured and self._capturing:
+                self._graphs.setdefault(self._capturing[-1], []).append(key)
+            if clock is not None:
+                self._pending.append((clock, key, self.recordings))
+        if clock is not None and (clock.wall_us is not None or len(self._pending) > _PENDING):
+            self.drain(wait=False)
+        return result
+
+    def drain(self, *, wait: bool) -> None:
+        """Reads the clocks that are done, or all. Not during a capture, which forbids to ask for events."""
+        with self.lock:
+            while self._pending and not self._capturing:
+                clock, key, recordings = self._pending[0]
+                try:
+                    elapsed_us = clock.read(wait=wait)
+                except RuntimeError:  # the CUDA context is lost; the counts stay
+                    self._pending.clear()
+                    return
+                if elapsed_us is None:
+                    return
+                self._pending.popleft()
+                for recording in recordings:
+                    if key in recording._tallies:
+                        recording._tallies[key].times_us.append(elapsed_us)
+
+    def _watch_graphs(self) -> None:
+        """Learn what each CUDA graph computes at its capture, and count it at each replay."""
+        graph_class = torch.cuda.CUDAGraph
+        begin, end, replay = graph_class.capture_begin, graph_class.capture_end, graph_class.replay
+
+        def capture_begin(graph: Any, *arguments: Any, **keywords: Any) -> None:
+            with self.lock:
+                self._graphs[graph] = []
+                self._capturing.append(graph)
+            try:
+                begin(graph, *arguments, **keywords)
+            except BaseException:
+                self._capturing.remove(graph)
+                raise
+
+        def capture_end(graph: Any) -> None:
+            try:
+                end(graph)
+            finally:
+                if graph in self._capturing:
+                    self._capturing.remove(graph)
+
+        def counted_replay(graph: Any) -> None:
+            replay(graph)
+            with self.lock:
+                self.count_replay(graph)
+
+        for name, value in (
+            ("capture_begin", capture_begin), ("capture_end", capture_end), ("replay", counted_replay)
+        ):  # fmt: skip
+            self._replace(graph_class, name, value)
+
+    def count_replay(self, graph: Any) -> None:
+        content = self._graphs.get(graph)
+        for recording in self.recordings:
+            if content is None:
+                recording._unknown_replays += 1
+                continue
+            for key in content:
+                recording._tallies.setdefault(key, _Tally(self._kinds[key])).replayed += 1
+
+
+_interception = _Interception()
+os.register_at_fork(after_in_child=_interception.forget)
+
+
+def _added(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[str, str]:
+    """What an operator adds to the product, and the activation it applies."""
+    if name == "_scaled_mm":
+        bias = arguments[4] if len(arguments) > 4 else keywords.get("bias")
+        return "none" if bias is None else "vector", "none"
+    if _FIRST_OPERAND[name] == 0 or keywords.get("beta", 1) == 0:
+        return "none", "none"
+    added = arguments[0]
+    is_vector = added.ndim == 1 or added.stride(-2) == 0 or added.shape[-2] == 1
+    activation = "none"
+    if name == "_addmm_activation":
+        activation = "gelu" if keywords.get("use_gelu") else "relu"
+    return "vector" if is_vector else "matrix", activation
+
+
+def _kind(name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: tuple[str, str]) -> Kind:
+    a_major = _mode(a, row_mode="m", column_mode="k", prefer="k")
+    b_major = _mode(b, row_mode="k", column_mode="n", prefer="k")
+    return Kind(
+        m=a.shape[-2],
+        n=b.shape[-1],
+        k=a.shape[-1],
+        batch=a.shape[0] if a.ndim == 3 else 1,
+        in_dtype=_dtype(a),
+        out_dtype=_dtype(out),
+        a_major=a_major,
+        b_major=b_major,
+        out_major=_mode(out, row_mode="m", column_mode="n", prefer="n"),
+        alignment=alignment_of(a, b, a_major, b_major),
+        op=name.strip("_"),
+        bias=added[0],
+        activation=added[1],
+        device=a.device.type,
+    )
+
+
+def _mode(tensor: torch.Tensor, **modes: str) -> str:
+    try:
+        return contiguous_mode(tensor, **modes)
+    except ProblemError:
+        return ""
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    try:
+        return normalize_dtype(str(tensor.dtype))
+    except ProblemError:
+        return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,157 @@
+"""What the history says: the leaders of a problem, where a search may begin, what a new toolchain changed.
+
+All of it reads values from a `Database`; there is no SQL here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Literal
+
+from tunegemm.describe.device import Fingerprint
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.measure.statistics import NOISE_FLOOR, median_interval, ratio_interval
+from tunegemm.store.record import ALONE, Choice, Entry, Record
+from tunegemm.store.validity import Grade, judge_stored
+
+if TYPE_CHECKING:
+    from tunegemm.store.database import Database
+
+#: Candidates per toolchain that are raced again, or that a search begins with.
+TOP = 5
+
+Verdict = Literal["faster", "slower", "same"]
+
+
+def leaders(entries: Iterable[Entry], top: int = TOP) -> list[Entry]:
+    """The best candidates of one problem, each by its latest final race, or else its latest screen."""
+    latest: dict[Candidate, Entry] = {}
+    for entry in entries:  # oldest first
+        known = latest.get(entry.candidate)
+        if known is None or entry.rank[0] >= known.rank[0]:
+            latest[entry.candidate] = entry
+    return sorted(latest.values(), key=lambda entry: entry.rank, reverse=True)[:top]
+
+
+def seeds(database: Database, problem: Problem, fingerprint: Fingerprint, top: int = TOP) -> list[Candidate]:
+    """The problem's leaders under other software or on other GPUs of the kind, the nearest ones first."""
+    groups: dict[tuple[Grade, Fingerprint, str, str], list[Entry]] = {}
+    for entry in database.entries(problem):
+        grade = judge_stored(entry, fingerprint).grade
+        if grade in (Grade.SEED, Grade.VERIFY):
+            key = grade, entry.fingerprint, entry.candidate.family, entry.kernel_source
+            groups.setdefault(key, []).append(entry)
+    nearest_first = sorted(
+        groups.items(), key=lambda item: (item[0][0], item[1][-1].measured_at), reverse=True
+    )
+    return list(dict.fromkeys(e.candidate for _, group in nearest_first for e in leaders(group, top)))
+
+
+def kindred(
+    records: Iterable[Record], problem: Problem, fingerprint: Fingerprint, top: int = TOP
+) -> list[Candidate]:
+    """What records of any layer say of the same product, the most alike first: of the problem itself, then
+    with another epilogue or output, then of another dtype of the same width. On GPUs of the architecture; on
+    one of this name first, the latest first.
+
+    What a product with an epilogue waits for is the product: fast tiles are fast with either.
+    """
+    found: list[tuple[tuple[bool | datetime, ...], Candidate]] = []
+    for record in records:
+        one, grade = record.problem, judge_stored(record, fingerprint).grade
+        if _product(one) != _product(problem) or grade == Grade.FOREIGN:
+            continue
+        alike = one == problem, record.fingerprint.device_name == fingerprint.device_name
+        found.append(((*alike, one.in_dtype == problem.in_dtype, record.measured_at), record.candidate))
+    ordered = sorted(found, key=lambda pair: pair[0], reverse=True)
+    return list(dict.fromkeys(candidate for _, candidate in ordered))[:top]
+
+
+def _product(problem: Problem) -> tuple[int | str, ...]:
+    """Which elements are multiplied with which, and how wide they are."""
+    width = DTYPE_BYTES[problem.in_dtype]
+    return problem.m, problem.n, problem.k, problem.batch, problem.a_major, problem.b_major, width
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A problem's record before and after, on one kind of device."""
+
+    problem: Problem
+    before: Entry
+    after: Entry
+    by: Literal["ratio", "time"]
+    """What was compared: the ratio to torch.mm where that is the same library, else the time itself."""
+    verdict: Verdict
+    change: float
+    """Of the time of one product: +0.03 is 3 % slower. By ratio, as if torch.mm had not moved."""
+
+    @property
+    def changed(self) -> str:
+        """What differs between the two toolchains, in one clause."""
+        there, here = self.before.fingerprint.asdict(), self.after.fingerprint.asdict()
+        facts = [f"{name} {there[name]} to {here[name]}" for name in there if there[name] != here[name]]
+        facts += ["kernel sources"] * (self.before.kernel_source != self.after.kernel_source)
+        return ", ".join(facts) or "nothing"
+
+
+def compare(before: Entry, after: Entry) -> Comparison:
+    """Faster or slower only where the medians' 95 % intervals are apart, and by more than the noise."""
+    old, new = before.measurement, after.measurement
+    library = ("torch", "cuda")
+    same_library = all(getattr(before.fingerprint, n) == getattr(after.fingerprint, n) for n in library)
+    noise = max(old.noise, new.noise, NOISE_FLOOR)
+    if same_library:
+        # torch.mm ran in the same rounds: what clocks and temperature did to it, they did to the kernel.
+        change = old.ratio / new.ratio - 1
+        (old_low, old_high), (new_low, new_high) = ratio_interval(old), ratio_interval(new)
+        apart = new_high < old_low or old_high < new_low
+    else:
+        change = new.median_us / old.median_us - 1
+        (old_low, old_high), (new_low, new_high) = map(median_interval, (old.samples_us, new.samples_us))
+        apart = new_high < old_low or old_high < new_low
+    verdict: Verdict = "same"
+    if apart and abs(change) > noise:
+        verdict = "slower" if change > 0 else "faster"
+    by: Literal["ratio", "time"] = "ratio" if same_library else "time"
+    return Comparison(before.problem, before, after, by, verdict, change)
+
+
+def regressions(database: Database, problem: Problem, since: datetime | str) -> list[Comparison]:
+    """The problem's record since a moment, or under a fingerprint (its digest's start), and the one before.
+
+    One comparison per kind of device that has both. The screen's samples are too few for verdicts: only
+    final races are compared, and those in which each had the chip to itself only with their like.
+    """
+    evidence = {
+        (entry.candidate, entry.fingerprint, entry.measured_at): entry
+        for entry in database.entries(problem)
+        if entry.policy != "screen"
+    }
+    by_device: dict[tuple[str, str, int], list[tuple[Choice, Entry]]] = {}
+    for choice in database.history(problem):
+        record = choice.record
+        entry = evidence.get((record.candidate, record.fingerprint, record.measured_at))
+        if entry is not None:
+            one = record.fingerprint
+            by_device.setdefault((one.device_name, one.mig, one.sm_budget), []).append((choice, entry))
+    found = []
+    for chosen in by_device.values():
+        is_later = [_is_since(choice, since) for choice, _ in chosen]
+        if True not in is_later:
+            continue
+        first = is_later.index(True)
+        after = [entry for (_, entry), later in zip(chosen, is_later, strict=True) if later][-1]
+        before = [entry for _, entry in chosen[:first] if (entry.policy in ALONE) == (after.policy in ALONE)]
+        if before:
+            found.append(compare(before[-1], after))
+    return found
+
+
+def _is_since(choice: Choice, since: datetime | str) -> bool:
+    if isinstance(since, datetime):
+        return choice.chosen_at >= since
+    return choice.record.fingerprint.digest.startswith(since)

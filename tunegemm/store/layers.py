@@ -1,0 +1,134 @@
+"""The layers of the database: system, pack, user, project; of records worth the same, the narrower wins.
+
+- *system*: `db/records/*.json`, shipped with the package for known GPUs; text, read-only.
+- *pack*: what `tunegemm load` or ``TUNEGEMM_PACK`` brought, with its compiled kernels; read-only.
+- *user*: `tunegemm.sqlite` in the user's data folder.
+- *project*: ``TUNEGEMM_DB``, a path or URL; else `tunegemm.sqlite` in the working directory, if there is one.
+
+What is tuned is written to the narrowest: `Database.open()` without a location.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from tunegemm.errors import DatabaseError
+from tunegemm.store import packs
+
+if TYPE_CHECKING:
+    from tunegemm.store.database import Database
+    from tunegemm.store.lookup import Lookup
+    from tunegemm.store.record import Record
+
+T = TypeVar("T")
+
+#: Names of the layers, by how narrow they are: a larger number wins.
+NARROWNESS = {"system": 1, "pack": 2, "user": 3, "project": 4}
+
+_FILE_NAME = "tunegemm.sqlite"
+
+
+def project_location() -> str | None:
+    """Where the project's layer is; None when there is none."""
+    configured = os.environ.get("TUNEGEMM_DB")
+    if configured:
+        return configured
+    here = Path.cwd() / _FILE_NAME
+    return str(here) if here.is_file() else None
+
+
+def user_location() -> Path:
+    """Where the user's layer is, whether or not the file exists."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("tunegemm")) / _FILE_NAME
+
+
+def modified() -> tuple[tuple[int, int], ...]:
+    """What changes when another process publishes in a layer that is a file: sizes and times of the files.
+
+    It is some microseconds, and knows nothing of a server's database.
+    """
+    found = []
+    for location in (user_location(), project_location()):
+        if location is not None and "://" not in str(location):
+            for suffix in ("", "-wal"):  # what was published last is in the write-ahead log
+                try:
+                    facts = Path(f"{location}{suffix}").stat()
+                    found.append((facts.st_size, facts.st_mtime_ns))
+                except OSError:
+                    found.append((0, 0))
+    return tuple(found)
+
+
+def read_records() -> tuple[list[Record], list[str]]:
+    """The records of every layer, and one line for each layer that could not be read."""
+    records, warnings = read_texts()
+    for found in of_databases(lambda database: database.records(), warnings):
+        records += found
+    return records, warnings
+
+
+def read_lookups() -> tuple[list[Record], list[Lookup], list[str]]:
+    """As `read_records`: the records of the layers that are text, and the others' to look up.
+
+    SQLAlchemy is loaded for a server's database only, or one that is not as it should be.
+    """
+    from tunegemm.store.lookup import read_file
+
+    records, warnings = read_texts()
+    lookups = []
+    for layer, location in _databases():
+        found = None if "://" in str(location) else read_file(Path(location).expanduser(), layer)
+        if found is not None:
+            lookups.append(found)
+        else:
+            lookups += _of_database(lambda database: database.lookup(), layer, location, warnings)
+    return records, lookups, warnings
+
+
+def read_texts() -> tuple[list[Record], list[str]]:
+    """The records of the system layer and of packs, and one line for each file that could not be read."""
+    from tunegemm.store.shipped import read_shipped
+
+    records, warnings = read_shipped()
+    for pack in packs.loaded(warnings):
+        found, bad = read_shipped(pack.records, layer="pack")
+        records += found
+        warnings += bad
+    return records, warnings
+
+
+def of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
+    """What is read of the user's and of the project's layer; adds a line for one that cannot be."""
+    return [found for place in _databases() for found in _of_database(read, *place, warnings)]
+
+
+def _of_database(
+    read: Callable[[Database], T], layer: str, location: Path | str, warnings: list[str]
+) -> list[T]:
+    from tunegemm.store.database import Database  # brings SQLAlchemy
+
+    try:
+        with Database.open(location, read_only=True, layer=layer) as database:
+            return [read(database)]
+    except DatabaseError as error:
+        warnings.append(str(error))
+        return []
+
+
+def _databases() -> list[tuple[str, Path | str]]:
+    """The layers that are databases, and where they are; of the user's only one that is there."""
+    user, project = user_location(), project_location()
+    found: list[tuple[str, Path | str]] = [("user", user)] if _exists(user) else []
+    return found if project is None else [*found, ("project", project)]
+
+
+def _exists(location: Path | str) -> bool:
+    try:
+        return Path(location).exists()
+    except OSError:
+        return True  # in a folder one may not search: opening it says so

@@ -1,0 +1,141 @@
+"""The records of one database as dispatch wants them: read in narrow rows, made values when asked for."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from tunegemm.describe.device import Fingerprint
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import SpaceError
+from tunegemm.store.schema import FASTEST, SCHEMA_VERSION, VERSION_TABLE
+
+#: A problem as the tuple of its fields, as rows have it.
+problem_fields: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(field.name for field in fields(Problem)))
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A record without its evidence."""
+
+    problem: Problem
+    candidate: Candidate
+    fingerprint: Fingerprint
+    ratio: float
+    kernel_source: str
+    layer: str
+
+
+class Lookup:
+    """Records by problem. Never changes once built.
+
+    100,000 rows of five columns are a tenth of a second; as many `Record`s would be over a second, and a
+    program asks for a few.
+    """
+
+    def __init__(
+        self,
+        problems: Iterable[Sequence[Any]],
+        records: Iterable[Sequence[Any]],
+        fingerprints: Mapping[int, Sequence[Any]],
+        candidates: Mapping[int, tuple[str, str]],
+        layer: str,
+    ) -> None:
+        """
+        problems: key and fields of each. records: keys of problem, fingerprint and candidate, ratio, hash of
+        the kernel sources. fingerprints: fields by key. candidates: JSON and digest by key.
+        """
+        self._keys = {tuple(row[1:]): row[0] for row in problems}
+        self._records: dict[int, list[tuple[int, int, float, str]]] = {}
+        sources: dict[str, str] = {}  # the few that there are, each kept once
+        for problem, fingerprint, candidate, ratio, source in records:
+            row = fingerprint, candidate, ratio, sources.setdefault(source, source)
+            self._records.setdefault(problem, []).append(row)
+        self._fingerprints, self._candidates, self._layer = fingerprints, candidates, layer
+
+    def __len__(self) -> int:
+        return sum(map(len, self._records.values()))
+
+    def problems(self) -> list[tuple[Any, ...]]:
+        """The fields of every problem that has a record."""
+        return [fields for fields, key in self._keys.items() if key in self._records]
+
+    def find(self, problem: Problem) -> list[Found]:
+        """The problem's records under all fingerprints. One that cannot be read is left out and logged."""
+        found = []
+        for fingerprint, candidate, ratio, source in self._records.get(
+            self._keys.get(problem_fields(problem), 0), ()
+        ):
+            try:
+                found.append(
+                    Found(
+                        problem,
+                        checked_candidate(*self._candidates[candidate]),
+                        Fingerprint(*self._fingerprints[fingerprint]),
+                        float(ratio),
+                        source,
+                        self._layer,
+                    )
+                )
+            except (SpaceError, KeyError, TypeError, ValueError) as error:
+                _log.warning("skipped an unreadable record of %s: %s", problem, error)
+        return found
+
+
+def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> Lookup:
+    """What a database has for dispatch. read: runs a query and gives its rows, all of one state."""
+    return Lookup(
+        read(f"SELECT id, {_columns(Problem)} FROM problems"),
+        read(
+            "SELECT problem_id, fingerprint_id, candidate_id, ratio, kernel_source FROM records "
+            f"WHERE policy = '{FASTEST}'"
+        ),
+        {key: facts for key, *facts in read(f"SELECT id, {_columns(Fingerprint)} FROM fingerprints")},
+        {
+            key: (text, digest)
+            for key, text, digest in read(
+                "SELECT id, json, digest FROM candidates WHERE id IN (SELECT candidate_id FROM records)"
+            )
+        },
+        layer,
+    )
+
+
+def read_file(path: Path, layer: str) -> Lookup | None:
+    """The same of a SQLite file, without SQLAlchemy, whose import is a fifth of a second.
+
+    None where anything is unusual: of an older schema, damaged, locked, in a folder where its write-ahead log
+    cannot be read. `tunegemm.store.Database` can read some of it, and says what is wrong with the rest.
+    """
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
+            connection.execute("BEGIN")  # all queries see one state of the database
+            if connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() != [
+                (SCHEMA_VERSION,)
+            ]:
+                return None
+            return read_lookup(lambda query: connection.execute(query).fetchall(), layer)
+    except (sqlite3.Error, UnicodeDecodeError, TypeError):
+        return None
+
+
+def _columns(kind: type) -> str:
+    return ", ".join(field.name for field in fields(kind))
+
+
+def checked_candidate(text: str, digest: str) -> Candidate:
+    """A stored candidate. Raises SpaceError for one that is damaged."""
+    candidate = Candidate.from_json(text)
+    if candidate.digest != digest:
+        raise SpaceError(f"candidate {digest} holds the parameters of {candidate.digest}")
+    return candidate

@@ -1,0 +1,88 @@
+"""Brings a database to the schema of this version, with Alembic and within the caller's transaction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Connection, column, func, inspect, select, table
+
+from tunegemm.errors import DatabaseError
+from tunegemm.resources import data_path
+from tunegemm.store.schema import SCHEMA_VERSION, VERSION_TABLE
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+#: Names the lock among those of other programs on the server; any number that is not changed will do.
+_MIGRATION_LOCK = 7_463_311
+
+
+def stored_version(connection: Connection) -> str | None:
+    """The revision a database is at; None for an empty one.
+
+    Raises DatabaseError for a database of something else: nothing is ever added to that.
+    """
+    tables = inspect(connection).get_table_names()
+    if VERSION_TABLE in tables:
+        return connection.scalar(select(column("version_num")).select_from(table(VERSION_TABLE)))
+    if tables:
+        raise DatabaseError(
+            f"a database of another program (it has a table {sorted(tables)[0]!r}); choose another path"
+        )
+    return None
+
+
+def upgrade(connection: Connection) -> None:
+    """Create or migrate the schema; all of it or nothing, since the connection is in a transaction.
+
+    One process at a time: SQLite's writers are, and on PostgreSQL the others wait for a lock.
+    """
+    version = stored_version(connection)
+    if version == SCHEMA_VERSION:
+        return
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+    version = stored_version(connection)
+    if version == SCHEMA_VERSION:
+        return
+    _refuse_newer(version)
+    from alembic import command
+
+    config = alembic_config()
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+    if connection.dialect.name == "sqlite":
+        broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
+        if broken is not None:
+            raise DatabaseError(
+                f"a row of its table {broken[0]!r} refers to a missing one in {broken[2]!r}, so it was not "
+                "migrated; delete the row, or use another database"
+            )
+
+
+def require_current(connection: Connection) -> None:
+    """For readers, which do not migrate. Raises DatabaseError unless the schema is this version's."""
+    version = stored_version(connection)
+    if version == SCHEMA_VERSION:
+        return
+    _refuse_newer(version)
+    raise DatabaseError(
+        f"its schema {version or '(none)'} is older than {SCHEMA_VERSION}; run `tunegemm db upgrade` on it"
+    )
+
+
+def alembic_config() -> Config:
+    """Alembic's configuration, without an .ini file: the wheel's or the checkout's db/migrations."""
+    from alembic.config import Config
+
+    config = Config()
+    # ConfigParser takes "%" for an interpolation.
+    config.set_main_option("script_location", str(data_path("db", "migrations")).replace("%", "%%"))
+    return config
+
+
+def _refuse_newer(version: str | None) -> None:
+    if version is not None and version > SCHEMA_VERSION:
+        raise DatabaseError(
+            f"its schema {version} is newer than {SCHEMA_VERSION}, the newest known here; upgrade tunegemm"
+        )

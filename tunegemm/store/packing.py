@@ -1,0 +1,211 @@
+"""Makes packs: chooses the records that are worth it, and takes or compiles the kernel of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunegemm.describe.device import (
+    ARCHITECTURES,
+    PARTS,
+    Device,
+    Fingerprint,
+    Part,
+    device_from_part,
+    kernel_source_hash,
+    package_version,
+)
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import PackError
+from tunegemm.generate import families
+from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
+from tunegemm.generate.compile import CompilePool
+from tunegemm.generate.cublaslt import is_torch
+from tunegemm.generate.cute_object import dsl_version
+from tunegemm.store import packs
+from tunegemm.store.layers import NARROWNESS
+from tunegemm.store.record import Record
+from tunegemm.store.shipped import read_shipped, write_records
+from tunegemm.store.validity import judge
+
+#: Compilers of objects: fields of the fingerprint, and their packages.
+_COMPILERS = {"cutlass_dsl": "nvidia-cutlass-dsl", "triton": "triton"}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A pack that was written."""
+
+    path: Path
+    sha256: str
+    records: int
+    gpus: tuple[str, ...]
+    objects: int
+    compiled: int
+    """Those of `objects` that were compiled for it: the store did not have them."""
+    left_out: Mapping[str, int]
+    """Why records are not in it, and how many."""
+
+
+def select(
+    records: Iterable[Record],
+    *,
+    gpu: str | None = None,
+    shapes: Collection[str] = (),
+    problems: Collection[Problem] | None = None,
+    families: Collection[str] | None = None,
+) -> list[Record]:
+    """The records of a GPU (its name or a part of it), of shapes, of exact problems, of kernel families."""
+    return [
+        record
+        for record in records
+        if (gpu is None or gpu.lower() in record.fingerprint.device_name.lower())
+        and (not shapes or record.problem.shape in shapes)
+        and (problems is None or record.problem in problems)
+        and (families is None or record.candidate.family in families)
+    ]
+
+
+def pack(
+    records: Iterable[Record], out: Path, *, compile_missing: bool = True, workers: int | None = None
+) -> Packed:
+    """Write the records that this machine's compilers and sources stand for, with their objects.
+
+    A record that was measured with others is left out: the kernel that would be packed is not the one that
+    was measured. Raises PackError when none is left, or an object is missing and may not be compiled.
+    """
+    left_out: Counter[str] = Counter()
+    versions = {name: package_version(package) for name, package in _COMPILERS.items()}
+    usable = []
+    for record in _distinct(records):
+        family = record.candidate.family
+        judgement = judge(
+            record.fingerprint,
+            dataclasses.replace(
+                record.fingerprint, cutlass_dsl=versions["cutlass_dsl"], triton=versions["triton"]
+            ),
+            family=family,
+            source_there=record.kernel_source,
+            source_here=kernel_source_hash(family),
+        )
+        if judgement.usable:
+            usable.append(record)
+        else:
+            left_out[judgement.reason] += 1
+    keys = {record: _key(record) for record in usable}
+    found = provide(usable, compile_missing=compile_missing, workers=workers)
+    left_out.update(
+        f"{record.label}: {found.failures[record]}" for record in usable if record in found.failures
+    )
+    chosen = [record for record in usable if record not in found.failures]
+    if not chosen:
+        why = "; ".join(left_out) or "none was given"
+        raise PackError(f"no record to pack ({why}); see `tunegemm db layers` and `tunegemm leaderboard`")
+    with tempfile.TemporaryDirectory() as folder:
+        staged = ArtifactStore(folder)
+        objects = {_name(keys[record]): keys[record] for record in chosen if keys[record]}
+        for name, key in objects.items():
+            _copy(staged, key, found.artifacts[name])
+        write_records(chosen, Path(folder, "records"))
+        fingerprints = sorted({record.fingerprint for record in chosen}, key=lambda one: one.digest)
+        digest = packs.write(
+            Path(folder),
+            out,
+            toolchain=versions | {"cutlass_dsl": dsl_version()},
+            fingerprints=[one.asdict() for one in fingerprints],
+        )
+    gpus = tuple(sorted({record.fingerprint.device_name for record in chosen}))
+    return Packed(out, digest, len(chosen), gpus, len(objects), found.compiled, left_out)
+
+
+@dataclass(frozen=True)
+class Provided:
+    """The objects of some records."""
+
+    artifacts: Mapping[tuple[tuple[str, object], ...], Artifact]
+    """By the items of their kernel keys."""
+    failures: Mapping[Record, str]
+    """Why a record's kernel could not be compiled."""
+    compiled: int
+
+
+def provide(
+    records: Iterable[Record], *, compile_missing: bool = True, workers: int | None = None
+) -> Provided:
+    """The objects of records, from the user's store, where those that are missing are compiled first.
+
+    Raises PackError when one is missing and may not be compiled.
+    """
+    store = ArtifactStore()
+    keys = {record: key for record in records if (key := _key(record))}
+    missing = {record: key for record, key in keys.items() if store.find(key) is None}
+    failures: dict[Record, str] = {}
+    compiled = 0
+    if missing and not compile_missing:
+        raise PackError(
+            f"{len(missing)} of {len(keys)} kernels are not in {store.root}, first that of "
+            f"{next(iter(missing)).problem}; leave out --no-compile, or tune again"
+        )
+    if missing:
+        with CompilePool(store, workers=workers) as pool:
+            futures = {record: pool.submit(record.candidate.family, key) for record, key in missing.items()}
+            results = {record: future.result() for record, future in futures.items()}
+            failures = {record: result.failure for record, result in results.items() if not result.artifact}
+            compiled = pool.compiled
+    found = {_name(key): store.find(key) for record, key in keys.items() if record not in failures}
+    return Provided({name: one for name, one in found.items() if one is not None}, failures, compiled)
+
+
+def contents(pack: packs.Pack) -> tuple[list[Record], list[str]]:
+    """The records of a loaded pack, and one line for each bad one."""
+    return read_shipped(pack.records, layer="pack")
+
+
+def cannot_launch(records: Iterable[Record]) -> dict[str, str]:
+    """By family of the records, why its kernels cannot be launched by this installation."""
+    names = {record.candidate.family for record in records if not is_torch(record.candidate)}
+    reasons = {name: families.get(name).unavailable(launching=True) for name in sorted(names)}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _distinct(records: Iterable[Record]) -> list[Record]:
+    """Per problem and fingerprint the record of the narrowest layer."""
+    kept: dict[tuple[Problem, Fingerprint], Record] = {}
+    for record in sorted(records, key=lambda one: NARROWNESS.get(one.layer, len(NARROWNESS) + 1)):
+        kept[record.problem, record.fingerprint] = record
+    return list(kept.values())
+
+
+def _key(record: Record) -> Key:
+    """The kernel key of a record's object; empty where there is nothing to compile."""
+    family = families.get(record.candidate.family)
+    if not family.compiled:
+        return {}
+    return family.kernel_key(record.problem, record.candidate, _device(record.fingerprint))
+
+
+def _device(fingerprint: Fingerprint) -> Device:
+    """The device that was measured, as far as a kernel key asks: it need not be here."""
+    part = next((part for part in PARTS.values() if part.device_name == fingerprint.device_name), None)
+    if part is None:
+        major, _, minor = fingerprint.capability.partition(".")
+        capability = int(major), int(minor)
+        if capability not in ARCHITECTURES:
+            raise PackError(f"{fingerprint.device_name} is sm_{major}{minor}, which is not known here")
+        part = Part(fingerprint.device_name, capability, fingerprint.sm_count, 0.0, 0.0, 0, 0)
+    return device_from_part(f"model:{fingerprint.device_name}", part, fingerprint)
+
+
+def _name(key: Key) -> tuple[tuple[str, object], ...]:
+    return tuple(sorted(key.items()))
+
+
+def _copy(staged: ArtifactStore, key: Key, artifact: Artifact) -> None:
+    """Into a pack: the same bytes for the same kernel, so without the time that its compilation took."""
+    scratch = staged.scratch()
+    scratch.write_bytes(artifact.path.read_bytes())
+    staged.add(key, scratch, dataclasses.replace(artifact.resources, compile_seconds=0.0))

@@ -1,0 +1,307 @@
+"""Packs: tuned records and their compiled kernels in one file, for hosts that compile and tune nothing.
+
+A pack is an uncompressed tar of `manifest.json`, then exactly the entries that it lists, in its order, each
+with its size and SHA-256 (``records/GPU.json`` as in db/records, ``objects/ab/cdef.o`` and ``.json`` as in
+the object store), and the manifest's own SHA-256. Unpacked it is a folder of the same layout, so that a
+kernel passes the checks of `ArtifactStore` whenever it is loaded. Not compressed: the same records give the
+same bytes everywhere, no entry can grow while it is read, and the entry at which a file is cut or edited can
+be named.
+
+The hashes tell of damage, not of malice: objects are native code, and whoever makes a pack is trusted as the
+author of a package is. `install` takes the SHA-256 of the whole file for those who fetch it from elsewhere.
+Nothing here loads torch or SQLAlchemy.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import tunegemm
+from tunegemm.errors import PackError
+from tunegemm.files import replacing
+from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
+
+FORMAT = "tunegemm-pack/1"
+_MANIFEST, _CLOSING = "manifest.json", "manifest.sha256"
+_ENTRY = re.compile(
+    r"records/[A-Za-z0-9][A-Za-z0-9.-]{0,120}\.json|objects/[0-9a-f]{2}/[0-9a-f]{62}\.(o|json)"
+)
+#: An object is some 50 kB, a record 1 kB: what is larger by a thousand times is no pack of ours.
+_LARGEST_BYTES = 64 * 1024**2
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A pack that lies unpacked in a folder of the user's."""
+
+    folder: Path
+    """Its name is the start of the SHA-256 of the file."""
+    version: str
+    """Of the tunegemm that made it."""
+    toolchain: Mapping[str, str]
+    """Compilers of its objects, by their names in kernel keys, which hold these values."""
+
+    @property
+    def name(self) -> str:
+        """What `tunegemm unload` calls it."""
+        return self.folder.name
+
+    @property
+    def records(self) -> Path:
+        """The folder of its record files, as `tunegemm.store.shipped` reads them."""
+        return self.folder / "records"
+
+    def find(self, key: Key) -> Artifact | None:
+        """Its object of a kernel key, whatever compilers are here. Raises as `ArtifactStore.find`."""
+        compilers = {name: version for name, version in self.toolchain.items() if name in key}
+        return ArtifactStore(self.folder).find({**key, **compilers})
+
+    def objects(self) -> int:
+        """How many kernels it holds."""
+        return sum(1 for _ in self.folder.glob("objects/*/*.o"))
+
+
+def user_folder() -> Path:
+    """Where `tunegemm load` puts packs."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("tunegemm")) / "packs"
+
+
+def loaded(warnings: list[str]) -> list[Pack]:
+    """The packs that serve here: loaded ones, and the file that ``TUNEGEMM_PACK`` names.
+
+    That file is unpacked beside the object store when it is first seen. Adds a line for each that is bad.
+    """
+    found = []
+    for folder in installed():
+        try:
+            found.append(_open(folder))
+        except PackError as error:
+            warnings.append(str(error))
+    if file := os.environ.get("TUNEGEMM_PACK"):
+        try:
+            found.append(install(Path(file), ArtifactStore().root.parent / "packs"))
+        except PackError as error:
+            warnings.append(str(error))
+    return list({pack.name: pack for pack in found}.values())
+
+
+def find(key: Key) -> Artifact | None:
+    """The object of a kernel key in the user's store, or else in a pack. Raises as `ArtifactStore.find`."""
+    found = ArtifactStore().find(key)
+    return found or next((found for pack in loaded([]) if (found := pack.find(key)) is not None), None)
+
+
+def install(file: Path, root: Path | None = None, *, sha256: str | None = None) -> Pack:
+    """Verify a pack and unpack it into a folder of `root`, by default the user's; at once, or not at all.
+
+    sha256: of the whole file, refused when it is another. Raises PackError, which names the bad entry.
+    """
+    root = root or user_folder()
+    digest = file_digest(file)
+    if sha256 is not None and digest != sha256.lower():
+        raise PackError(f"{file}: its SHA-256 is {digest}, not {sha256}; fetch it again")
+    final = root / digest[:16]
+    if not final.is_dir():
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=root, prefix=".new-") as scratch:
+                fresh = Path(scratch, "pack")
+                _make_folder(fresh)
+                _unpack(file, fresh)
+                if not final.is_dir():
+                    fresh.rename(final)
+        except OSError as error:
+            if not final.is_dir():  # unless another process was first
+                raise PackError(f"{root}: {error.strerror}; nothing of {file} was loaded") from None
+    return _open(final)
+
+
+def remove(name: str, root: Path | None = None) -> str:
+    """Take a loaded pack away, by its name or the start of it, and return its name.
+
+    Raises PackError, which lists the loaded ones.
+    """
+    names = {folder.name: folder for folder in installed(root)}
+    chosen = [folder for known, folder in names.items() if name and known.startswith(name)]
+    if len(chosen) != 1:
+        what = "names several packs" if chosen else "is not loaded"
+        raise PackError(f"pack {name!r} {what}; loaded: {', '.join(names) or 'none'}")
+    try:
+        with tempfile.TemporaryDirectory(dir=chosen[0].parent, prefix=".old-") as scratch:
+            chosen[0].rename(Path(scratch, "pack"))  # gone for others at once, then deleted
+    except OSError as error:
+        raise PackError(f"{chosen[0]}: {error.strerror}; nothing was unloaded") from None
+    _open.cache_clear()
+    return chosen[0].name
+
+
+def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints: Iterable[Any]) -> str:
+    """Write the entries of a folder as a pack and return its SHA-256. `out` is replaced as a whole.
+
+    fingerprints: JSON objects of those that records in it have. Raises PackError when it cannot be written;
+    what was there before is kept.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    contents = {name: (folder / name).read_bytes() for name in names}
+    if large := [name for name, content in contents.items() if len(content) > _LARGEST_BYTES]:
+        raise PackError(f"{out}: entry {large[0]} has over {_LARGEST_BYTES} B; pack fewer records at a time")
+    manifest = {
+        "format": FORMAT,
+        "tunegemm": tunegemm.__version__,
+        "toolchain": dict(toolchain),
+        "fingerprints": list(fingerprints),
+        "entries": [
+            {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            for name, content in contents.items()
+        ],
+    }
+    text = json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
+    try:
+        with replacing(out) as part:
+            with part.open("wb") as stream:
+                closing = hashlib.sha256(text).hexdigest().encode()
+                for name, content in ((_MANIFEST, text), *contents.items(), (_CLOSING, closing)):
+                    padding = bytes(-len(content) % tarfile.BLOCKSIZE)
+                    stream.write(_header(name, len(content)) + content + padding)
+                stream.write(bytes(2 * tarfile.BLOCKSIZE))  # the end of a tar
+            digest = file_digest(part)
+    except OSError as error:
+        raise PackError(f"{out}: {error.strerror}; choose another --out") from None
+    return digest
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file. Raises PackError when it cannot be read."""
+    try:
+        status = file.stat()
+        return _digest(file.absolute(), status.st_mtime_ns, status.st_size)
+    except OSError as error:
+        raise PackError(f"{file}: {error.strerror}; give a file that `tunegemm pack` made") from None
+
+
+@functools.lru_cache(maxsize=16)  # dispatch asks for each product that it meets
+def _digest(file: Path, modified_ns: int, size: int) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def installed(root: Path | None = None) -> list[Path]:
+    """Folders of loaded packs."""
+    try:
+        return sorted(
+            path for path in (root or user_folder()).iterdir() if re.fullmatch(r"[0-9a-f]{16}", path.name)
+        )
+    except OSError:
+        return []
+
+
+@functools.lru_cache(maxsize=256)  # a folder is named by what is in it
+def _open(folder: Path) -> Pack:
+    try:
+        facts = _parse((folder / _MANIFEST).read_bytes(), folder)
+    except OSError as error:
+        raise PackError(f"{folder}: {error.strerror}; delete it and load the pack again") from None
+    return Pack(folder, facts["tunegemm"], facts["toolchain"])
+
+
+def _unpack(file: Path, folder: Path) -> None:
+    """Write the verified entries of a pack into an empty folder.
+
+    Headers are compared with those that `write` makes, not parsed: nothing in them can ask for another place,
+    a link or more memory than there are bytes.
+    """
+    with file.open("rb") as stream:
+        header = stream.read(tarfile.BLOCKSIZE)
+        digits = header[124:135]
+        num_bytes = int(digits, 8) if re.fullmatch(rb"[0-7]{11}", digits) else 0
+        if header != _header(_MANIFEST, num_bytes) or num_bytes > _LARGEST_BYTES:
+            raise PackError(f"{file}: not a pack, or packed anew; give what `tunegemm pack` made")
+        text = _content(stream, file, _MANIFEST, num_bytes)
+        manifest = _parse(text, file)
+        _write(folder, _MANIFEST, text)
+        for entry in manifest["entries"]:
+            name, num_bytes = entry["name"], entry["bytes"]
+            if stream.read(tarfile.BLOCKSIZE) != _header(name, num_bytes):
+                raise PackError(f"{file}: entry {name} is missing or was changed; copy the pack again")
+            content = _content(stream, file, name, num_bytes)
+            if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+                raise PackError(f"{file}: entry {name} was changed; copy the pack again")
+            _write(folder, name, content)
+        closing = hashlib.sha256(text).hexdigest().encode()
+        if stream.read(tarfile.BLOCKSIZE) != _header(_CLOSING, len(closing)) or closing != _content(
+            stream, file, _CLOSING, len(closing)
+        ):
+            raise PackError(
+                f"{file}: entry {_MANIFEST} was changed, or the end is missing; copy the pack again"
+            )
+        if stream.read(2 * tarfile.BLOCKSIZE).strip(b"\0") or stream.read(1):
+            raise PackError(f"{file}: holds more than {_MANIFEST} lists; copy the pack again")
+
+
+def _header(name: str, num_bytes: int) -> bytes:
+    """The tar header of an entry: of no time and nobody, so the same each time."""
+    header = tarfile.TarInfo(name)
+    header.size, header.mode = num_bytes, 0o644
+    return header.tobuf(tarfile.USTAR_FORMAT)
+
+
+def _content(stream: IO[bytes], file: Path, name: str, num_bytes: int) -> bytes:
+    content = stream.read(num_bytes)
+    if len(content) < num_bytes:
+        raise PackError(f"{file}: cut within entry {name}; copy the pack again")
+    if stream.read(-num_bytes % tarfile.BLOCKSIZE).strip(b"\0"):
+        raise PackError(f"{file}: something lies behind entry {name}; copy the pack again")
+    return content
+
+
+def _parse(content: bytes, where: Path) -> dict[str, Any]:
+    """A manifest whose names are those of entries and whose values are of the right kind."""
+    try:
+        manifest = json.loads(content)
+        if manifest["format"] != FORMAT:
+            raise PackError(f"{where}: format {manifest['format']!r}; this tunegemm reads {FORMAT}")
+        names = [entry["name"] for entry in manifest["entries"]]
+        if bad := [name for name in names if not _ENTRY.fullmatch(name)]:
+            raise PackError(f"{where}: entry {bad[0]!r} is no record and no object; a pack has no others")
+        texts = [manifest["tunegemm"], *manifest["toolchain"], *manifest["toolchain"].values()]
+        sizes = {entry["name"]: entry["bytes"] for entry in manifest["entries"]}
+        texts += [entry["sha256"] for entry in manifest["entries"]]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a version or hash that is no text")
+        if len(sizes) != len(names):
+            raise ValueError("an entry twice")
+        for name, size in sizes.items():
+            if type(size) is not int or not 0 <= size <= _LARGEST_BYTES:
+                raise ValueError(f"{name} of {size} B; at most {_LARGEST_BYTES}")
+        return dict(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise PackError(
+            f"{where}: entry {_MANIFEST} cannot be read ({reason}); copy the pack again"
+        ) from None
+
+
+def _write(folder: Path, name: str, content: bytes) -> None:
+    path = folder / name
+    for parent in reversed(path.relative_to(folder).parents[:-1]):
+        _make_folder(folder / parent)
+    path.write_bytes(content)
+    path.chmod(0o644)
+
+
+def _make_folder(path: Path) -> None:
+    """Writable by its owner alone, whatever the umask: `ArtifactStore` refuses others."""
+    path.mkdir(exist_ok=True)
+    path.chmod(0o755)

@@ -1,0 +1,84 @@
+"""The stored best of one problem on one device, as a plain value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from tunegemm.describe.device import Fingerprint
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.measure.outcome import Measurement
+
+#: Policies under which each candidate had the chip to itself, and the rank of their evidence.
+ALONE = {"heat": 2, "alone": 3}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Which candidate to launch for a problem under a fingerprint, and the evidence for it."""
+
+    problem: Problem
+    candidate: Candidate
+    fingerprint: Fingerprint
+    """Device, driver, packages and kernel sources under which it was measured."""
+    label: str
+    """Short name for tables; the family's word for it."""
+    median_us: float
+    """Median device time of one product, microseconds."""
+    baseline_median_us: float
+    """torch.mm in the same interleave, microseconds."""
+    ratio: float
+    """Speed relative to torch.mm; above 1 is faster."""
+    noise: float
+    """A/A noise of the interleave, relative: differences below it are ties."""
+    relative_error: float
+    """||D - fp32 reference|| / ||fp32 reference||."""
+    settled: bool
+    """True when it won a final race; False when it is merely the best of an unfinished search."""
+    measured_at: datetime
+    """UTC."""
+    kernel_source: str
+    """Hash of the sources of the candidate's family when it was measured; empty for a library's kernels."""
+    layer: str = ""
+    """Where it was read from: system, pack, user or project; empty for a database that was opened by name."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One measurement of the history, with everything that the database has of it."""
+
+    problem: Problem
+    fingerprint: Fingerprint
+    kernel_source: str
+    """As in `Record`."""
+    label: str
+    policy: str
+    """``screen`` while searching, ``race`` for a final race; of long turns with the chip to oneself ``heat``
+    before it and ``alone``."""
+    measurement: Measurement
+    measured_at: datetime
+    """UTC."""
+    origin: str
+    """Empty when measured into this database, else what it was merged or imported from."""
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.measurement.candidate
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """For sorting: the better evidence first, then the speed relative to torch.mm.
+
+        What was timed at clocks that all candidates shared does not compare with what had the chip to itself.
+        """
+        return {"screen": 0, **ALONE}.get(self.policy, 1), self.measurement.ratio
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line in the history of a problem's record."""
+
+    chosen_at: datetime
+    """When it became the record; UTC."""
+    record: Record

@@ -1,0 +1,124 @@
+"""What a stored record is worth here: to be launched, launched and measured again, or only to seed a search.
+
+`judge` is a pure function of two fingerprints and two hashes of kernel sources; dispatch, tuning and
+`tunegemm verify` all ask it, so that none of them has rules of its own. No SQLAlchemy is loaded here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.space import Candidate
+
+
+class Grade(IntEnum):
+    """How far a record may be used; more is better."""
+
+    FOREIGN = 0
+    """Of another architecture: of no use here."""
+    SEED = 1
+    """Its candidates are where a search begins; its times are not believed."""
+    VERIFY = 2
+    """Launched; its stored top five want to be raced again (`tunegemm verify`)."""
+    SAME = 3
+    """Launched: nothing that could move its times has changed."""
+
+
+@dataclass(frozen=True, order=True)
+class Judgement:
+    """A grade and its reason."""
+
+    grade: Grade
+    reason: str = ""
+    """One clause, such as ``driver 580.82.07 (here 580.159.04)``; empty for SAME."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether dispatch may launch the record."""
+        return self.grade >= Grade.VERIFY
+
+
+class Stored(Protocol):
+    """What is judged: a record, or a row of the history."""
+
+    @property
+    def candidate(self) -> Candidate: ...
+
+    @property
+    def fingerprint(self) -> Fingerprint: ...
+
+    @property
+    def kernel_source(self) -> str: ...
+
+
+#: Packages that decide what a family's kernels are, by the start of its name. torch brings all baselines.
+_COMPILERS = {"cute_": ("cutlass_dsl",), "triton_": ("triton",), "gluon_": ("triton",), "cublaslt": ()}
+_EVERY_COMPILER = ("cutlass_dsl", "triton")
+
+
+def judge(
+    there: Fingerprint, here: Fingerprint, *, family: str, source_there: str, source_here: str
+) -> Judgement:
+    """The grade on a device of fingerprint `here` of what was measured under `there`.
+
+    A driver's first number is its branch, and within one it changes by patches; of packages and of CUDA
+    the first two numbers are the minor version. The software that counts is the family's own.
+    """
+    device = [name for name in ("device_name", "mig", "sm_count", "sm_budget") if _differs(there, here, name)]
+    if there.capability != here.capability:
+        return Judgement(Grade.FOREIGN, _changes(there, here, ["capability", *device]))
+    if device:
+        return Judgement(Grade.SEED, _changes(there, here, device))
+    if source_there != source_here:
+        return Judgement(Grade.SEED, f"kernel sources of {family} changed since")
+    compilers = next(
+        (names for start, names in _COMPILERS.items() if family.startswith(start)), _EVERY_COMPILER
+    )
+    software = ["driver", "cuda", "torch", *compilers]
+    changed = [name for name in software if _differs(there, here, name)]
+    large = [name for name in changed if not _is_patch(name, getattr(there, name), getattr(here, name))]
+    if large:
+        return Judgement(Grade.SEED, _changes(there, here, large))
+    if changed:
+        return Judgement(Grade.VERIFY, _changes(there, here, changed))
+    return Judgement(Grade.SAME)
+
+
+def judge_stored(stored: Stored, here: Fingerprint) -> Judgement:
+    """The grade of a record or row on a device of fingerprint `here`, with this program's kernel sources.
+
+    A pack brings its kernels along. Triton's are launched without Triton, so that it does not matter which
+    one is here, if any; the CuTe DSL loads its own, and counts.
+    """
+    family = stored.candidate.family
+    there = stored.fingerprint
+    if getattr(stored, "layer", "") == "pack":
+        there = dataclasses.replace(there, triton=here.triton)
+    return judge(
+        there,
+        here,
+        family=family,
+        source_there=stored.kernel_source,
+        source_here=kernel_source_hash(family),
+    )
+
+
+def _differs(there: Fingerprint, here: Fingerprint, name: str) -> bool:
+    return bool(getattr(there, name) != getattr(here, name))
+
+
+def _changes(there: Fingerprint, here: Fingerprint, names: list[str]) -> str:
+    facts = ((name, getattr(there, name), getattr(here, name)) for name in names)
+    return ", ".join(f"{name} {old or 'none'} (here {new or 'none'})" for name, old, new in facts)
+
+
+def _is_patch(name: str, there: str, here: str) -> bool:
+    """Whether two versions differ only behind the numbers that tell of new behaviour."""
+    significant = 1 if name == "driver" else 2
+    old, new = (re.findall(r"\d+", version.partition("+")[0])[:significant] for version in (there, here))
+    return len(old) == significant and old == new

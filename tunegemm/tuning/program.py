@@ -1,0 +1,127 @@
+"""One budget of time over all products of a program, spent where the program loses most of its own.
+
+First a quick pass over each problem, then a full one: each time the one with the most headroom, which is the
+calls times what a call takes above the roofline. A quick pass finds nearly all there is (search/budget.py
+has the figures), so that the second pass of a large problem comes after the first one of a small one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.workload import Demand
+from tunegemm.search.budget import Effort
+from tunegemm.tuning.run import Progress, TuneResult
+from tunegemm.tuning.tuner import Tuner
+
+# torch.mm reaches about 70 % of an H200's dense bf16 peak at 4096 and more rows (README, 2026-11-20).
+# Stands in where no time was recorded, and only to rank.
+_USUAL_EFFICIENCY = 0.7
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A demand, and what tuning has made of it so far."""
+
+    demand: Demand
+    floor_us: float
+    """Roofline of a call; 0 where the device's peaks are not known."""
+    effort: Effort | None = None
+    """Of the last pass; None before any."""
+    result: TuneResult | None = None
+    """Of the last pass."""
+
+    @property
+    def before_us(self) -> float:
+        """torch's time per call: in the final race, else as recorded, else estimated from the roofline."""
+        if self._raced:
+            assert self.result is not None and self.result.best is not None
+            return self.result.best.baseline_median_us
+        if self.demand.call_us is not None:
+            return self.demand.call_us
+        return self.floor_us / _USUAL_EFFICIENCY
+
+    @property
+    def after_us(self) -> float | None:
+        """Time per call of the tuned kernel, beside `before_us`; None where nothing was timed."""
+        if not self._raced:
+            return None
+        assert self.result is not None and self.result.best is not None
+        # By the ratio of the pairs, which the record is chosen by.
+        return self.before_us / max(self.result.best.ratio, 1.0)
+
+    @property
+    def _raced(self) -> bool:
+        best = self.result.best if self.result is not None else None
+        return best is not None and bool(best.baseline_us)
+
+    @property
+    def total_s(self) -> float:
+        """What torch needs for all calls."""
+        return self.demand.calls * self.before_us * 1e-6
+
+    @property
+    def saving_s(self) -> float:
+        """What the tuned kernel saves of that."""
+        return self.total_s - self.demand.calls * (self.after_us or self.before_us) * 1e-6
+
+    @property
+    def headroom_s(self) -> float:
+        """What the fastest kernel that physics allows would still save."""
+        return self.total_s - self.saving_s - self.demand.calls * self.floor_us * 1e-6
+
+
+def standings(demands: Sequence[Demand], device: Device) -> list[Standing]:
+    """The demands before any tuning, the most headroom first."""
+    found = [Standing(d, device.roofline_us(d.problem)) for d in demands]
+    return sorted(found, key=_order)
+
+
+def _order(standing: Standing) -> tuple[float, str]:
+    return -standing.headroom_s, str(standing.demand.problem)
+
+
+def spend(
+    tuner: Tuner,
+    plan: Sequence[Standing],
+    *,
+    budget_seconds: float | None = None,
+    effort: Effort | None = None,
+    trials: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Iterator[Standing]:
+    """Tunes problem after problem until the budget is spent, and yields each as it then stands.
+
+    effort: of one pass over all; by default quick ones, and with a budget full ones in what is left of it.
+    Ends after an interrupted tuning.
+    """
+    deadline = time.monotonic() + (budget_seconds if budget_seconds is not None else float("inf"))
+    passes: list[Effort] = ["quick"] if effort is None else [effort]
+    if effort is None and budget_seconds is not None:
+        passes.append("full")
+    current = {standing.demand.problem: standing for standing in plan}
+    for each in passes:
+        for standing in sorted(current.values(), key=_order):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            problem = standing.demand.problem
+            result = tuner.tune(
+                problem,
+                effort=each,
+                trials=trials,
+                budget_seconds=left_s if budget_seconds is not None else None,
+                on_progress=on_progress,
+            )
+            # A pass that was cut short may know less than the one before it.
+            kept = result if result.best is not None or standing.result is None else standing.result
+            current[problem] = replace(standing, effort=each, result=kept)
+            yield current[problem]
+            if result.interrupted:
+                return
+            if result.source == "modelled" and each != passes[-1]:
+                # Nothing can be timed, so that there is nothing more to find.
+                del current[problem]

@@ -1,0 +1,98 @@
+"""Re-verification: the stored top five of a record, raced again under the software that is here now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tunegemm.describe.device import Fingerprint
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.measure.outcome import Failure, Measurement
+from tunegemm.measure.statistics import NOISE_FLOOR, tie
+from tunegemm.store.history import TOP, leaders
+from tunegemm.store.record import Entry, Record
+from tunegemm.store.validity import Grade, Judgement, judge_stored
+from tunegemm.tuning.run import TuneResult
+from tunegemm.tuning.tuner import Tuner
+
+
+@dataclass(frozen=True)
+class Move:
+    """One candidate then and now, by its speed relative to torch.mm."""
+
+    candidate: Candidate
+    label: str
+    before: float | None
+    """None when the database has no time of it."""
+    after: float | None
+    """None when it failed, or cannot run here; `reason` says why."""
+    moved: bool
+    """Whether the two differ by more than the noise."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What became of one record."""
+
+    record: Record
+    """As it was."""
+    judgement: Judgement
+    """What it was worth before."""
+    result: TuneResult
+    moves: tuple[Move, ...]
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another candidate is the record now."""
+        return self.result.best is not None and self.result.best.candidate != self.record.candidate
+
+
+def due(
+    records: Iterable[Record], fingerprint: Fingerprint, *, everything: bool = False
+) -> list[tuple[Judgement, Record]]:
+    """Per problem its best record, where that is used on the device but not of this very software.
+
+    everything: those of this very software, too. Narrower layers come last in `records`, and win.
+    """
+    best: dict[Problem, tuple[Judgement, Record]] = {}
+    for record in records:
+        judgement = judge_stored(record, fingerprint)
+        known = best.get(record.problem)
+        if judgement.usable and (known is None or judgement.grade >= known[0].grade):
+            best[record.problem] = judgement, record
+    return [best[problem] for problem in sorted(best) if everything or best[problem][0].grade is Grade.VERIFY]
+
+
+def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -> Verification:
+    """Race a record against its stored rivals; the winner is the record under this device's fingerprint.
+
+    Kernels that are not in the object store are compiled. Raises DeviceError where nothing can be timed.
+    """
+    entries: Sequence[Entry] = tuner.database.entries(record.problem) if tuner.database else ()
+    same = [e for e in entries if e.fingerprint == record.fingerprint]
+    rivals = leaders((e for e in same if judge_stored(e, tuner.device.fingerprint).usable), top)
+    stored = {entry.candidate: entry for entry in rivals}
+    candidates = list(dict.fromkeys([record.candidate, *stored]))
+    result = tuner.race(record.problem, candidates)
+    outcomes = {outcome.candidate: outcome for outcome in result.outcomes}
+    moves = []
+    for candidate in candidates:
+        entry, outcome = stored.get(candidate), outcomes.get(candidate)
+        before = entry.measurement.ratio if entry else record.ratio
+        label = entry.label if entry else record.label
+        if isinstance(outcome, Measurement):
+            moved = not tie(entry.measurement, outcome) if entry else _differs(record, outcome)
+            moves.append(Move(candidate, label, before, outcome.ratio, moved))
+        else:
+            reason = (
+                f"{outcome.stage}: {outcome.reason}" if isinstance(outcome, Failure) else "not feasible here"
+            )
+            moves.append(Move(candidate, label, before, None, True, reason))
+    return Verification(record, judgement, result, tuple(moves))
+
+
+def _differs(record: Record, outcome: Measurement) -> bool:
+    limit = max(record.noise, outcome.noise, NOISE_FLOOR)
+    return abs(record.ratio / outcome.ratio - 1) > limit
