@@ -21,9 +21,9 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.files import replacing
+from tunegemm.measure.evidence import STEADY_POLICIES
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
-from tunegemm.store.record import ALONE
 
 if TYPE_CHECKING:
     import pandas
@@ -240,7 +240,7 @@ class Leaderboard:
             for problem, name in zip(problems, found["device_name"], strict=True)
         ]
         # Where nothing beat torch.mm, that is the best, and the vendor's best is at least that.
-        lost = ~found["settled"] & (found["ratio"] < 1)
+        lost = ~found["confirmed"] & (found["ratio"] < 1)
         vendor_lost = ~(found["vendor_ratio"] >= 1)
         median_us = found["median_us"].where(~lost, found["baseline_median_us"])
         label = found["label"].where(found["label"] != "", found["family"] + " " + found["candidate"])
@@ -498,10 +498,10 @@ def _stored_rows(frame: pandas.DataFrame) -> list[_Row]:
             row["spread"],
             row["noise"],
             row["policy"],
-            bool(row["settled"]),
+            bool(row["confirmed"]),
             row["baseline_median_us"],
             row["baseline_spread"],
-            row["policy"] in ALONE,
+            row["policy"] in STEADY_POLICIES,
         )
         for row in frame.to_dict("records")
     ]
@@ -596,7 +596,8 @@ def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | Non
         for shown, _ in groups
     ]
     parts.append(_noise_note([noise for _, group in groups for noise in group["noise"]]))
-    parts.append(_shared_note([policy in ALONE for _, group in groups for policy in group["policy"]]))
+    steady = [policy in STEADY_POLICIES for _, group in groups for policy in group["policy"]]
+    parts.append(_shared_note(steady))
     left_out = len(rows) - sum(len(group) for _, group in groups)
     if left_out:
         parts.append(f"Rows of other devices or software versions, left out: {left_out}.")

@@ -26,8 +26,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.outcome import Failure, Measurement, Stage
-from tunegemm.store import database as store
-from tunegemm.store import publishing
+from tunegemm.store import publishing, rows
 from tunegemm.store.checks import (
     BAD,
     candidate_of,
@@ -239,7 +238,7 @@ def parse(row: Any) -> Parsed:
             number_of(row, "noise"),
             evidence,
         )
-        store._measurement_values(outcome)
+        rows.measurement_values(outcome)
     resources = row.get("resources")
     return Parsed(
         typed(Problem, row["problem"]),
@@ -284,10 +283,10 @@ def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> _Choice:
 def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
     """The key of the row and whether it is new."""
     connection, outcome = session.connection(), parsed.outcome
-    values = store._outcome_values(outcome, parsed.resources, parsed.policy)
+    values = rows.outcome_values(outcome, parsed.resources, parsed.policy)
     values |= {"kernel_source": parsed.kernel_source, "origin": parsed.origin or origin}
     keys = publishing.row_keys(
-        connection, *store.key_values(parsed.problem, parsed.fingerprint, outcome.candidate, "")
+        connection, *rows.key_values(parsed.problem, parsed.fingerprint, outcome.candidate, "")
     )
     table, alike, add = (
         (FailureRow, "stage", publishing.add_failure)
@@ -351,8 +350,8 @@ def _choose(session: Session, choice: _Choice) -> Conflict | None:
         session.get_one(FingerprintRow, new.fingerprint_id),
     )
     return Conflict(
-        Problem(*(getattr(problem, name) for name in store._PROBLEM_FIELDS)),
-        Fingerprint(*(getattr(fingerprint, name) for name in store._FINGERPRINT_FIELDS)),
+        Problem(*(getattr(problem, name) for name in rows.PROBLEM_FIELDS)),
+        Fingerprint(*(getattr(fingerprint, name) for name in rows.FINGERPRINT_FIELDS)),
         Candidate.from_json(kept.json),
         Candidate.from_json(other.json),
         (kept.label or kept.digest, other.label or other.digest),
@@ -384,7 +383,7 @@ def _measurements(session: Session, problem: Problem | None) -> Iterator[Row]:
         evidence = dict(row.evidence or {})
         evidence |= {
             name: getattr(row, name)
-            for name in (*store._EVIDENCE_NUMBERS, store._THROTTLE)
+            for name in (*rows.TELEMETRY_NUMBERS, rows.THROTTLE)
             if getattr(row, name) is not None
         }
         resources = {name: getattr(row, name) for name in _RESOURCES}
@@ -413,7 +412,7 @@ def _joined(session: Session, query: Any, table: Any, problem: Problem | None) -
     query = query.join(FingerprintRow, FingerprintRow.id == table.fingerprint_id)
     query = query.join(CandidateRow, CandidateRow.id == table.candidate_id).order_by(table.id)
     if problem is not None:
-        query = store._where_problem(query, problem)
+        query = rows.where_problem(query, problem)
     for row, problem_row, fingerprint_row, candidate_row in session.execute(
         query.execution_options(yield_per=1000)
     ):
@@ -426,8 +425,8 @@ def _joined(session: Session, query: Any, table: Any, problem: Problem | None) -
         yield (
             row,
             {
-                "problem": {name: getattr(problem_row, name) for name in store._PROBLEM_FIELDS},
-                "fingerprint": {name: getattr(fingerprint_row, name) for name in store._FINGERPRINT_FIELDS},
+                "problem": {name: getattr(problem_row, name) for name in rows.PROBLEM_FIELDS},
+                "fingerprint": {name: getattr(fingerprint_row, name) for name in rows.FINGERPRINT_FIELDS},
                 "candidate": candidate,
                 "label": candidate_row.label,
                 "kernel_source": row.kernel_source,
@@ -447,7 +446,7 @@ def _choices(session: Session, problem: Problem | None) -> Iterator[Row]:
     query = query.join(FingerprintRow, FingerprintRow.id == MeasurementRow.fingerprint_id)
     query = query.join(CandidateRow, CandidateRow.id == MeasurementRow.candidate_id).order_by(ChoiceRow.id)
     if problem is not None:
-        query = store._where_problem(query, problem)
+        query = rows.where_problem(query, problem)
     for policy, settled, chosen_at, row, problem_row, fingerprint_row, candidate_row in session.execute(
         query
     ):
@@ -458,8 +457,8 @@ def _choices(session: Session, problem: Problem | None) -> Iterator[Row]:
         except ValueError:
             continue
         measured = {
-            "problem": {name: getattr(problem_row, name) for name in store._PROBLEM_FIELDS},
-            "fingerprint": {name: getattr(fingerprint_row, name) for name in store._FINGERPRINT_FIELDS},
+            "problem": {name: getattr(problem_row, name) for name in rows.PROBLEM_FIELDS},
+            "fingerprint": {name: getattr(fingerprint_row, name) for name in rows.FINGERPRINT_FIELDS},
             "candidate": candidate,
             "kernel_source": row.kernel_source,
             "measured_at": row.created_at.isoformat(timespec="microseconds"),

@@ -54,7 +54,7 @@ def latest_settled(records: Iterable[Record]) -> list[Record]:
     latest: dict[tuple[Problem, str], Record] = {}
     for record in records:
         key = record.problem, record.fingerprint.device_name
-        if record.settled and (key not in latest or record.measured_at > latest[key].measured_at):
+        if record.confirmed and (key not in latest or record.measured_at > latest[key].measured_at):
             latest[key] = record
     return list(latest.values())
 
@@ -97,7 +97,7 @@ def _line(record: Record, names: Mapping[Fingerprint, str]) -> str:
         "label": record.label,
         "candidate": json.loads(record.candidate.to_json()),
         **{name: float(f"{getattr(record, name):.6g}") for name in _NUMBERS},
-        "settled": record.settled,
+        "settled": record.confirmed,
         "fingerprint": names[record.fingerprint],
         "kernel_source": record.kernel_source,
         "measured_at": record.measured_at.isoformat(timespec="seconds"),
