@@ -232,3 +232,15 @@ def test_the_check_fails_on_a_stale_block(tmp_path: Path) -> None:
     assert "1.5" in (tmp_path / "README.md").read_text(), "--check must change nothing"
     assert subprocess.run(command, capture_output=True).returncode == 0
     assert subprocess.run([*command, "--check"], capture_output=True).returncode == 0
+
+
+def test_result_files_that_documents_and_comments_name_are_there() -> None:
+    """A file that a sentence cites must not vanish or be renamed. The history cites files of its days."""
+    results = {path.name for path in (ROOT / "benchmarks" / "results").rglob("*.json")}
+    missing = []
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tunegemm").rglob("*.py")]:
+        if "history" in path.parts or path.name == "CHANGELOG.md":
+            continue
+        cited = re.findall(r"([\w-]+-20\d\d-\d\d-\d\d\.json)", path.read_text())
+        missing += [f"{path.relative_to(ROOT)}: {name}" for name in cited if name not in results]
+    assert not missing, missing
