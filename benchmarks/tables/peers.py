@@ -85,8 +85,8 @@ def summary(results: Path) -> str:
     losses = ", ".join(f"{shape} {ratio:.3f}" for ratio, shape in slower) or "none"
     gpu, date = data.get("meta", {}).get("gpu", ""), str(data.get("meta", {}).get("date", ""))[:10]
     return "\n\n".join([
-        f"{gpu}, {date}, bf16: speed relative to `torch.mm` in one race per product, in steady state where the "
-        "power cap binds. All products were tuned on this GPU before; in brackets how many products have a figure.",
+        f"{gpu}, {date}, bf16: speed relative to `torch.mm` in one race per product, in steady state where "
+        "the power cap binds. All products were tuned before; in brackets how many have a figure.",
         markdown_table(["M x N x K", *names], [*lines, means]),
         f"Slower than `torch.mm`, of {len(own)}: {losses}.",
     ])  # fmt: skip
