@@ -1,7 +1,7 @@
 """simplegemm's sweep on this GPU: 8448x9216xK for K = 64 to 2048 by 64, bf16.
 
-    python -m benchmarks.seed_004            # writes results/GPU/seed-004.json
-    python -m benchmarks.seed_004 --ks 256,512 --turns 7
+    python -m benchmarks.seeds.seed_004            # writes results/GPU/seed-004.json
+    python -m benchmarks.seeds.seed_004 --ks 256,512 --turns 7
 
 The article's kernel (pingpong, tile 128x128x64, one CTA per cluster, 6 stages), the best of a list of our
 own, torch.mm (cuBLAS) and the best of cuBLASLt's algorithms, in one interleave per K. "The best" is picked
@@ -45,7 +45,7 @@ def ours() -> list[Candidate]:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.seed_004", description=(__doc__ or "").split("\n")[0]
+        prog="python -m benchmarks.seeds.seed_004", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--ks", help=f"K,... (default: {KS[0]} to {KS[-1]} by {KS.step})")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds per K")
