@@ -17,8 +17,8 @@ PACKAGE = Path(tunegemm.__file__).parent
 
 #: A module imports only from modules to its left.
 ORDER = (
-    "errors", "resources", "files", "describe", "generate", "measure", "search", "store", "tuning", "serve",
-    "report", "cli",
+    "errors", "resources", "files", "untrusted", "describe", "generate", "measure", "search", "store",
+    "tuning", "serve", "report", "cli",
 )  # fmt: skip
 
 PUBLIC = [

@@ -96,9 +96,7 @@ def read_texts() -> tuple[list[Record], list[str]]:
 
     records, warnings = read_shipped()
     for pack in packs.loaded(warnings):
-        found, bad = read_shipped(pack.records, layer="pack")
-        records += found
-        warnings += bad
+        records += pack.records
     return records, warnings
 
 
