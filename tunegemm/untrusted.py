@@ -44,14 +44,15 @@ def shown(value: Any) -> str:
 
 
 def members(
-    value: Any, name: str, required: Collection[str], optional: Collection[str] = ()
+    value: Any, name: str, required: Collection[str], optional: Collection[str] | None = ()
 ) -> dict[str, Any]:
-    """An object with all required fields, and no other than those and the optional ones."""
+    """An object with all required fields, and no other than those and the optional ones; None: any."""
     if not isinstance(value, dict):
         raise BadValueError(f"{name} {shown(value)} is not an object")
     if missing := [field for field in required if field not in value]:
         raise BadValueError(f"{name} lacks {', '.join(missing)}")
-    if unknown := [field for field in value if field not in required and field not in optional]:
+    known = value if optional is None else {*required, *optional}
+    if unknown := [field for field in value if field not in known]:
         raise BadValueError(f"{name} has a field {shown(unknown[0])}, which is not known")
     return value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,8 @@ import typer
 
 from tunegemm.cli import options
 from tunegemm.errors import WorkloadError
+from tunegemm.files import read_text
+from tunegemm.untrusted import decoded
 
 if TYPE_CHECKING:
     from tunegemm.describe.workload import Workload
@@ -40,7 +41,7 @@ def command(
         code = _run(program, parts)
         found = []
         for part in sorted(Path(parts).glob("[!.]*.json")):
-            found.append(Workload.from_document(json.loads(part.read_text()), str(part)))
+            found.append(Workload.from_document(decoded(read_text(part)), str(part)))
     if not found:
         typer.echo(
             "tunegemm: nothing recorded: no Python process of the command imported torch with tunegemm "

@@ -211,7 +211,7 @@ def _device(fingerprint: Fingerprint) -> Device:
         names = {".".join(map(str, capability)): capability for capability in ARCHITECTURES}
         if (capability := names.get(fingerprint.capability)) is None:
             raise PackError(
-                f"{fingerprint.device_name} has capability {fingerprint.capability!r}, which is not known here"
+                f"{fingerprint.device_name}: capability {fingerprint.capability!r} is not known here"
             )
         part = Part(fingerprint.device_name, capability, fingerprint.sm_count, 0.0, 0.0, 0, 0)
     return device_from_part(f"model:{fingerprint.device_name}", part, fingerprint)

@@ -58,7 +58,7 @@ def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[
             data = members(decoded(read_text(path)), "it", ("format", "fingerprints", "records"))
             if data["format"] != FORMAT:
                 raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
-            facts = members(data["fingerprints"], "fingerprints", (), data["fingerprints"])
+            facts = members(data["fingerprints"], "fingerprints", (), None)
             fingerprints = {name: typed(Fingerprint, one) for name, one in facts.items()}
             rows = listed(data["records"], "records")
         except BAD as error:
