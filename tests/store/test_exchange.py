@@ -175,7 +175,7 @@ class TestMerge:
         return str(path)
 
     @pytest.mark.parametrize("swapped", [False, True])
-    def test_of_one_fingerprint_more_samples_win(self, tmp_path: Path, swapped: bool) -> None:
+    def test_of_one_fingerprint_and_evidence_the_higher_ratio_wins(self, tmp_path: Path, swapped: bool) -> None:
         sources = [
             self.make(tmp_path / "few.sqlite", 1.20, 1),
             self.make(tmp_path / "many.sqlite", 1.05, 5, OTHER),
@@ -183,11 +183,11 @@ class TestMerge:
         into = str(tmp_path / "all.sqlite")
         report = merge(sources[::-1] if swapped else sources, into)
         (conflict,) = report.conflicts
-        assert (conflict.kept, conflict.other) == (OTHER, KERNEL)
-        assert conflict.reason == "20 samples, the other has 4"
+        assert (conflict.kept, conflict.other) == (KERNEL, OTHER)
+        assert conflict.reason == "its ratio is the higher"
         with Database.open(into, read_only=True) as database:
             (record,) = database.records()
-            assert record.candidate == OTHER
+            assert record.candidate == KERNEL
             assert len(database.measurements(PROBLEM, FINGERPRINT)) == 2, "nothing is lost"
             assert len(database.history(PROBLEM)) == 2
         again = merge(sources, into)

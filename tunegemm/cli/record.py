@@ -13,7 +13,7 @@ import typer
 
 from tunegemm.cli import options
 from tunegemm.errors import WorkloadError
-from tunegemm.files import read_text
+from tunegemm.files import cause, read_text
 from tunegemm.untrusted import decoded
 
 if TYPE_CHECKING:
@@ -34,9 +34,12 @@ def command(
     """Run a program and record the matrix products of its Python processes: `-- python train.py`."""
     from tunegemm.describe.workload import Workload, merge
 
-    out = out.absolute()
-    if not out.parent.is_dir():
-        raise WorkloadError(f"{out}: its folder does not exist; make it first")
+    try:
+        out = out.absolute()
+        if not out.parent.is_dir():
+            raise WorkloadError(f"{out}: its folder does not exist; make it first")
+    except OSError as error:  # a deleted working directory, or a folder that one may not search
+        raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
     with tempfile.TemporaryDirectory(prefix="tunegemm-record-") as parts:
         code = _run(program, parts)
         found = []

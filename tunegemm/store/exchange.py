@@ -20,7 +20,7 @@ from typing import Any, get_args
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
-from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import BadValueError, DatabaseError
@@ -133,7 +133,7 @@ def load(database: Database, rows: Iterable[Row | BadValueError], *, origin: str
 
     Each row stands alone: it is added, or named in the report. An error among the rows stands for one that
     could not be read. origin: named by the added rows that name none. A record of the same problem and
-    fingerprint is replaced where the new one has the better evidence (`_compare`).
+    fingerprint is replaced where the new one has the better evidence (`publishing.adopt`).
     Raises DatabaseError when the database cannot be written; what was loaded before is kept.
     """
     report = Report()
@@ -178,8 +178,12 @@ def _load_choices(
         with database._writing() as connection, Session(connection) as session, session.begin():
             for choice in batch:
                 measured = session.get_one(MeasurementRow, choice.measurement_id)
-                if _remember(session, choice, measured):
-                    last[measured.problem_id, measured.fingerprint_id, choice.policy] = choice
+                key = measured.problem_id, measured.fingerprint_id, choice.policy
+                if _is_known(session, choice, measured):
+                    continue
+                if key in last:  # a later one competes
+                    _remember(session, last[key])
+                last[key] = choice
     pending = iter(last.values())
     while batch := list(islice(pending, _BATCH)):
         with database._writing() as connection, Session(connection) as session, session.begin():
@@ -326,14 +330,18 @@ def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
     return add(connection, keys, values, at=parsed.measured_at), True
 
 
-def _remember(session: Session, choice: _Choice, row: MeasurementRow) -> bool:
-    """Enter a choice into the history; False when it is there already."""
-    values = _values(choice, row)
-    if session.scalar(select(ChoiceRow.id).filter_by(**values).limit(1)) is not None:
-        return False
-    session.add(ChoiceRow(**values))
-    session.flush()
-    return True
+def _is_known(session: Session, choice: _Choice, row: MeasurementRow) -> bool:
+    """Whether a choice is in the history already."""
+    found = select(ChoiceRow.id).filter_by(**_values(choice, row)).limit(1)
+    return session.scalar(found) is not None
+
+
+def _remember(session: Session, choice: _Choice) -> None:
+    """Enters a choice into the history, once."""
+    row = session.get_one(MeasurementRow, choice.measurement_id)
+    if not _is_known(session, choice, row):
+        session.add(ChoiceRow(**_values(choice, row)))
+        session.flush()
 
 
 def _values(choice: _Choice, row: MeasurementRow) -> dict[str, Any]:
@@ -348,29 +356,26 @@ def _values(choice: _Choice, row: MeasurementRow) -> dict[str, Any]:
 
 
 def _choose(session: Session, choice: _Choice) -> Conflict | None:
-    """Make it the record if there is none or its evidence is the better."""
-    new, settled = session.get_one(MeasurementRow, choice.measurement_id), choice.settled
-    values = _values(choice, new)
-    key = {name: values[name] for name in ("problem_id", "fingerprint_id", "policy")}
-    copied = {"candidate_id": new.candidate_id, "ratio": new.ratio, "kernel_source": new.kernel_source}
-    record = session.scalar(select(RecordRow).filter_by(**key).with_for_update())
-    if record is None:
-        session.add(RecordRow(**values, **copied))
-        session.flush()
+    """Lets another database's record compete with the one here (`publishing.adopt`)."""
+    new = session.get_one(MeasurementRow, choice.measurement_id)
+    pair = {"problem_id": new.problem_id, "fingerprint_id": new.fingerprint_id}
+    find = select(RecordRow.measurement_id, RecordRow.settled).filter_by(**pair, policy=FASTEST)
+    before = session.execute(find).one_or_none()
+    if choice.policy == FASTEST:
+        publishing.adopt(
+            session.connection(), {**pair, "candidate_id": new.candidate_id}, new.id,
+            confirmed=choice.settled, at=choice.chosen_at,
+        )  # fmt: skip
+    after = session.execute(find).one_or_none()
+    _remember(session, choice)
+    if before is None or after is None:
         return None
-    old = session.get(MeasurementRow, record.measurement_id)
-    if old is None or not isinstance(old.samples_us, list) or old.created_at is None:
-        new_wins, reason, old = True, "the other is damaged", new
-    else:
-        new_wins, reason = _compare(session, old, record.settled, new, settled)
-    loser = old if new_wins else new
-    if new_wins:
-        for name, value in (values | copied).items():
-            setattr(record, name, value)
-    if old.candidate_id == new.candidate_id:
+    was, now = (session.get(MeasurementRow, key) for key in (before.measurement_id, after.measurement_id))
+    other = was if now is new else new
+    if was is None or now is None or other is None or other.candidate_id == now.candidate_id:
         return None
-    candidates = {row.id: session.get_one(CandidateRow, row.candidate_id) for row in (old, new)}
-    kept, other = candidates[new.id if new_wins else old.id], candidates[loser.id]
+    confirmed = {new.id: choice.settled, was.id: before.settled, now.id: after.settled}
+    kept, lost = (session.get_one(CandidateRow, row.candidate_id) for row in (now, other))
     problem, fingerprint = (
         session.get_one(ProblemRow, new.problem_id),
         session.get_one(FingerprintRow, new.fingerprint_id),
@@ -380,32 +385,23 @@ def _choose(session: Session, choice: _Choice) -> Conflict | None:
             Problem(*(getattr(problem, name) for name in store._PROBLEM_FIELDS)),
             Fingerprint(*(getattr(fingerprint, name) for name in store._FINGERPRINT_FIELDS)),
             Candidate.from_json(kept.json),
-            Candidate.from_json(other.json),
-            (kept.label or kept.digest, other.label or other.digest),
-            reason,
+            Candidate.from_json(lost.json),
+            (kept.label or kept.digest, lost.label or lost.digest),
+            _why(now, other, confirmed[now.id], confirmed[other.id]),
         )
     except BAD:  # a damaged row of this database, against which there is nothing to compare
         return None
 
 
-def _compare(
-    session: Session, old: MeasurementRow, old_settled: bool, new: MeasurementRow, new_settled: bool
-) -> tuple[bool, str]:
-    """Whether the new record is the better, and by what."""
-    current = []
-    for row in (old, new):
-        family = session.get_one(CandidateRow, row.candidate_id).family
-        current.append(row.kernel_source == kernel_source_hash(family))
-    if current[0] != current[1]:
-        return current[1], "the other is of older kernel sources; both stay in the history"
-    if bool(old.origin) != bool(new.origin):
-        return not new.origin, "it was measured here, the other was brought"
-    if old_settled != new_settled:
-        return new_settled, "it won a final race"
-    counts = len(old.samples_us), len(new.samples_us)
-    if counts[0] != counts[1]:
-        return counts[1] > counts[0], f"{max(counts)} samples, the other has {min(counts)}"
-    return new.created_at > old.created_at, "as many samples, measured later"
+def _why(kept: MeasurementRow, other: MeasurementRow, kept_confirmed: bool, other_confirmed: bool) -> str:
+    """What decided between two results, in words; `tunegemm.measure.evidence` decides."""
+    if bool(kept.origin) != bool(other.origin):
+        return "it was measured here, the other was brought"
+    if kept_confirmed != other_confirmed:
+        return "it won a final race"
+    if kept.ratio == other.ratio:
+        return "as good, and the record before"
+    return "its ratio is the higher" if kept.ratio > other.ratio else "its evidence is the better"
 
 
 def _measurements(session: Session, problem: Problem | None) -> Iterator[Row]:
