@@ -148,18 +148,15 @@ class Workload:
 
 def _product(row: Any) -> Product:
     row = members(row, "it", [field.name for field in (*fields(Kind), *fields(Product)[1:])], None)
-    kind = Kind(
-        *(whole(row[name], name, 1, _MOST_CALLS) for name in ("m", "n", "k", "batch")),
-        **{
-            field.name: whole(row[field.name], field.name)
-            if field.name == "alignment"
-            else line(row[field.name], field.name, 64)
-            for field in fields(Kind)[4:]
-        },
-    )
-    counts = [whole(row[name], name, 0, _MOST_CALLS) for name in ("calls", "replayed", "captured", "timed")]
+    kind: dict[str, Any] = {name: whole(row[name], name, 1, _MOST_CALLS) for name in ("m", "n", "k", "batch")}
+    for field in fields(Kind)[len(kind) :]:
+        read = line if field.type == "str" else whole
+        kind[field.name] = read(row[field.name], field.name)
+    counts = {
+        name: whole(row[name], name, 0, _MOST_CALLS) for name in ("calls", "replayed", "captured", "timed")
+    }
     median = None if row["median_us"] is None else number(row["median_us"], "median_us", 0, 1e12)
-    return Product(kind, *counts, median)
+    return Product(Kind(**kind), **counts, median_us=median)
 
 
 def merge(workloads: Sequence[Workload], program: Iterable[str] = ()) -> Workload:
