@@ -127,10 +127,10 @@ class Block(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] in BLOCKED:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Block())
-from tunegemm.describe.device import find_device
 from tunegemm.generate import families
+from tunegemm.describe.device import find_device
 from tunegemm.serve.snapshot import read_snapshot
-from tunegemm.store import packs
+from tunegemm import packs
 from tunegemm.describe.problem import Problem
 snapshot, device = read_snapshot(), find_device("model:h200")
 assert not snapshot.warnings, snapshot.warnings
@@ -213,14 +213,8 @@ def link(entries: Entries) -> None:
         (manifest(lambda data: data.pop("toolchain")), r"manifest.json cannot be read \('toolchain'\)"),
         (manifest(lambda data: data["entries"].append(data["entries"][0])), "an entry twice"),
         (manifest(lambda data: data["entries"][0].update(bytes=3)), r"\.json is missing or was changed"),
-        (
-            manifest(lambda data: data["entries"][0].update(bytes=-1)),
-            r"\.json -1 is not a whole number",
-        ),
-        (
-            manifest(lambda data: data["entries"][0].update(bytes=1 << 40)),
-            r"\.json 1099511627776 is not",
-        ),
+        (manifest(lambda data: data["entries"][0].update(bytes=-1)), r"\.json -1 is not a whole number"),
+        (manifest(lambda data: data["entries"][0].update(bytes=1 << 40)), r"\.json 1099511627776 is not"),
         (outside, r"entry 'objects/\.\./\.\./evil\.json' is no record and no object"),
         (link, r"\.json is missing or was changed"),
     ],
