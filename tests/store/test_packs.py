@@ -127,7 +127,7 @@ class Block(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] in BLOCKED:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Block())
-from tunegemm import families
+from tunegemm.generate import families
 from tunegemm.describe.device import find_device
 from tunegemm.serve.snapshot import read_snapshot
 from tunegemm import packs
@@ -213,8 +213,8 @@ def link(entries: Entries) -> None:
         (manifest(lambda data: data.pop("toolchain")), r"manifest.json cannot be read \('toolchain'\)"),
         (manifest(lambda data: data["entries"].append(data["entries"][0])), "an entry twice"),
         (manifest(lambda data: data["entries"][0].update(bytes=3)), r"\.json is missing or was changed"),
-        (manifest(lambda data: data["entries"][0].update(bytes=-1)), r"\.json of -1 B; at most"),
-        (manifest(lambda data: data["entries"][0].update(bytes=1 << 40)), r"\.json of 1099511627776 B"),
+        (manifest(lambda data: data["entries"][0].update(bytes=-1)), r"\.json -1 is not a whole number"),
+        (manifest(lambda data: data["entries"][0].update(bytes=1 << 40)), r"\.json 1099511627776 is not"),
         (outside, r"entry 'objects/\.\./\.\./evil\.json' is no record and no object"),
         (link, r"\.json is missing or was changed"),
     ],

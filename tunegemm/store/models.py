@@ -23,7 +23,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, synonym
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
 from tunegemm.store.schema import FASTEST
@@ -301,7 +301,6 @@ class RecordRow(Base):
     confirmed: Mapped[bool] = mapped_column(
         doc="True when it won a final race; false when it is the best so far of an unfinished search."
     )
-    settled = synonym("confirmed")
     chosen_at: Mapped[datetime] = mapped_column(UtcTime, doc="When this measurement became the best, UTC.")
 
 
@@ -320,7 +319,6 @@ class ChoiceRow(Base):
     policy: Mapped[str] = mapped_column(String(32), doc="As in records.")
     measurement_id: Mapped[int] = mapped_column(ForeignKey("measurements.id"), doc="What became the record.")
     confirmed: Mapped[bool] = mapped_column(doc="As in records.")
-    settled = synonym("confirmed")
     chosen_at: Mapped[datetime] = mapped_column(UtcTime, doc="When, ISO 8601, UTC.")
 
 
