@@ -25,6 +25,17 @@ Key = Mapping[str, str | int | bool]
 #: Fields of a config that come from the problem.
 _OF_PROBLEM = ("in_dtype", "out_dtype", "accumulation", "a_major", "b_major", "out_major")
 
+#: What a label says of a launch parameter; nothing where it stands for what kernels do without it.
+_LAUNCH_WORDS: Mapping[str, Callable[[Any], str]] = {
+    "raster_order": lambda order: "rm" if order == "along_m" else "rn",
+    "swizzle_size": lambda size: f"w{size}",
+    "cluster_order": lambda order: "" if order == "index" else str(order),
+    "ctas": str,
+    "split_k": lambda splits: f"k{splits}" if splits > 1 else "",
+    "reduction": lambda how: "second" if how == "second_kernel" else "",
+    "l2_hint": lambda hint: "" if hint == "none" else f"h{hint.removesuffix('_first')}",
+}
+
 
 class Config(Protocol):
     """A family's frozen dataclass of compile-time choices."""
@@ -191,26 +202,15 @@ class Generator:
         return self.config_of(problem, candidate).smem_bytes
 
     def label(self, candidate: Candidate) -> str:
-        params = candidate.params
         kernel = self.config.from_mapping(
             dict(candidate.compile_params) | dict.fromkeys(_OF_PROBLEM, "")
         ).label
-        if params.get("swap_ab", False):
+        if candidate.params.get("swap_ab", False):
             kernel = kernel.replace(" ", "S ", 1)
-        if not candidate.launch_params:
-            return kernel
-        raster = "m" if params["raster_order"] == "along_m" else "n"
-        words = [kernel, f"r{raster}", f"w{params['swizzle_size']}"]
-        if params.get("cluster_order", "index") != "index":
-            words.append(str(params["cluster_order"]))
-        words.append(str(params["ctas"]))
-        if int(params.get("split_k", 1)) > 1:
-            words.append(f"k{params['split_k']}")
-        if params.get("reduction", "pairs") == "second_kernel":
-            words.append("second")
-        if (hint := params.get("l2_hint", "none")) != "none":
-            words.append(f"h{str(hint).removesuffix('_first')}")
-        return " ".join(words)
+        launch = dict(candidate.launch_params)
+        words = [word(launch[name]) for name, word in _LAUNCH_WORDS.items() if name in launch]
+        words += [f"{name}={value}" for name, value in launch.items() if name not in _LAUNCH_WORDS]
+        return " ".join(filter(None, [kernel, *words]))
 
     def load(
         self,
