@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from sqlalchemy import URL, Connection, Engine, Executable, Select, exists, or_, select, text
 from sqlalchemy.orm import Session
 
-from tunegemm.describe.device import Device, Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError, TunegemmError
 from tunegemm.generate import families
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.evidence import FINAL, SCREEN, STEADY_FINAL, evidence_of
 from tunegemm.measure.outcome import Failure, Measurement

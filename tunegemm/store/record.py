@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import is_torch
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.evidence import STEADY_POLICIES, Evidence, Standing, evidence_of, rank
 from tunegemm.measure.outcome import Measurement
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.space import Candidate
+from tunegemm.generate.families import kernel_source_hash
 
 
 class Grade(IntEnum):
