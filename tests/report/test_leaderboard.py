@@ -263,7 +263,7 @@ class TestRendering:
             PROBLEM, DEVICE, [outcome], {outcome.candidate.digest: "a|b [red]x"}
         )
         assert "a|b [red]x" in board.render("table")
-        assert "a\\|b [red]x" in board.render("md")
+        assert "a\\|b \\[red\\]x" in board.render("md")
 
     def test_an_unknown_format(self, board: Leaderboard) -> None:
         with pytest.raises(TunegemmError, match="format 'xml' is not known; use one of table, csv, json, md"):
@@ -332,7 +332,7 @@ class TestStored:
             "torch.mm",
             "torch.mm",
         )
-        assert "Geometric mean over 2 rows, to torch.mm: 1.049; " in board.note
+        assert "Geometric mean over 2 rows, to torch.mm: 1.049. " in board.note
         for format in ("table", "csv", "md"):
             assert "4096x4096x4096 bf16 tn" in board.render(format, top=1)
 

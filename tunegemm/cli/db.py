@@ -69,8 +69,7 @@ def export_command(
     if records is not None and (shape or dtype or layout or fingerprint or format):
         raise UsageError("--records takes every settled record; to choose some, use --out FILE")
     chosen = None if out is None or format == INDUCTOR else _format(format, out, INDUCTOR)
-    shapes = options.parse_shapes(shape)
-    options.parse_problems(["1x1x1"], dtype or "bf16", None, layout or "tn")  # raises for words not known
+    shapes, chosen_problem = options.parse_shapes(shape), options.problem_filter(shape, dtype, layout)
     from tunegemm.describe.problem import normalize_dtype
     from tunegemm.store import Database
     from tunegemm.store.exchange import dump, select_rows
@@ -78,15 +77,13 @@ def export_command(
 
     wanted_dtype = normalize_dtype(dtype) if dtype else None
     with Database.open(db, read_only=True) as database:
+        options.require_fingerprint(database, fingerprint, "--fingerprint")
         if format == INDUCTOR:
             assert out is not None
             wanted = [
                 record
                 for record in database.records()
-                if (not shapes or record.problem.shape in shapes)
-                and wanted_dtype in (None, record.problem.in_dtype)
-                and (layout or record.problem.layout).lower() == record.problem.layout
-                and record.fingerprint.digest.startswith(fingerprint or "")
+                if chosen_problem(record.problem) and record.fingerprint.digest.startswith(fingerprint or "")
             ]
             _export_for_inductor(wanted, out)
             return
@@ -106,7 +103,7 @@ def export_command(
                 )
             paths = write(chain([first], rows), out, chosen)
     for path in paths:
-        typer.echo(f"wrote {path}")
+        options.say(f"wrote {path}")
 
 
 @app.command("import")
@@ -133,7 +130,7 @@ def import_command(
         try:
             readable.append((file, chain([first] if (first := next(rows, None)) else [], rows)))
         except DatabaseError as error:
-            typer.echo(f"tunegemm: {error}", err=True)
+            options.say(f"tunegemm: {error}", err=True)
     used = 0
     if readable:
         with Database.open(db) as database:
@@ -165,7 +162,7 @@ def merge_command(
     _print(into, report)
     for conflict in report.conflicts:
         kept, other = conflict.labels
-        typer.echo(
+        options.say(
             f"conflict {conflict.problem} on {conflict.fingerprint.device_name}: "
             f"{kept} over {other}, {conflict.reason}"
         )
@@ -186,7 +183,7 @@ def upgrade_command(
         if "://" not in location and not Path(location).is_file():
             raise DatabaseError(f"{location}: no such file; name a database that is there")
         with Database.open(location) as database:
-            typer.echo(f"{display(database.location)}: up to date")
+            options.say(f"{display(database.location)}: up to date")
 
 
 @app.command("layers")
@@ -207,9 +204,9 @@ def layers_command() -> None:
         "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite in this folder",
     }
     for layer, place in places.items():
-        typer.echo(f"{layer:8} {counts[layer]:6} records  {place}")
+        options.say(f"{layer:8} {counts[layer]:6} records  {place}")
     for warning in warnings:
-        typer.echo(f"tunegemm: {warning}", err=True)
+        options.say(f"tunegemm: {warning}", err=True)
 
 
 def _export_for_inductor(records: Sequence[Record], out: Path) -> None:
@@ -217,15 +214,15 @@ def _export_for_inductor(records: Sequence[Record], out: Path) -> None:
 
     table, left_out = lookup_table(records)
     for line in left_out[:_NAMED]:
-        typer.echo(f"left out: {line}", err=True)
+        options.say(f"left out: {line}", err=True)
     if len(left_out) > _NAMED:
-        typer.echo(f"left out: {len(left_out) - _NAMED} more", err=True)
+        options.say(f"left out: {len(left_out) - _NAMED} more", err=True)
     if not table:
         raise UsageError(
             "no record that Inductor's table can hold: its kernels are torch.mm and Triton's templates"
         )
     options.write_text(out, json.dumps(table, indent=1) + "\n")
-    typer.echo(f"wrote {out}: {len(table)} products for torch._inductor.config.lookup_table")
+    options.say(f"wrote {out}: {len(table)} products for torch._inductor.config.lookup_table")
 
 
 def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
@@ -235,7 +232,7 @@ def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
     with Database.open(into) as database, Tuner(device, database) as tuner:
         for conflict in conflicts:
             if conflict.fingerprint != device.fingerprint:
-                typer.echo(
+                options.say(
                     f"{conflict.problem}: not raced, its fingerprint {conflict.fingerprint.digest} "
                     f"is not this device's, {device.fingerprint.digest}"
                 )
@@ -246,17 +243,17 @@ def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
                 if best is None
                 else f"{best.candidate}, {best.ratio:.3f} of torch.mm"
             )
-            typer.echo(f"{conflict.problem}: raced, the record is {words}")
+            options.say(f"{conflict.problem}: raced, the record is {words}")
 
 
 def _print(name: str, report: Report) -> None:
-    typer.echo(
+    options.say(
         f"{name}: {report.added} rows added, {report.known} known already, {len(report.skipped)} left out"
     )
     for line in report.skipped[:_NAMED]:
-        typer.echo(f"left out: {line}", err=True)
+        options.say(f"left out: {line}", err=True)
     if len(report.skipped) > _NAMED:
-        typer.echo(f"left out: {len(report.skipped) - _NAMED} more", err=True)
+        options.say(f"left out: {len(report.skipped) - _NAMED} more", err=True)
 
 
 def _format(name: str | None, path: Path, *others: str) -> Format:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from tunegemm.errors import TunegemmError
 from tunegemm.files import replacing
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
+from tunegemm.report.text import clean, markdown, significant, to_json
 from tunegemm.store.record import ALONE
 
 if TYPE_CHECKING:
@@ -206,7 +207,8 @@ class Leaderboard:
     def summary(cls, frame: pandas.DataFrame, device: Device | None = None) -> Leaderboard:
         """The best candidate of every problem in `Database.frame`, and the best of the vendor's beside it.
 
-        `best_vendor_ratio` is at least that of torch.mm itself, 1. The note has the geometric mean.
+        `best_vendor_ratio` is at least that of torch.mm itself, 1, and missing where none of the vendor's
+        algorithms was measured. The note has the geometric means.
         """
         import pandas
 
@@ -214,16 +216,23 @@ class Leaderboard:
         for problem in sorted(set(_problems(frame))):
             for shown, group in _groups(_only(frame, problem), device):
                 board = _ranked(_stored_rows(group), problem, shown)
-                vendors = board[board["family"] == VENDOR_FAMILY]
-                vendor = vendors.sort_values(["alone", "ratio_to_torch_mm"]).iloc[-1]
-                best = board.iloc[0].to_dict()
-                rows.append(
-                    {name: best[name] for name in _SUMMARY_COLUMNS[:-2]}
-                    | {"best_vendor": vendor["candidate"], "best_vendor_ratio": vendor["ratio_to_torch_mm"]}
-                )
-        table = pandas.DataFrame(rows, columns=list(_SUMMARY_COLUMNS))
-        title = f"Best per problem on {_names(table)}" if rows else "Best per problem"
-        return cls(title, "measured", _mean_note(table), table)
+                row = {name: board.iloc[0][name] for name in _SUMMARY_COLUMNS[:-2]}
+                if ((group["family"] == VENDOR_FAMILY) & (group["label"] != BASELINE)).any():
+                    vendors = board[board["family"] == VENDOR_FAMILY]
+                    vendor = vendors.sort_values(["alone", "ratio_to_torch_mm"]).iloc[-1]
+                    row["best_vendor"] = vendor["candidate"]
+                    row["best_vendor_ratio"] = vendor["ratio_to_torch_mm"]
+                rows.append(row)
+        return cls._of_best(pandas.DataFrame(rows, columns=list(_SUMMARY_COLUMNS)))
+
+    @classmethod
+    def _of_best(cls, table: pandas.DataFrame) -> Leaderboard:
+        """The best of each problem; without the vendor's columns where they would be empty for the most part."""
+        title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
+        note = _mean_note(table)
+        if not table["best_vendor_ratio"].notna().mean() >= 0.5:  # or of no rows, where it is not a number
+            table = table.drop(columns=["best_vendor", "best_vendor_ratio"])
+        return cls(title, "measured", note, table)
 
     @classmethod
     def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
@@ -241,7 +250,7 @@ class Leaderboard:
         ]
         # Where nothing beat torch.mm, that is the best, and the vendor's best is at least that.
         lost = ~found["settled"] & (found["ratio"] < 1)
-        vendor_lost = ~(found["vendor_ratio"] >= 1)
+        vendor_lost = found["vendor_ratio"] < 1
         median_us = found["median_us"].where(~lost, found["baseline_median_us"])
         label = found["label"].where(found["label"] != "", found["family"] + " " + found["candidate"])
         table = found.assign(
@@ -257,8 +266,7 @@ class Leaderboard:
             best_vendor=found["vendor_label"].where(~vendor_lost, BASELINE),
             best_vendor_ratio=found["vendor_ratio"].where(~vendor_lost, 1.0),
         )[list(_SUMMARY_COLUMNS)].reset_index(drop=True)
-        title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
-        return cls(title, "measured", _mean_note(table), table)
+        return cls._of_best(table)
 
     @classmethod
     def standings(cls, frame: pandas.DataFrame, by: By) -> Leaderboard:
@@ -286,7 +294,7 @@ class Leaderboard:
             | {
                 "shapes": len(ratios),
                 **({"won": sum(won for _, won in ratios)} if by == "family" else {}),
-                "mean_ratio": math.exp(math.fsum(math.log(ratio) for ratio, _ in ratios) / len(ratios)),
+                "mean_ratio": _mean(ratio for ratio, _ in ratios),
                 "lowest_ratio": min(ratio for ratio, _ in ratios),
                 "highest_ratio": max(ratio for ratio, _ in ratios),
             }
@@ -319,7 +327,8 @@ class Leaderboard:
         from rich.text import Text
 
         board = self.top(top)
-        table = Table(title=board.title, caption=board.note, caption_justify="left", title_justify="left")
+        title, caption = Text(clean(board.title)), Text(clean(board.note, 2000))
+        table = Table(title=title, caption=caption, caption_justify="left", title_justify="left")
         rows = board.frame.to_dict("records")
         widths = {name: _least_width(name, rows) for name in board._shown()}
         for name in _DISPENSABLE:
@@ -347,13 +356,14 @@ class Leaderboard:
         rules = ("---" if COLUMNS[name].decimals is None else "---:" for name in shown)
         lines.append("|" + "|".join(rules) + "|")
         for row in board.frame.to_dict("records"):
-            cells = [_cell(name, row).replace("|", "\\|") for name in shown]
+            cells = [markdown(_cell(name, row)) for name in shown]
             lines.append("| " + " | ".join(cells) + " |")
-        return f"**{board.title}**\n\n" + "\n".join(lines) + f"\n\n{board.note}\n"
+        return f"**{markdown(board.title)}**\n\n" + "\n".join(lines) + f"\n\n{markdown(board.note)}\n"
 
     def csv(self, top: int | None = None) -> str:
         """Comma-separated, one header line, plain numbers; the column ``source`` tells what they are."""
         frame = self.top(top).frame.assign(source=self.source)
+        frame = frame.map(lambda value: clean(value) if isinstance(value, str) else value)
         return str(frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
     def html(self, top: int | None = None) -> str:
@@ -370,7 +380,7 @@ class Leaderboard:
 
     def json(self, top: int | None = None) -> str:
         """`as_dict` as JSON, units in the names."""
-        return json.dumps(self.as_dict(top), indent=2, ensure_ascii=False) + "\n"
+        return to_json(self.as_dict(top)) + "\n"
 
     def render(self, format: str = "table", top: int | None = None) -> str:
         """As text in one of the formats `table`, `csv`, `json`, `md`, `html`. TunegemmError for any other."""
@@ -606,28 +616,28 @@ def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | Non
 def _mean_note(table: pandas.DataFrame) -> str:
     if table.empty:
         return "Nothing was measured for this device and software."
-    mean = math.exp(sum(map(math.log, table["ratio_to_torch_mm"])) / len(table))
-    vendor = math.exp(sum(map(math.log, table["best_vendor_ratio"])) / len(table))
-    return (
-        f"Geometric mean over {len(table)} rows, to torch.mm: {mean:.3f}; "
-        f"the best of the vendor's algorithms per row: {vendor:.3f}."
-    )
+    note = f"Geometric mean over {len(table)} rows, to torch.mm: {_mean(table['ratio_to_torch_mm']):.3f}."
+    vendors = table["best_vendor_ratio"].dropna()
+    if vendors.empty:
+        return f"{note} None of the vendor's other algorithms was measured."
+    which = "each row" if len(vendors) == len(table) else f"the {len(vendors)} rows where one was measured"
+    return f"{note} The best of the vendor's algorithms on {which}: {_mean(vendors):.3f}."
+
+
+def _mean(ratios: Iterable[float]) -> float:
+    """The geometric mean."""
+    return statistics.geometric_mean(ratios)
 
 
 def _cell(name: str, row: Mapping[Any, Any]) -> str:
     value, decimals = row[name], COLUMNS[name].decimals
     if decimals is None:
-        return str(value)
+        return clean(value) if isinstance(value, str) else ""
     if math.isnan(value):
         return ""
     if name == "rank":
         return f"{value}=" if row.get("tie") else str(value)
     return significant(value) if decimals < 0 else f"{value:.{decimals}f}"
-
-
-def significant(value: float, digits: int = 4) -> str:
-    """A positive number with so many significant digits, whole numbers above."""
-    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"
 
 
 def _longest(name: str, rows: list[dict[Any, Any]]) -> int:
@@ -643,7 +653,7 @@ def _least_width(name: str, rows: list[dict[Any, Any]]) -> int:
 def _plain(value: Any) -> Any:
     value = _python(value)
     if isinstance(value, float):
-        return None if math.isnan(value) else float(f"{value:.6g}")
+        return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
 
 
