@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.describe.device import Device, TelemetryReader, package_version
-from tunegemm.errors import TunegemmError
 from tunegemm.describe.problem import Problem
+from tunegemm.errors import TunegemmError
 
 #: Facts under `meta` that rows of one file must share.
 SHARED = ("gpu", "driver", "packages", "method")

@@ -33,7 +33,7 @@ WORDS: Mapping[Verdict, str] = {
 _INK, _MUTED, _LINE, _GROUND = "#16191d", "#565e68", "#e3e6ea", "#ffffff"
 _COLOURS: Mapping[Verdict, str] = {"faster": "#1257b8", "equal": "#5d6570", "slower": "#a8420b"}
 _MARKERS: Mapping[Verdict, str] = {"faster": "^", "equal": "o", "slower": "v"}
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 10, "axes.edgecolor": _MUTED, "axes.labelcolor": _INK, "text.color": _INK,
     "xtick.color": _MUTED, "ytick.color": _MUTED, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.color": _LINE, "grid.linewidth": 0.8, "axes.axisbelow": True,
@@ -59,9 +59,9 @@ _MOST_ROWS = 400
 
 #: Where a name may stand beside its mark, best first: alignment, and offset in points.
 _PLACES = (
-    ("left", 8, -3), ("right", -8, -3), ("left", 5, 7), ("right", -5, 7), ("left", 5, -13), ("right", -5, -13),
-    ("center", 0, 11), ("center", 0, -18), ("left", 5, 17), ("right", -5, 17), ("left", 5, -23),
-    ("right", -5, -23),
+    ("left", 8, -3), ("right", -8, -3), ("left", 5, 7), ("right", -5, 7), ("left", 5, -13),
+    ("right", -5, -13), ("center", 0, 11), ("center", 0, -18), ("left", 5, 17), ("right", -5, 17),
+    ("left", 5, -23), ("right", -5, -23),
 )  # fmt: skip
 
 
@@ -123,8 +123,8 @@ def inline_convergence(details: Details) -> str:
         return ""
     steps = analysis.best_so_far(tried)
     words = (
-        f"{len(tried)} trials; the best so far rises from {steps[0][1]:.3f} to {steps[-1][1]:.3f} times torch.mm, "
-        f"last at trial {steps[-1][0]}"
+        f"{len(tried)} trials; the best so far rises from {steps[0][1]:.3f} to {steps[-1][1]:.3f} times "
+        f"torch.mm, last at trial {steps[-1][0]}"
     )
     return _inline(lambda figure: _convergence(figure, details), words, 'role="img" style="min-width:440px"')
 
@@ -163,7 +163,7 @@ def _figure() -> Figure:
 
 
 def _inline(draw: Callable[[Figure], None], words: str, attributes: str) -> str:
-    """A figure as an SVG element of the page: the page's colours, short numbers, no address, no name twice."""
+    """A figure as an SVG element of the page: the page's colours, short numbers, each id once."""
     with _style():
         figure, file = _figure(), io.StringIO()
         draw(figure)
@@ -192,7 +192,7 @@ def _inline(draw: Callable[[Figure], None], words: str, attributes: str) -> str:
         body,
     )
     body = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d)\d+", r"\1", tag[0]), body)
-    body = re.sub(r"(font: [\d.]+px) [^;\"]*", r"\1 inherit", body)
+    body = re.sub(r" font-family: [^;]*;| transform=\"rotate\(-0 [^)]*\)\"", "", body)
     body = re.sub("|".join(_VARIABLES), lambda m: f"var(--{_VARIABLES[m[0]]})", body)
     body = re.sub(r">\s+<", "><", body)
     return body.replace("<svg", f'<svg aria-label="{escape(clean(words))}" {attributes}', 1)
@@ -217,7 +217,7 @@ def _roofline(figure: Figure, evidence: Evidence) -> None:
     texts = []
     if peak:
         axes.plot([low, ridge, high], [low * memory, peak, peak], color=_INK, lw=2)
-        beside = {"textcoords": "offset points", "va": "center"}
+        beside: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
         texts.append(
             axes.annotate(f"{peak:g} TFLOP/s, tensor cores", (high, peak), (0, 9), ha="right", **beside)
         )
@@ -232,9 +232,9 @@ def _roofline(figure: Figure, evidence: Evidence) -> None:
             at = winner.problem.arithmetic_intensity
             axes.plot(at, winner.baseline_tflops, "_", ms=9, color=_MUTED, gid=f"base-{row}")
         for row, winner in enumerate(winners):
-            colour = _COLOURS[winner.verdict]
+            at, colour = winner.problem.arithmetic_intensity, _COLOURS[winner.verdict]
             axes.plot(
-                winner.problem.arithmetic_intensity, winner.tflops, _MARKERS[winner.verdict], ms=7, color=colour,
+                at, winner.tflops, _MARKERS[winner.verdict], ms=7, color=colour,
                 mfc=_GROUND if winner.verdict == "equal" else colour, mew=1.5, zorder=3, gid=f"mark-{row}",
             )  # fmt: skip
         _name_marks(figure, axes, winners[:_LABELLED], texts)

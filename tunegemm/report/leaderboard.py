@@ -1,8 +1,8 @@
 """Leaderboards: candidates of one problem, or the best of many problems, as pandas frames with renderers.
 
-Rank is by the ratio to torch.mm. Times of different interleaves are not comparable, since the chip's
-clock moves between them; each ratio is to the baseline in the same rounds. The candidate that won the
-final race comes first whatever a screening of few rounds says of others, because it is what is dispatched.
+Rank is by evidence, and within the same by the ratio to torch.mm (`tunegemm.measure.evidence`): each ratio
+is to the baseline in the same rounds, and ratios of unlike evidence do not compare. What is dispatched comes
+first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import io
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -21,10 +22,10 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.files import replacing
+from tunegemm.measure.evidence import Evidence, evidence_of
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.report.text import clean, markdown, significant, to_json
-from tunegemm.store.record import ALONE
 
 if TYPE_CHECKING:
     import pandas
@@ -55,12 +56,17 @@ class _Row:
     ratio: float
     spread: float
     noise: float
-    stage: str = ""
+    evidence: Evidence = Evidence.SCREEN
     chosen: bool = False
     baseline_median_us: float = math.nan
     baseline_spread: float = math.nan
-    alone: bool = False
-    """Whether it had the chip to itself: at the power cap no other ratio compares with such a one."""
+    origin: str = ""
+    """What it was imported or merged from: such a row goes behind all that was measured here."""
+
+    @property
+    def standing(self) -> tuple[bool, Evidence]:
+        """What its ratio may be compared within, better for more."""
+        return not self.origin, self.evidence
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,9 @@ class Leaderboard:
     frame: pandas.DataFrame = field(compare=False)
     """The rows. Columns of one problem: ``rank``, ``tie`` (closer to the first of its rank than the noise),
     ``problem``, ``candidate`` (its label), ``median_us``, ``tflops``, ``ratio_to_torch_mm``,
-    ``percent_of_roofline``, ``spread_percent``, ``family``, ``device``, ``stage``, ``chosen`` (what is
-    dispatched), ``alone`` (timed with the chip to itself; such rows come first).
+    ``percent_of_roofline``, ``spread_percent``, ``family``, ``device``, ``evidence`` (``screen``
+    to ``final``; the better comes first), ``chosen`` (what is dispatched),
+    ``origin`` (what it was imported from).
     A modelled one has ``predicted_us`` in place of all figures, since a model only ranks."""
 
     @classmethod
@@ -148,7 +155,7 @@ class Leaderboard:
                 chosen=candidate == best,
                 baseline_median_us=measurement.baseline_median_us,
                 baseline_spread=replace(measurement, samples_us=measurement.baseline_us).spread,
-                alone=measurement.alone,
+                evidence=Evidence.STEADY if measurement.alone else Evidence.SCREEN,
             )
             for candidate, measurement in latest.items()
         ]
@@ -217,17 +224,18 @@ class Leaderboard:
             for shown, group in _groups(_only(frame, problem), device):
                 board = _ranked(_stored_rows(group), problem, shown)
                 row = {name: board.iloc[0][name] for name in _SUMMARY_COLUMNS[:-2]}
-                if ((group["family"] == VENDOR_FAMILY) & (group["label"] != BASELINE)).any():
-                    vendors = board[board["family"] == VENDOR_FAMILY]
-                    vendor = vendors.sort_values(["alone", "ratio_to_torch_mm"]).iloc[-1]
-                    row["best_vendor"] = vendor["candidate"]
-                    row["best_vendor_ratio"] = vendor["ratio_to_torch_mm"]
+                vendors = board[(board["family"] == VENDOR_FAMILY) & (board["candidate"] != BASELINE)]
+                if len(vendors):
+                    label, ratio = vendors.iloc[0][["candidate", "ratio_to_torch_mm"]]
+                    row["best_vendor"], row["best_vendor_ratio"] = (
+                        (label, ratio) if ratio >= 1 else (BASELINE, 1.0)
+                    )
                 rows.append(row)
         return cls._of_best(pandas.DataFrame(rows, columns=list(_SUMMARY_COLUMNS)))
 
     @classmethod
     def _of_best(cls, table: pandas.DataFrame) -> Leaderboard:
-        """The best of each problem; without the vendor's columns where they would be empty for the most part."""
+        """The best of each problem; without the vendor's columns where most would be empty."""
         title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
         note = _mean_note(table)
         if not table["best_vendor_ratio"].notna().mean() >= 0.5:  # or of no rows, where it is not a number
@@ -452,8 +460,9 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
     """The frame of one problem on one device."""
     import pandas
 
-    def place(row: _Row) -> tuple[bool, bool, float, str]:
-        return not row.chosen, not row.alone, -row.ratio, row.label
+    def place(row: _Row) -> tuple[bool, bool, int, float, str]:
+        own, evidence = row.standing
+        return not row.chosen, not own, -evidence, -row.ratio, row.label
 
     ordered = sorted(rows, key=place)
     if ordered and not any(row.label == BASELINE for row in ordered):
@@ -466,14 +475,14 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
             1.0,
             leader.baseline_spread,
             leader.noise,
-            leader.stage,
-            alone=leader.alone,
+            leader.evidence,
+            origin=leader.origin,
         )
         ordered = sorted([*ordered, baseline], key=place)
     ranks: list[int] = []
     for position, row in enumerate(ordered):
         first = ordered[ranks[-1] - 1] if ranks else row
-        tied = bool(ranks) and row.alone == first.alone and tie(row, first)
+        tied = bool(ranks) and row.standing == first.standing and tie(row, first)
         ranks.append(ranks[-1] if tied else position + 1)
     roofline_us = device.roofline_us(problem) if device else 0.0
     return pandas.DataFrame(
@@ -491,9 +500,9 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
             "spread_percent": [100 * row.spread for row in ordered],
             "family": [row.family for row in ordered],
             "device": [device.name if device else ""] * len(ordered),
-            "stage": [row.stage for row in ordered],
+            "evidence": [row.evidence.name.lower() for row in ordered],
             "chosen": [row.chosen for row in ordered],
-            "alone": [row.alone for row in ordered],
+            "origin": [row.origin for row in ordered],
         }
     )
 
@@ -507,11 +516,11 @@ def _stored_rows(frame: pandas.DataFrame) -> list[_Row]:
             row["ratio"],
             row["spread"],
             row["noise"],
-            row["policy"],
+            evidence_of(row["policy"], confirmed=bool(row["settled"])),
             bool(row["settled"]),
             row["baseline_median_us"],
             row["baseline_spread"],
-            row["policy"] in ALONE,
+            str(row.get("origin") or ""),
         )
         for row in frame.to_dict("records")
     ]
@@ -575,19 +584,19 @@ def _note(source: Source, device: Device, rows: list[_Row]) -> str:
         "measured": f"Measured on {device.name}.",
         "replayed": f"Replayed from a recording of {device.name}; nothing was measured here.",
     }[source]
-    notes = _noise_note([row.noise for row in rows]), _shared_note([row.alone for row in rows])
+    notes = _noise_note([row.noise for row in rows]), _unlike_note(row.evidence for row in rows)
     return " ".join(filter(None, [origin, *notes]))
 
 
-def _shared_note(alone: Sequence[bool]) -> str:
-    """What to make of the last rows, where the first had the chip to themselves."""
-    shared = len(alone) - sum(alone)
-    if shared in (0, len(alone)):
+def _unlike_note(evidence: Iterable[Evidence]) -> str:
+    """What to make of rows whose ratios do not compare with those before them."""
+    found = Counter(evidence)
+    if len(found) < 2:
         return ""
-    return (
-        f"At the power cap: the last {shared} were timed at clocks that all shared, "
-        "and do not compare with those before."
+    counts = ", ".join(
+        f"{count} {level.name.lower()}" for level, count in sorted(found.items(), reverse=True)
     )
+    return f"Ordered by evidence ({counts}): ratios compare among rows of the same only."
 
 
 def _noise_note(noises: list[float]) -> str:
@@ -603,10 +612,15 @@ def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | Non
         return "Nothing was measured for this device and software."
     parts = [
         f"Measured on {shown.name}, driver {shown.fingerprint.driver}, torch {shown.fingerprint.torch}."
-        for shown, _ in groups
+        if not group["origin"].astype(bool).all()
+        else f"Imported from {', '.join(sorted(set(group['origin'])))}; measured on another {shown.name}."
+        for shown, group in groups
     ]
+    imported = sum(int(group["origin"].astype(bool).sum()) for _, group in groups)
+    if 0 < imported < sum(len(group) for _, group in groups):
+        parts.append(f"Imported: {imported} of the rows.")
     parts.append(_noise_note([noise for _, group in groups for noise in group["noise"]]))
-    parts.append(_shared_note([policy in ALONE for _, group in groups for policy in group["policy"]]))
+    parts.append(_unlike_note(row.evidence for _, group in groups for row in _stored_rows(group)))
     left_out = len(rows) - sum(len(group) for _, group in groups)
     if left_out:
         parts.append(f"Rows of other devices or software versions, left out: {left_out}.")

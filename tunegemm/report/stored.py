@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
+from tunegemm.measure.evidence import FINAL
 from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.store.layers import of_databases
 from tunegemm.store.shipped import read_shipped
@@ -112,7 +113,8 @@ def _frame(records: Iterable[Record]) -> pandas.DataFrame:
                 "fingerprint": record.fingerprint.digest,
                 "candidate": record.candidate.digest,
                 "family": record.candidate.family,
-                "policy": "final",
+                "policy": FINAL,
+                "origin": "",
                 "spread": math.nan,
                 "baseline_spread": math.nan,
                 "vendor_label": record.label if vendor else None,

@@ -189,4 +189,4 @@ def fingerprint_digests(database: Database) -> dict[str, str]:
     """The digest of every fingerprint, and its device's name."""
     query = select(FingerprintRow.digest, FingerprintRow.device_name).order_by(FingerprintRow.id)
     with database._reading() as session:
-        return {digest: name for digest, name in session.execute(query)}
+        return dict(session.execute(query).tuples())
