@@ -24,7 +24,6 @@ from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import BadValueError, DatabaseError
-from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.outcome import Failure, Measurement, Stage
 from tunegemm.store import database as store
