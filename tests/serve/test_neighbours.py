@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks import near as benchmark
-from tunegemm.describe.device import Device, Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
 from tunegemm.serve import neighbours

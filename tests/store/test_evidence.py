@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from tests.store.test_database import DEVICE, FINGERPRINT, PROBLEM, measurement
 from tests.support.stores import Store
-from tunegemm.describe.device import kernel_source_hash
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure import evidence
 from tunegemm.measure.evidence import POLICIES, QUALIFYING, RACE, SCREEN, STEADY_FINAL, Evidence, evidence_of
 from tunegemm.store import Database

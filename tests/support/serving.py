@@ -13,10 +13,10 @@ from functools import partial
 import pytest
 import torch
 
-from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.families import Launcher
+from tunegemm.generate.families import Launcher, kernel_source_hash
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, operand_reader
 from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher

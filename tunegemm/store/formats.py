@@ -20,7 +20,8 @@ from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.files import read_bytes, replacing
-from tunegemm.store.exchange import FORMER_CONFIRMED, Row
+from tunegemm.store.exchange import Row
+from tunegemm.store.record import FORMER_CONFIRMED
 from tunegemm.untrusted import decoded, listed, members, shown
 
 FORMAT = "tunegemm-database/1"
@@ -39,6 +40,7 @@ COLUMNS = (
     "kind", "id", *_PROBLEM, *_FINGERPRINT, *_TEXTS, *_DERIVED, *_NUMBERS, *_LISTS, *_OBJECTS, *_CHOICE,
 )  # fmt: skip
 _KNOWN = frozenset({*COLUMNS, FORMER_CONFIRMED})
+_NOT_TEXT = (*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", FORMER_CONFIRMED, *_OBJECTS)
 
 
 class Format(StrEnum):
@@ -144,9 +146,7 @@ def _read_csv(content: bytes) -> Iterator[Row | BadValueError]:
             yield BadValueError(f"{len(cells)} cells for {len(names)} columns")
             continue
         flat = {name: cell for name, cell in zip(names, cells, strict=True) if name in _KNOWN and cell != ""}
-        yield _nested(
-            flat, json_in=(*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", FORMER_CONFIRMED, *_OBJECTS)
-        )
+        yield _nested(flat, json_in=_NOT_TEXT)
 
 
 def _write_parquet(rows: Iterable[Row], path: Path) -> None:

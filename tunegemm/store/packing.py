@@ -16,7 +16,6 @@ from tunegemm.describe.device import (
     Fingerprint,
     Part,
     device_from_part,
-    kernel_source_hash,
     package_version,
 )
 from tunegemm.describe.problem import Problem
@@ -26,6 +25,7 @@ from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.cute_object import dsl_version
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.store import packs
 from tunegemm.store.layers import NARROWNESS
 from tunegemm.store.record import Record

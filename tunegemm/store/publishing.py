@@ -15,10 +15,10 @@ from typing import Any, cast
 from sqlalchemy import Connection, Select, Table, bindparam, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from tunegemm.describe.device import kernel_source_hash
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.evidence import Evidence, best_of_each, choose, evidence_of, may_be_record, rank
 from tunegemm.store.models import (
     Base,

@@ -8,12 +8,16 @@ from datetime import UTC, datetime
 from math import nan
 from typing import Any
 
-from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import is_torch
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.evidence import FINAL, Evidence, evidence_of
 from tunegemm.measure.outcome import Measurement
+
+#: In files of before schema 0006, the word for `confirmed`.
+FORMER_CONFIRMED = "settled"
 
 #: Where a narrow reading leaves the time out.
 UNKNOWN_TIME = datetime.min.replace(tzinfo=UTC)

@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Fingerprint
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.store.record import Record
 
 
