@@ -19,7 +19,7 @@ from benchmarks.power_fit import Voltage, predicted_w, spread
 from benchmarks.power_roof import LAUNCH_MS, Chip, counted_bytes, counted_kernels, state
 from benchmarks.power_variants import RoofError
 from benchmarks.results import Results, meta, results_path
-from tunegemm.device import find_device
+from tunegemm.describe.device import find_device
 from tunegemm.errors import TunegemmError
 
 METHOD = (

@@ -33,7 +33,7 @@ from benchmarks.counters import METRICS, rows_of
 from benchmarks.power_fit import FitError, fit, table
 from benchmarks.power_variants import FOOTPRINTS, STORES, Build, RoofError, Variant, compile_all, variants
 from benchmarks.results import Results, meta, results_path
-from tunegemm.device import Device, TelemetryReader, find_device
+from tunegemm.describe.device import Device, TelemetryReader, find_device
 from tunegemm.errors import TunegemmError
 
 METHOD = (
