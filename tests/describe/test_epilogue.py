@@ -236,6 +236,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
         yield pool
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_kernels_compile_without_spills(pool: CompilePool, h200: Device) -> None:
     texts = ["bias_n+gelu", "bias_m+silu", "alpha+beta_c", "swiglu", "residual", "scale_rowwise", str(capped)]
     futures = {}
@@ -253,6 +255,8 @@ def test_kernels_compile_without_spills(pool: CompilePool, h200: Device) -> None
         assert (artifact.resources.spill_bytes, artifact.resources.smem_bytes) == (0, config.smem_bytes), name
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_what_the_rules_of_registers_reject_spills_and_what_they_admit_does_not(
     pool: CompilePool, h200: Device
 ) -> None:
