@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
 
+from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
@@ -19,11 +20,10 @@ from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ProblemEr
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
-from tunegemm.report.leaderboard import significant
+from tunegemm.report.text import significant
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_mode, read_policy
 from tunegemm.serve.neighbours import Near
-from tunegemm.serve.planning import tune_command
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.selection import Outcome, Selection, read_rivals, select
 from tunegemm.serve.snapshot import Snapshot

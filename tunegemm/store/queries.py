@@ -183,3 +183,10 @@ def failure_counts(database: Database, device_name: str) -> list[tuple[str, str,
     )
     with database._reading() as session:
         return [(family, stage, reason, count) for family, stage, reason, count in session.execute(query)]
+
+
+def fingerprint_digests(database: Database) -> dict[str, str]:
+    """The digest of every fingerprint, and its device's name."""
+    query = select(FingerprintRow.digest, FingerprintRow.device_name).order_by(FingerprintRow.id)
+    with database._reading() as session:
+        return dict(session.execute(query).tuples())
