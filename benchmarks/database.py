@@ -3,8 +3,8 @@
     python -m benchmarks.database [--folder FOLDER] [--out FILE.json]
 
 - concurrent: 8 processes publish 1,000 measurements each into one SQLite file; how long, and is any lost?
-- killed: a process that publishes is killed with SIGKILL at 200 random moments; is anything that it was told
-  is stored missing afterwards?
+- killed: a process that publishes is killed with SIGKILL at 200 random moments; is anything missing
+  afterwards that it was acknowledged?
 - scale: a database of a million synthetic measurements and 100,000 records, written into the store's tables:
   its size, and how long the leaderboard of all shapes and dispatch's snapshot take.
 """

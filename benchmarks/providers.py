@@ -152,7 +152,7 @@ def family_best(name: str) -> Provider:
 
 
 def is_settled(database: Database, problem: Problem, device: Device) -> bool:
-    """Whether a problem has a settled record that is served here: not of other software or older kernels."""
+    """Whether a problem has a confirmed record that is served here: of this software and these kernels."""
     from tunegemm.store.validity import judge_stored
 
     record = database.best(problem, device.fingerprint)
