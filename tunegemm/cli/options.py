@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tunegemm import files
 from tunegemm.describe.problem import OUTPUT_DTYPES, Problem
 from tunegemm.errors import ProblemError, TunegemmError
-from tunegemm.files import replacing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -185,8 +185,4 @@ def stdout_console() -> Console:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a report. Raises UsageError, which names the path, where that is not possible."""
-    try:
-        with replacing(path) as part:
-            part.write_text(text)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; choose another --out") from None
+    files.write_text(path, text, UsageError)

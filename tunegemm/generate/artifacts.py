@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunegemm.errors import ArtifactError
+from tunegemm.files import cause
 from tunegemm.generate.ptxas import Resources
 
 Key = Mapping[str, str | int | bool]
@@ -103,9 +104,7 @@ class ArtifactStore:
 
     def refuse_write(self, error: OSError) -> ArtifactError:
         """What to raise where the store cannot be written, as on a full disk."""
-        return ArtifactError(
-            f"{self.root}: {error.strerror}; make room there, or name another folder with TUNEGEMM_CACHE_DIR"
-        )
+        return ArtifactError(f"{self.root}: {cause(error, 'name another folder with TUNEGEMM_CACHE_DIR')}")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -111,21 +112,24 @@ def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> L
     )
 
 
-def read_file(path: Path, layer: str) -> Lookup | None:
+def read_file(location: str | Path, layer: str) -> Lookup | None:
     """The same of a SQLite file, without SQLAlchemy, whose import is a fifth of a second.
 
     None where anything is unusual: of an older schema, damaged, locked, in a folder where its write-ahead log
     cannot be read. `tunegemm.store.Database` can read some of it, and says what is wrong with the rest.
     """
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
+        path = Path(location).expanduser()
+        if not path.is_file():  # opening a pipe would wait for ever
+            return None
+        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro", uri=True)) as connection:
             connection.execute("BEGIN")  # all queries see one state of the database
             if connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() != [
                 (SCHEMA_VERSION,)
             ]:
                 return None
             return read_lookup(lambda query: connection.execute(query).fetchall(), layer)
-    except (sqlite3.Error, UnicodeDecodeError, TypeError):
+    except (sqlite3.Error, OSError, RuntimeError, ValueError, TypeError):
         return None
 
 

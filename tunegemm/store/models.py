@@ -44,7 +44,7 @@ class JsonText(TypeDecorator[Any]):
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         try:
             return None if value is None else json.loads(value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
 
 

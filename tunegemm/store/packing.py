@@ -29,7 +29,7 @@ from tunegemm.generate.cute_object import dsl_version
 from tunegemm.store import packs
 from tunegemm.store.layers import NARROWNESS
 from tunegemm.store.record import Record
-from tunegemm.store.shipped import read_shipped, write_records
+from tunegemm.store.shipped import write_records
 from tunegemm.store.validity import judge
 
 #: Compilers of objects: fields of the fingerprint, and their packages.
@@ -92,10 +92,10 @@ def pack(
             source_there=record.kernel_source,
             source_here=kernel_source_hash(family),
         )
-        if judgement.usable:
-            usable.append(record)
+        if reason := (unfit(record) if judgement.usable else judgement.reason):
+            left_out[reason] += 1
         else:
-            left_out[judgement.reason] += 1
+            usable.append(record)
     keys = {record: _key(record) for record in usable}
     found = provide(usable, compile_missing=compile_missing, workers=workers)
     left_out.update(
@@ -160,16 +160,32 @@ def provide(
     return Provided({name: one for name, one in found.items() if one is not None}, failures, compiled)
 
 
-def contents(pack: packs.Pack) -> tuple[list[Record], list[str]]:
-    """The records of a loaded pack, and one line for each bad one."""
-    return read_shipped(pack.records, layer="pack")
-
-
 def cannot_launch(records: Iterable[Record]) -> dict[str, str]:
     """By family of the records, why its kernels cannot be launched by this installation."""
     names = {record.candidate.family for record in records if not is_torch(record.candidate)}
     reasons = {name: families.get(name).unavailable(launching=True) for name in sorted(names)}
     return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def unfit(record: Record) -> str:
+    """Why no kernel can be made of a record's candidate; empty where one can."""
+    candidate, family = record.candidate, families.get(record.candidate.family)
+    if not family.compiled:
+        return ""
+    known = {*family.parameters["compile"], *family.parameters["launch"]}
+    for name, value in candidate.params.items():
+        if name not in known:
+            return f"{family.name} has no parameter {name}"
+        if (allowed := families.expected(family.name, name, value)) is not None:
+            return f"{family.name}: {name}={value}; {allowed}"
+    try:
+        verdict = family.check(record.problem, candidate, _device(record.fingerprint))
+        _key(record)
+    except PackError as error:
+        return str(error)
+    except (KeyError, TypeError) as error:  # a family fills in what it got later, but not what it always had
+        return f"its candidate lacks a parameter of {family.name} ({error})"
+    return "" if verdict else str(verdict)
 
 
 def _distinct(records: Iterable[Record]) -> list[Record]:
@@ -192,10 +208,11 @@ def _device(fingerprint: Fingerprint) -> Device:
     """The device that was measured, as far as a kernel key asks: it need not be here."""
     part = next((part for part in PARTS.values() if part.device_name == fingerprint.device_name), None)
     if part is None:
-        major, _, minor = fingerprint.capability.partition(".")
-        capability = int(major), int(minor)
-        if capability not in ARCHITECTURES:
-            raise PackError(f"{fingerprint.device_name} is sm_{major}{minor}, which is not known here")
+        names = {".".join(map(str, capability)): capability for capability in ARCHITECTURES}
+        if (capability := names.get(fingerprint.capability)) is None:
+            raise PackError(
+                f"{fingerprint.device_name}: capability {fingerprint.capability!r} is not known here"
+            )
         part = Part(fingerprint.device_name, capability, fingerprint.sm_count, 0.0, 0.0, 0, 0)
     return device_from_part(f"model:{fingerprint.device_name}", part, fingerprint)
 

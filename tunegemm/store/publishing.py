@@ -200,12 +200,15 @@ def confirm(connection: Connection, keys: Values, measurement_id: int) -> None:
         _replace(connection, keys, record, best, confirmed=False)
 
 
-def adopt(connection: Connection, keys: Values, measurement_id: int, *, confirmed: bool) -> bool:
+def adopt(
+    connection: Connection, keys: Values, measurement_id: int, *, confirmed: bool, at: datetime | None = None
+) -> bool:
     """Lets what is another database's record compete with the record here; whether it is the record now.
 
     For rows that were imported or merged, which have an origin: the record yields only where it was not
     measured here, and the other's evidence is better, or alike and its ratio higher. confirmed: it won a
-    final race there. A row that was measured here needs nobody's word and is chosen as after a publication.
+    final race there. at: when it became the record there; now, if None. A row that was measured here needs
+    nobody's word and is chosen as after a publication.
     """
     record, known = _record(connection, keys)
     confirmed_id = record.measurement_id if record is not None and record.settled else None
@@ -217,7 +220,7 @@ def adopt(connection: Connection, keys: Values, measurement_id: int, *, confirme
     elif own.measurement_id == measurement_id and (
         known is None or rank(new) > rank(known) or (confirmed_id is None and rank(new) >= rank(known))
     ):
-        _replace(connection, keys, record, new, confirmed=True)
+        _replace(connection, keys, record, new, confirmed=True, at=at)
     after, _ = _record(connection, keys)
     return after is not None and after.measurement_id == measurement_id
 
@@ -260,7 +263,13 @@ def _is_torch(family: str, text: str) -> bool:
 
 
 def _replace(
-    connection: Connection, keys: Values, record: Any, best: Standing | None, *, confirmed: bool
+    connection: Connection,
+    keys: Values,
+    record: Any,
+    best: Standing | None,
+    *,
+    confirmed: bool,
+    at: datetime | None = None,
 ) -> None:
     """Makes a result the record; without one there is none, and torch.mm is launched."""
     if best is None:
@@ -272,7 +281,7 @@ def _replace(
     row = {
         **keys, "policy": FASTEST, "candidate_id": best.candidate, "measurement_id": best.measurement_id,
         "ratio": best.ratio, "kernel_source": best.kernel_source, "settled": confirmed,
-        "chosen_at": datetime.now(UTC),
+        "chosen_at": at or datetime.now(UTC),
     }  # fmt: skip
     if record is None:
         connection.execute(insert(_RECORDS), row)
