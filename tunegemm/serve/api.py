@@ -153,13 +153,14 @@ def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """One product per entry of a batch, (l, m, k) x (l, k, n): ``torch.bmm``, served as `matmul` is."""
     try:
-        if rank(a) == 3 and rank(b) == 3 and a.shape[0] == b.shape[0]:
-            if torch.compiler.is_compiling():
-                return ops.traced_matmul(a, b, out)
-            return product(BMM, a, b, out)
-        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+        fits = rank(a) == 3 and rank(b) == 3 and a.shape[0] == b.shape[0]
     except TypeError:
         return node_of(bmm, (a, b), {} if out is None else {"out": out}, torch.bmm)
+    if not fits:
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    if torch.compiler.is_compiling():
+        return ops.traced_matmul(a, b, out)
+    return product(BMM, a, b, out)
 
 
 def addmm(
@@ -171,12 +172,13 @@ def addmm(
     matrix, with ``alpha+`` before it where alpha is not 1, and none where beta is 0, as C is not read then.
     """
     try:
-        if rank(a) == 2 and rank(b) == 2:
-            text, tensors, numbers = addmm_steps(c, a, beta, alpha)
-            return _fused(ADDMM, text, a, b, tensors, numbers)
-        return torch.addmm(c, a, b, beta=beta, alpha=alpha)
-    except TypeError:
+        fits = rank(a) == 2 and rank(b) == 2
+        text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
+    except (TypeError, RuntimeError):
         return node_of(addmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.addmm)
+    if fits:
+        return _fused(ADDMM, text, a, b, tensors, numbers)
+    return torch.addmm(c, a, b, beta=beta, alpha=alpha)
 
 
 def baddbmm(
@@ -184,12 +186,13 @@ def baddbmm(
 ) -> torch.Tensor:
     """`addmm` for each entry of a batch: ``torch.baddbmm``."""
     try:
-        if rank(a) == 3 and rank(b) == 3 and a.shape[0] == b.shape[0]:
-            text, tensors, numbers = addmm_steps(c, a, beta, alpha)
-            return _fused(ADDMM, text, a, b, tensors, numbers)
-        return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
-    except TypeError:
+        fits = rank(a) == 3 and rank(b) == 3 and a.shape[0] == b.shape[0]
+        text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
+    except (TypeError, RuntimeError):
         return node_of(baddbmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.baddbmm)
+    if fits:
+        return _fused(ADDMM, text, a, b, tensors, numbers)
+    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
 
 
 def scaled_mm(
@@ -212,18 +215,18 @@ def scaled_mm(
     """
     try:
         text = scale_steps(a, b, scale_a, scale_b, bias is not None)
-        if a.dtype == torch.int8:
-            out_dtype, use_fast_accum = out_dtype or torch.bfloat16, True
-        if not text:
-            return torch._scaled_mm(
-                a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
-            )
-        tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
-        accumulation = "fast" if use_fast_accum else "two_level"
-        return _fused(SCALED_MM, text, a, b, tensors, (), None, out_dtype, accumulation)
     except TypeError:
         words = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
         return node_of(scaled_mm, (a, b, scale_a, scale_b), words, torch._scaled_mm)
+    if a.dtype == torch.int8:
+        out_dtype, use_fast_accum = out_dtype or torch.bfloat16, True
+    if not text:
+        return torch._scaled_mm(
+            a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+    tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
+    accumulation = "fast" if use_fast_accum else "two_level"
+    return _fused(SCALED_MM, text, a, b, tensors, (), None, out_dtype, accumulation)
 
 
 def _matmul_and_more(
@@ -242,13 +245,19 @@ def _matmul_and_more(
         if operands:
             raise ProblemError("operands without an epilogue; give the epilogue that takes them")
         text = _text(activation, bias is None, residual is None)
-        if not text and out_dtype is not None and rank(a) and out_dtype == a.dtype:
+        if not text and out_dtype is not None and isinstance(a, torch.Tensor) and out_dtype == a.dtype:
             out_dtype = None
         return _fused(MATMUL, text, a, b, _given(bias, residual), (), out, out_dtype)
     if bias is not None or activation is not None or residual is not None:
         raise ProblemError(
             f"epilogue {epilogue} beside bias, activation or residual; make them steps of the epilogue"
         )
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise ProblemError(
+            f"out_dtype {out_dtype!r:.40} is not a torch.dtype; give one such as torch.float32"
+        )
+    if isinstance(operands, str) or not isinstance(operands, Sequence):
+        raise ProblemError(f"operands {operands!r:.40} are not a sequence; give a tuple of them")
     if not torch.compiler.is_compiling():
         refuse_proxies((a, b, *operands))
         form_of(MATMUL, str(epilogue), out_dtype).check(operands)
@@ -287,7 +296,11 @@ def _fused(
         if not text and out_dtype is None:
             return ops.traced_matmul(a, b, out)
         return ops.traced_fused(kind, text, a, b, tensors, numbers, out, out_dtype, accumulation)
-    return dispatcher.fused(form_of(kind, text, out_dtype, accumulation), a, b, tensors, numbers, out)
+    try:
+        form = form_of(kind, text, out_dtype, accumulation)
+    except TypeError:  # not even hashable
+        raise ProblemError(f"out_dtype {out_dtype!r:.40} is not a torch.dtype") from None
+    return dispatcher.fused(form, a, b, tensors, numbers, out)
 
 
 def refresh() -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class Form:
         """Raises ProblemError unless these are what the epilogue takes, in number and kind."""
         check_operands(self.epilogue, operands)
         for operand, given in zip(self.epilogue.operands, operands, strict=True):
-            if (operand.kind == "number") == isinstance(given, torch.Tensor):
+            wants = Real if operand.kind == "number" else torch.Tensor
+            if not isinstance(given, wants):
                 kind = "a number" if operand.kind == "number" else "a tensor"
                 raise ProblemError(
                     f"operand {operand.name} of epilogue {self.text} is {kind}, not {given!r:.40}"

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tunegemm.serve.torch.fx import num_elements, rank
+
 _ADDS = (("bias_n",), ("beta_c",), ("alpha", "beta_c"))
 _SCALES = (
     ("scale_tensor",), ("scale_rowwise",), ("scale_tensor", "bias_n"), ("scale_rowwise", "bias_n"),
@@ -56,31 +58,50 @@ def absorbed(steps: Sequence[str]) -> tuple[str, ...]:
 
 
 def addmm_steps(
-    c: torch.Tensor, a: torch.Tensor, beta: float, alpha: float
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
 ) -> tuple[str, tuple[torch.Tensor, ...], tuple[float, ...]]:
     """The epilogue of ``beta * c + alpha * a @ b`` and its operands.
 
     Whether C has a shape that a kernel takes is for dispatch to say: torch has more, which it broadcasts.
+    Raises TypeError for a C that is not a tensor and for what is not a number, RuntimeError for a C without
+    strides.
     """
-    first, scalars = ("", ()) if alpha == 1 else ("alpha+", (float(alpha),))
-    if beta == 0:
+    first, scalars = ("", ()) if alpha == 1 else ("alpha+", (_float(alpha),))
+    dimensions = rank(c)
+    if beta == 0 and _is_addend(c, a, b):
         return first[:-1], (), scalars
     if beta == 1:
-        if c.ndim == 1:
+        if dimensions == 1:
             return first + "bias_n", (c,), scalars
         # As Inductor expands a row, or a user gives one.
-        if c.ndim == a.ndim == 2 and (c.stride(0) == 0 or c.shape[0] == 1 != a.shape[0]):
+        if dimensions == a.ndim == 2 and (c.stride(0) == 0 or c.shape[0] == 1 != a.shape[0]):
             return first + "bias_n", (c[0],), scalars
-    return first + "beta_c", (c,), (*scalars, float(beta))
+    return first + "beta_c", (c,), (*scalars, _float(beta))
+
+
+def _float(number: float) -> float:
+    if isinstance(number, str):  # of which float() would read some
+        raise TypeError(f"{number!r} is not a number")
+    return float(number)
+
+
+def _is_addend(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether torch would take a C that is not read."""
+    shape = (*a.shape[:-1], b.shape[-1])[-c.ndim :] if c.ndim else ()
+    fits = len(shape) == c.ndim and all(x in (1, y) for x, y in zip(c.shape, shape, strict=True))
+    return fits and c.dtype == a.dtype and c.device == a.device
 
 
 def scale_steps(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: bool
 ) -> str:
-    """The epilogue of ``torch._scaled_mm`` with these scales; empty for those that only torch has."""
-    if a.ndim != 2 or b.ndim != 2:
+    """The epilogue of ``torch._scaled_mm`` with these scales; empty for those that only torch has.
+
+    Raises TypeError for what is not a tensor.
+    """
+    if rank(a) != 2 or rank(b) != 2:
         return ""
-    if scale_a.numel() == 1 and scale_b.numel() == 1:
+    if num_elements(scale_a) == 1 and num_elements(scale_b) == 1:
         return "scale_tensor+bias_n" if bias else "scale_tensor"
     if scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]):
         return "scale_rowwise+bias_n" if bias else "scale_rowwise"
@@ -98,5 +119,6 @@ def added(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> tupl
     activation = ("gelu" if keywords.get("use_gelu") else "relu") if operator.activates else "none"
     if not operator.absorbs or keywords.get("beta", 1) == 0:
         return "none", activation
-    text, _, _ = addmm_steps(arguments[0], arguments[operator.first], keywords.get("beta", 1), 1)
+    c, a, b = arguments[0], *arguments[operator.first : operator.first + 2]
+    text, _, _ = addmm_steps(c, a, b, keywords.get("beta", 1), 1)
     return "vector" if text == "bias_n" else "matrix", activation

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tunegemm.describe.problem import MAX_ALIGNMENT
+from tunegemm.errors import ProblemError
 from tunegemm.serve import guards
 from tunegemm.serve.forms import LINEAR, RECORDED, Form, form_of
 from tunegemm.serve.guards import TORCHS, autocast, cast_by_autocast, deterministic, functorch_level
@@ -58,7 +59,7 @@ class SlowPath:
             if not are_plain or deterministic():
                 return None
         elif not are_plain:
-            refuse_proxies((a, b, *tensors))
+            _check_tensors(form, (a, b, *tensors))
             return by_torch(form, a, b, tensors, numbers, out)
         elif (
             out is None  # torch.matmul(out=) is not cast
@@ -68,7 +69,7 @@ class SlowPath:
         ):
             return self._cast(form, a, b, tensors, numbers, cast)
         elif not guards.is_ordinary(a, b, tensors):
-            if out is None and self._is_differentiable(a, b) and (kind != LINEAR or b.ndim == 2):
+            if out is None and self._is_differentiable(form, a, b, tensors):
                 return self._differentiably(form, a, b, tensors, numbers)
             return by_torch(form, a, b, tensors, numbers, out)
         if out is not None and type(out) not in PLAIN:
@@ -180,7 +181,7 @@ class SlowPath:
         out: Any,
     ) -> None:
         """Let the next call with this `b` find the plan without a key. tensors: all of them, `out` last."""
-        if guards.TensorGuards is None or self._planner.allocate is None:
+        if guards.TensorGuards is None or self._planner.allocate is None or tensors[0].is_meta:
             return
         recent = state.checked.get(key)
         if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
@@ -199,18 +200,32 @@ class SlowPath:
         place = b.data_ptr() | form.place | (0 if out is None else 2)
         state.recent[place] = state.earlier[place, a.numel()] = recent
 
-    def _is_differentiable(self, a: Any, b: Any) -> bool:
+    def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:
         """Whether `is_ordinary` said no because of gradients, tangents or transforms alone."""
+        names = (operand.name for operand in form.epilogue.operands if operand.kind != "number")
+        taken = () if form.is_plain else taken_operands(form, a, b)
         return (
             a.dtype == b.dtype
             and a.dtype in DTYPES
             and a.device.type == b.device.type == self._planner.device_type
             and is_simple(a, b)
+            and (form.kind != LINEAR or b.ndim == 2)
+            and all(each.dtype is a.dtype for name, each in zip(names, tensors, strict=True) if name in taken)
             and not deterministic()
             and not guards.dispatch_modes()
             and not guards.tracing()
             and not (a.is_neg() or b.is_neg())
         )
+
+
+def _check_tensors(form: Form, operands: tuple[Any, ...]) -> None:
+    """Raises TypeError for a proxy of torch.fx, and ProblemError for what is not a tensor, of which torch's
+    own function, where one means the whole form, says as much."""
+    refuse_proxies(operands)
+    if not form.is_plain and (form.kind, form.text) != (LINEAR, "bias_n"):
+        for operand in operands:
+            if not isinstance(operand, torch.Tensor):
+                raise ProblemError(f"operand {operand!r:.40} is not a tensor; give torch tensors")
 
 
 def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:

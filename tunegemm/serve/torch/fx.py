@@ -19,9 +19,9 @@ num_elements = torch.Tensor.numel
 
 
 def refuse_proxies(values: Iterable[Any]) -> None:
-    """Raises TypeError for a proxy, for the function that was called to make a node."""
+    """Raises TypeError for a proxy, which lets the function that was called make a node."""
     if any(isinstance(value, Proxy) for value in values):
-        raise TypeError("a proxy of torch.fx has no memory")
+        raise TypeError("a proxy of torch.fx is not a tensor")
 
 
 def node_of(
@@ -32,14 +32,13 @@ def node_of(
 ) -> Any:
     """The call as a node of the graph that is being traced.
 
-    For a function that handles a TypeError. Where no argument is a proxy, torch's function says what is wrong
-    with those that are not tensors; else that error is raised again.
+    For a function that handles a TypeError. Where no argument is a proxy, torch's function, if one is given,
+    takes the arguments or says what is wrong with them; else that error is raised again.
     """
     keywords = dict(keywords or {})
-    values = (*arguments, *keywords.values(), *keywords.get("operands", ()))
+    values = (*arguments, *keywords.values(), *(keywords.get("operands") or ()))
     proxy = next((value for value in values if isinstance(value, Proxy)), None)
-    tensors = all(isinstance(each, torch.Tensor) for each in arguments)
-    if proxy is None and torchs is not None and not tensors:
+    if proxy is None and torchs is not None:
         return torchs(*arguments, **keywords)
     if proxy is None:
         raise

@@ -91,7 +91,7 @@ def _adding(kernel: Any) -> Callable[..., Any]:
         keyset: Any, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any
     ) -> Any:
         if not more and _is_served_dtype(a):  # with more there is an `out_dtype`
-            text, tensors, numbers = addmm_steps(c, a, keywords.get("beta", 1), keywords.get("alpha", 1))
+            text, tensors, numbers = addmm_steps(c, a, b, keywords.get("beta", 1), keywords.get("alpha", 1))
             form, out = form_of(RECORDED, text), keywords.get("out")
             result = api.dispatcher.fused(form, a, b, tensors, numbers, out)
             if result is not None:
