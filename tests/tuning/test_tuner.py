@@ -22,14 +22,14 @@ from tunegemm.generate import families
 from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure import SCREEN, Job, Policy
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
-from tunegemm.measure.replay import write_sweep
+from tunegemm.measure.policy import SCREEN, Job, Policy
+from tunegemm.measure.sweeps import write_sweep
 from tunegemm.store import Database
 from tunegemm.store.shipped import read_shipped
 from tunegemm.tuning import tuner as tuning
 from tunegemm.tuning.finalists import of_shared_clocks
-from tunegemm.tuning.run import Progress, Run, TuneResult
+from tunegemm.tuning.progress import Progress, Run, TuneResult
 from tunegemm.tuning.tuner import Tuner, open_device, open_gpu
 
 PROBLEM = Problem.parse("512x512x512")
@@ -263,7 +263,7 @@ class TestModelled:
 
     def test_too_few_trials(self, tuner: Tuner) -> None:
         for problem in (PROBLEM, UNRECORDED):
-            with pytest.raises(SpaceError, match="trials = 0: at least 1 is needed"):
+            with pytest.raises(SpaceError, match="trials = 0: give a whole number from 1"):
                 tuner.tune(problem, trials=0)
 
 

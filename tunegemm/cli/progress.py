@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from tunegemm.tuning.run import Progress
+    from tunegemm.tuning.progress import Progress
 
 #: Seconds without a line in a log, at most.
 _QUIET_S = 30.0

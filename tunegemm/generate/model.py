@@ -395,8 +395,8 @@ def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> l
     return sorted((predict(problem, c, device) for c in candidates), key=lambda p: p.total_us)
 
 
-def ratio_alone(candidate: Candidate, ratio: float) -> float:
-    """What a kernel's ratio to the baseline at shared clocks says of that with the chip to itself, at the
+def steady_ratio(candidate: Candidate, ratio: float) -> float:
+    """What a kernel's ratio to the baseline in interleaved timing says of that in steady-state timing, at the
     power cap: what draws more power runs at lower clocks. Good for ranking, for nothing else.
 
     Raises SpaceError for a candidate without a tile shape.
@@ -411,8 +411,8 @@ def ratio_alone(candidate: Candidate, ratio: float) -> float:
     return ratio**_LEAD_ALONE * exp(-_FETCH_ALONE * fetched - _PINGPONG_ALONE * pingpong)
 
 
-def thrifty(ranked: Sequence[Prediction], count: int) -> list[Candidate]:
-    """Of a ranking those that may be fastest with the chip to themselves, two of each tile.
+def low_power(ranked: Sequence[Prediction], count: int) -> list[Candidate]:
+    """Of a ranking those that may be fastest in steady state, two of each tile.
 
     None where the first in rank waits for device memory: such work does not reach the power cap.
     """
@@ -421,7 +421,7 @@ def thrifty(ranked: Sequence[Prediction], count: int) -> list[Candidate]:
     fastest_us = ranked[0].total_us
     of_tile: Counter[tuple[Value | None, ...]] = Counter()
     chosen: list[Candidate] = []
-    for prediction in sorted(ranked, key=lambda p: -ratio_alone(p.candidate, fastest_us / p.total_us)):
+    for prediction in sorted(ranked, key=lambda p: -steady_ratio(p.candidate, fastest_us / p.total_us)):
         tile = tuple(prediction.candidate.params.get(name) for name in ("schedule", "tile_m", "tile_n"))
         of_tile[tile] += 1
         if of_tile[tile] <= 2 and len(chosen) < count:

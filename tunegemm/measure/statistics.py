@@ -19,7 +19,7 @@ from tunegemm.measure.outcome import Measurement
 #: 20 rounds, H200, 2026-11-20): a smaller measured noise is luck.
 NOISE_FLOOR = 0.003
 #: No more than that is given away to a cheaper candidate, however noisy the race: of several that cannot be
-#: told apart the one in front is still the likeliest. Long turns at the power cap have a noise of 1 to 3 %.
+#: told apart the one in front is still the likeliest. Steady-state timing has a noise of 1 to 3 %.
 _TIE_CEILING = 0.005
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tunegemm.describe.device import Device
 from tunegemm.describe.workload import Demand
 from tunegemm.search.budget import Effort
-from tunegemm.tuning.run import Progress, TuneResult
+from tunegemm.tuning.progress import Progress, TuneResult
 from tunegemm.tuning.tuner import Tuner
 
 # torch.mm reaches about 70 % of an H200's dense bf16 peak at 4096 and more rows (README, 2026-11-20).

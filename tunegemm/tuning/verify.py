@@ -13,7 +13,7 @@ from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.store.history import TOP, leaders
 from tunegemm.store.record import Entry, Record
 from tunegemm.store.validity import Grade, Judgement, judge_stored
-from tunegemm.tuning.run import TuneResult
+from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.tuner import Tuner
 
 
