@@ -14,6 +14,7 @@ from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, meas
 from tests.support.stores import Store
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
 from tunegemm.store import Database
 from tunegemm.store.leaders import leaders
@@ -39,6 +40,7 @@ class TestLeaders(Store):
         database.publish(PROBLEM, upgraded, measurement(1.02, vendor("a1")), label="a1", policy="race")
         database.publish(PROBLEM, upgraded, measurement(1.04, vendor("a2")), label="a2", policy="race")
         database.publish(PROBLEM, other, measurement(1.05, KERNEL.kernel))
+        database.publish(SMALL, DEVICE, measurement(1.0, TORCH_MM), label="torch.mm")
         database.publish(SMALL, DEVICE, measurement(0.95), label="slow")
         database.publish(SMALL, DEVICE, measurement(0.97, vendor("a3")), label="a3")
         return database

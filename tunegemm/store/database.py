@@ -25,6 +25,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError, TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.ptxas import Resources
+from tunegemm.measure.evidence import FINAL, SCREEN, STEADY_FINAL, evidence_of
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import migrations, publishing
 from tunegemm.store.connection import connect, display, migrating, resolve, translated, writer
@@ -133,23 +134,22 @@ class Database:
         *,
         resources: Resources | None = None,
         label: str = "",
-        policy: str = "screen",
+        policy: str = SCREEN,
     ) -> None:
         """Add one outcome to the history; on return it is committed.
 
-        A measurement with a better ratio than the record's becomes the record, unless a final race has
-        settled that; so does one of other kernel sources than the record's of its family. policy:
-        ``screen`` while searching, another word for a final race, where more rounds make better evidence.
-        Raises DatabaseError when it cannot be written, for a device that is not real, and for samples that
-        are no times.
+        The record is then chosen by the evidence (`tunegemm.measure.evidence`): a confirmed one stays, unless
+        its own candidate turns out slower than torch.mm. policy: how a measurement was taken, one of
+        `tunegemm.measure.evidence.POLICIES`. Raises DatabaseError when it cannot be written, for a device
+        that is not real, and for samples that are not times.
         """
         values = _outcome_values(outcome, resources, policy)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
             if isinstance(outcome, Failure):
                 publishing.add_failure(connection, keys, values)
             else:
-                added = publishing.add_measurement(connection, keys, values)
-                publishing.choose_if_better(connection, keys, added, values)
+                publishing.add_measurement(connection, keys, values)
+                publishing.choose_if_better(connection, keys)
 
     def settle(
         self,
@@ -160,18 +160,18 @@ class Database:
         resources: Resources | None = None,
         label: str = "",
     ) -> None:
-        """Make the final race's measurement of its winner the record. Raises as `publish`.
+        """Make the final race's measurement of its winner the record, confirmed. Raises as `publish`.
 
-        It is published with policy ``final``, or ``alone`` when it is of long turns, unless the very same
-        samples are in the history already.
+        It is published as of a final race, unless the candidate's newest measurement has the very same
+        samples. Where it is slower than torch.mm it is kept, and the record is chosen by the evidence.
         """
-        policy = "alone" if measurement.alone else "final"
+        policy = STEADY_FINAL if measurement.alone else FINAL
         values = _outcome_values(measurement, resources, policy)
         with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
             row_id = publishing.find_measurement(connection, keys, values)
             if row_id is None:
                 row_id = publishing.add_measurement(connection, keys, values)
-            publishing.settle(connection, keys, row_id, values)
+            publishing.confirm(connection, keys, row_id)
 
     def best(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
         """The record of one problem under one fingerprint."""
@@ -226,12 +226,20 @@ class Database:
                 *_PROBLEM_COLUMNS,
                 *_FINGERPRINT_COLUMNS,
                 *(row.kernel_source, CandidateRow.label, row.policy, row.created_at, row.origin),
+                RecordRow.settled,
                 *_MEASUREMENT_COLUMNS,
             )
             .select_from(row)
             .join(ProblemRow, ProblemRow.id == row.problem_id)
             .join(FingerprintRow, FingerprintRow.id == row.fingerprint_id)
             .join(CandidateRow, CandidateRow.id == row.candidate_id)
+            .outerjoin(
+                RecordRow,
+                (RecordRow.problem_id == row.problem_id)
+                & (RecordRow.fingerprint_id == row.fingerprint_id)
+                & (RecordRow.policy == FASTEST)
+                & (RecordRow.measurement_id == row.id),
+            )
             .order_by(row.id)
         )
         if problem is not None:
@@ -242,10 +250,10 @@ class Database:
         first, second = len(_PROBLEM_FIELDS), len(_PROBLEM_FIELDS) + len(_FINGERPRINT_FIELDS)
 
         def build(row: Sequence[Any]) -> Entry:
-            kernel_source, label, policy, measured_at, origin, *measured = row[second:]
+            kernel_source, label, policy, measured_at, origin, settled, *measured = row[second:]
             return Entry(
                 Problem(*row[:first]), fingerprint_of(*row[first:second]), kernel_source, label, policy,
-                _measurement(measured), _known(measured_at), origin,
+                _measurement(measured), _known(measured_at), origin, bool(settled),
             )  # fmt: skip
 
         return _readable(rows, build, "measurement")
@@ -344,13 +352,19 @@ class Database:
         is_record = frame["measurement_id"] == frame["record_measurement_id"]
         frame["record"] = is_record
         frame["settled"] = is_record & frame["settled"].eq(True)
-        frame["_evidence"] = frame["policy"].ne("screen").astype(int) + 2 * frame["settled"].astype(int)
-        frame = frame.sort_values(["_evidence", "measurement_id"], kind="stable")
+        frame["_local"] = frame["origin"].eq("")
+        frame["_evidence"] = [
+            evidence_of(policy, confirmed=confirmed)
+            for policy, confirmed in zip(frame["policy"], frame["settled"], strict=True)
+        ]
+        frame = frame.sort_values(["_local", "settled", "_evidence", "measurement_id"], kind="stable")
         key = ["problem_id", "fingerprint", "candidate"]
         # A candidate measured again stays the record, though its row now shows the later evidence.
         frame["record"] = frame.groupby(key)["record"].transform("any") if len(frame) else frame["record"]
         frame = frame.drop_duplicates(key, keep="last")
-        frame = frame.drop(columns=["problem_id", "measurement_id", "record_measurement_id", "_evidence"])
+        frame = frame.drop(
+            columns=["problem_id", "measurement_id", "record_measurement_id", "_local", "_evidence"]
+        )
         return frame.reset_index(drop=True)
 
     @contextmanager

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.measure import evidence
 from tunegemm.measure.statistics import NOISE_FLOOR, median_interval, ratio_interval
 from tunegemm.store.record import ALONE, Choice, Entry, Record
 from tunegemm.store.validity import Grade, judge_stored
@@ -27,13 +28,8 @@ Verdict = Literal["faster", "slower", "same"]
 
 
 def leaders(entries: Iterable[Entry], top: int = TOP) -> list[Entry]:
-    """The best candidates of one problem, each by its latest final race, or else its latest screen."""
-    latest: dict[Candidate, Entry] = {}
-    for entry in entries:  # oldest first
-        known = latest.get(entry.candidate)
-        if known is None or entry.rank[0] >= known.rank[0]:
-            latest[entry.candidate] = entry
-    return sorted(latest.values(), key=lambda entry: entry.rank, reverse=True)[:top]
+    """The best candidates of one problem, each by its best evidence. entries: oldest first."""
+    return evidence.leaders(entries)[:top]
 
 
 def seeds(database: Database, problem: Problem, fingerprint: Fingerprint, top: int = TOP) -> list[Candidate]:

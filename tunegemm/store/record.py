@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from tunegemm.describe.device import Fingerprint
+from tunegemm.describe.device import Fingerprint, kernel_source_hash
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.generate.cublaslt import is_torch
+from tunegemm.measure.evidence import STEADY_POLICIES, Evidence, Standing, evidence_of, rank
 from tunegemm.measure.outcome import Measurement
 
-#: Policies under which each candidate had the chip to itself, and the rank of their evidence.
-ALONE = {"heat": 2, "alone": 3}
+#: The same under its old name.
+ALONE = STEADY_POLICIES
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,38 @@ class Entry:
     """UTC."""
     origin: str
     """Empty when measured into this database, else what it was merged or imported from."""
+    confirmed: bool = False
+    """Whether it won a final race and is the record."""
 
     @property
     def candidate(self) -> Candidate:
         return self.measurement.candidate
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """For sorting: the better evidence first, then the speed relative to torch.mm.
+    def ratio(self) -> float:
+        return self.measurement.ratio
 
-        What was timed at clocks that all candidates shared does not compare with what had the chip to itself.
-        """
-        return {"screen": 0, **ALONE}.get(self.policy, 1), self.measurement.ratio
+    @property
+    def evidence(self) -> Evidence:
+        """How much it proves, for comparison with others: see `tunegemm.measure.evidence`."""
+        return evidence_of(self.policy, confirmed=self.confirmed)
+
+    @property
+    def is_foreign(self) -> bool:
+        return self.origin != ""
+
+    @property
+    def is_outdated(self) -> bool:
+        return not self.confirmed and self.kernel_source != kernel_source_hash(self.candidate.family)
+
+    @property
+    def is_torch(self) -> bool:
+        return is_torch(self.candidate)
+
+    @property
+    def rank(self) -> tuple[Standing, float]:
+        """For sorting: the better evidence first, then the speed relative to torch.mm."""
+        return rank(self)
 
 
 @dataclass(frozen=True)
