@@ -95,8 +95,14 @@ def known_results(
     """What was screened here before, of this program's kernels: per candidate the latest."""
     if database is None:
         return []
-    stored = database.measurements(problem, device.fingerprint, current=True)
-    latest = {m.candidate: m for m in stored if not m.alone and speed(m) is not None}
+    screened = (
+        entry
+        for entry in database.entries(problem)
+        if entry.fingerprint == device.fingerprint
+        and entry.evidence is Evidence.SCREEN
+        and not (entry.is_foreign or entry.is_outdated)
+    )
+    latest = {one.candidate: one.measurement for one in screened if speed(one.measurement) is not None}
     found = ((_usable(candidate, kernels, library), m) for candidate, m in latest.items())
     return [Trial(replace(m, candidate=c), Evidence.SCREEN) for c, m in found if c is not None]
 

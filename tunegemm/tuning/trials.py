@@ -123,8 +123,8 @@ class Trials:
         Not by the latest: the GPU cools while kernels compile, and a short screen is over before it is warm.
         At 512x4096x14336 82 of 250 candidates saw no cap, the last ones among them (H200, 2026-11-22).
         """
-        lowered = (bool(one.evidence.get("throttle_reasons")) for one in self.screened.values())
-        return self.device.is_real and any(lowered)
+        screens = (one.measurement for one in self.results if one.evidence is Evidence.SCREEN)
+        return self.device.is_real and any(one.evidence.get("throttle_reasons") for one in screens)
 
     @property
     def leader(self) -> Measurement | None:

@@ -24,7 +24,7 @@ from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.policy import FINAL, SCREEN
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
 from tunegemm.measure.worker import MeasureWorker
-from tunegemm.search.budget import Effort, checked_seconds, checked_seed
+from tunegemm.search.budget import Effort, budget_for, checked_seconds, checked_seed
 from tunegemm.tuning import final, qualifying
 from tunegemm.tuning.begin import rank_by_model, start_search
 from tunegemm.tuning.kernels import Kernels
@@ -110,6 +110,7 @@ class Tuner:
         Raises ProblemError for a problem that the device's memory cannot hold, SpaceError for an effort, a
         number of trials or a budget that is not one.
         """
+        budget_for(effort, kernels=0, launches=0, trials=trials)  # what makes no sense is refused first
         budget_s = checked_seconds(budget_seconds)
         deadline = time.monotonic() + budget_s
         state = self._begin(problem, on_progress)
