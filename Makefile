@@ -1,4 +1,4 @@
-# make tune [SHAPE=MxNxK] | test | check | format | docs | wheel | clean
+# make tune [SHAPE=MxNxK] | test [SLOW=1] | check | format | docs | wheel | clean
 PYTHON ?= python3
 VENV ?= .venv
 SHAPE ?= 4096x4096x4096
@@ -18,10 +18,12 @@ tune: $(READY)
 	$(RUN) -m tunegemm tune --shape $(SHAPE) --dtype $(DTYPE) --layout $(LAYOUT)
 
 # On a GPU the tests take turns: they want it to themselves. Elsewhere a file of them per process.
-PYTEST ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist loadfile)
+PYTEST ?= -q $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist worksteal)
 
+# SLOW=1 adds the tests marked slow: compile matrices, the browser, stress.
+SLOW ?=
 test: $(READY)
-	$(RUN) -m pytest $(PYTEST)
+	$(RUN) -m pytest $(PYTEST) $(if $(SLOW),,-m "not slow")
 
 check: $(READY)
 	$(RUN) -m ruff check .
@@ -31,8 +33,10 @@ format: $(READY)
 	$(RUN) -m ruff format tunegemm tests benchmarks db docs  # not the code in README: its comments are aligned
 	$(RUN) -m ruff check --fix .
 
+# The generated blocks and figures, then the site in build/site.
 docs: $(READY)
 	$(RUN) docs/generate.py
+	$(RUN) -m sphinx -q -W --keep-going -b html docs build/site
 
 wheel: $(READY)
 	$(RUN) -m hatchling build -t wheel

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from benchmarks import seed_003
+from benchmarks.seeds import seed_003
 from benchmarks.interleave import Interleave, Timing
 from tunegemm.describe.device import find_device
 from tunegemm.generate import families

@@ -127,7 +127,7 @@ class Block(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] in BLOCKED:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Block())
-from tunegemm import families
+from tunegemm.generate import families
 from tunegemm.describe.device import find_device
 from tunegemm.serve.snapshot import read_snapshot
 from tunegemm import packs

@@ -227,7 +227,7 @@ def test_nothing_stored_is_ever_unpickled_or_evaluated() -> None:
                 if name.startswith("call:") or name.partition(".")[0] in _FORBIDDEN
             ]
     # A user's epilogue runs in a process that defined it, from the source of a function of its own; the
-    # database holds its name and hash only (tunegemm/epilogue.py, `Custom`).
-    own = [line for line in found if line.startswith("epilogue.py:")]
+    # database holds its name and hash only (describe/epilogue.py, `Custom`).
+    own = [line for line in found if line.startswith("describe/epilogue.py:")]
     assert [line.split()[1] for line in own] == ["call:exec", "call:compile"]
     assert found == own
