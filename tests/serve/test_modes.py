@@ -197,7 +197,7 @@ def test_the_budget_is_the_processs(monkeypatch, device):
     monkeypatch.setenv("TUNEGEMM_ONLINE_BUDGET", "much")
     other = OnlineTuning(lambda problem, device, budget: seconds.append(budget))
     assert other.attempt(Problem(8, N, K), device) and seconds[-1] == 15
-    assert "'much' is no number of seconds" in other.warning
+    assert "'much' is not a number of seconds" in other.warning
 
 
 def test_one_at_a_time_and_others_go_on_meanwhile(monkeypatch, device, kernel):

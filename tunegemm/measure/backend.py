@@ -104,7 +104,7 @@ class CudaBackend:
     """A CUDA device: graphs on a stream of their own, events for clocks."""
 
     #: Dense work before the first measurement. SM clocks fall from 1980 to about 1500 MHz within a second
-    #: of it, once the chip sits at its power cap (H200, 2026-11-20).
+    #: of it, once the GPU is at its power cap (H200, 2026-11-20).
     warm_up_seconds = 0.5
 
     def __init__(self, device: Device) -> None:

@@ -70,7 +70,7 @@ SCREEN = Policy(rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, set
 
 #: What a screen finds on a GPU at its power cap is few cycles at clocks that all share. In steady state each
 #: has clocks of its own, and what draws less power has higher ones
-#: (docs/decisions/0012-long-turns-at-the-power-cap.md).
+#: (docs/decisions/0012-steady-state-at-the-power-cap.md).
 QUALIFYING = Policy(
     rounds=7, min_replay_ms=0.5, race_after=2, race_margin=0.03, settle_ms=300,
     steady_ms=120, steady_rounds=3,

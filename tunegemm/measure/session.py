@@ -294,7 +294,7 @@ class Session:
         return product_us * passes * len(bench.sets) * 1e-6
 
     def _telemetry_under(self, replays: list[Replay]) -> dict[str, Any]:
-        """Read while the device works: an idle chip shows other clocks."""
+        """Read while the device works: an idle GPU shows other clocks."""
         for replay in replays:
             replay.start()
         reading = self._backend.telemetry()

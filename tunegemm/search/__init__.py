@@ -1,4 +1,4 @@
-"""Which candidates to try next. Knows candidates and told values; neither GPU nor database."""
+"""Which candidates to try next. Knows candidates and their values; neither GPU nor database."""
 
 from tunegemm.search.budget import EFFORTS, Budget, Effort, budget_for
 from tunegemm.search.portfolio import Portfolio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal, get_args
@@ -39,6 +40,9 @@ class Budget:
 _TRIALS = {"quick": 108, "full": 440}
 #: Larger than any number of trials or seconds that is meant.
 _LARGEST = 2**53
+#: Of tuning in one process where TUNEGEMM_ONLINE_BUDGET is not set. With its kernels compiled a problem takes
+#: 4 s (1024x1024x1024, H200, benchmarks/results/h200/tuning_time.json).
+_ONLINE_S = 60.0
 _LEADERS = {"quick": 3, "full": 6, "exhaustive": 8}
 
 
@@ -75,6 +79,24 @@ def checked_seconds(budget_seconds: float | None) -> float:
             f"budget_seconds = {_shown(budget_seconds)}: give a number of seconds from 0, or None"
         )
     return float(min(budget_seconds, _LARGEST)) if budget_seconds < math.inf else math.inf
+
+
+def online_budget() -> tuple[float, str]:
+    """Seconds that ``TUNEGEMM_MODE=online`` may tune in a process, by TUNEGEMM_ONLINE_BUDGET.
+
+    And in one line what is wrong with that variable; empty where nothing is.
+    """
+    text = os.environ.get("TUNEGEMM_ONLINE_BUDGET", "")
+    try:
+        seconds = checked_seconds(float(text or _ONLINE_S))
+    except ValueError:  # a SpaceError is one
+        seconds = math.inf
+    if math.isinf(seconds):
+        return _ONLINE_S, (
+            f"TUNEGEMM_ONLINE_BUDGET={_shown(text)} is not a number of seconds and has no effect; "
+            f"the budget is {_ONLINE_S:g} s"
+        )
+    return seconds, ""
 
 
 def checked_seed(seed: int) -> int:

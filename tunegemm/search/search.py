@@ -46,7 +46,7 @@ _MAX_SKIPS = 12
 class Search:
     """Asks for candidates in batches, each at most once and only feasible ones, and learns from their values.
 
-    Deterministic: the same arguments and the same values told in the same batches give the same asks.
+    Deterministic: the same arguments and the same values in the same batches give the same asks.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Search:
         self._sampler: Sampler | None = None
         self._asked: list[Candidate] = []
         self._unlearned: list[tuple[Candidate, float | None]] = []
-        self._told: dict[Candidate, float | None] = {}
+        self._results: dict[Candidate, float | None] = {}
         self._spent = 0
         self._stage: StageName = "library"
         self._stream = self._stages()
@@ -125,12 +125,12 @@ class Search:
 
     @property
     def best(self) -> tuple[Candidate, float] | None:
-        """The highest value told so far and its candidate."""
+        """The highest value so far and its candidate."""
         leaders = self.finalists(1)
-        return (leaders[0], self._told[leaders[0]] or 0.0) if leaders else None
+        return (leaders[0], self._results[leaders[0]] or 0.0) if leaders else None
 
     def planned_screen(self) -> list[Candidate]:
-        """What the screen will ask for whatever it is told: may be compiled ahead, in this order."""
+        """What the screen will ask for whatever the results: may be compiled ahead, in this order."""
         chosen = itertools.chain(self._seeds, _screening_order(self._ranked))
         new = (c for c in chosen if c.kernel in self._by_kernel and self._is_new(c) and self._is_allowed(c))
         return list(itertools.islice(dict.fromkeys(new), self._budget.screen))
@@ -154,17 +154,17 @@ class Search:
     def tell(self, candidate: Candidate, value: float | None) -> None:
         """What came of a candidate: its speed relative to the baseline, or None when it failed.
 
-        Raises ValueError for a value that is no positive number.
+        Raises ValueError for a value that is not a positive number.
         """
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"value {value} of {candidate}: a positive ratio, or None for a failure")
-        self._told[candidate] = value
+        self._results[candidate] = value
         self._unlearned.append((candidate, value))
 
     def finalists(self, count: int) -> list[Candidate]:
-        """The candidates with the highest told values, best first; the earlier told one of equals."""
-        told = [(candidate, value) for candidate, value in self._told.items() if value is not None]
-        return [candidate for candidate, _ in sorted(told, key=lambda pair: -pair[1])[:count]]
+        """The candidates with the highest values, best first; of equals the earlier one."""
+        measured = [(candidate, value) for candidate, value in self._results.items() if value is not None]
+        return [candidate for candidate, _ in sorted(measured, key=lambda pair: -pair[1])[:count]]
 
     # The stages are one generator of candidates. It yields None where values of all before are needed.
 
@@ -198,7 +198,7 @@ class Search:
                 continue
             self._stage = stage
             self._spent += counted
-            self._told.setdefault(candidate, None)
+            self._results.setdefault(candidate, None)
             self._asked.append(candidate)
             yield candidate
 
@@ -210,7 +210,7 @@ class Search:
         return candidate.with_launch(**later) if later else candidate
 
     def _is_new(self, candidate: Candidate) -> bool:
-        return candidate not in self._told
+        return candidate not in self._results
 
     def _is_allowed(self, candidate: Candidate) -> bool:
         best_launch = self._by_kernel.get(candidate.kernel)
@@ -230,7 +230,7 @@ class Search:
             yield from self._take([candidate], "explore", limit=limit)
 
     def _learned_sampler(self) -> Sampler:
-        """The sampler, told everything that came in since; made on first use, as it loads Optuna."""
+        """The sampler, with every result that came in since; made on first use, as it loads Optuna."""
         if self._sampler is None:
             self._sampler = Sampler(self._values, self._seed)
             self._nearest = _Nearest(
@@ -276,9 +276,9 @@ class Search:
                 yield leader.with_launch(**{_RASTER: order, _SWIZZLE: width})
 
     def _best_of_kernels(self) -> list[Candidate]:
-        """Of each kernel that was told, its best launch so far, the fastest first."""
+        """Of each kernel with a result, its best launch so far, the fastest first."""
         best: dict[Candidate, Candidate] = {}
-        for candidate in self.finalists(len(self._told)):
+        for candidate in self.finalists(len(self._results)):
             if candidate.kernel in self._by_kernel:
                 best.setdefault(candidate.kernel, candidate)
         return list(best.values())

@@ -3,7 +3,7 @@ fastest in use.
 
 In an interleave all share the clocks that their mixture leaves, so that a candidate which draws less power
 gives what it gains to the others. In steady-state timing each has the clocks that it alone leaves
-(docs/decisions/0012-long-turns-at-the-power-cap.md).
+(docs/decisions/0012-steady-state-at-the-power-cap.md).
 """
 
 from __future__ import annotations

@@ -273,10 +273,13 @@ def label(candidate: Candidate) -> str:
 
 def speed(outcome: Outcome) -> float | None:
     """What a search maximizes: speed relative to torch.mm in the same interleave. None of a failure, and of
-    samples whose ratio is not a number.
+    samples that are not times.
     """
-    ratio = outcome.ratio if isinstance(outcome, Measurement) else 0.0
-    return ratio if 0 < ratio < math.inf else None
+    if not isinstance(outcome, Measurement) or not len(outcome.samples_us) == len(outcome.baseline_us) > 0:
+        return None
+    if not all(0 < us < math.inf for us in outcome.samples_us + outcome.baseline_us):
+        return None
+    return ratio if 0 < (ratio := outcome.ratio) < math.inf else None
 
 
 def _word(outcome: Outcome, stage: str) -> str:

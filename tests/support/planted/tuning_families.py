@@ -1,5 +1,5 @@
-"""The real families, except that nothing is compiled: an object takes no time, or the compiler gives up on one
-width of tile and dies on another.
+"""Families whose objects take no time to compile; the compiler gives up on one width of tile and dies on
+another.
 """
 
 import os
