@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from torch._guards import CompileContext
 
@@ -45,7 +46,7 @@ class OnlineTuning:
             return False
         try:
             if self._left_s is None:
-                self._left_s = self._budget_s()
+                self._left_s = read_budget(partial(setattr, self, "warning"))
             if self._left_s <= 0:
                 return False
             self._tried.add(problem)
@@ -70,19 +71,21 @@ class OnlineTuning:
         finally:
             self._running.release()
 
-    def _budget_s(self) -> float:
-        text = os.environ.get("TUNEGEMM_ONLINE_BUDGET", "")
-        try:
-            budget_s = float(text or DEFAULT_BUDGET_S)
-        except ValueError:
-            budget_s = -1.0
-        if not 0 <= budget_s < float("inf"):
-            self.warning = (
-                f"TUNEGEMM_ONLINE_BUDGET={text!r} is no number of seconds and has no effect; "
-                f"{DEFAULT_BUDGET_S:g} are spent"
-            )
-            return DEFAULT_BUDGET_S
-        return budget_s
+
+def read_budget(warn: Callable[[str], None]) -> float:
+    """``TUNEGEMM_ONLINE_BUDGET`` in seconds; a mistake is a warning and the default."""
+    text = os.environ.get("TUNEGEMM_ONLINE_BUDGET", "")
+    try:
+        budget_s = float(text or DEFAULT_BUDGET_S)
+    except ValueError:
+        budget_s = -1.0
+    if not 0 <= budget_s < float("inf"):
+        warn(
+            f"TUNEGEMM_ONLINE_BUDGET={text!r} is not a number of seconds and has no effect; "
+            f"{DEFAULT_BUDGET_S:g} are spent"
+        )
+        return DEFAULT_BUDGET_S
+    return budget_s
 
 
 def _tune(problem: Problem, device: Device, budget_seconds: float) -> None:

@@ -50,6 +50,8 @@ class RecordEvidence:
     throttle_reasons: tuple[str, ...]
     replayed: bool
     """Whether its evidence says that it was replayed from a recording."""
+    origin: str
+    """What it was imported or merged from; empty when it was measured into this database."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def records(database: Database, device_name: str) -> list[RecordEvidence]:
             *(RecordRow.problem_id, RecordRow.fingerprint_id, *_PROBLEM, *_FINGERPRINT),
             *(CandidateRow.json, CandidateRow.digest, CandidateRow.label, row.samples_us, row.baseline_us),
             *(row.ratio, row.noise, RecordRow.settled, row.created_at, row.sm_clock_mhz, row.power_w),
-            *(row.temperature_c, row.throttle_reasons, row.evidence),
+            *(row.temperature_c, row.throttle_reasons, row.evidence, row.origin),
         )
         .select_from(RecordRow)
         .join(row, row.id == RecordRow.measurement_id)
@@ -120,6 +122,7 @@ def records(database: Database, device_name: str) -> list[RecordEvidence]:
             heat,
             throttle,
             more,
+            origin,
         ) = values[second:]
         if not samples or not baseline or len(samples) != len(baseline) or at is None:
             raise ValueError("its samples or its time are damaged")
@@ -130,7 +133,7 @@ def records(database: Database, device_name: str) -> list[RecordEvidence]:
             (values[0], values[1]), Problem(*values[2:first]), Fingerprint(*values[first:second]),
             checked_candidate(text, digest), label, tuple(map(float, samples)), tuple(map(float, baseline)),
             float(ratio), float(noise), bool(settled), at, clock, power, heat, tuple(throttle or ()),
-            replayed,
+            replayed, str(origin or ""),
         )  # fmt: skip
 
     latest = {record.problem: record for record in _readable(rows, build, "record")}
