@@ -134,13 +134,13 @@ class TestRerace:
                     raced = {entry.measured_at for entry in database.entries(SMALL) if entry.origin == ""}
                 if record is not None and record.measured_at in raced:
                     break
-        assert f"conflict {SMALL} on NVIDIA H200: many over few, 12 samples, the other has 4" in stdout
+        assert f"conflict {SMALL} on NVIDIA H200: many over few, as good, and the record before" in stdout
         assert f"{SMALL}: raced, the record is" in stdout
         with Database.open(into, read_only=True) as database:
             raced = [entry for entry in database.entries(SMALL) if entry.origin == ""]
             assert {entry.candidate for entry in raced} == {TWIN, TORCH_MM}
             record = database.best(SMALL, device.fingerprint)
-            assert record is not None and record.settled
+            assert record is not None and record.confirmed
             assert record.measured_at in {entry.measured_at for entry in raced}, "of the race, not merged"
 
     def test_a_conflict_of_another_device_is_named_and_left(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tunegemm import files
 from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem, default_out_dtype, normalize_dtype
 from tunegemm.errors import ProblemError, TunegemmError
-from tunegemm.files import replacing
 from tunegemm.report.text import clean
 
 if TYPE_CHECKING:
@@ -252,8 +252,4 @@ def _console(**how: Any) -> Console:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a report. Raises UsageError, which names the path, where that is not possible."""
-    try:
-        with replacing(path) as part:
-            part.write_text(text)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; choose another --out") from None
+    files.write_text(path, text, UsageError)

@@ -101,12 +101,12 @@ def unload_command(
 def _describe(pack: Pack) -> str:
     """What a pack holds and, with a GPU, how much of it is of use here; what is missing goes to stderr."""
     from tunegemm.describe.device import cuda_device_count, find_device
-    from tunegemm.store.packing import cannot_launch, contents
+    from tunegemm.store.packing import cannot_launch
     from tunegemm.store.validity import judge_stored
 
-    records, warnings = contents(pack)
-    for line in [*warnings, *(f"{name}: {why}" for name, why in cannot_launch(records).items())]:
-        options.say(f"tunegemm: {line}", err=True)
+    records = pack.records
+    for name, why in cannot_launch(records).items():
+        options.say(f"tunegemm: {name}: {why}", err=True)
     gpus = ", ".join(sorted({record.fingerprint.device_name for record in records}))
     text = f"{len(records)} records of {gpus}, {pack.objects()} kernels"
     if not cuda_device_count():

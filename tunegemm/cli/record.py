@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,8 @@ import typer
 from tunegemm.cli import options
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
+from tunegemm.files import cause, read_text
+from tunegemm.untrusted import decoded
 
 if TYPE_CHECKING:
     from tunegemm.describe.workload import Workload
@@ -34,14 +35,17 @@ def command(
     """Run a program and record the matrix products of its Python processes: `-- python train.py`."""
     from tunegemm.describe.workload import Workload, merge
 
-    out = out.absolute()
-    if not out.parent.is_dir():
-        raise WorkloadError(f"{out}: its folder does not exist; make it first")
+    try:
+        out = out.absolute()
+        if not out.parent.is_dir():
+            raise WorkloadError(f"{out}: its folder does not exist; make it first")
+    except OSError as error:  # a deleted working directory, or a folder that one may not search
+        raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
     with tempfile.TemporaryDirectory(prefix="tunegemm-record-") as parts:
         code = _run(program, parts)
         found = []
         for part in sorted(Path(parts).glob("[!.]*.json")):
-            found.append(Workload.from_document(json.loads(part.read_text()), str(part)))
+            found.append(Workload.from_document(decoded(read_text(part)), str(part)))
     if not found:
         options.say(
             "tunegemm: nothing recorded: no Python process of the command imported torch with tunegemm "

@@ -149,13 +149,13 @@ def _packs() -> list[Check]:
     warnings: list[str] = []
     checks = []
     for pack in packs.loaded(warnings):
-        records, bad = packing.contents(pack)
+        records = pack.records
         names = ", ".join(sorted({record.fingerprint.device_name for record in records})) or "no GPU"
         detail = (
             f"{pack.folder}: {len(records)} records of {names}, {pack.objects()} kernels, "
             f"made by tunegemm {pack.version}"
         )
-        troubles = [*bad, *(f"{name}: {why}" for name, why in packing.cannot_launch(records).items())]
+        troubles = [f"{name}: {why}" for name, why in packing.cannot_launch(records).items()]
         troubles += _foreign_records(records)
         try:
             ArtifactStore(pack.folder).check()

@@ -20,7 +20,7 @@ from tunegemm.errors import ArtifactError, DeviceError, ProblemError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
-from tunegemm.measure.evidence import Evidence, best_of_each, leaders
+from tunegemm.measure.evidence import Evidence, leaders
 from tunegemm.report.text import significant
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_mode, read_policy
@@ -31,7 +31,6 @@ from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
 from tunegemm.store import Record as StoredRecord
 from tunegemm.store.layers import read_records
-from tunegemm.store.record import Entry
 from tunegemm.store.validity import judge_stored
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ class Explanation:
                 "median_us": self.record.median_us,
                 "ratio": self.record.ratio,
                 "noise": self.record.noise,
-                "settled": self.record.settled,
+                "confirmed": self.record.confirmed,
                 "measured_at": self.record.measured_at.isoformat(timespec="seconds"),
                 "percent_of_roofline": self.percent_of_roofline,
                 "percent_of_peak": self.percent_of_peak,
@@ -215,7 +214,7 @@ class Explanation:
     def _proof(record: StoredRecord) -> str:
         return (
             "confirmed: it won a final race"
-            if record.settled
+            if record.confirmed
             else "of a search, not confirmed by a final race"
         )
 
@@ -282,7 +281,7 @@ def explain_problem(
     )
     near = selection.nears[0] if selection.nears else None
     chosen = selection.options[0] if selection.options else None
-    record = _stored(near.origin if near is not None else chosen, records, entries)
+    record = near.origin if near is not None else chosen
     why_not = "; ".join([selection.why, *warnings]) if chosen is None else ""
     if mode in ("off", "record"):
         why_not = f"TUNEGEMM_MODE={mode}"
@@ -370,7 +369,7 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
     )
 
 
-def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], list[Entry], list[str]]:
+def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], list[StoredRecord], list[str]]:
     """Records and further measurements of the problem, in all layers or in one database; what went wrong.
 
     Raises DatabaseError for one database that cannot be read; of the layers, as dispatch does, the others
@@ -383,20 +382,9 @@ def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], l
         return database.records(), database.entries(problem), []
 
 
-def _stored(chosen: Any, records: Sequence[StoredRecord], entries: Sequence[Entry]) -> StoredRecord | None:
-    """The stored record that was chosen; a rival that a policy prefers to it is made one."""
-    if chosen is None or isinstance(chosen, StoredRecord):
-        return chosen
-    (entry,) = best_of_each(entry for entry in entries if entry.candidate == chosen.candidate)
-    measured = entry.measurement
-    return StoredRecord(
-        entry.problem, entry.candidate, entry.fingerprint, entry.label, measured.median_us,
-        measured.baseline_median_us, measured.ratio, measured.noise, measured.relative_error,
-        entry.confirmed, entry.measured_at, entry.kernel_source,
-    )  # fmt: skip
-
-
-def _runner_up(record: StoredRecord | None, entries: Sequence[Entry], device: Device) -> RunnerUp | None:
+def _runner_up(
+    record: StoredRecord | None, entries: Sequence[StoredRecord], device: Device
+) -> RunnerUp | None:
     others = [
         entry for entry in entries
         if record is not None and entry.candidate != record.candidate
@@ -405,9 +393,8 @@ def _runner_up(record: StoredRecord | None, entries: Sequence[Entry], device: De
     if not others:
         return None
     best = leaders(others)[0]
-    measured = best.measurement
     evidence = _EVIDENCE[best.evidence] + (f", imported from {best.origin}" if best.origin else "")
-    return RunnerUp(best.label, best.candidate.family, measured.ratio, measured.median_us, evidence)
+    return RunnerUp(best.label, best.candidate.family, best.ratio, best.median_us, evidence)
 
 
 def _object_refusal(record: Any, device: Device) -> str:
@@ -428,6 +415,6 @@ def _change(problem: Problem, selection: Selection, record: StoredRecord | None,
         return f"{command}: compiles what is missing"
     if selection.why.startswith("to be verified"):
         return f"tunegemm verify: {selection.why}"
-    if not record.settled:
+    if not record.confirmed:
         return f"{command}: a final race"
     return f"{command} --effort full: a wider search; another driver, toolchain or kernel source"

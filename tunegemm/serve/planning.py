@@ -37,9 +37,10 @@ from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen
 from tunegemm.serve.plans import Plan, State, expanding, views_of_operands
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.selection import Rival, read_rivals, select
-from tunegemm.serve.snapshot import Record, Snapshot, read_snapshot
+from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.serve.worth import least_ratio
 from tunegemm.store.layers import modified
+from tunegemm.store.record import Record
 
 #: Keys kept before all plans are dropped: a bound for programs whose shapes never repeat.
 MAX_PLANS = 65536
@@ -407,7 +408,6 @@ def _advice(problem: Problem, words: str) -> str:
     if reason := families.refusal_by_all(problem):
         return f"It can have no tuned kernel: {reason}"
     return f"{words}: {tune_command(problem)}"
-
 
 
 def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:

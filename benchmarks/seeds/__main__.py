@@ -21,8 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = [word for word in given if word in SEEDS] or SEEDS
     options = [word for word in given if word not in SEEDS]
     for seed in wanted:
-        sys.argv[:] = [f"benchmarks/seed_{seed}.py", *options]  # what `meta` records as the command
-        if code := importlib.import_module(f"benchmarks.seed_{seed}").main(options):
+        sys.argv[:] = [f"benchmarks/seeds/seed_{seed}.py", *options]  # what `meta` records as the command
+        if code := importlib.import_module(f"benchmarks.seeds.seed_{seed}").main(options):
             return int(code)
     return 0
 

@@ -1,6 +1,6 @@
 """Measures anew the tables of the Gluon tutorial on WGMMA, and our answer to the exercise it leaves.
 
-    python -m benchmarks.seed_003
+    python -m benchmarks.seeds.seed_003
 
 The tutorial times each kernel by itself; here all of a problem's kernels and torch.mm are timed in one
 interleave. Its first table's kernel adds a matrix C and is launched alone; ours only multiplies, in a graph.
@@ -158,7 +158,7 @@ def _interleave(
     turn_ms: float = 160,
 ) -> Interleave:  # fmt: skip
     from benchmarks.interleave import interleave
-    from tunegemm.generate.cublaslt.baseline import torch_mm
+    from tunegemm.generate.cublaslt.eager import torch_mm
 
     label = families.get("gluon_wgmma").label
     runs = {"torch": torch_mm(problem)} | {label(contender.candidate): run for contender, run in pairs}
@@ -216,7 +216,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.seed_003", description=(__doc__ or "").split("\n")[0]
+        prog="python -m benchmarks.seeds.seed_003", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default: 15)")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")

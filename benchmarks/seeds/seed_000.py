@@ -1,6 +1,6 @@
 """The article's warp-specialized kernel on this GPU: 8192^3 bf16, fp32 output, tile 128x256x64, 4 stages.
 
-    python -m benchmarks.seed_000            # writes results/GPU/seed-000.json
+    python -m benchmarks.seeds.seed_000            # writes results/GPU/seed-000.json
 
 Without and with a 2x1 cluster, on 128 CTAs and on all, stored from registers and through shared memory by
 TMA: eight launches of our Hopper generator, torch.mm and cuBLASLt's best in one interleave. The article
@@ -42,7 +42,7 @@ def contenders() -> dict[str, dict[str, Candidate]]:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.seed_000", description=(__doc__ or "").split("\n")[0]
+        prog="python -m benchmarks.seeds.seed_000", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")

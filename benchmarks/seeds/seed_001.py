@@ -1,10 +1,10 @@
 """The Ampere multistage kernel at 128x128x32 with 3 stages, 4096^3 fp16, against cuBLAS, with its roofline.
 
-    python -m benchmarks.seed_001            # writes results/GPU/seed-001.json
+    python -m benchmarks.seeds.seed_001            # writes results/GPU/seed-001.json
 
 The kernel that the seed describes (cp.async ring of 3 stages, 2x2 warps, MMA tile of two atoms along n,
-swizzled shared memory) with fp16 accumulators, as there, and with fp32 ones; the same with a grouped walk
-over the tiles; and torch.mm, all in one interleave. fp16 accumulators round at every step of k: over 4096
+swizzled shared memory) with fp16 accumulators, as there, and with fp32 ones; the same with tiles
+visited in groups; and torch.mm, all in one interleave. fp16 accumulators round at every step of k: over 4096
 they are off by some 2e-3, twice what the tuner lets pass, so that they are checked against 4e-3 here and
 their row says how far they are off.
 """
@@ -60,7 +60,7 @@ def roofline_columns(problem: Problem, device: Device, median_us: float) -> dict
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.seed_001", description=(__doc__ or "").split("\n")[0]
+        prog="python -m benchmarks.seeds.seed_001", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
