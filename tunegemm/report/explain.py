@@ -251,7 +251,7 @@ def explain(
         reason = operands.reason or f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} are torch's"
         raise ProblemError(f"{reason}; torch.matmul computes their product")
     device = open_device(f"cuda:{a.device.index or 0}" if a.device.type == "cuda" else None)
-    return explain_problem(operands.problem, device, policy=getattr(api._dispatcher, "policy", None))
+    return explain_problem(operands.problem, device, policy=api.dispatcher.planner.policy)
 
 
 def explain_problem(

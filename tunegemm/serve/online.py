@@ -82,7 +82,7 @@ def read_budget(warn: Callable[[str], None]) -> float:
     if not 0 <= budget_s < float("inf"):
         warn(
             f"TUNEGEMM_ONLINE_BUDGET={text!r} is not a number of seconds and has no effect; "
-            f"{DEFAULT_BUDGET_S:g} are spent"
+            f"the budget is {DEFAULT_BUDGET_S:g}"
         )
         return DEFAULT_BUDGET_S
     return budget_s
