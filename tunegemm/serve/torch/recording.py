@@ -155,10 +155,9 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
     `linear` fall back to torch, so that theirs are seen, too. Raises WorkloadError when the file cannot
     be written, and TunegemmError when torch cannot do it.
     """
-    try:
-        given = None if path is None else os.fspath(path)
-    except TypeError:
-        given = b""
+    given: object = None
+    if path is not None:
+        given = os.fspath(path) if isinstance(path, str | os.PathLike) else b""
     if given is not None and (not isinstance(given, str) or not given or "\0" in given):
         raise WorkloadError(f"path {path!r:.60} is not a file's; give one such as shapes.json")
     return Recording(None if given is None else Path(given))
