@@ -6,8 +6,8 @@
 Tunes the shape, its batch of four, half its M and three fused products of it into a temporary database and
 object store, calls torch and tunegemm alternately, and writes results/GPU/dispatch.json: a row
 `{call, torch_us, tunegemm_us, ratio}` for each call, `ratio_to_torch_mm` of the first, `breakdown_us` of the
-parts of our own call, and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch, `first_call_ms` with
-`records` in the database and its parts, warm and cold, and `bytes_per_record` of host memory.
+parts of our own call, and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch,
+`first_call_ms` with `records` in the database and its parts, warm and cold, and `bytes_per_record`.
 """
 
 from __future__ import annotations

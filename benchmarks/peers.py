@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
 from benchmarks.results import Results, meta, peers_table, problem_fields, results_path
-from tunegemm.describe.device import Device, find_device, kernel_source_hash
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.generate.families import kernel_source_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

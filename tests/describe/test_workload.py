@@ -62,7 +62,7 @@ class TestOwnFormat:
     def test_damaged_extents(self, extent: object) -> None:
         document = json.loads(self.WORKLOAD.to_json())
         document["products"][1]["m"] = extent
-        with pytest.raises(WorkloadError, match="product 2: m .* is not a whole number from 1"):
+        with pytest.raises(WorkloadError, match=r"product 2: m .* is not a whole number from 1"):
             Workload.from_document(document, "x")
 
 
