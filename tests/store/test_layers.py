@@ -15,7 +15,7 @@ from tunegemm.resources import data_path
 from tunegemm.serve.snapshot import read_snapshot
 from tunegemm.store import Database
 from tunegemm.store.layers import project_location, read_records, user_location
-from tunegemm.store.shipped import latest_settled, read_shipped, write_records
+from tunegemm.store.shipped import latest_confirmed, read_shipped, write_records
 
 SMALL = Problem.parse("64x64x64")
 
@@ -42,7 +42,7 @@ def test_each_layer_is_read_and_named(home: Path) -> None:
     fill(Path("tunegemm.sqlite"), 1.1)
     with Database.open("elsewhere.sqlite") as database:
         database.confirm(PROBLEM, DEVICE, measurement(1.3))
-        write_records(latest_settled(database.records()), home / "records")
+        write_records(latest_confirmed(database.records()), home / "records")
     records, warnings = read_records()
     assert warnings == []
     assert [(record.layer, round(record.ratio, 2)) for record in records] == [
@@ -89,7 +89,7 @@ class TestShippedFiles:
             database.confirm(SMALL, older, measurement(1.5))
             database.confirm(SMALL, DEVICE, measurement(1.3), label="pp128x256")
             database.publish(Problem.parse("8x8x8"), DEVICE, measurement(1.9))
-            (path,) = write_records(latest_settled(database.records()), home / "records")
+            (path,) = write_records(latest_confirmed(database.records()), home / "records")
         return path
 
     def test_a_record_reads_back(self, home: Path) -> None:

@@ -239,7 +239,7 @@ def _define(source: str) -> Custom:
     while lines and not lines[0].startswith("def "):
         lines.pop(0)  # decorators
     if not lines:
-        raise ProblemError(f"epilogue {source.strip()!r} is no function by name; give a plain def")
+        raise ProblemError(f"epilogue {source.strip()!r} is not a function by name; give a plain def")
     source = "\n".join(lines).rstrip() + "\n"
     known: dict[str, Any] = {name: globals()[name] for name in FUNCTIONS} | KINDS
     scope = dict(known)

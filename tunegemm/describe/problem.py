@@ -235,9 +235,10 @@ class Problem:
         )
         if alignment is None:
             return problem
-        if not isinstance(alignment, int) or alignment < 1:  # 0 is `Problem`'s word for packed operands
-            allowed = ", ".join(map(str, problem._alignments()))
-            raise ProblemError(f"alignment {alignment!r}: use one of {allowed} bytes")
+        allowed = problem._alignments()
+        if type(alignment) is not int or alignment not in allowed:
+            words = ", ".join(map(str, allowed))
+            raise ProblemError(f"alignment {alignment!r} of {problem.shape}: use one of {words} bytes")
         return replace(problem, alignment=alignment)
 
     @classmethod

@@ -148,7 +148,7 @@ class ArtifactStore:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise ArtifactError(f"{path}: no regular file; delete it and tune again")
+                raise ArtifactError(f"{path}: not a regular file; delete it and tune again")
             if not self._is_package:
                 _refuse_foreign(path, status)
                 for folder in (path.parent, self.root):

@@ -98,7 +98,7 @@ def write_object(out: Path, header: Header, cubin: bytes) -> None:
 
 
 def read_object(content: bytes) -> tuple[Header, bytes]:
-    """The parts of an object file. Raises ArtifactError when it is none of this format."""
+    """The parts of an object file. Raises ArtifactError when it is not of this format."""
     line, _, cubin = content.partition(b"\n")
     try:
         data = json.loads(line)

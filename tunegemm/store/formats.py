@@ -20,7 +20,8 @@ from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.files import read_bytes, replacing
-from tunegemm.store.exchange import FORMER_CONFIRMED, Row
+from tunegemm.store.exchange import Row
+from tunegemm.store.record import FORMER_CONFIRMED
 from tunegemm.untrusted import decoded, listed, members, shown
 
 FORMAT = "tunegemm-database/1"
@@ -79,6 +80,7 @@ def _write_json(rows: Iterable[Row], path: Path) -> None:
 
 _HEAD = re.compile(r'\s*\{\s*"format"\s*:\s*"([^"]*)"\s*,\s*"rows"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
+_TAIL = re.compile(r"\]\s*\}?\s*\Z")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
 
 
@@ -93,7 +95,7 @@ def _read_json(content: bytes) -> Iterator[Row | BadValueError]:
         return
     decode, at = json.JSONDecoder().raw_decode, head.end()
     while (at := _BETWEEN.match(text, at).end()) < len(text):  # type: ignore[union-attr]
-        if text[at] == "]":
+        if _TAIL.match(text, at):
             return
         try:
             row, at = decode(text, at)
@@ -135,11 +137,15 @@ def _write_csv(rows: Iterable[Row], path: Path) -> None:
 def _read_csv(content: bytes) -> Iterator[Row | BadValueError]:
     csv.field_size_limit(len(content) + 1)  # a cell of 131,072 letters would end the reading
     lines = (line.rstrip("\r") for line in _text(content).rstrip("\r\n").split("\n"))
-    names = next(csv.reader([next(lines)]), [])
+    names = _cells(next(lines))
     if "kind" not in names:
         raise BadValueError("it has no column `kind`")
     for line in lines:
-        cells = next(csv.reader([line]), [])
+        try:
+            cells = _cells(line)
+        except BadValueError as error:
+            yield error
+            continue
         if len(cells) != len(names):
             yield BadValueError(f"{len(cells)} cells for {len(names)} columns")
             continue
@@ -147,6 +153,13 @@ def _read_csv(content: bytes) -> Iterator[Row | BadValueError]:
         yield _nested(
             flat, json_in=(*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", FORMER_CONFIRMED, *_OBJECTS)
         )
+
+
+def _cells(line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error as error:
+        raise BadValueError(str(error)) from None
 
 
 def _write_parquet(rows: Iterable[Row], path: Path) -> None:

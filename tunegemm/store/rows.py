@@ -17,11 +17,12 @@ from typing import Any, TypeVar, get_args
 
 from sqlalchemy import Select, and_, or_, select
 
-from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError, TunegemmError
 from tunegemm.generate import families
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.evidence import policy_word
 from tunegemm.measure.outcome import Failure, Measurement, Stage

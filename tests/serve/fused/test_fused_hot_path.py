@@ -62,7 +62,7 @@ def test_a_bias_at_an_odd_address_is_torchs(by_address):
     odd = torch.cat((bias[:1], bias))[1:]
     assert odd.data_ptr() % 4 == 2
     expected = functional.linear(x, weight, bias)
-    with pytest.warns(TunegemmWarning, match="no packed, aligned vector"):
+    with pytest.warns(TunegemmWarning, match="not a packed, aligned vector"):
         assert torch.equal(tunegemm.linear(x, weight, odd), expected)
     assert not kernel.words
     for each, launches in ((bias, 1), (odd, 1), (bias, 2), (odd, 2)):
