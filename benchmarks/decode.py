@@ -109,7 +109,7 @@ def tune(anchors: Sequence[Problem], device: Device, effort: Any) -> None:
     known = {
         record.problem
         for record in read_records()[0]
-        if record.settled and judge_stored(record, device.fingerprint).usable
+        if record.confirmed and judge_stored(record, device.fingerprint).usable
     }
     with Database.open() as database, Tuner(device, database) as tuner:
         for problem in anchors:

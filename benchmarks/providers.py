@@ -156,7 +156,7 @@ def is_settled(database: Database, problem: Problem, device: Device) -> bool:
     from tunegemm.store.validity import judge_stored
 
     record = database.best(problem, device.fingerprint)
-    return record is not None and record.settled and judge_stored(record, device.fingerprint).usable
+    return record is not None and record.confirmed and judge_stored(record, device.fingerprint).usable
 
 
 def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contender]:

@@ -69,9 +69,9 @@ def export_command(
     with Database.open(db, read_only=True) as database:
         options.require_fingerprint(database, fingerprint, "--fingerprint")
         if records is not None:
-            from tunegemm.store.shipped import latest_settled, write_records
+            from tunegemm.store.shipped import latest_confirmed, write_records
 
-            paths = write_records(latest_settled(database.records()), records)
+            paths = write_records(latest_confirmed(database.records()), records)
             if not paths:
                 raise UsageError(
                     f"{database.name}: no confirmed record to write; `tunegemm tune` confirms one per shape"

@@ -47,13 +47,13 @@ def history(
             {
                 "problem": str(problem),
                 "chosen_at": choice.chosen_at.isoformat(),
-                "candidate": choice.record.candidate.digest,
-                "label": choice.record.label,
-                "median_us": choice.record.median_us,
-                "ratio": choice.record.ratio,
-                "settled": choice.record.settled,
-                "kernel_source": choice.record.kernel_source,
-                "fingerprint": choice.record.fingerprint.digest,
+                "candidate": choice.candidate.digest,
+                "label": choice.label,
+                "median_us": choice.median_us,
+                "ratio": choice.ratio,
+                "confirmed": choice.confirmed,
+                "kernel_source": choice.kernel_source,
+                "fingerprint": choice.fingerprint.digest,
             }
             for problem, choices in found.items()
             for choice in choices
@@ -63,10 +63,10 @@ def history(
     for problem, choices in found.items():
         options.say(problem)
         for choice in choices:
-            record = choice.record
+            record = choice
             options.say(
                 f"  {choice.chosen_at:%Y-%m-%d %H:%M}  {record.median_us:9.2f} us"
-                f"  {record.ratio:6.3f} of torch.mm  {'final race' if record.settled else 'search':10}"
+                f"  {record.ratio:6.3f} of torch.mm  {'final race' if record.confirmed else 'search':10}"
                 f"  {record.label}  [{record.fingerprint.device_name}, {record.fingerprint.digest}]"
             )
 

@@ -92,6 +92,8 @@ class Epilogue:
         Raises ProblemError for a step that is not known, twice or out of order, and for a user's function
         that this process has not defined.
         """
+        if not isinstance(text, str):
+            raise ProblemError(f"epilogue {text!r:.40} is not a text; give its steps, such as bias_n+relu")
         return _parse(text)
 
     @staticmethod

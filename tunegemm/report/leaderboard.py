@@ -257,8 +257,8 @@ class Leaderboard:
             for problem, name in zip(problems, found["device_name"], strict=True)
         ]
         # Where nothing beat torch.mm, that is the best, and the vendor's best is at least that.
-        lost = ~found["settled"] & (found["ratio"] < 1)
-        vendor_lost = found["vendor_ratio"] < 1
+        lost = ~found["confirmed"] & (found["ratio"] < 1)
+        vendor_lost = ~(found["vendor_ratio"] >= 1)
         median_us = found["median_us"].where(~lost, found["baseline_median_us"])
         label = found["label"].where(found["label"] != "", found["family"] + " " + found["candidate"])
         table = found.assign(
@@ -516,8 +516,8 @@ def _stored_rows(frame: pandas.DataFrame) -> list[_Row]:
             row["ratio"],
             row["spread"],
             row["noise"],
-            evidence_of(row["policy"], confirmed=bool(row["settled"])),
-            bool(row["settled"]),
+            evidence_of(row["policy"], confirmed=bool(row["confirmed"])),
+            bool(row["confirmed"]),
             row["baseline_median_us"],
             row["baseline_spread"],
             str(row.get("origin") or ""),

@@ -105,7 +105,7 @@ def _frame(records: Iterable[Record]) -> pandas.DataFrame:
     for record in sorted(records, key=lambda record: record.measured_at):
         vendor = record.candidate.family == VENDOR_FAMILY
         facts = asdict(record.problem) | record.fingerprint.asdict()
-        names = ("label", "kernel_source", "median_us", "baseline_median_us", "ratio", "noise", "settled")
+        names = ("label", "kernel_source", "median_us", "baseline_median_us", "ratio", "noise", "confirmed")
         facts |= {name: getattr(record, name) for name in (*names, "relative_error", "measured_at")}
         rows.append(
             facts
