@@ -9,6 +9,7 @@ import typer
 
 from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
+from tunegemm.files import descriptor
 
 if TYPE_CHECKING:
     from tunegemm.store.packs import Pack
@@ -62,9 +63,9 @@ def pack_command(
         typer.echo(f"left out: {count} records, {reason}", err=True)
     typer.echo(
         f"wrote {out}: {packed.records} records of {', '.join(packed.gpus)}, {packed.objects} kernels "
-        f"({packed.compiled} compiled now), {out.stat().st_size / 1e6:.1f} MB"
+        f"({packed.compiled} compiled now), {out.stat().st_size / 1e6:.1f} MB\nsha256 {packed.sha256}",
+        err=descriptor(out) == 1,  # where the pack goes, nothing else goes
     )
-    typer.echo(f"sha256 {packed.sha256}")
 
 
 def load_command(
