@@ -308,14 +308,21 @@ def package_version(name: str) -> str:
 def kernel_source_hash(family: str) -> str:
     """SHA-256 (16 hex digits) over a kernel family's sources that end up in kernels; empty if it has none.
 
-    These are `kernel*.py` and `config.py` in its folder. A record holds for its own family's sources.
+    These are `config.py` and `kernel*.py` in its folder, all of `kernel/` there, and of the `kernel*.py` that
+    families share those that one of these imports; but not `kernel_minimal.py`, which no candidate runs. A
+    record holds for its own family's sources.
     """
     digest = hashlib.sha256()
     root = Path(__file__).parent.parent / "generate"
-    paths = sorted([*(root / family).rglob("kernel*.py"), *(root / family).rglob("config.py")])
-    for path in paths:
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16] if paths else ""
+    patterns = ("config.py", "kernel*.py", "kernel/*.py")
+    own = {path for pattern in patterns for path in (root / family).glob(pattern)}
+    contents = {path: path.read_bytes() for path in own if path.name != "kernel_minimal.py"}
+    for shared in root.glob("kernel*.py"):
+        if any(f"tunegemm.generate.{shared.stem} ".encode() in content for content in contents.values()):
+            contents[shared] = shared.read_bytes()
+    for path, content in sorted(contents.items()):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + content)
+    return digest.hexdigest()[:16] if contents else ""
 
 
 @functools.cache

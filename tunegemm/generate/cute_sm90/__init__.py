@@ -71,9 +71,9 @@ class CuteSm90(Generator):
         takes_words = config.fused.words > 0
 
         def make() -> Any:
-            from tunegemm.generate.cute_sm90.kernel import FusedGemm, Gemm
+            from tunegemm.generate.cute_sm90.kernel.gemm import Gemm
 
-            return FusedGemm(config) if takes_words else Gemm(config)
+            return Gemm(config)
 
         return compile_object(
             make, 8, str(key["target"]), out, addresses=3, words=MAX_WORDS if takes_words else 0

@@ -131,6 +131,11 @@ class KernelConfig:
         return (other, innermost) if self.out_major == "n" else (innermost, other)
 
     @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    @property
     def consumers(self) -> int:
         """Consumer warpgroups: pingpong 2; cooperative one per 64 rows, but 2 for 256 rows."""
         if self.schedule == "pingpong":
