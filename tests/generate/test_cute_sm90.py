@@ -198,7 +198,7 @@ def test_what_is_rejected_fails(
         ("in_flight", PROBLEMS[0], {"wgmma_in_flight": 2}),
         ("in_flight", TWO_LEVEL, {"tile_k": 128, "wgmma_in_flight": 0}),
         ("two_ctas", PROBLEMS[0], {"occupancy": 3}),
-        ("gathered_alone", PROBLEMS[0], {"occupancy": 2, "tile_n": 64, "stages": 3, "cluster_order": "gpc"}),
+        ("gpc_aware_alone", PROBLEMS[0], {"occupancy": 2, "tile_n": 64, "stages": 3, "cluster_order": "gpc"}),
         ("ring_rows", PROBLEMS[0], {"tile_k": 32}),
         ("ring_rows", FP8, {"tile_k": 64}),
         ("promotion", TWO_LEVEL, {"tile_k": 256, "stages": 2}),
@@ -237,7 +237,7 @@ def test_every_rule_can_object(h200: Device) -> None:
     """No dead rule: each rejects something, in the shipped space or in the cases above."""
     seen = {rule for rule, _, _ in REJECTED} | {rule for rule, *_ in REJECTED_DTYPES}
     seen |= {"ring_depth", "ring_rows", "promotion", "epilogue_tile"}
-    seen |= {"in_flight", "gathered_alone"}
+    seen |= {"in_flight", "gpc_aware_alone"}
     seen |= {"cluster", "cluster_fits", "swap_fits", "split_fits", "architecture"}
     seen |= {"second_slices", "reduction_fits", "stream_split", "stream_fits"}
     seen |= {"fused_store", "fused_registers"}  # tests/test_epilogue.py
@@ -319,7 +319,7 @@ def test_stream_k_gives_every_cluster_as_many_k_tiles(h200: Device) -> None:
         problem = Problem.parse(shape)
         chosen = candidate(tile_scheduler="stream_k").with_launch(**LAUNCH)
         division = Division.of(problem, chosen, h200)
-        assert (division.clusters, division.split, division.pieces) == (clusters, cut, cut + clusters), shape
+        assert (division.clusters, division.split, division.units) == (clusters, cut, cut + clusters), shape
         pairs, second = (
             FAMILY.workspace(problem, chosen.with_launch(reduction=reduction), h200, None)
             for reduction in ("pairs", "second_kernel")

@@ -33,7 +33,7 @@ def staged_boxes(config, operand, sD, origin):
 
 def stage_halves(converted, sD, thread, first_column, buffer):
     """Put a gated fragment, one column of each pair, into its staging buffer, element by element."""
-    row = first_row_of(thread)
+    row = first_row_of(0, thread)
     column = first_column + thread % 4
     for value in range(cute.size(converted)):
         sD[row + value % 2 * 8, column + value // 2 * 4, buffer] = converted[value]
@@ -174,7 +174,7 @@ class Epilogue:
         """
         config, out, mD = self.config, self.dtypes.out, self.d.tensor
         m, n, _ = mD.shape
-        row = origin.row + first_row_of(self.thread)
+        row = first_row_of(origin.row, self.thread)
         if const_expr(config.tile_warpgroups > 1):
             row += self.group * MMA_ATOM_M
         column = origin.column + self.thread % 4 * 2

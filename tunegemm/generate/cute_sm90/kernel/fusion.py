@@ -19,9 +19,9 @@ def words_of(epilogue, operand, words):
     return words[first : first + operand.words]
 
 
-def first_row_of(thread):
-    """The first of the two rows, 8 apart, of 64 of which a thread of a warpgroup holds accumulators."""
-    return thread // 32 * 16 + thread % 32 // 4
+def first_row_of(row, thread):
+    """The first of the two rows, 8 apart, whose accumulators a thread holds; of 64 that begin with `row`."""
+    return row + thread // 32 * 16 + thread % 32 // 4
 
 
 def flat(fragment):
@@ -138,7 +138,7 @@ class Fusion:
         """
         config, epilogue = self.config, self.config.fused
         m, out_n, _ = self.mD.shape
-        row = origin.row + first_row_of(self.thread)
+        row = first_row_of(origin.row, self.thread)
         run = 4 if const_expr(config.gates_halves) else 2
         column = origin.column + self.thread % 4 * run
         count = MMA_ATOM_M * columns // WARPGROUP_THREADS
@@ -189,7 +189,7 @@ class Fusion:
         column = origin.column
         if const_expr(self.config.fused.gated):
             column = column // 2
-        first = Origin(origin.row + first_row_of(self.thread), column + self.thread % 4 * run, origin.batch)
+        first = Origin(first_row_of(origin.row, self.thread), column + self.thread % 4 * run, origin.batch)
         count = MMA_ATOM_M * columns // WARPGROUP_THREADS
         return self._fetch(self.config.staged_matrix, count, first, out_n, run)
 

@@ -40,7 +40,7 @@ class TmaTensor(NamedTuple):
 
 
 class Mmas(NamedTuple):
-    """The WGMMAs of a warpgroup's part of a tile, and of what its epilogue converts at a time."""
+    """The WGMMAs of a tile for all its warpgroups, and of what its epilogue converts at a time."""
 
     tile: cute.TiledMma
     epilogue: cute.TiledMma | None

@@ -105,7 +105,7 @@ def first_index(config, first_tiles):
     """The first work index of this block's cluster: its own index, or what a table has for it."""
     _, _, cluster = cute.arch.block_idx()
     first = Int32(cluster)
-    if const_expr(config.gathered):
+    if const_expr(config.gpc_aware):
         if first_tiles.toint() != 0:
             first = cute.make_tensor(first_tiles, cute.make_layout(NOWHERE))[cluster]
         # The compiler does not know that all threads of a block load the same.
@@ -209,7 +209,7 @@ class Schedule:
         split = Int32(0)
         if const_expr(not self.streams):
             if self.params.split_k > 1:
-                if const_expr(self.config.gathered):
+                if const_expr(self.config.gpc_aware):
                     tiles = self.tiles()
                     split = Int32(Uint32(index) // Uint32(tiles))
                     tile = index - split * tiles
@@ -230,7 +230,7 @@ class Schedule:
             batch = Int32(Uint32(rest) // Uint32(per_entry))
             rest -= batch * per_entry
         block = None
-        if const_expr(self.config.gathered):
+        if const_expr(self.config.gpc_aware):
             block = Block(params.block_across, params.block_along)
         tile_m, tile_n = tile_at(rest, raster, block)
         return tile_m, tile_n, batch
@@ -256,7 +256,7 @@ class Schedule:
         number = Int32(unit.index)
         if const_expr(self.streams):
             number += self.cluster
-        elif const_expr(self.config.gathered):
+        elif const_expr(self.config.gpc_aware):
             tile, split = self.tile_and_split(unit.index)
             number = tile * self.params.split_k + split
         return number
