@@ -1,4 +1,4 @@
-# make tune [SHAPE=MxNxK] | test | check | format | docs | wheel | clean
+# make tune [SHAPE=MxNxK] | test [SLOW=1] | check | format | docs | kernels | wheel | clean
 PYTHON ?= python3
 VENV ?= .venv
 SHAPE ?= 4096x4096x4096
@@ -12,16 +12,18 @@ EXTRAS ?= test,dev$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cu13)
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: tune test check format docs wheel clean
+.PHONY: tune test check format docs kernels wheel clean
 
-tune: $(READY)
+tune: $(READY) kernels
 	$(RUN) -m tunegemm tune --shape $(SHAPE) --dtype $(DTYPE) --layout $(LAYOUT)
 
 # On a GPU the tests take turns: they want it to themselves. Elsewhere a file of them per process.
-PYTEST ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist loadfile)
+PYTEST ?= -q $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist worksteal)
 
+# SLOW=1 adds the tests marked slow: compile matrices, the browser, stress.
+SLOW ?=
 test: $(READY)
-	$(RUN) -m pytest $(PYTEST)
+	$(RUN) -m pytest $(PYTEST) $(if $(SLOW),,-m "not slow")
 
 check: $(READY)
 	$(RUN) -m ruff check .
@@ -31,10 +33,18 @@ format: $(READY)
 	$(RUN) -m ruff format tunegemm tests benchmarks db docs  # not the code in README: its comments are aligned
 	$(RUN) -m ruff check --fix .
 
+# The generated blocks and figures, then the site in build/site.
 docs: $(READY)
 	$(RUN) docs/generate.py
+	$(RUN) -m sphinx -q -W --keep-going -b html docs build/site
 
-wheel: $(READY)
+# The kernels of the shipped records, compiled without a GPU: some 90 of a second each, when their sources or the
+# records changed. They go into the wheel, and serve from the checkout.
+kernels: db/kernels/manifest.json
+db/kernels/manifest.json: $(READY) $(wildcard db/records/*.json tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py)
+	$(RUN) -m tunegemm.store.packing db/kernels
+
+wheel: $(READY) kernels
 	$(RUN) -m hatchling build -t wheel
 
 # Set-up, done again when what is to be installed changes.
@@ -44,4 +54,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build dist db/kernels .pytest_cache .ruff_cache .mypy_cache

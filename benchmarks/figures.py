@@ -77,3 +77,31 @@ def sweep_over_k(rows: Rows) -> Figure:
     figure.text(0.02, 0.96, "8448 x 9216 x K, bf16, NVIDIA H200", weight="bold", fontsize=13, va="center")
     figure.text(0.02, 0.915, "All four in one interleave per K.", fontsize=9, color=MUTED, va="center")
     return figure
+
+
+def products(rows: Rows) -> Figure:
+    """Speed of tunegemm and of the best cuBLASLt algorithm relative to torch.mm: the rows of peers.json."""
+    from matplotlib.figure import Figure
+
+    from benchmarks.tables.reading import ratios, shape_of
+
+    found = sorted(((shape_of(row), ratios(row)) for row in rows), key=lambda item: item[1]["tunegemm"])
+    figure = Figure((7.6, 0.2 * len(found) + 1.5))
+    axes = figure.add_axes((0.21, 0.08, 0.75, 0.82))
+    places = range(len(found))
+    ours = [one["tunegemm"] for _, one in found]
+    library = [one.get("cublaslt", float("nan")) for _, one in found]
+    axes.axvline(1, color=INK, lw=1)
+    axes.hlines(places, library, ours, color=LINE, lw=2)
+    axes.plot(library, places, "D", color="#b98900", ms=4, label="best of cuBLASLt")
+    axes.plot(ours, places, "o", color=FASTER, ms=5.5, label="tunegemm")
+    axes.set_yticks(list(places), [shape for shape, _ in found], fontsize=8)
+    axes.set(xlabel="speed relative to torch.mm", ylim=(-0.7, len(found) - 0.3))
+    axes.grid(axis="x")
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
+    figure.text(0.02, 0.965, "bf16 products, M x N x K, NVIDIA H200", weight="bold", fontsize=12, va="center")
+    figure.text(
+        0.02, 0.935, "All in one race per product, in steady state where the power cap binds.",
+        fontsize=9, color=MUTED, va="center",
+    )  # fmt: skip
+    return figure

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.describe.device import Device, TelemetryReader, package_version
-from tunegemm.errors import TunegemmError
 from tunegemm.describe.problem import Problem
+from tunegemm.errors import TunegemmError
 
 #: Facts under `meta` that rows of one file must share.
 SHARED = ("gpu", "driver", "packages", "method")
@@ -59,7 +59,9 @@ def meta(device: Device, method: str) -> dict[str, Any]:
 
 def command_line(arguments: list[str]) -> str:
     """What to type to run this again. Where its file went says nothing about a figure, and is left out."""
-    words = ["python", "-m", f"benchmarks.{Path(arguments[0]).stem}"]
+    path = Path(arguments[0])
+    room = "seeds." if path.parent.name == "seeds" else ""
+    words = ["python", "-m", f"benchmarks.{room}{path.stem}"]
     rest = iter(arguments[1:])
     for word in rest:
         if word == "--out":
@@ -205,7 +207,7 @@ def peers_table(rows: list[dict[str, Any]], *, floor: float = 0.98) -> str:
             shared = [speed for row in rows if (speed := ratio_shared(row, name)) is not None]
             lines.append(
                 f"geometric mean of {name} to torch: {geometric_mean(speeds):.3f} over {len(speeds)} shapes, "
-                f"{lost} below 1, worst {min(speeds):.3f}; at shared clocks {geometric_mean(shared):.3f}"
+                f"{lost} below 1, worst {min(speeds):.3f}; in interleaved timing {geometric_mean(shared):.3f}"
             )
     for row in rows:
         speed = ratio(row, "tunegemm")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables.families import families, family_figures
-from benchmarks.tables.peers import peers, peers_odd
+from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
 from benchmarks.tables.programs import clients, decode, dispatch, dtypes, epilogues, tuning_time
 from benchmarks.tables.reading import DocsError, load
 from benchmarks.tables.seeds import seed_000, seed_001, seed_003, seed_004
@@ -76,6 +76,7 @@ def cli(_: Path) -> str:
 
 #: What fills each block, given the folder of the result files.
 BLOCKS: dict[str, Callable[[Path], str]] = {
+    "summary": summary,
     "peers": peers,
     "peers-odd": peers_odd,
     "tuning-time": tuning_time,
@@ -100,13 +101,16 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
 def figures(results: Path = RESULTS) -> dict[Path, bytes]:
     """Content of each figure that is drawn of a result file, by its path."""
     found = {}
-    for out, name in (("families.svg", "families.json"), ("seed-004.svg", "seed-004.json")):
+    for out, name in (
+        ("products.svg", "peers.json"), ("families.svg", "families.json"), ("seed-004.svg", "seed-004.json"),
+    ):  # fmt: skip
         if (data := load(results, name)) is not None:
             from benchmarks import figures
             from benchmarks.families import draw
 
-            drawn = draw if out == "families.svg" else figures.sweep_over_k
-            found[ROOT / "docs" / "figures" / out] = figures.render(drawn, data["rows"], "svg")
+            rows = even_rows(data["rows"]) if out == "products.svg" else data["rows"]
+            drawn = {"products.svg": figures.products, "families.svg": draw}.get(out, figures.sweep_over_k)
+            found[ROOT / "docs" / "figures" / out] = figures.render(drawn, rows, "svg")
     return found
 
 

@@ -44,7 +44,7 @@ def test_every_block_is_in_one_document(generate: ModuleType) -> None:
 
 def test_the_figures_are_current(generate: ModuleType) -> None:
     figures = generate.figures()
-    assert {path.name for path in figures} == {"families.svg", "seed-004.svg"}
+    assert {path.name for path in figures} == {"products.svg", "families.svg", "seed-004.svg"}
     for path, content in figures.items():
         assert path.read_bytes() == content, f"{path.name} is out of date; run `make docs`"
 
@@ -105,10 +105,10 @@ class TestBlocks:
             row(16, 4096, 4096, timed(torch=10.0, tunegemm=8.0), turn_ms=0.0),
         )
         text = generate.peers(tmp_path)
-        assert "| M x N x K | torch.mm, TFLOP/s | tunegemm | tunegemm, shared clocks |" in text
+        assert "| M x N x K | torch.mm, TFLOP/s | tunegemm | tunegemm, interleaved |" in text
         assert "| 4096x4096x4096 | 100.0 us, 1374 | **1.020** | 1.060 |" in text
         assert "| 16x4096x4096 | 10.0 us, 54 | **1.250** |  |" in text
-        assert "Over the 1 shapes at the power cap it is at 1.020 of `torch.mm`, timed at shared" in text
+        assert "Over the 1 shapes at the power cap it is at 1.020 of `torch.mm`, interleaved" in text
         assert "Not timed in this run: 8192x8192x8192, 2048x2048x2048" in text
 
     def test_no_loss_is_said_only_where_tunegemm_ran(self, generate: ModuleType, tmp_path: Path) -> None:
@@ -124,7 +124,9 @@ class TestBlocks:
         assert "Where tunegemm loses: 16x8x8 (torch: 11.1 % faster)." in text
         assert "Behind a peer by less than the noise: 8x8x8 (torch: 0.5 % faster)." in text
         assert "than the record, by more than the noise: 16x8x8 (triton_tma: 11.1 %)." in text
-        assert "triton_tma" not in text.split("Slower than")[0], "a column of its own is in docs/families.md"
+        assert "triton_tma" not in text.split("Slower than")[0], (
+            "a column of its own is in results/families.md"
+        )
 
     def test_odd_shapes_have_their_own_table(self, generate: ModuleType, tmp_path: Path) -> None:
         write_peers(
@@ -230,3 +232,15 @@ def test_the_check_fails_on_a_stale_block(tmp_path: Path) -> None:
     assert "1.5" in (tmp_path / "README.md").read_text(), "--check must change nothing"
     assert subprocess.run(command, capture_output=True).returncode == 0
     assert subprocess.run([*command, "--check"], capture_output=True).returncode == 0
+
+
+def test_result_files_that_documents_and_comments_name_are_there() -> None:
+    """A file that a sentence cites must not vanish or be renamed. The history cites files of its days."""
+    results = {path.name for path in (ROOT / "benchmarks" / "results").rglob("*.json")}
+    missing = []
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tunegemm").rglob("*.py")]:
+        if "history" in path.parts or path.name == "CHANGELOG.md":
+            continue
+        cited = re.findall(r"([\w-]+-20\d\d-\d\d-\d\d\.json)", path.read_text())
+        missing += [f"{path.relative_to(ROOT)}: {name}" for name in cited if name not in results]
+    assert not missing, missing

@@ -23,6 +23,11 @@ SHAPES = ROOT / "benchmarks" / "shapes.toml"
 #: Columns of the tables of providers, beside torch.mm; what else was timed with them is in docs/families.md.
 MAIN = ("cublaslt", "quack", "inductor", "tunegemm_cute", "tunegemm")
 ODD = ("cublaslt", "inductor", "cute_sm80", "tunegemm")
+#: The products of the README's table.
+SUMMARY = (
+    "16x4096x4096", "128x7168x16384", "512x6144x4096", "1024x1024x1024", "8448x9216x256", "4096x4096x4096",
+    "4096x28672x4096", "8192x8192x8192",
+)  # fmt: skip
 #: What a user could pick instead.
 PEERS = (BASELINE, "cublaslt", "quack", "inductor")
 
@@ -32,8 +37,7 @@ def peers(results: Path) -> str:
     data = load(results, "peers.json")
     if data is None:
         return not_measured(results, "peers.json")
-    odd = odd_shapes()
-    rows = [row for row in data["rows"] if shape_of(row) not in odd]
+    rows = even_rows(data["rows"])
     parts = (machine_line(data.get("meta", {})), *providers(rows, MAIN), missing_shapes(rows))
     return "\n\n".join(part for part in parts if part)
 
@@ -50,10 +54,48 @@ def peers_odd(results: Path) -> str:
     found = [ratios(row) for row in rows]
     best = max(one.get("inductor", 0) for one in found)
     ours = geometric_mean([one["tunegemm"] for one in found if "tunegemm" in one])
-    told = (
+    said = (
         f"Inductor is up to {best:.1f} times as fast as `torch.mm`, `tunegemm` {ours:.2f} times on average."
     )
-    return "\n\n".join([*(part for part in providers(rows, ODD) if part), told])
+    return "\n\n".join([*(part for part in providers(rows, ODD) if part), said])
+
+
+def summary(results: Path) -> str:
+    """A few products and the geometric means over all of them, for the README."""
+    data = load(results, "peers.json")
+    if data is None:
+        return not_measured(results, "peers.json")
+    rows = even_rows(data["rows"])
+    found = {shape_of(row): ratios(row) for row in rows}
+    names = [
+        name
+        for name in ("cublaslt", "quack", "inductor", "tunegemm")
+        if any(name in r for r in found.values())
+    ]
+    chosen = [shape for shape in SUMMARY if shape in found]
+    lines = [
+        [shape, *(f"{found[shape][n]:.3f}" if n in found[shape] else "" for n in names)] for shape in chosen
+    ]
+    means = ["*geometric mean*"]
+    for name in names:
+        values = [one[name] for one in found.values() if name in one]
+        means.append(f"{geometric_mean(values):.3f} ({len(values)})")
+    own = {shape: one["tunegemm"] for shape, one in found.items() if "tunegemm" in one}
+    slower = sorted((ratio, shape) for shape, ratio in own.items() if ratio < 1)
+    losses = ", ".join(f"{shape} {ratio:.3f}" for ratio, shape in slower) or "none"
+    gpu, date = data.get("meta", {}).get("gpu", ""), str(data.get("meta", {}).get("date", ""))[:10]
+    return "\n\n".join([
+        f"{gpu}, {date}, bf16: speed relative to `torch.mm` in one race per product, in steady state where "
+        "the power cap binds. All products were tuned before; in brackets how many have a figure.",
+        markdown_table(["M x N x K", *names], [*lines, means]),
+        f"Slower than `torch.mm`, of {len(own)}: {losses}.",
+    ])  # fmt: skip
+
+
+def even_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of products that TMA can read: all but those of the group `odd`."""
+    odd = odd_shapes()
+    return [row for row in rows if shape_of(row) not in odd]
 
 
 def odd_shapes() -> set[str]:
@@ -99,35 +141,35 @@ def providers(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
         for found in all_ratios
         if "tunegemm" in found
     ]
-    told = ""
+    said = ""
     if rivals:
-        told = f"To the best library of each interleave `tunegemm` is at {geometric_mean(rivals):.3f}."
+        said = f"To the best library of each interleave `tunegemm` is at {geometric_mean(rivals):.3f}."
     header = ["M x N x K", "torch.mm, TFLOP/s", *names]
     explained = (
         "Speed relative to `torch.mm` in the same interleave: above 1 is faster, the best in bold; "
         "a mean over fewer shapes says over how many."
     )
     if in_turns:
-        header.append("tunegemm, shared clocks")
+        header.append("tunegemm, interleaved")
         own = [found["tunegemm"] for row, found in zip(rows, all_ratios, strict=True) if row.get("turn_ms")]
-        told += (
+        said += (
             f" Over the {len(own)} shapes at the power cap it is at {geometric_mean(own):.3f} of `torch.mm`, "
-            f"timed at shared clocks at {geometric_mean(shared):.3f}."
+            f"interleaved at {geometric_mean(shared):.3f}."
         )
         explained += (
-            " At the power cap each had the chip to itself in its turns; the last column says what one "
-            "replay after another gives there, where all share the clocks of their mixture."
+            " At the power cap these are steady-state ratios; the last column has the interleaved ones, "
+            "where all share one clock."
         )
     return [
         explained,
         markdown_table(header, lines),
-        told,
+        said,
         losses(rows, all_ratios),
     ]
 
 
 def shared_clocks(row: dict[str, Any], in_turns: list[dict[str, Any]]) -> list[str]:
-    """The cell of tunegemm's ratio at clocks that all shared; none where no row was timed in turns."""
+    """The cell of tunegemm's interleaved ratio; none where no row was timed in steady state."""
     if not in_turns:
         return []
     ratio = row["providers"].get("tunegemm", {}).get("ratio_shared")

@@ -161,7 +161,7 @@ class TestWorkspaceBytes:
 
 def test_the_documents_example(capsys: pytest.CaptureFixture[str]) -> None:
     """What it prints is what its comments say."""
-    text = (Path(__file__).parents[2] / "docs" / "device_layer.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "operation.md").read_text()
     block = text.split("```python\n")[1].split("```")[0]
     exec(block, {})
     printed = capsys.readouterr().out.splitlines()

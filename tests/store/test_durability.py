@@ -19,6 +19,7 @@ from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, meas
 from tests.support.processes import environment
 from tunegemm.errors import DatabaseError, TunegemmWarning
 from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.planning import Planner
 from tunegemm.store import Database
 from tunegemm.store.connection import on_network
 from tunegemm.store.schema import VERSION_TABLE
@@ -138,7 +139,9 @@ print((folder / "old.json").read_text(), sorted(path.name for path in folder.ite
 def test_what_a_full_disk_cannot_take_stays_as_it_was(tmp_path: Path) -> None:
     done = on_a_small_disk(_WRITES_ON_A_SMALL_DISK, tmp_path)
     old, again, new, cache, compiled, left = done.stdout.splitlines() or [done.stderr] * 6
-    assert "old.json: No space left on device; choose another --out" in old and old == again
+    assert (
+        "old.json: No space left on device; make room there, or choose another --out" in old and old == again
+    )
     assert "new.html: No space left on device" in new
     assert "No space left on device; make room there" in cache and "TUNEGEMM_CACHE_DIR" in cache
     assert compiled == "compiled", "nothing remembers that the disk was full"
@@ -258,7 +261,7 @@ def test_dispatch_leaves_its_products_to_torch_with_one_warning(
         location = "postgresql://tunegemm:secret@127.0.0.1:9/nothing"
     monkeypatch.setenv("TUNEGEMM_DB", location)
     monkeypatch.setattr("platformdirs.user_data_dir", lambda name: str(path.parent / "none"))
-    dispatcher = Dispatcher(device_type="cpu", find=lambda _: benchmark.device())
+    dispatcher = Dispatcher(Planner(device_type="cpu", find=lambda _: benchmark.device()))
     a, b = torch.ones(16, 32, dtype=torch.bfloat16), torch.ones(32, 64, dtype=torch.bfloat16)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

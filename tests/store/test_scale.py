@@ -14,6 +14,7 @@ from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, meas
 from tests.support.stores import Store
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
 from tunegemm.store import Database
 from tunegemm.store.leaders import leaders
@@ -28,17 +29,18 @@ def vendor(algorithm: str) -> Candidate:
 class TestLeaders(Store):
     @pytest.fixture
     def filled(self, database: Database) -> Database:
-        """Two devices and two toolchains, settled and not, with and without the vendor's, won and lost."""
+        """Two devices and two toolchains, confirmed and not, with and without the vendor's, won and lost."""
         upgraded = dataclasses.replace(DEVICE, fingerprint=dataclasses.replace(FINGERPRINT, driver="590.1"))
         other = dataclasses.replace(
             DEVICE, fingerprint=dataclasses.replace(FINGERPRINT, device_name="NVIDIA Unheard")
         )
         database.publish(PROBLEM, DEVICE, measurement(1.30), label="of an old driver")
-        database.settle(PROBLEM, upgraded, measurement(1.10), label="winner")
+        database.confirm(PROBLEM, upgraded, measurement(1.10), label="winner")
         database.publish(PROBLEM, upgraded, measurement(1.20, vendor("a1")), label="a lucky screen")
         database.publish(PROBLEM, upgraded, measurement(1.02, vendor("a1")), label="a1", policy="race")
         database.publish(PROBLEM, upgraded, measurement(1.04, vendor("a2")), label="a2", policy="race")
         database.publish(PROBLEM, other, measurement(1.05, KERNEL.kernel))
+        database.publish(SMALL, DEVICE, measurement(1.0, TORCH_MM), label="torch.mm")
         database.publish(SMALL, DEVICE, measurement(0.95), label="slow")
         database.publish(SMALL, DEVICE, measurement(0.97, vendor("a3")), label="a3")
         return database
@@ -75,7 +77,7 @@ def test_the_synthetic_database_is_one(tmp_path: Path) -> None:
     assert benchmark.build(path, shapes=20, toolchains=2, measured=5) == 400
     with Database.open(path, read_only=True) as database:
         assert len(database.problems()) == 20 and len(database.records()) == 80
-        assert all(record.settled for record in database.records())
+        assert all(record.confirmed for record in database.records())
         first = database.problems()[0]
         assert len(database.measurements(first, benchmark.device().fingerprint)) == 5
 

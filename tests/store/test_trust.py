@@ -80,8 +80,8 @@ class TestObjects:
         ("change", "named"),
         [
             (alter, "bytes changed"), (truncate, "bytes changed"), (let_all_write, "mode 0666"),
-            (let_group_write, "mode 0620"), (link, "a symbolic link"), (pipe, "no regular file"),
-            (folder, "no regular file"),
+            (let_group_write, "mode 0620"), (link, "a symbolic link"), (pipe, "not a regular file"),
+            (folder, "not a regular file"),
         ],
     )  # fmt: skip
     def test_an_object_that_is_not_as_it_was_made(
@@ -156,7 +156,7 @@ class TestServing:
         store.add(family.kernel_key(PROBLEM, candidate, DEVICE), scratch, Resources(128, 0, 1024))
         monkeypatch.setattr(type(family), "load", lambda *_: lambda a, b, out: None)
         with Database.open(tmp_path / "t.sqlite") as database:
-            database.settle(PROBLEM, DEVICE, measurement(9.0, candidate))
+            database.settle(PROBLEM, DEVICE, measurement(1.4, candidate))
             first, second = [prepare(database.records()[0], DEVICE) for _ in range(2)]
         assert first.launch is not None and first.launch is second.launch
 
@@ -172,7 +172,7 @@ class TestImports:
         kernel = next(k for k in space.kernels() if family.check(PROBLEM, k, DEVICE))
         candidate = next(space.launches(kernel))
         with Database.open(tmp_path / "theirs.sqlite") as theirs:
-            theirs.settle(PROBLEM, DEVICE, measurement(9.0, candidate))
+            theirs.settle(PROBLEM, DEVICE, measurement(1.4, candidate))
             rows = list(dump(theirs))
         with Database.open(tmp_path / "ours.sqlite") as ours:
             assert load(ours, rows, origin="stranger").added == 1
@@ -227,7 +227,7 @@ def test_nothing_stored_is_ever_unpickled_or_evaluated() -> None:
                 if name.startswith("call:") or name.partition(".")[0] in _FORBIDDEN
             ]
     # A user's epilogue runs in a process that defined it, from the source of a function of its own; the
-    # database holds its name and hash only (tunegemm/epilogue.py, `Custom`).
-    own = [line for line in found if line.startswith("epilogue.py:")]
+    # database holds its name and hash only (describe/epilogue.py, `Custom`).
+    own = [line for line in found if line.startswith("describe/epilogue.py:")]
     assert [line.split()[1] for line in own] == ["call:exec", "call:compile"]
     assert found == own

@@ -484,7 +484,7 @@ def test_a_race_on_a_busy_gpu_settles_nothing(tmp_path: Path, noise: float) -> N
         result = Run(tuner, PROBLEM, None).settle(raced)
         known = database.best(PROBLEM, DEVICE.fingerprint)
     assert result.best is not None and result.best.candidate == FASTEST
-    assert (known is not None and known.settled) == (noise < 0.05)
+    assert (known is not None and known.confirmed) == (noise < 0.05)
     assert ("no record is settled" in result.note) == (noise > 0.05)
 
 
@@ -528,5 +528,5 @@ def test_a_baseline_that_is_slow_throughout_settles_nothing(
         raced = [run._record(measured(FASTEST, race, 1.1)), run._record(measured(TORCH_MM, race, 1.0))]
         result = run.settle(raced)
         known = database.best(PROBLEM, DEVICE.fingerprint)
-    assert (known is not None and known.settled) == settled
+    assert (known is not None and known.confirmed) == settled
     assert ("torch.mm takes" in result.note) == (not settled)

@@ -70,7 +70,7 @@ def test_what_moved_is_reported_and_the_new_winner_is_the_record(database: Datab
     assert moves[BROKEN].after is None and moves[BROKEN].reason == "launch: refused"
     assert verification.replaced
     now = database.best(PROBLEM, NOW.fingerprint)
-    assert now is not None and now.candidate == SECOND and now.settled
+    assert now is not None and now.candidate == SECOND and now.confirmed
     then = database.best(PROBLEM, THEN.fingerprint)
     assert then is not None and then.candidate == FIRST, (
         "the old record stays what it was under the old driver"

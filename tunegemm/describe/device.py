@@ -146,9 +146,9 @@ class Device:
         if self.fingerprint.sm_budget < self.fingerprint.sm_count:  # so that no launch fills more
             return max(1, self.sm_count // cluster_size)
         if self.is_real:
-            told = active_clusters(self.index, cluster_size, self.architecture.smem_bytes_per_block)
-            if told is not None:
-                return told
+            counted = active_clusters(self.index, cluster_size, self.architecture.smem_bytes_per_block)
+            if counted is not None:
+                return counted
         return even_cut(self.sm_count, cluster_size)
 
     def gpcs_of_clusters(self, cluster_size: int, clusters: int) -> tuple[int, ...] | None:
@@ -201,7 +201,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """The chip's state at one moment, from NVML. What NVML cannot tell is None."""
+    """The chip's state at one moment, from NVML. What NVML does not report is None."""
 
     sm_clock_mhz: int | None
     power_w: float | None
@@ -302,27 +302,6 @@ def package_version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-@functools.cache
-def kernel_source_hash(family: str) -> str:
-    """SHA-256 (16 hex digits) over a kernel family's sources that end up in kernels; empty if it has none.
-
-    These are `config.py` and `kernel*.py` in its folder, all of `kernel/` there, and of the `kernel*.py` that
-    families share those that one of these imports; but not `kernel_minimal.py`, which no candidate runs. A
-    record holds for its own family's sources.
-    """
-    digest = hashlib.sha256()
-    root = Path(__file__).parent.parent / "generate"
-    patterns = ("config.py", "kernel*.py", "kernel/*.py")
-    own = {path for pattern in patterns for path in (root / family).glob(pattern)}
-    contents = {path: path.read_bytes() for path in own if path.name != "kernel_minimal.py"}
-    for shared in root.glob("kernel*.py"):
-        if any(f"tunegemm.generate.{shared.stem} ".encode() in content for content in contents.values()):
-            contents[shared] = shared.read_bytes()
-    for path, content in sorted(contents.items()):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + content)
-    return digest.hexdigest()[:16] if contents else ""
 
 
 @functools.cache

@@ -75,7 +75,7 @@ def tma_alignment(problem: Problem, candidate: Candidate, device: Device) -> str
             row_bytes = extent * element_bytes
             return (
                 f"{operand} rows of {extent} x {element_bytes} B = {row_bytes} B, "
-                "no multiple of the 16 B that TMA needs"
+                "not a multiple of the 16 B that TMA needs"
             )
     if problem.alignment < 16:
         return f"operands aligned to {problem.alignment} B, less than the 16 B that TMA needs"

@@ -120,7 +120,8 @@ def _families() -> list[Check]:
             checks.append(Check(f"family {name}", status, detail, "see the packages above"))
         else:
             checks.append(Check(f"family {name}", status, reason, "see the packages above"))
-    return checks
+    broken = [line.rpartition("; ") for line in families.unusable()]
+    return [*checks, *(Check("families", "note", detail, remedy) for detail, _, remedy in broken)]
 
 
 def _linker() -> Check:

@@ -78,8 +78,8 @@ class OnlineTuning:
             budget_s = -1.0
         if not 0 <= budget_s < float("inf"):
             self.warning = (
-                f"TUNEGEMM_ONLINE_BUDGET={text!r} is no number of seconds and has no effect; "
-                f"{DEFAULT_BUDGET_S:g} are spent"
+                f"TUNEGEMM_ONLINE_BUDGET={text!r} is not a number of seconds and has no effect; "
+                f"the budget is {DEFAULT_BUDGET_S:g}"
             )
             return DEFAULT_BUDGET_S
         return budget_s

@@ -1,18 +1,25 @@
 """One publication as few prepared statements: writers to one SQLite file take turns, so each must be brief.
 
-The tables are locked in one order, problem, fingerprint, candidate, record, and one row of each, so that
-no two publications on a server can wait for each other.
+Rows are added in one order, problem, fingerprint, candidate, one of each, and the choice of the record locks
+the problem last, so that no two publications on a server can wait for each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from sqlalchemy import Connection, Select, Table, bindparam, insert, select, update
+from sqlalchemy import Connection, Select, Table, bindparam, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import TunegemmError
+from tunegemm.generate.cublaslt import TORCH_MM, is_torch
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.measure.evidence import Evidence, best_of_each, choose, evidence_of, may_be_record, rank
 from tunegemm.store.models import (
     Base,
     CandidateRow,
@@ -49,20 +56,34 @@ _FIND_CANDIDATE = _find(_CANDIDATES, "digest")
 _RELABEL = (
     update(_CANDIDATES).where(_CANDIDATES.c.id == bindparam("key")).values(label=bindparam("new_label"))
 )
-_FIND_RECORD = _find(_RECORDS, "problem_id", "fingerprint_id", "policy").with_for_update()
-_FAMILIES = select(_CANDIDATES.c.family).where(_CANDIDATES.c.id.in_([bindparam("one"), bindparam("other")]))
-_FIND_SAME = (
-    select(_MEASUREMENTS.c.id)
-    .where(
-        *(
-            _MEASUREMENTS.c[name] == bindparam(name)
-            for name in ("problem_id", "fingerprint_id", "candidate_id", "samples_us", "baseline_us")
-        )
-    )
+_LOCK = (
+    select(_PROBLEMS.c.id).where(_PROBLEMS.c.id == bindparam("problem_id")).with_for_update(key_share=True)
+)
+_FIND_RECORD = _find(_RECORDS, "problem_id", "fingerprint_id", "policy")
+_PAIR = [_MEASUREMENTS.c[name] == bindparam(name) for name in ("problem_id", "fingerprint_id")]
+_OWN = [*_PAIR, _MEASUREMENTS.c.candidate_id == bindparam("candidate_id")]
+_FIND_NEWEST = (
+    select(_MEASUREMENTS.c.id, _MEASUREMENTS.c.samples_us, _MEASUREMENTS.c.baseline_us)
+    .where(*_OWN)
     .order_by(_MEASUREMENTS.c.id.desc())
     .limit(1)
 )
+#: What is compared of results, oldest first: of all under a fingerprint, of one candidate, of one row.
+_RESULTS = (
+    select(
+        *(
+            _MEASUREMENTS.c[name]
+            for name in ("id", "candidate_id", "policy", "ratio", "kernel_source", "origin")
+        ),
+        *(_CANDIDATES.c[name] for name in ("family", "json")),
+    )
+    .join_from(_MEASUREMENTS, _CANDIDATES, _CANDIDATES.c.id == _MEASUREMENTS.c.candidate_id)
+    .order_by(_MEASUREMENTS.c.id)
+)
+_OF_PAIR, _OF_CANDIDATE = _RESULTS.where(*_PAIR), _RESULTS.where(*_OWN)
+_OF_MEASUREMENT = _RESULTS.where(_MEASUREMENTS.c.id == bindparam("key"))
 _CHOOSE = update(_RECORDS).where(_RECORDS.c.id == bindparam("key"))
+_FORGET = delete(_RECORDS).where(_RECORDS.c.id == bindparam("key"))
 
 
 def row_keys(connection: Connection, problem: Values, fingerprint: Values, candidate: Values) -> Values:
@@ -120,70 +141,156 @@ def _add(connection: Connection, table: Table, row: Values) -> int:
 
 
 def find_measurement(connection: Connection, keys: Values, values: Values) -> int | None:
-    """The newest measurement of the very same samples."""
-    return connection.scalar(_FIND_SAME, {**keys, **values})
+    """The candidate's newest measurement, if it is of the very same samples."""
+    row = connection.execute(_FIND_NEWEST, keys).one_or_none()
+    same = row is not None and row[1:] == (list(values["samples_us"]), list(values["baseline_us"]))
+    return int(row.id) if row is not None and same else None
 
 
-def choose_if_better(connection: Connection, keys: Values, measurement_id: int, values: Values) -> None:
-    """Makes a measurement the record, unless a final race has settled that or the record is as fast.
+@dataclass(frozen=True)
+class Standing:
+    """One stored measurement as `tunegemm.measure.evidence` compares it."""
 
-    One of other kernel sources than the record's, in the same family, shows that the record is outdated.
+    candidate: int
+    measurement_id: int
+    ratio: float
+    evidence: Evidence
+    policy: str
+    kernel_source: str
+    is_foreign: bool
+    is_outdated: bool
+    is_torch: bool
+
+
+def choose_if_better(connection: Connection, keys: Values) -> None:
+    """Brings the record up to date after a measurement of a candidate was added.
+
+    A confirmed record yields only to another final race (`confirm`), or where the best evidence of its own
+    candidate says that it is slower than torch.mm. Only the candidate's rows and the record are read, unless
+    the record itself got worse: then the best of all results is looked for.
     """
-    record = _record(connection, keys, measurement_id, values, settled=False)
-    if not record.settled and (
-        values["ratio"] > record.ratio
-        or (
-            values["kernel_source"] != record.kernel_source
-            and _same_family(connection, keys["candidate_id"], record.candidate_id)
-        )
+    record, known = _record(connection, keys)
+    confirmed_id = record.measurement_id if record is not None and record.confirmed else None
+    own = next(iter(best_of_each(_standings(connection, _OF_CANDIDATE, keys, confirmed_id))), None)
+    may = own is not None and may_be_record(own)
+    best: Standing | None
+    if known is not None and own is not None and known.candidate != own.candidate:
+        protected = confirmed_id is not None and known.is_foreign <= own.is_foreign
+        best = own if may and not protected and rank(own) > rank(known) else known
+    elif record is None:
+        best = own if may else None
+    elif known is not None and own is not None and may and (confirmed_id or rank(own) >= rank(known)):
+        best = known if confirmed_id else own
+    else:
+        best = choose(_standings(connection, _OF_PAIR, keys, confirmed_id))
+    confirmed = best is not None and best.measurement_id == confirmed_id
+    _replace(connection, keys, record, best, confirmed=confirmed)
+
+
+def confirm(connection: Connection, keys: Values, measurement_id: int) -> None:
+    """Makes the measurement that won a final race here the record, whatever the record was.
+
+    Where it is slower than torch.mm, the record is chosen by evidence, and no longer confirmed.
+    """
+    record, _ = _record(connection, keys)
+    (won,) = _standings(connection, _OF_MEASUREMENT, {"key": measurement_id}, measurement_id)
+    if may_be_record(won):
+        _replace(connection, keys, record, won, confirmed=True)
+    else:
+        best = choose(_standings(connection, _OF_PAIR, keys, None))
+        _replace(connection, keys, record, best, confirmed=False)
+
+
+def adopt(
+    connection: Connection, keys: Values, measurement_id: int, *, confirmed: bool, at: datetime | None = None
+) -> bool:
+    """Lets what is another database's record compete with the record here; whether it is the record now.
+
+    For rows that were imported or merged, which have an origin: the record yields only where it was not
+    measured here, and the other's evidence is better, or alike and its ratio higher. confirmed: it won a
+    final race there. at: when it became the record there; now, if None. A row that was measured here needs
+    nobody's word and is chosen as after a publication.
+    """
+    record, known = _record(connection, keys)
+    confirmed_id = record.measurement_id if record is not None and record.confirmed else None
+    claimed = measurement_id if confirmed else confirmed_id
+    new = next(_standings(connection, _OF_MEASUREMENT, {"key": measurement_id}, claimed), None)
+    own = next(iter(best_of_each(_standings(connection, _OF_CANDIDATE, keys, claimed))), None)
+    if new is None or own is None or not new.is_foreign or not confirmed or not may_be_record(own):
+        choose_if_better(connection, keys)
+    elif own.measurement_id == measurement_id and (
+        known is None or rank(new) > rank(known) or (confirmed_id is None and rank(new) >= rank(known))
     ):
-        _choose(connection, record, keys, measurement_id, values, settled=False)
+        _replace(connection, keys, record, new, confirmed=True, at=at)
+    after, _ = _record(connection, keys)
+    return after is not None and after.measurement_id == measurement_id
 
 
-def settle(connection: Connection, keys: Values, measurement_id: int, values: Values) -> None:
-    """Makes a measurement the record, whatever the record was."""
-    record = _record(connection, keys, measurement_id, values, settled=True)
-    _choose(connection, record, keys, measurement_id, values, settled=True)
+def _record(connection: Connection, keys: Values) -> tuple[Any, Standing | None]:
+    """The record of a problem and fingerprint, if there is one, and its standing, unless it is damaged.
+
+    On a server the problem's row is locked first: until the end of the transaction nobody else chooses, so
+    that the choice sees every measurement that was published before.
+    """
+    connection.execute(_LOCK, keys)
+    record = connection.execute(_FIND_RECORD, {**keys, "policy": FASTEST}).one_or_none()
+    if record is None:
+        return None, None
+    confirmed_id = record.measurement_id if record.confirmed else None
+    found = _standings(connection, _OF_MEASUREMENT, {"key": record.measurement_id}, confirmed_id)
+    return record, next(found, None)
 
 
-def _record(
-    connection: Connection, keys: Values, measurement_id: int, values: Values, *, settled: bool
-) -> Any:
-    """The record of a problem and fingerprint, locked; it is made of the measurement when missing."""
-    first = _record_values(keys, measurement_id, values, settled=settled)
-    known = connection.execute(_FIND_RECORD, first).one_or_none()
-    if known is not None:
-        return known
-    row = _row(connection, _FIND_RECORD, _RECORDS, first)
-    if row.measurement_id == measurement_id:  # and not that of another writer at this moment
-        _remember(connection, first)
-    return row
+def _standings(
+    connection: Connection, query: Select[Any], values: Values, confirmed_id: int | None
+) -> Iterator[Standing]:
+    """The stored results that a query finds; a damaged one is left out."""
+    for key, candidate, policy, ratio, source, origin, family, text in connection.execute(query, values):
+        confirmed = key == confirmed_id
+        if isinstance(ratio, int | float) and 0 < ratio < math.inf:
+            yield Standing(
+                candidate, key, float(ratio), evidence_of(str(policy), confirmed=confirmed), str(policy),
+                source,
+                is_foreign=origin != "",
+                is_outdated=not confirmed and source != kernel_source_hash(family),
+                is_torch=_is_torch(family, text),
+            )  # fmt: skip
 
 
-def _choose(
-    connection: Connection, record: Any, keys: Values, measurement_id: int, values: Values, *, settled: bool
+def _is_torch(family: str, text: str) -> bool:
+    try:
+        return family == TORCH_MM.family and is_torch(Candidate.from_json(text))
+    except TunegemmError:
+        return False
+
+
+def _replace(
+    connection: Connection,
+    keys: Values,
+    record: Any,
+    best: Standing | None,
+    *,
+    confirmed: bool,
+    at: datetime | None = None,
 ) -> None:
-    if (record.measurement_id, record.settled) == (measurement_id, settled):
+    """Makes a result the record; without one there is none, and torch.mm is launched."""
+    if best is None:
+        if record is not None:
+            connection.execute(_FORGET, {"key": record.id})
         return
-    row = _record_values(keys, measurement_id, values, settled=settled)
-    connection.execute(_CHOOSE, {"key": record.id, **row})
-    _remember(connection, row)
-
-
-def _record_values(keys: Values, measurement_id: int, values: Values, *, settled: bool) -> Values:
-    return {
-        **keys, "policy": FASTEST, "measurement_id": measurement_id, "ratio": values["ratio"],
-        "kernel_source": values["kernel_source"], "settled": settled, "chosen_at": datetime.now(UTC),
+    if record is not None and (record.measurement_id, record.confirmed) == (best.measurement_id, confirmed):
+        return
+    row = {
+        **keys, "policy": FASTEST, "candidate_id": best.candidate, "measurement_id": best.measurement_id,
+        "ratio": best.ratio, "kernel_source": best.kernel_source, "measured_by": best.policy,
+        "confirmed": confirmed, "chosen_at": at or datetime.now(UTC),
     }  # fmt: skip
-
-
-def _remember(connection: Connection, record: Values) -> None:
-    row = {column.name: record[column.name] for column in _CHOICES.columns if column.name != "id"}
-    connection.execute(insert(_CHOICES), row)
-
-
-def _same_family(connection: Connection, one: int, other: int) -> bool:
-    return len(set(connection.scalars(_FAMILIES, {"one": one, "other": other}))) == 1
+    if record is None:
+        connection.execute(insert(_RECORDS), row)
+    else:
+        connection.execute(_CHOOSE, {"key": record.id, **row})
+    history = {column.name: row[column.name] for column in _CHOICES.columns if column.name != "id"}
+    connection.execute(insert(_CHOICES), history)
 
 
 def _row(connection: Connection, find: Select[Any], table: Table, values: Values) -> Any:

@@ -46,7 +46,7 @@ def for_heats(screened: Measured) -> list[Candidate]:
     library's algorithms.
     """
     own, library = _by_ratio(screened)
-    expected = sorted(own, key=lambda m: -model.ratio_alone(m.candidate, m.ratio))
+    expected = sorted(own, key=lambda m: -model.steady_ratio(m.candidate, m.ratio))
     chosen = of_several_kernels(expected, _HEATED, each=1) + of_several_kernels(own, _QUICKEST, each=1)
     enough = _HEATED_LIBRARY_RATIO * max((m.ratio for m in screened.values()), default=0.0)
     near = [c for c in library if screened[c].ratio >= enough or is_torch(c)]

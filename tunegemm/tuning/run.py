@@ -160,7 +160,7 @@ class Run:
                 continue
             begin = [seed for seed in started if seed.family == name]
             if not searches and recorded is None:
-                begin += model.thrifty(
+                begin += model.low_power(
                     ranked, _THRIFTY if trials is None else min(_THRIFTY, trials // _TRIALS_PER_THRIFTY)
                 )
             searches.append(

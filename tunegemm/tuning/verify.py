@@ -11,7 +11,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.store.history import TOP, leaders
-from tunegemm.store.record import Entry, Record
+from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, Judgement, judge_stored
 from tunegemm.tuning.run import TuneResult
 from tunegemm.tuning.tuner import Tuner
@@ -70,7 +70,7 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
 
     Kernels that are not in the object store are compiled. Raises DeviceError where nothing can be timed.
     """
-    entries: Sequence[Entry] = tuner.database.entries(record.problem) if tuner.database else ()
+    entries: Sequence[Record] = tuner.database.entries(record.problem) if tuner.database else ()
     same = [e for e in entries if e.fingerprint == record.fingerprint]
     rivals = leaders((e for e in same if judge_stored(e, tuner.device.fingerprint).usable), top)
     stored = {entry.candidate: entry for entry in rivals}

@@ -70,7 +70,7 @@ class Copy:
     def objection(self, smem_swizzle: int) -> str | None:
         """Why the warps cannot copy such a tile; None when they can."""
         if self.extent % 32:
-            return f"lines of {self.extent} elements are no blocks of 32 or 64"
+            return f"lines of {self.extent} elements are not blocks of 32 or 64"
         if self.lines % (self.warps * self.lines_per_pass):
             return (
                 f"{self.lines} lines over {self.warps} warps: no whole passes of {self.lines_per_pass} lines"
@@ -78,7 +78,7 @@ class Copy:
         # The swizzle's period is 8 lines; a warp's share that is neither would mix their bits.
         share = self.lines_per_warp
         if share % 8 and share & (share - 1):
-            return f"{share} lines of a warp are no multiple of 8 and no power of 2"
+            return f"{share} lines of a warp are neither a multiple of 8 nor a power of 2"
         chunks = self.block // 8
         if 1 << smem_swizzle > chunks:
             return f"swizzle of {smem_swizzle} bits over the {chunks} chunks of a block"

@@ -12,8 +12,9 @@ from tunegemm.generate.tiles import split_fits
 
 #: Registers a thread needs beside accumulators and two steps of fragments: addresses of copies and of
 #: ldmatrix, extents, the ring's state. With 47 left nothing spilled, with 16 left most kernels did (ptxas for
-#: sm_90a, nvidia-cutlass-dsl 4.8.1; tests/test_cute_sm80.py). Where lines are shifted, the words on their way
-#: come on top: 56 were enough, but not for warps whose share of a tile is no power of 2, which spilled at 95.
+#: sm_90a, nvidia-cutlass-dsl 4.8.1; tests/generate/test_cute_sm80.py). Where lines are shifted, the words on
+#: their way come on top: 56 were enough, but not for warps whose share of a tile is not a power of 2, which
+#: spilled at 95.
 _OVERHEAD_REGISTERS = 46
 _SHIFT_REGISTERS = 10
 _UNEVEN_SHIFT_REGISTERS = 54
@@ -35,7 +36,7 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 
 def alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """An access of so many bytes faults at an address that is no multiple of them."""
+    """An access of so many bytes faults at an address that is not a multiple of them."""
     if candidate["vector_bytes"] > problem.alignment:
         return f"vectors of {candidate['vector_bytes']} B > alignment {problem.alignment} B"
     return None
@@ -57,7 +58,7 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
         ("tile_k", config.tile_k, MMA_K, 2 * MMA_K),
     ):
         if tile % unit or tile < least:
-            return f"{name} {tile} is no multiple of {unit}" + (f" from {least}" if least else "")
+            return f"{name} {tile} is not a multiple of {unit}" + (f" from {least}" if least else "")
     return None
 
 

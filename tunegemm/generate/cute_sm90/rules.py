@@ -43,8 +43,8 @@ _ELEMENT_REGISTERS = 40
 #: And beside the values of vectors: 192 accumulators and 10 values compile, 208 and 7 spill up to 44 B in
 #: some kernels (same tests); 192 and 13 spilled in one state of the kernel and not in another.
 _VECTOR_REGISTERS = 4
-#: More of them for stream-K's schedule: 192 accumulators compile without spills, 208 spill 72 B in pingpong with
-#: operands that are not k-major (tests/test_cute_sm90.py).
+#: More of them for stream-K's schedule: 192 accumulators compile without spills, 208 spill 72 B in pingpong
+#: with operands that are not k-major (tests/test_cute_sm90.py).
 _STREAM_REGISTERS = 8
 #: More than so many accumulators leave pingpong's turns no room for the bookkeeping of clusters: 208 compile
 #: without spills where there are none, and spill 80 B in 6 of 10 kernels with them, by one ptxas of two or
@@ -320,7 +320,7 @@ def second_slices(problem: Problem, candidate: Candidate, device: Device) -> str
 
 
 def stream_split(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Stream-K cuts k by itself: the launch says how many tiles it cuts where others say how many k splits."""
+    """Stream-K cuts k by itself: the launch says how many tiles it cuts, of others how many k splits."""
     if streams(candidate) and int(candidate.params.get("split_k", 1)) > 1:
         return f"split_k {candidate['split_k']} with tile_scheduler stream_k, which cuts k by itself"
     return None

@@ -151,7 +151,7 @@ class KernelConfig:
 
     @property
     def full_barriers(self) -> int:
-        """Barriers that tell of arrived loads: one per stage, or one in all where each load is awaited."""
+        """Barriers of arrived loads: one per stage, or one in all where each load is awaited."""
         return 1 if self.schedule in ("blocking", "pipelined") else self.stages
 
     @property
@@ -169,15 +169,15 @@ class KernelConfig:
 
     @property
     def epilogue_buffers(self) -> int:
-        """Staging buffers of a partition: two where it stores several pieces, so that stores overlap."""
-        piece, rows = (self.epilogue_rows, self.epilogue_columns), (self.group_rows, self.tile_n)
-        return 1 if piece == rows else 2
+        """Staging buffers of a partition: two where it stores several subtiles, so that stores overlap."""
+        subtile, rows = (self.epilogue_rows, self.epilogue_columns), (self.group_rows, self.tile_n)
+        return 1 if subtile == rows else 2
 
     @property
     def epilogue_bytes(self) -> int:
         """Staging buffers of all partitions."""
-        piece_bytes = self.epilogue_rows * self.epilogue_columns * DTYPE_BYTES[self.out_dtype]
-        return self.groups * self.epilogue_buffers * piece_bytes
+        subtile_bytes = self.epilogue_rows * self.epilogue_columns * DTYPE_BYTES[self.out_dtype]
+        return self.groups * self.epilogue_buffers * subtile_bytes
 
     @property
     def barrier_bytes(self) -> int:

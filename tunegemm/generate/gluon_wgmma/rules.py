@@ -34,7 +34,7 @@ def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | 
     for name, least in (("tile_m", MMA_ATOM_M), ("tile_n", 8), ("tile_k", 16)):
         extent = candidate[name]
         if extent & (extent - 1) or not least <= extent <= 256:
-            return f"{name} {extent} is no power of two from {least} to 256"
+            return f"{name} {extent} is not a power of two from {least} to 256"
     return None
 
 
@@ -73,7 +73,7 @@ def instruction(problem: Problem, candidate: Candidate, device: Device) -> str |
     """One WGMMA has a multiple of 8 columns, up to 256, of which Gluon's tiles are whole powers of two."""
     instr_n = candidate["instr_n"]
     if instr_n & (instr_n - 1) or not 8 <= instr_n <= 256:
-        return f"instr_n {instr_n} is no power of two from 8 to 256"
+        return f"instr_n {instr_n} is not a power of two from 8 to 256"
     return None
 
 
@@ -110,7 +110,7 @@ def ring(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """How many buffers a schedule has: one that is loaded and multiplied in turn, two, or a ring."""
     stages, schedule = candidate["stages"], candidate["schedule"]
     if schedule not in SCHEDULES:
-        return f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}"
+        return f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}"
     exact = {"blocking": 1, "pipelined": 2}.get(schedule)
     if exact is not None and stages != exact:
         return f"{stages} stages: {schedule} has {exact}"

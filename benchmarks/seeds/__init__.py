@@ -1,0 +1,1 @@
+"""The tables of the documents that tunegemm grew from, measured anew: `python -m benchmarks.seeds`."""

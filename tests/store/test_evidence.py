@@ -1,0 +1,208 @@
+"""Which measurement is the record: whatever was published in whatever order, evidence decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.store.test_database import DEVICE, FINGERPRINT, PROBLEM, measurement
+from tests.support.stores import Store
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.measure import evidence
+from tunegemm.measure.evidence import POLICIES, QUALIFYING, RACE, SCREEN, STEADY_FINAL, Evidence, evidence_of
+from tunegemm.store import Database
+from tunegemm.store.history import leaders
+
+A, B, C = (Candidate.make("cute_sm90", {"tile_m": size}) for size in (64, 128, 256))
+LIBRARY = Candidate.make("cublaslt", {"algorithm": "cublaslt", "algo_id": 66})
+CANDIDATES = (A, B, C, LIBRARY, TORCH_MM)
+OLD = "0123456789abcdef"
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One publication, or with the policy ``confirm`` the end of a final race."""
+
+    candidate: Candidate
+    ratio: float
+    policy: str
+    old_sources: bool = False
+
+    @property
+    def kernel_source(self) -> str:
+        here = kernel_source_hash(self.candidate.family)
+        return OLD if here and self.old_sources else here
+
+
+RATIOS = st.integers(85, 120).map(lambda percent: percent / 100)
+EVENTS = st.builds(
+    Event,
+    st.sampled_from(CANDIDATES),
+    RATIOS,
+    st.sampled_from([*POLICIES, "confirm"]),
+    st.sampled_from([False, False, False, True]),
+)
+
+
+def publish(database: Database, event: Event, problem: Problem = PROBLEM) -> None:
+    found = measurement(event.ratio, event.candidate)
+    with mock.patch("tunegemm.store.rows.kernel_source_hash", lambda _: event.kernel_source):
+        if event.policy == "confirm":
+            database.confirm(problem, DEVICE, found)
+        else:
+            database.publish(problem, DEVICE, found, policy=event.policy)
+
+
+def expected(events: Sequence[Event]) -> tuple[Candidate, float, bool] | None:
+    """The record after these events, by going through all of them again at every step."""
+    rows: list[Event] = []
+    confirmed: int | None = None
+    record: int | None = None
+
+    def level(i: int) -> Evidence:
+        final = i == confirmed or rows[i].policy == "confirm"
+        return Evidence.FINAL if final else evidence_of(rows[i].policy)
+
+    def standing(i: int) -> tuple[bool, Evidence]:
+        current = rows[i].kernel_source == kernel_source_hash(rows[i].candidate.family)
+        return current or i == confirmed, level(i)
+
+    def best(candidate: Candidate) -> int:
+        return max((standing(i), i) for i, row in enumerate(rows) if row.candidate == candidate)[1]
+
+    def eligible(candidate: Candidate) -> bool:
+        return candidate == TORCH_MM or rows[best(candidate)].ratio >= 1
+
+    for event in events:
+        newest = [i for i, row in enumerate(rows) if row.candidate == event.candidate]
+        again = event.policy == "confirm" and newest and rows[newest[-1]].ratio == event.ratio
+        if not again:
+            rows.append(event)
+        if event.policy == "confirm":
+            index = newest[-1] if again else len(rows) - 1
+            confirmed = index if event.ratio >= 1 or event.candidate == TORCH_MM else None
+        if confirmed is not None and not eligible(rows[confirmed].candidate):
+            confirmed = None
+        bests = [best(c) for c in CANDIDATES if any(row.candidate == c for row in rows) and eligible(c)]
+        top = max(((*standing(i), rows[i].ratio) for i in bests), default=None)
+        tied = [i for i in bests if (*standing(i), rows[i].ratio) == top]
+        record = confirmed if confirmed is not None else record if record in tied else (tied or [None])[0]
+    return None if record is None else (rows[record].candidate, rows[record].ratio, record == confirmed)
+
+
+def found(database: Database, problem: Problem = PROBLEM) -> tuple[Candidate, float, bool] | None:
+    record = database.best(problem, FINGERPRINT)
+    return None if record is None else (record.candidate, round(record.ratio, 2), record.confirmed)
+
+
+SEQUENCES = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Database:
+    """One file for all sequences: each has a problem of its own."""
+    with tempfile.TemporaryDirectory() as folder, Database.open(Path(folder) / "t.sqlite") as database:
+        yield database
+
+
+_COUNT = iter(range(1, 1 << 30))
+
+
+class TestSequences:
+    @SEQUENCES
+    @given(st.lists(EVENTS, max_size=14))
+    def test_the_record_is_what_going_through_everything_says(
+        self, shared: Database, events: list[Event]
+    ) -> None:
+        problem = dataclasses.replace(PROBLEM, m=next(_COUNT))
+        for number, event in enumerate(events, 1):
+            publish(shared, event, problem)
+            assert found(shared, problem) == expected(events[:number])
+
+    @SEQUENCES
+    @given(st.lists(EVENTS, max_size=14))
+    def test_no_record_is_slower_than_torch_by_its_best_evidence(
+        self, shared: Database, events: list[Event]
+    ) -> None:
+        problem = dataclasses.replace(PROBLEM, m=next(_COUNT))
+        for event in events:
+            publish(shared, dataclasses.replace(event, old_sources=False), problem)
+        record, best = found(shared, problem), evidence.best_of_each(shared.entries(problem))
+        allowed = {one.candidate for one in best if one.ratio >= 1 or one.candidate == TORCH_MM}
+        assert (record is None) == (not allowed)
+        assert record is None or record[0] in allowed
+        first = [e.candidate for e in leaders(shared.entries(problem)) if e.candidate in allowed]
+        assert record is None or record[2] or record[0] == first[0]
+
+    @SEQUENCES
+    @given(st.data())
+    def test_the_order_of_different_candidates_does_not_matter(
+        self, shared: Database, data: st.DataObject
+    ) -> None:
+        policy = data.draw(st.sampled_from(POLICIES))
+        ratios = data.draw(st.lists(RATIOS, min_size=len(CANDIDATES), max_size=len(CANDIDATES), unique=True))
+        events = [Event(c, ratio, policy) for c, ratio in zip(CANDIDATES, ratios, strict=True)]
+        records = []
+        for order in (events, data.draw(st.permutations(events))):
+            problem = dataclasses.replace(PROBLEM, m=next(_COUNT))
+            for event in order:
+                publish(shared, event, problem)
+            records.append(found(shared, problem))
+        assert records[0] == records[1]
+
+
+class TestChoice(Store):
+    def test_a_lucky_screen_does_not_outrank_a_qualifying_round(self, database: Database) -> None:
+        """The three measurements that once left a kernel slower than torch.mm the record."""
+        publish(database, Event(A, 1.05, SCREEN))
+        publish(database, Event(A, 0.98, QUALIFYING))
+        assert found(database) is None
+        publish(database, Event(B, 1.03, QUALIFYING))
+        assert found(database) == (B, 1.03, False)
+
+    def test_a_record_that_got_worse_yields_to_the_next(self, database: Database) -> None:
+        for event in (Event(A, 1.10, RACE), Event(B, 1.04, SCREEN), Event(C, 1.07, SCREEN)):
+            publish(database, event)
+        publish(database, Event(A, 0.99, QUALIFYING))
+        assert found(database) == (C, 1.07, False)
+
+    def test_a_confirmed_record_goes_when_a_final_race_shows_it_slower_than_torch(
+        self, database: Database
+    ) -> None:
+        publish(database, Event(TORCH_MM, 0.99, STEADY_FINAL))
+        publish(database, Event(A, 1.05, "confirm"))
+        publish(database, Event(A, 0.97, QUALIFYING))
+        publish(database, Event(B, 1.20, QUALIFYING))
+        assert found(database) == (A, 1.05, True)
+        publish(database, Event(A, 0.98, STEADY_FINAL))
+        assert found(database) == (TORCH_MM, 0.99, False)
+
+    def test_the_winner_of_a_final_race_that_is_slower_than_torch_is_no_record(
+        self, database: Database
+    ) -> None:
+        publish(database, Event(A, 0.98, "confirm"))
+        assert found(database) is None
+        assert [round(m.ratio, 2) for m in database.measurements(PROBLEM, FINGERPRINT)] == [0.98]
+        publish(database, Event(TORCH_MM, 0.97, SCREEN))
+        assert found(database) == (TORCH_MM, 0.97, False)
+
+    def test_random_sequences(self, database: Database) -> None:
+        @settings(SEQUENCES, max_examples=15)
+        @given(st.lists(EVENTS, max_size=8))
+        def check(events: list[Event]) -> None:
+            problem = dataclasses.replace(PROBLEM, m=next(_COUNT))
+            for event in events:
+                publish(database, event, problem)
+            assert found(database, problem) == expected(events)
+
+        check()

@@ -1,0 +1,154 @@
+"""torch's own products as launchers, of every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.describe.problem import Problem
+from tunegemm.generate.launching import Launcher
+
+if TYPE_CHECKING:
+    import torch
+
+#: Extents that torch's 8-bit products take: multiples of these; and `_int_mm` more rows than 16.
+_FP8_UNIT = 16
+_INT8_UNIT = 8
+INT8_LEAST_ROWS = 17
+
+
+def plain_product(problem: Problem) -> Launcher:
+    """The call that a torch user would write for a problem without an epilogue, into a given output.
+
+    16-bit operands: ``torch.mm(a, b, out=out)``. fp32 out: its `out_dtype` overload (torch >= 2.8,
+    CUDA only), which lets cuBLAS write its accumulators. The other 16-bit dtype: torch has no single
+    call, so a product and a conversion. tf32: the same with tf32 allowed.
+
+    fp8: ``torch._scaled_mm`` with scales of 1; int8: ``torch._int_mm``; on padded copies where they refuse
+    the extents. What cuBLAS does not multiply, two e5m2 operands or any that are not k-major, is converted to
+    the output's dtype first.
+    """
+    if problem.in_dtype == "tf32":
+        return with_tf32(_plain(problem))
+    if problem.in_dtype.startswith("fp8"):
+        return fp8_product(problem)
+    if problem.in_dtype == "int8":
+        return _each_entry(problem, _padded(problem, _INT8_UNIT, _int_mm))
+    return _plain(problem)
+
+
+def _plain(problem: Problem) -> Launcher:
+    import torch
+
+    multiply = torch.mm if problem.batch == 1 else torch.bmm
+    own_dtype = "fp32" if problem.in_dtype == "tf32" else problem.in_dtype
+    if problem.out_dtype == own_dtype:
+
+        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            multiply(a, b, out=out)
+
+    elif problem.out_dtype == "fp32":
+
+        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            multiply(a, b, out_dtype=torch.float32, out=out)
+
+    else:
+
+        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(multiply(a, b))
+
+    return launch
+
+
+def with_tf32(launch: Callable[..., None]) -> Launcher:
+    """A launcher whose fp32 products torch may compute in tf32, whatever the program allows."""
+    from torch.backends.cuda import matmul
+
+    def allowed(*operands: Any) -> None:
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "tf32"
+        try:
+            launch(*operands)
+        finally:
+            matmul.fp32_precision = before
+
+    return allowed
+
+
+def library_multiplies_fp8(problem: Problem) -> bool:
+    """Whether cuBLAS has a product of the problem's fp8 types and majors."""
+    return problem.in_dtype != "fp8_e5m2" and (problem.a_major, problem.b_major) == ("k", "k")
+
+
+def fp8_product(problem: Problem) -> Launcher:
+    """The product of fp8 operands, not scaled."""
+    import torch
+
+    ones: dict[torch.device, torch.Tensor] = {}
+    fast = problem.accumulation == "fast"
+
+    def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        if a.device not in ones:
+            ones[a.device] = torch.ones((), dtype=torch.float32, device=a.device)
+        one = ones[a.device]
+        torch._scaled_mm(a, b, one, one, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+
+    def upcast(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        wide = out.dtype if out.dtype.itemsize > 1 else torch.bfloat16  # both hold every fp8 number
+        out.copy_(torch.mm(a.to(wide), b.to(wide)))
+
+    library = library_multiplies_fp8(problem)
+    return _each_entry(problem, _padded(problem, _FP8_UNIT, multiply) if library else upcast)
+
+
+def _int_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    import torch
+
+    torch._int_mm(a, b, out=out)
+
+
+def _each_entry(problem: Problem, launch: Launcher) -> Launcher:
+    """For a product that torch has without a batch only."""
+    if problem.batch == 1:
+        return launch
+
+    def entries(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        for entry in zip(a, b, out, strict=True):
+            launch(*entry)
+
+    return entries
+
+
+def fits_library(problem: Problem, unit: int = _FP8_UNIT) -> bool:
+    """Whether torch's 8-bit products take the operands and the output as they lie."""
+    return (
+        _padded_extents(problem, unit) == (problem.m, problem.n, problem.k)
+        and problem.out_major == "n"
+        and problem.alignment == 16
+    )
+
+
+def _padded_extents(problem: Problem, unit: int) -> tuple[int, int, int]:
+    n, k = (-(-extent // unit) * unit for extent in (problem.n, problem.k))
+    m = problem.m
+    if unit == _INT8_UNIT and m < INT8_LEAST_ROWS:
+        m = -(-INT8_LEAST_ROWS // unit) * unit
+    return m, n, k
+
+
+def _padded(problem: Problem, unit: int, launch: Callable[..., None]) -> Launcher:
+    """On copies with zeros around them, where torch refuses the extents as they are or the output's major."""
+    if fits_library(problem, unit):
+        return launch
+    m, n, k = _padded_extents(problem, unit)
+
+    def launch_padded(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        wide_a = a.new_zeros((m, k))
+        wide_b = b.new_zeros((n, k)).t()
+        wide_a[: problem.m, : problem.k].copy_(a)
+        wide_b[: problem.k, : problem.n].copy_(b)
+        wide_out = out.new_empty((m, n))
+        launch(wide_a, wide_b, wide_out)
+        out.copy_(wide_out[: problem.m, : problem.n])
+
+    return launch_padded
