@@ -175,9 +175,7 @@ class TestMerge:
         return str(path)
 
     @pytest.mark.parametrize("swapped", [False, True])
-    def test_of_one_fingerprint_and_evidence_the_higher_ratio_wins(
-        self, tmp_path: Path, swapped: bool
-    ) -> None:
+    def test_of_one_fingerprint_the_higher_ratio_wins(self, tmp_path: Path, swapped: bool) -> None:
         sources = [
             self.make(tmp_path / "few.sqlite", 1.20, 1),
             self.make(tmp_path / "many.sqlite", 1.05, 5, OTHER),

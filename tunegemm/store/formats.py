@@ -81,6 +81,7 @@ def _write_json(rows: Iterable[Row], path: Path) -> None:
 
 _HEAD = re.compile(r'\s*\{\s*"format"\s*:\s*"([^"]*)"\s*,\s*"rows"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
+_TAIL = re.compile(r"\]\s*\}?\s*\Z")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
 
 
@@ -95,7 +96,7 @@ def _read_json(content: bytes) -> Iterator[Row | BadValueError]:
         return
     decode, at = json.JSONDecoder().raw_decode, head.end()
     while (at := _BETWEEN.match(text, at).end()) < len(text):  # type: ignore[union-attr]
-        if text[at] == "]":
+        if _TAIL.match(text, at):
             return
         try:
             row, at = decode(text, at)
@@ -137,16 +138,27 @@ def _write_csv(rows: Iterable[Row], path: Path) -> None:
 def _read_csv(content: bytes) -> Iterator[Row | BadValueError]:
     csv.field_size_limit(len(content) + 1)  # a cell of 131,072 letters would end the reading
     lines = (line.rstrip("\r") for line in _text(content).rstrip("\r\n").split("\n"))
-    names = next(csv.reader([next(lines)]), [])
+    names = _cells(next(lines))
     if "kind" not in names:
         raise BadValueError("it has no column `kind`")
     for line in lines:
-        cells = next(csv.reader([line]), [])
+        try:
+            cells = _cells(line)
+        except BadValueError as error:
+            yield error
+            continue
         if len(cells) != len(names):
             yield BadValueError(f"{len(cells)} cells for {len(names)} columns")
             continue
         flat = {name: cell for name, cell in zip(names, cells, strict=True) if name in _KNOWN and cell != ""}
         yield _nested(flat, json_in=_NOT_TEXT)
+
+
+def _cells(line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error as error:
+        raise BadValueError(str(error)) from None
 
 
 def _write_parquet(rows: Iterable[Row], path: Path) -> None:
