@@ -39,7 +39,7 @@ class Candidate:
         compile_params: Mapping[str, Value],
         launch_params: Mapping[str, Value] | None = None,
     ) -> Candidate:
-        """From mappings, in any order. Raises SpaceError for what is not a name and two mappings of values."""
+        """From mappings, in any order. Raises SpaceError for other than a name and two mappings."""
         given = (family, str), (compile_params, Mapping), (launch_params or {}, Mapping)
         for value, kind in given:
             if not isinstance(value, kind):
