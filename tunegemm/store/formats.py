@@ -40,6 +40,7 @@ COLUMNS = (
     "kind", "id", *_PROBLEM, *_FINGERPRINT, *_TEXTS, *_DERIVED, *_NUMBERS, *_LISTS, *_OBJECTS, *_CHOICE,
 )  # fmt: skip
 _KNOWN = frozenset({*COLUMNS, FORMER_CONFIRMED})
+_NOT_TEXT = (*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", FORMER_CONFIRMED, *_OBJECTS)
 
 
 class Format(StrEnum):
@@ -150,9 +151,7 @@ def _read_csv(content: bytes) -> Iterator[Row | BadValueError]:
             yield BadValueError(f"{len(cells)} cells for {len(names)} columns")
             continue
         flat = {name: cell for name, cell in zip(names, cells, strict=True) if name in _KNOWN and cell != ""}
-        yield _nested(
-            flat, json_in=(*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", FORMER_CONFIRMED, *_OBJECTS)
-        )
+        yield _nested(flat, json_in=_NOT_TEXT)
 
 
 def _cells(line: str) -> list[str]:
