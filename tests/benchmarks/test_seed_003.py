@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from benchmarks.seeds import seed_003
 from benchmarks.interleave import Interleave, Timing
+from benchmarks.seeds import seed_003
 from tunegemm.describe.device import find_device
 from tunegemm.generate import families
 

@@ -15,7 +15,7 @@ from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure import MeasureWorker
+from tunegemm.measure.worker import MeasureWorker
 from tunegemm.store import Database
 from tunegemm.store.layers import user_location
 from tunegemm.store.shipped import write_records
@@ -137,7 +137,7 @@ class TestRerace:
             raced = [entry for entry in database.entries(SMALL) if entry.origin == ""]
             assert {entry.candidate for entry in raced} == {TWIN, TORCH_MM}
             record = database.best(SMALL, device.fingerprint)
-            assert record is not None and record.settled
+            assert record is not None and record.confirmed
             assert record.measured_at in {entry.measured_at for entry in raced}, "of the race, not merged"
 
     def test_a_conflict_of_another_device_is_named_and_left(

@@ -242,7 +242,7 @@ def test_what_a_kernel_is_alone_is_told_better_than_by_its_ratio_at_shared_clock
         kernel = Candidate.make(
             "cute_sm90", {"schedule": schedule, **dict(zip(names, map(int, named.groups()[1:]), strict=True))}
         )
-        expected = model.ratio_alone(kernel, row["ratio_shared"])
+        expected = model.steady_ratio(kernel, row["ratio_shared"])
         key = tuple(row[name] for name in ("m", "n", "k", "layout"))
         products.setdefault(key, []).append((row["ratio"], row["ratio_shared"], expected))
     assert len(products) >= 20
@@ -258,19 +258,19 @@ def test_what_a_kernel_is_alone_is_told_better_than_by_its_ratio_at_shared_clock
     assert left(2) < 0.024 < 0.058 < left(1)
 
 
-def test_thrifty_kernels_are_large_and_several(h200: Device) -> None:
+def test_low_power_kernels_are_large_and_several(h200: Device) -> None:
     problem = Problem.parse("4096x14336x4096")
     ranked = model.rank(problem, all_tiles(), h200)
-    chosen = model.thrifty(ranked, 10)
+    chosen = model.low_power(ranked, 10)
     assert len(chosen) == 10
     tiles = Counter((c["schedule"], c["tile_m"], c["tile_n"]) for c in chosen)
     assert max(tiles.values()) <= 2
     assert all(c["tile_m"] * c["tile_n"] >= 128 * 128 for c in chosen)
     waiting = model.rank(Problem.parse("16x4096x4096"), all_tiles(), h200)
-    assert waiting[0].bound == "dram" and model.thrifty(waiting, 10) == []
-    assert model.thrifty([], 10) == []
+    assert waiting[0].bound == "dram" and model.low_power(waiting, 10) == []
+    assert model.low_power([], 10) == []
 
 
-def test_no_ratio_alone_without_a_tile() -> None:
+def test_no_steady_ratio_without_a_tile() -> None:
     with pytest.raises(SpaceError, match="tile"):
-        model.ratio_alone(TORCH_MM, 1.0)
+        model.steady_ratio(TORCH_MM, 1.0)

@@ -18,16 +18,17 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import PolicyError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.cute_sm90 import Division
-from tunegemm.measure.outcome import Measurement
+from tunegemm.measure.evidence import rank
 from tunegemm.measure.replay import open_replay
 from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.planning import Planner
 from tunegemm.serve.policies import FASTEST, Policy, parse_policy
 from tunegemm.serve.selection import read_rivals, select
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
-from tunegemm.store.record import Entry
+from tunegemm.store.record import Record
 
 PROBLEM = Problem.parse("128x7168x16384")
 SPLITTING = Candidate.make(
@@ -79,12 +80,12 @@ def test_a_launch_fills_no_more_multiprocessors_than_it_may(sms, clusters):
 
 
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Snapshot, list[Entry]]:
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Snapshot, list[Record]]:
     """The recorded candidates of a shape in a real database, and one that splits k as its record."""
     path = fill(tmp_path_factory.mktemp("policies") / "tuning.sqlite", ["128x7168x16384"])
     with Database.open(path) as database:
         entries = database.entries(PROBLEM)
-        best = max(entries, key=lambda entry: entry.rank)
+        best = max(entries, key=rank)
         split = replace(best.measurement, candidate=SPLITTING)
         database.settle(PROBLEM, recorded_device(), split)
         return Snapshot(lookups=[database.lookup()]), database.entries(PROBLEM)
@@ -102,7 +103,7 @@ def test_the_best_admitted_runner_up_serves(filled):
         assert found.outcome == "hit" and name in found.why
         assert not policy.refusal(PROBLEM, chosen)
         admitted = [entry for entry in entries if not policy.refusal(PROBLEM, entry.candidate)]
-        assert found.options[0].ratio == max(admitted, key=lambda entry: entry.rank).measurement.ratio >= 1
+        assert found.options[0].ratio == max(admitted, key=rank).measurement.ratio >= 1
 
 
 def test_without_a_runner_up_torch_serves(filled):
@@ -129,9 +130,9 @@ def test_least_energy_among_those_not_slower_than_torch(filled):
     unknown = select(snapshot, PROBLEM, device, policy=policy, rivals=lambda _: entries)
     assert unknown.options[0].candidate == SPLITTING and "was not measured" in unknown.why
 
-    def with_energy(entry: Entry, energy_mj: float) -> Entry:
-        evidence = entry.measurement.evidence | {"energy_mj": energy_mj}
-        return replace(entry, measurement=replace(entry.measurement, evidence=evidence))
+    def with_energy(entry: Record, energy_mj: float) -> Record:
+        evidence = {**entry.telemetry, "energy_mj": energy_mj}
+        return replace(entry, telemetry=evidence)
 
     fast = sorted((e for e in entries if e.measurement.ratio >= 1), key=lambda e: e.measurement.ratio)
     slow = next(e for e in entries if e.measurement.ratio < 1)
@@ -154,19 +155,21 @@ def dispatcher(device, request):
     kernels = {name: Kernel() for name in ("plain", "split")}
     problem = Problem(32, 48, 64)
     split = kernel(split_k=2)
-    samples, baseline = (10.0,) * 3, (11.0,) * 3
-    rival = Entry(
-        problem, device.fingerprint, Row(problem, device.fingerprint).kernel_source, "plain", "final",
-        Measurement(kernel(), samples, baseline, 1e-3, 0.003), None, "",
+    rival = Record(
+        problem, kernel(), device.fingerprint, "plain", ratio=1.1, noise=0.003, relative_error=1e-3,
+        kernel_source=Row(problem, device.fingerprint).kernel_source, samples_us=(10.0,) * 3,
+        baseline_us=(11.0,) * 3,
     )  # fmt: skip
     made = Dispatcher(
-        device_type="cpu",
-        read=lambda: Snapshot([Row(problem, device.fingerprint, split)]),
-        find=lambda spec: device,
-        prepare=lambda record, device: Prepared(
-            kernels["split" if record.candidate["split_k"] > 1 else "plain"], tma=True
-        ),
-        rivals=lambda problem: [rival],
+        Planner(
+            device_type="cpu",
+            read=lambda: Snapshot([Row(problem, device.fingerprint, split)]),
+            find=lambda spec: device,
+            prepare=lambda record, device: Prepared(
+                kernels["split" if record.candidate["split_k"] > 1 else "plain"], tma=True
+            ),
+            rivals=lambda problem: [rival],
+        )
     )
     return made, kernels
 
@@ -177,29 +180,29 @@ def test_each_policy_has_plans_of_its_own(dispatcher):
     counts = lambda: (len(kernels["split"].calls), len(kernels["plain"].calls))  # noqa: E731
     quietly(made.matmul, a, b)
     assert counts() == (1, 0)
-    assert made.use(Policy("no_workspace")) == FASTEST
+    assert made.planner.use(Policy("no_workspace")) == FASTEST
     for _ in range(2):
         quietly(made.matmul, a, b)
     assert counts() == (1, 2)
-    made.use(FASTEST)
-    made._prepare = lambda *_: pytest.fail("prepared anew")  # the plans were kept
+    made.planner.use(FASTEST)
+    plans = dict(made.planner.state.plans)
     quietly(made.matmul, a, b)
-    assert counts() == (2, 2)
-    made.refresh()
-    assert made.policy == FASTEST
+    assert counts() == (2, 2) and made.planner.state.plans == plans, "they were kept"
+    made.planner.refresh()
+    assert made.planner.policy == FASTEST
 
 
 def test_policy_is_a_call_and_a_context(monkeypatch, dispatcher):
     made, _ = dispatcher
-    monkeypatch.setattr(api, "_dispatcher", made)
+    monkeypatch.setattr(api, "dispatcher", made)
     with tunegemm.policy("deterministic", max_sms=120):
-        assert made.policy == Policy("deterministic", 120)
+        assert made.planner.policy == Policy("deterministic", 120)
         with pytest.raises(ZeroDivisionError), tunegemm.policy("no_workspace"):
             raise ZeroDivisionError
-        assert made.policy == Policy("deterministic", 120)
-    assert made.policy == FASTEST
+        assert made.planner.policy == Policy("deterministic", 120)
+    assert made.planner.policy == FASTEST
     tunegemm.policy("min_energy")
-    assert made.policy == Policy("min_energy")
+    assert made.planner.policy == Policy("min_energy")
     with pytest.raises(PolicyError, match="use one of fastest, deterministic"):
         tunegemm.policy("quickest")
 
@@ -207,9 +210,9 @@ def test_policy_is_a_call_and_a_context(monkeypatch, dispatcher):
 def test_the_environment_sets_the_first_policy(monkeypatch, dispatcher):
     made, kernels = dispatcher
     monkeypatch.setenv("TUNEGEMM_POLICY", "no_workspace")
-    assert made.policy == Policy("no_workspace")  # before any product, too: `explain` asks
+    assert made.planner.policy == Policy("no_workspace")  # before any product, too: `explain` asks
     quietly(made.matmul, *operands())
-    assert made.policy == Policy("no_workspace") and len(kernels["plain"].calls) == 1
+    assert made.planner.policy == Policy("no_workspace") and len(kernels["plain"].calls) == 1
 
 
 def test_an_unknown_policy_in_the_environment_is_a_warning(monkeypatch, dispatcher):
@@ -217,7 +220,7 @@ def test_an_unknown_policy_in_the_environment_is_a_warning(monkeypatch, dispatch
     monkeypatch.setenv("TUNEGEMM_POLICY", "quickest")
     with pytest.warns(TunegemmWarning, match="TUNEGEMM_POLICY: policy 'quickest' is not known"):
         made.matmul(*operands())
-    assert made.policy == FASTEST
+    assert made.planner.policy == FASTEST
 
 
 def test_rivals_are_read_of_the_users_databases(monkeypatch, tmp_path: Path):

@@ -17,7 +17,8 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
-from tunegemm.measure.replay import ReplayMeasurer, open_replay, write_sweep
+from tunegemm.measure.replay import ReplayMeasurer, open_replay
+from tunegemm.measure.sweeps import write_sweep
 from tunegemm.store import Database
 from tunegemm.store.validity import Grade
 from tunegemm.tuning.tuner import Tuner
@@ -70,7 +71,7 @@ def test_what_moved_is_reported_and_the_new_winner_is_the_record(database: Datab
     assert moves[BROKEN].after is None and moves[BROKEN].reason == "launch: refused"
     assert verification.replaced
     now = database.best(PROBLEM, NOW.fingerprint)
-    assert now is not None and now.candidate == SECOND and now.settled
+    assert now is not None and now.candidate == SECOND and now.confirmed
     then = database.best(PROBLEM, THEN.fingerprint)
     assert then is not None and then.candidate == FIRST, (
         "the old record stays what it was under the old driver"
@@ -107,7 +108,7 @@ def test_nothing_is_verified_without_a_gpu(database: Database) -> None:
 @pytest.mark.gpu
 def test_on_a_real_gpu(tmp_path: Path) -> None:
     """Tuned, then the driver's patch is pretended to have changed: the same candidates are raced again."""
-    from tunegemm.measure import MeasureWorker
+    from tunegemm.measure.worker import MeasureWorker
     from tunegemm.tuning.tuner import open_device
 
     device = open_device("cuda:0")

@@ -59,7 +59,7 @@ def export_command(
         raise UsageError("--records takes every settled record; to choose some, use --out FILE")
     chosen = None if out is None else _format(format, out)
     shapes = options.parse_shapes(shape)
-    options.parse_problems(["1x1x1"], dtype or "bf16", None, layout or "tn")  # raises for words not known
+    options.problem_filter(shape, dtype, layout)  # raises for words that are not known
     from tunegemm.describe.problem import normalize_dtype
     from tunegemm.store import Database
     from tunegemm.store.exchange import dump, select_rows, sound
@@ -68,10 +68,11 @@ def export_command(
     wanted_dtype = normalize_dtype(dtype) if dtype else None
     skipped: list[str] = []
     with Database.open(db, read_only=True) as database:
+        options.require_fingerprint(database, fingerprint, "--fingerprint")
         if records is not None:
-            from tunegemm.store.shipped import latest_settled, write_records
+            from tunegemm.store.shipped import latest_confirmed, write_records
 
-            paths = write_records(latest_settled(database.records()), records)
+            paths = write_records(latest_confirmed(database.records()), records)
             if not paths:
                 raise UsageError(
                     f"{database.name}: no confirmed record to write; `tunegemm tune` confirms one per shape"
@@ -92,7 +93,7 @@ def export_command(
             paths = [out]
     _name_skipped(skipped)
     for path in paths:
-        typer.echo(f"wrote {path}", err=descriptor(path) == 1)  # where the rows go, nothing else goes
+        options.say(f"wrote {path}", err=descriptor(path) == 1)  # where the rows go, nothing else goes
 
 
 @app.command("import")
@@ -116,9 +117,9 @@ def import_command(
         try:
             readable.append((file, chain(list(islice(rows, 1)), rows)))
         except DatabaseError as error:
-            typer.echo(f"tunegemm: {error}", err=True)
+            options.say(f"tunegemm: {error}", err=True)
             if len(files) > 1:
-                typer.echo(f"{file}: 0 rows added, not read")
+                options.say(f"{file}: 0 rows added, not read")
     used = 0
     if readable:
         with Database.open(db) as database:
@@ -165,7 +166,7 @@ def upgrade_command(
         if "://" not in location and not Path(location).is_file():
             raise DatabaseError(f"{location}: no such file; name a database that is there")
         with Database.open(location) as database:
-            typer.echo(f"{display(database.location)}: up to date")
+            options.say(f"{display(database.location)}: up to date")
 
 
 @app.command("layers")
@@ -186,9 +187,9 @@ def layers_command() -> None:
         "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite in this folder",
     }
     for layer, place in places.items():
-        typer.echo(f"{layer:8} {counts[layer]:6} records  {place}")
+        options.say(f"{layer:8} {counts[layer]:6} records  {place}")
     for warning in warnings:
-        typer.echo(f"tunegemm: {warning}", err=True)
+        options.say(f"tunegemm: {warning}", err=True)
 
 
 def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
@@ -198,7 +199,7 @@ def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
     with Database.open(into) as database, Tuner(device, database) as tuner:
         for conflict in conflicts:
             if conflict.fingerprint != device.fingerprint:
-                typer.echo(
+                options.say(
                     f"{conflict.problem}: not raced, its fingerprint {conflict.fingerprint.digest} "
                     f"is not this device's, {device.fingerprint.digest}"
                 )
@@ -209,17 +210,17 @@ def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
                 if best is None
                 else f"{best.candidate}, {best.ratio:.3f} of torch.mm"
             )
-            typer.echo(f"{conflict.problem}: raced, the record is {words}")
+            options.say(f"{conflict.problem}: raced, the record is {words}")
 
 
 def _print(name: str, report: Report) -> None:
-    typer.echo(
+    options.say(
         f"{name}: {report.added} rows added, {report.known} known already, {len(report.skipped)} left out"
     )
     _name_skipped(report.skipped)
     for conflict in report.conflicts:
         kept, other = conflict.labels
-        typer.echo(
+        options.say(
             f"conflict {conflict.problem} on {conflict.fingerprint.device_name}: "
             f"{kept} over {other}, {conflict.reason}"
         )
@@ -227,9 +228,9 @@ def _print(name: str, report: Report) -> None:
 
 def _name_skipped(lines: list[str]) -> None:
     for line in lines[:_NAMED]:
-        typer.echo(f"left out: {line}", err=True)
+        options.say(f"left out: {line}", err=True)
     if len(lines) > _NAMED:
-        typer.echo(f"left out: {len(lines) - _NAMED} more", err=True)
+        options.say(f"left out: {len(lines) - _NAMED} more", err=True)
 
 
 def _format(name: str | None, path: Path) -> Format:

@@ -51,7 +51,7 @@ def pack_command(
     if db is None:
         records, warnings = read_records()
         for warning in warnings:
-            typer.echo(f"tunegemm: {warning}", err=True)
+            options.say(f"tunegemm: {warning}", err=True)
     else:
         with Database.open(db, read_only=True) as database:
             records = database.records()
@@ -60,10 +60,11 @@ def pack_command(
         raise UsageError(f"none of {len(records)} records is of that kind; see `tunegemm db layers`")
     packed = packing.pack(chosen, out, compile_missing=not no_compile, workers=workers)
     for reason, count in packed.left_out.items():
-        typer.echo(f"left out: {count} records, {reason}", err=True)
-    typer.echo(
+        options.say(f"left out: {count} records, {reason}", err=True)
+    options.say(
         f"wrote {out}: {packed.records} records of {', '.join(packed.gpus)}, {packed.objects} kernels "
-        f"({packed.compiled} compiled now), {out.stat().st_size / 1e6:.1f} MB\nsha256 {packed.sha256}",
+        f"({packed.compiled} compiled now), {out.stat().st_size / 1e6:.1f} MB",
+        f"sha256 {packed.sha256}",
         err=descriptor(out) == 1,  # where the pack goes, nothing else goes
     )
 
@@ -81,7 +82,7 @@ def load_command(
 
     for file in files:
         pack = packs.install(file, sha256=sha256)
-        typer.echo(f"loaded {file} as {pack.name}: {_describe(pack)}")
+        options.say(f"loaded {file} as {pack.name}: {_describe(pack)}")
 
 
 def unload_command(
@@ -96,7 +97,7 @@ def unload_command(
     from tunegemm.store import packs
 
     for name in [folder.name for folder in packs.installed()] if everything else names or []:
-        typer.echo(f"unloaded {packs.remove(name)}")
+        options.say(f"unloaded {packs.remove(name)}")
 
 
 def _describe(pack: Pack) -> str:
@@ -107,7 +108,7 @@ def _describe(pack: Pack) -> str:
 
     records = pack.records
     for name, why in cannot_launch(records).items():
-        typer.echo(f"tunegemm: {name}: {why}", err=True)
+        options.say(f"tunegemm: {name}: {why}", err=True)
     gpus = ", ".join(sorted({record.fingerprint.device_name for record in records}))
     text = f"{len(records)} records of {gpus}, {pack.objects()} kernels"
     if not cuda_device_count():

@@ -146,9 +146,9 @@ class Device:
         if self.fingerprint.sm_budget < self.fingerprint.sm_count:  # so that no launch fills more
             return max(1, self.sm_count // cluster_size)
         if self.is_real:
-            told = active_clusters(self.index, cluster_size, self.architecture.smem_bytes_per_block)
-            if told is not None:
-                return told
+            counted = active_clusters(self.index, cluster_size, self.architecture.smem_bytes_per_block)
+            if counted is not None:
+                return counted
         return even_cut(self.sm_count, cluster_size)
 
     def gpcs_of_clusters(self, cluster_size: int, clusters: int) -> tuple[int, ...] | None:
@@ -201,7 +201,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """The chip's state at one moment, from NVML. What NVML cannot tell is None."""
+    """The chip's state at one moment, from NVML. What NVML does not report is None."""
 
     sm_clock_mhz: int | None
     power_w: float | None
@@ -302,20 +302,6 @@ def package_version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-@functools.cache
-def kernel_source_hash(family: str) -> str:
-    """SHA-256 (16 hex digits) over a kernel family's sources that end up in kernels; empty if it has none.
-
-    These are `kernel*.py` and `config.py` in its folder. A record holds for its own family's sources.
-    """
-    digest = hashlib.sha256()
-    root = Path(__file__).parent.parent / "generate"
-    paths = sorted([*(root / family).rglob("kernel*.py"), *(root / family).rglob("config.py")])
-    for path in paths:
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16] if paths else ""
 
 
 @functools.cache

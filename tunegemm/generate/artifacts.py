@@ -38,11 +38,16 @@ class Artifact:
 class ArtifactStore:
     """The compiled objects of one user."""
 
-    def __init__(self, root: Path | str | None = None) -> None:
-        """`root`: default `TUNEGEMM_CACHE_DIR`, else the user's cache directory. Created on first write."""
+    def __init__(self, root: Path | str | None = None, *, is_package: bool = False) -> None:
+        """`root`: default `TUNEGEMM_CACHE_DIR`, else the user's cache directory. Created on first write.
+
+        is_package: it lies in the package, whose owner may write the code that runs here anyway, so that the
+        objects' owner is not asked for.
+        """
         if root is None:
             root = os.environ.get("TUNEGEMM_CACHE_DIR") or _default_root()
         self.root = Path(root) / "objects"
+        self._is_package = is_package
 
     def find(self, key: Key) -> Artifact | None:
         """The object of a key, hash-checked; None when there is none.
@@ -113,6 +118,12 @@ class ArtifactStore:
         except OSError as error:
             raise self.refuse_write(error) from None
 
+    def check(self) -> None:
+        """Raises ArtifactError, as `find` would, for a folder that another user owns or may write."""
+        for folder in (self.root, *(self.root.glob("??") if self.root.is_dir() else ())):
+            if folder.is_dir():
+                _refuse_foreign(folder, folder.stat())
+
     def _path(self, key: Key, suffix: str) -> Path:
         digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
         return self.root / digest[:2] / (digest[2:] + suffix)
@@ -143,10 +154,11 @@ class ArtifactStore:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise ArtifactError(f"{path}: no regular file; delete it and tune again")
-            _refuse_foreign(path, status)
-            for folder in (path.parent, self.root):
-                _refuse_foreign(folder, folder.stat())
+                raise ArtifactError(f"{path}: not a regular file; delete it and tune again")
+            if not self._is_package:
+                _refuse_foreign(path, status)
+                for folder in (path.parent, self.root):
+                    _refuse_foreign(folder, folder.stat())
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 return file.read()
         finally:

@@ -24,7 +24,7 @@ from tunegemm.report.leaderboard import VENDOR_FAMILY, known_device
 
 if TYPE_CHECKING:
     from tunegemm.measure.replay import ReplayDevice
-    from tunegemm.store import Database
+    from tunegemm.store import Database, Record
 
 Verdict = Literal["faster", "equal", "slower"]
 
@@ -49,7 +49,7 @@ class Winner:
     high: float
     noise: float
     rounds: int
-    settled: bool
+    confirmed: bool
     """Whether it won a final race."""
     measured_at: datetime
     fingerprint: Fingerprint
@@ -58,6 +58,8 @@ class Winner:
     power_w: float | None = None
     temperature_c: float | None = None
     throttle_reasons: tuple[str, ...] = ()
+    origin: str = ""
+    """What it was imported or merged from; empty when it was measured into this database."""
 
     @property
     def verdict(self) -> Verdict:
@@ -143,7 +145,14 @@ class Evidence:
         """One sentence: where the times come from."""
         if self.source == "recorded":
             return f"Recorded on an {self.device.name} ({self.location}); nothing was measured here."
-        return f"Measured on {self.device.name}."
+        origins = [winner.origin for winner in self.winners if winner.origin]
+        if not origins:
+            return f"Measured on {self.device.name}."
+        named = list(dict.fromkeys(origins))
+        sources = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if named[3:] else "")
+        if len(origins) == len(self.winners):
+            return f"Imported from {sources}; measured on another {self.device.name}."
+        return f"Measured on {self.device.name}, but {len(origins)} records imported from {sources}."
 
     @property
     def days(self) -> str:
@@ -193,25 +202,24 @@ def from_database(
     if shapes:
         stored = [record for record in stored if record.problem.shape in shapes]
     part = known_device(stored[0].fingerprint)
-    winners = {record.key: _winner_of(record, part) for record in stored}
+    winners = {record.problem: _winner_of(record, part) for record in stored}
     latest = sorted(stored, key=lambda record: record.measured_at, reverse=True)
     details = []
     for record in stored if shapes else latest[:detailed]:
-        rows = queries.trials(database, record.key, MOST_TRIALS)
+        rows = queries.trials(database, record, MOST_TRIALS)
         trials = tuple(
             Trial(row.candidate, row.label or str(row.candidate), row.ratio, row.median_us,
                   _stage(row.candidate, row.policy))
             for row in rows
         )  # fmt: skip
-        details.append(Details(winners[record.key], trials, trials))
-    counts = queries.measurement_counts(database, name)
+        details.append(Details(winners[record.problem], trials, trials))
     return Evidence(
         "recorded" if any(record.replayed for record in stored) else "measured",
         place,
         part,
         _ordered(winners.values()),
         tuple(sorted(details, key=lambda one: -one.winner.ratio)),
-        sum(count for key, count in counts.items() if not shapes or key in winners),
+        queries.measurement_count(database, name, shapes),
         _grouped(queries.failure_counts(database, name)),
         tuple(other for other in names if other != name),
     )
@@ -276,38 +284,36 @@ def _check_shapes(shapes: Sequence[str], problems: Sequence[Problem], where: str
                 + (f" and {len(known) - len(some)} more" if len(known) > len(some) else "")
             )
     if not known:
-        raise TunegemmError(f"{where} has no record; run `tunegemm tune --shape MxNxK` first")
+        raise TunegemmError(f"{where} has no record; run `tunegemm tune --shape MxNxK` on a GPU first")
 
 
 def _ordered(winners: Iterable[Winner]) -> tuple[Winner, ...]:
     return tuple(sorted(winners, key=lambda winner: -winner.ratio))
 
 
-def _winner_of(record: object, part: Device) -> Winner:
-    from tunegemm.store.queries import RecordEvidence
-
-    assert isinstance(record, RecordEvidence)
-    measurement = Measurement(record.candidate, record.samples_us, record.baseline_us, 0.0, record.noise)
+def _winner_of(record: Record, part: Device) -> Winner:
+    told = record.telemetry
     return _winner(
-        record.problem, measurement, record.label, record.fingerprint, record.measured_at, part,
-        settled=record.settled, sm_clock_mhz=record.sm_clock_mhz, power_w=record.power_w,
-        temperature_c=record.temperature_c, throttle_reasons=record.throttle_reasons,
+        record.problem, record.measurement, record.label, record.fingerprint, record.measured_at, part,
+        confirmed=record.confirmed, sm_clock_mhz=told.get("sm_clock_mhz"), power_w=told.get("power_w"),
+        temperature_c=told.get("temperature_c"), throttle_reasons=tuple(told.get("throttle_reasons") or ()),
+        origin=record.origin,
     )  # fmt: skip
 
 
 def _winner(
     problem: Problem, measurement: Measurement, label: str, fingerprint: Fingerprint, at: datetime,
-    device: Device, *, settled: bool, sm_clock_mhz: float | None, power_w: float | None,
-    temperature_c: float | None, throttle_reasons: tuple[str, ...],
+    device: Device, *, confirmed: bool, sm_clock_mhz: float | None, power_w: float | None,
+    temperature_c: float | None, throttle_reasons: tuple[str, ...], origin: str = "",
 ) -> Winner:  # fmt: skip
     low, high = ratio_interval(measurement)
     floor_us = device.roofline_us(problem)
     return Winner(
         problem, measurement.candidate, label or str(measurement.candidate), measurement.median_us,
         measurement.baseline_median_us, measurement.ratio, low, high, measurement.noise,
-        len(measurement.samples_us), settled, at, fingerprint,
+        len(measurement.samples_us), confirmed, at, fingerprint,
         100 * floor_us / measurement.median_us if floor_us else None,
-        sm_clock_mhz, power_w, temperature_c, throttle_reasons,
+        sm_clock_mhz, power_w, temperature_c, throttle_reasons, origin,
     )  # fmt: skip
 
 
@@ -318,7 +324,7 @@ def _recorded_winner(
     told = best.evidence
     return _winner(
         problem, best, _label(best.candidate), fingerprint, datetime.fromisoformat(at), device,
-        settled=False, sm_clock_mhz=told.get("sm_clock_mhz"), power_w=told.get("power_w"),
+        confirmed=False, sm_clock_mhz=told.get("sm_clock_mhz"), power_w=told.get("power_w"),
         temperature_c=told.get("temperature_c"), throttle_reasons=tuple(told.get("throttle_reasons") or ()),
     )  # fmt: skip
 

@@ -12,29 +12,34 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
 
+from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ProblemError
+from tunegemm.errors import ArtifactError, DeviceError, ProblemError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
-from tunegemm.report.leaderboard import significant
+from tunegemm.measure.evidence import Evidence, leaders
+from tunegemm.report.text import significant
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_mode, read_policy
 from tunegemm.serve.neighbours import Near
-from tunegemm.serve.planning import tune_command
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.selection import Outcome, Selection, read_rivals, select
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
 from tunegemm.store import Record as StoredRecord
 from tunegemm.store.layers import read_records
-from tunegemm.store.record import Entry
 from tunegemm.store.validity import judge_stored
 
 if TYPE_CHECKING:
     import torch
+
+_EVIDENCE = {
+    Evidence.SCREEN: "the search", Evidence.RACE: "an interleaved race",
+    Evidence.STEADY: "a qualifying round", Evidence.FINAL: "a final race",
+}  # fmt: skip
 
 Bound = Literal["compute", "memory"]
 
@@ -70,6 +75,8 @@ class RunnerUp:
     ratio: float
     """Speed relative to torch.mm, as for the record."""
     median_us: float
+    evidence: str
+    """What that is of: ratios of unlike evidence do not compare."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class Explanation:
                 "median_us": self.record.median_us,
                 "ratio": self.record.ratio,
                 "noise": self.record.noise,
-                "settled": self.record.settled,
+                "confirmed": self.record.confirmed,
                 "measured_at": self.record.measured_at.isoformat(timespec="seconds"),
                 "percent_of_roofline": self.percent_of_roofline,
                 "percent_of_peak": self.percent_of_peak,
@@ -192,12 +199,24 @@ class Explanation:
             yield (
                 "evidence",
                 f"{record.median_us:.1f} us, torch.mm {record.baseline_median_us:.1f} us, noise "
-                f"{record.noise:.1%}, {'won a final race' if record.settled else 'of an unfinished search'}, "
+                f"{record.noise:.1%}, {self._proof(record)}, "
                 f"{record.measured_at:%Y-%m-%d}" + (f"  [{record.layer} layer]" if record.layer else ""),
             )
         if (second := self.runner_up) is not None:
-            yield "runner-up", f"{second.label}: {second.median_us:.1f} us, {second.ratio:.3f} x torch.mm"
+            yield (
+                "runner-up",
+                f"{second.label}: {second.median_us:.1f} us, {second.ratio:.3f} x torch.mm "
+                f"in {second.evidence}",
+            )
         yield "change", self.change
+
+    @staticmethod
+    def _proof(record: StoredRecord) -> str:
+        return (
+            "confirmed: it won a final race"
+            if record.confirmed
+            else "of a search, not confirmed by a final race"
+        )
 
     def _served(self, record: StoredRecord) -> str:
         if self.near is not None:
@@ -232,7 +251,7 @@ def explain(
         reason = operands.reason or f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} are torch's"
         raise ProblemError(f"{reason}; torch.matmul computes their product")
     device = open_device(f"cuda:{a.device.index or 0}" if a.device.type == "cuda" else None)
-    return explain_problem(operands.problem, device, policy=getattr(api._dispatcher, "policy", None))
+    return explain_problem(operands.problem, device, policy=api.dispatcher.planner.policy)
 
 
 def explain_problem(
@@ -262,7 +281,7 @@ def explain_problem(
     )
     near = selection.nears[0] if selection.nears else None
     chosen = selection.options[0] if selection.options else None
-    record = _stored(near.origin if near is not None else chosen, records, entries)
+    record = near.origin if near is not None else chosen
     why_not = "; ".join([selection.why, *warnings]) if chosen is None else ""
     if mode in ("off", "record"):
         why_not = f"TUNEGEMM_MODE={mode}"
@@ -350,34 +369,22 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
     )
 
 
-def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], list[Entry], list[str]]:
-    """Records and further measurements of the problem, in all layers or in one database; what went wrong."""
+def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], list[StoredRecord], list[str]]:
+    """Records and further measurements of the problem, in all layers or in one database; what went wrong.
+
+    Raises DatabaseError for one database that cannot be read; of the layers, as dispatch does, the others
+    serve.
+    """
     if location is None:
         records, warnings = read_records()
         return records, read_rivals(problem), warnings
-    try:
-        with Database.open(location, read_only=True) as database:
-            return database.records(), database.entries(problem), []
-    except DatabaseError as error:
-        return [], [], [str(error)]
+    with Database.open(location, read_only=True) as database:
+        return database.records(), database.entries(problem), []
 
 
-def _stored(chosen: Any, records: Sequence[StoredRecord], entries: Sequence[Entry]) -> StoredRecord | None:
-    """The stored record that was chosen; a rival that a policy prefers to it is made one."""
-    if chosen is None or isinstance(chosen, StoredRecord):
-        return chosen
-    entry = max(
-        (entry for entry in entries if entry.candidate == chosen.candidate), key=lambda entry: entry.rank
-    )
-    measured = entry.measurement
-    return StoredRecord(
-        entry.problem, entry.candidate, entry.fingerprint, entry.label, measured.median_us,
-        measured.baseline_median_us, measured.ratio, measured.noise, measured.relative_error,
-        entry.policy != "screen", entry.measured_at, entry.kernel_source,
-    )  # fmt: skip
-
-
-def _runner_up(record: StoredRecord | None, entries: Sequence[Entry], device: Device) -> RunnerUp | None:
+def _runner_up(
+    record: StoredRecord | None, entries: Sequence[StoredRecord], device: Device
+) -> RunnerUp | None:
     others = [
         entry for entry in entries
         if record is not None and entry.candidate != record.candidate
@@ -385,8 +392,9 @@ def _runner_up(record: StoredRecord | None, entries: Sequence[Entry], device: De
     ]  # fmt: skip
     if not others:
         return None
-    best = max(others, key=lambda entry: entry.rank)
-    return RunnerUp(best.label, best.candidate.family, best.measurement.ratio, best.measurement.median_us)
+    best = leaders(others)[0]
+    evidence = _EVIDENCE[best.evidence] + (f", imported from {best.origin}" if best.origin else "")
+    return RunnerUp(best.label, best.candidate.family, best.ratio, best.median_us, evidence)
 
 
 def _object_refusal(record: Any, device: Device) -> str:
@@ -407,6 +415,6 @@ def _change(problem: Problem, selection: Selection, record: StoredRecord | None,
         return f"{command}: compiles what is missing"
     if selection.why.startswith("to be verified"):
         return f"tunegemm verify: {selection.why}"
-    if not record.settled:
+    if not record.confirmed:
         return f"{command}: a final race"
     return f"{command} --effort full: a wider search; another driver, toolchain or kernel source"

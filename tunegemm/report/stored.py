@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from tunegemm.describe.problem import Problem
+from tunegemm.measure.evidence import FINAL
 from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.store.layers import of_databases
 from tunegemm.store.shipped import read_shipped
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
     from tunegemm.store import Database, Record
 
-_PLACE = [*(field.name for field in fields(Problem)), "device_name"]
+_PROBLEM = [field.name for field in fields(Problem)]
+_PLACE = [*_PROBLEM, "device_name"]
 
 
 def of_all_layers(
@@ -42,6 +44,11 @@ def of_all_layers(
     return together[together["_layer"] == narrowest].drop(columns="_layer"), warnings
 
 
+def problems_of(frame: pandas.DataFrame) -> list[Problem]:
+    """The problems of the rows, smallest first."""
+    return sorted(Problem(*row) for row in frame[_PROBLEM].drop_duplicates().itertuples(index=False))
+
+
 def _frame(records: Iterable[Record]) -> pandas.DataFrame:
     """One row per problem and device, from the toolchain that was measured last; without what files lack."""
     import pandas
@@ -50,7 +57,7 @@ def _frame(records: Iterable[Record]) -> pandas.DataFrame:
     for record in sorted(records, key=lambda record: record.measured_at):
         vendor = record.candidate.family == VENDOR_FAMILY
         facts = asdict(record.problem) | record.fingerprint.asdict()
-        names = ("label", "kernel_source", "median_us", "baseline_median_us", "ratio", "noise", "settled")
+        names = ("label", "kernel_source", "median_us", "baseline_median_us", "ratio", "noise", "confirmed")
         facts |= {name: getattr(record, name) for name in (*names, "relative_error", "measured_at")}
         rows.append(
             facts
@@ -58,7 +65,8 @@ def _frame(records: Iterable[Record]) -> pandas.DataFrame:
                 "fingerprint": record.fingerprint.digest,
                 "candidate": record.candidate.digest,
                 "family": record.candidate.family,
-                "policy": "final",
+                "policy": FINAL,
+                "origin": "",
                 "spread": math.nan,
                 "baseline_spread": math.nan,
                 "vendor_label": record.label if vendor else None,

@@ -26,7 +26,6 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.outcome import Failure, Measurement, Stage
-from tunegemm.store import database as store
 from tunegemm.store import publishing
 from tunegemm.store.checks import BAD, candidate_of, check_roofline, one_line, times_of, typed
 from tunegemm.store.database import Database
@@ -38,6 +37,16 @@ from tunegemm.store.models import (
     MeasurementRow,
     ProblemRow,
     RecordRow,
+)
+from tunegemm.store.record import FORMER_CONFIRMED
+from tunegemm.store.rows import (
+    FINGERPRINT_FIELDS,
+    PROBLEM_FIELDS,
+    TELEMETRY_NUMBERS,
+    THROTTLE,
+    key_values,
+    outcome_values,
+    where_problem,
 )
 from tunegemm.store.schema import FASTEST
 from tunegemm.untrusted import decoded, line, listed, members, moment, number, printable, shown, tree, whole
@@ -62,7 +71,7 @@ class Conflict:
     labels: tuple[str, str]
     """Of `kept` and `other`."""
     reason: str
-    """What settled it."""
+    """What decided it."""
 
 
 @dataclass
@@ -292,7 +301,7 @@ def _resources(data: Any) -> Resources:
 class _Choice:
     measurement_id: int
     policy: str
-    settled: bool
+    confirmed: bool
     chosen_at: datetime
 
 
@@ -300,20 +309,21 @@ def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> _Choice:
     reference = line(row.get("measurement"), "measurement", 64)
     if reference not in measurement_ids:
         raise BadValueError(f"measurement {shown(reference)} is not among the rows that were taken")
-    if type(row.get("settled")) is not bool:
-        raise BadValueError(f"settled {shown(row.get('settled'))} is neither true nor false")
+    confirmed = row.get("confirmed", row.get(FORMER_CONFIRMED))
+    if type(confirmed) is not bool:
+        raise BadValueError(f"confirmed {shown(confirmed)} is neither true nor false")
     policy = line(row.get("policy") or "", "policy", 32) or FASTEST
     chosen_at = moment(row.get("chosen_at"), "chosen_at")
-    return _Choice(measurement_ids[reference], policy, row["settled"], chosen_at)
+    return _Choice(measurement_ids[reference], policy, confirmed, chosen_at)
 
 
 def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
     """The key of the row and whether it is new."""
     connection, outcome = session.connection(), parsed.outcome
-    values = store._outcome_values(outcome, parsed.resources, parsed.policy)
+    values = outcome_values(outcome, parsed.resources, parsed.policy)
     values |= {"kernel_source": parsed.kernel_source, "origin": parsed.origin or origin}
     keys = publishing.row_keys(
-        connection, *store.key_values(parsed.problem, parsed.fingerprint, outcome.candidate, "")
+        connection, *key_values(parsed.problem, parsed.fingerprint, outcome.candidate, "")
     )
     table, alike, add = (
         (FailureRow, "stage", publishing.add_failure)
@@ -350,7 +360,7 @@ def _values(choice: _Choice, row: MeasurementRow) -> dict[str, Any]:
         "fingerprint_id": row.fingerprint_id,
         "policy": choice.policy,
         "measurement_id": row.id,
-        "settled": choice.settled,
+        "confirmed": choice.confirmed,
         "chosen_at": choice.chosen_at,
     }
 
@@ -359,12 +369,12 @@ def _choose(session: Session, choice: _Choice) -> Conflict | None:
     """Lets another database's record compete with the one here (`publishing.adopt`)."""
     new = session.get_one(MeasurementRow, choice.measurement_id)
     pair = {"problem_id": new.problem_id, "fingerprint_id": new.fingerprint_id}
-    find = select(RecordRow.measurement_id, RecordRow.settled).filter_by(**pair, policy=FASTEST)
+    find = select(RecordRow.measurement_id, RecordRow.confirmed).filter_by(**pair, policy=FASTEST)
     before = session.execute(find).one_or_none()
     if choice.policy == FASTEST:
         publishing.adopt(
             session.connection(), {**pair, "candidate_id": new.candidate_id}, new.id,
-            confirmed=choice.settled, at=choice.chosen_at,
+            confirmed=choice.confirmed, at=choice.chosen_at,
         )  # fmt: skip
     after = session.execute(find).one_or_none()
     _remember(session, choice)
@@ -374,7 +384,7 @@ def _choose(session: Session, choice: _Choice) -> Conflict | None:
     other = was if now is new else new
     if was is None or now is None or other is None or other.candidate_id == now.candidate_id:
         return None
-    confirmed = {new.id: choice.settled, was.id: before.settled, now.id: after.settled}
+    confirmed = {new.id: choice.confirmed, was.id: before.confirmed, now.id: after.confirmed}
     kept, lost = (session.get_one(CandidateRow, row.candidate_id) for row in (now, other))
     problem, fingerprint = (
         session.get_one(ProblemRow, new.problem_id),
@@ -382,8 +392,8 @@ def _choose(session: Session, choice: _Choice) -> Conflict | None:
     )
     try:
         return Conflict(
-            Problem(*(getattr(problem, name) for name in store._PROBLEM_FIELDS)),
-            Fingerprint(*(getattr(fingerprint, name) for name in store._FINGERPRINT_FIELDS)),
+            Problem(*(getattr(problem, name) for name in PROBLEM_FIELDS)),
+            Fingerprint(*(getattr(fingerprint, name) for name in FINGERPRINT_FIELDS)),
             Candidate.from_json(kept.json),
             Candidate.from_json(lost.json),
             (kept.label or kept.digest, lost.label or lost.digest),
@@ -411,7 +421,7 @@ def _measurements(session: Session, problem: Problem | None) -> Iterator[Row]:
         if isinstance(evidence, dict):
             evidence = evidence | {
                 name: getattr(row, name)
-                for name in (*store._EVIDENCE_NUMBERS, store._THROTTLE)
+                for name in (*TELEMETRY_NUMBERS, THROTTLE)
                 if getattr(row, name) is not None
             }
         resources = {name: getattr(row, name) for name in _RESOURCES}
@@ -441,7 +451,7 @@ def _joined(session: Session, query: Any, table: Any, problem: Problem | None) -
     query = query.join(FingerprintRow, FingerprintRow.id == table.fingerprint_id)
     query = query.join(CandidateRow, CandidateRow.id == table.candidate_id).order_by(table.id)
     if problem is not None:
-        query = store._where_problem(query, problem)
+        query = where_problem(query, problem)
     for row, problem_row, fingerprint_row, candidate_row in session.execute(
         query.execution_options(yield_per=1000)
     ):
@@ -461,8 +471,8 @@ def _shared(row: Any, problem: Any, fingerprint: Any, candidate: Any) -> Row:
     except (BadValueError, TypeError):
         parameters = None
     return {
-        "problem": {name: getattr(problem, name) for name in store._PROBLEM_FIELDS},
-        "fingerprint": {name: getattr(fingerprint, name) for name in store._FINGERPRINT_FIELDS},
+        "problem": {name: getattr(problem, name) for name in PROBLEM_FIELDS},
+        "fingerprint": {name: getattr(fingerprint, name) for name in FINGERPRINT_FIELDS},
         "candidate": parameters,
         "kernel_source": row.kernel_source,
         "measured_at": _iso(row.created_at),
@@ -475,7 +485,7 @@ def _iso(moment: datetime | None) -> str | None:
 
 def _choices(session: Session, problem: Problem | None) -> Iterator[Row]:
     query: Select[*tuple[Any, ...]] = select(
-        ChoiceRow.policy, ChoiceRow.settled, ChoiceRow.chosen_at, MeasurementRow,
+        ChoiceRow.policy, ChoiceRow.confirmed, ChoiceRow.chosen_at, MeasurementRow,
         ProblemRow, FingerprintRow, CandidateRow,
     ).select_from(ChoiceRow)  # fmt: skip
     query = query.join(MeasurementRow, MeasurementRow.id == ChoiceRow.measurement_id)
@@ -483,8 +493,8 @@ def _choices(session: Session, problem: Problem | None) -> Iterator[Row]:
     query = query.join(FingerprintRow, FingerprintRow.id == MeasurementRow.fingerprint_id)
     query = query.join(CandidateRow, CandidateRow.id == MeasurementRow.candidate_id).order_by(ChoiceRow.id)
     if problem is not None:
-        query = store._where_problem(query, problem)
-    for policy, settled, chosen_at, row, problem_row, fingerprint_row, candidate_row in session.execute(
+        query = where_problem(query, problem)
+    for policy, confirmed, chosen_at, row, problem_row, fingerprint_row, candidate_row in session.execute(
         query
     ):
         shared = _shared(row, problem_row, fingerprint_row, candidate_row)
@@ -492,7 +502,7 @@ def _choices(session: Session, problem: Problem | None) -> Iterator[Row]:
             "kind": "choice",
             "measurement": _identity(shared | {"samples_us": row.samples_us}),
             "policy": policy,
-            "settled": bool(settled),
+            "confirmed": bool(confirmed),
             "chosen_at": _iso(chosen_at),
         }
 

@@ -21,6 +21,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.files import read_bytes, replacing
 from tunegemm.store.exchange import Row
+from tunegemm.store.record import FORMER_CONFIRMED
 from tunegemm.untrusted import decoded, listed, members, printable, shown
 
 FORMAT = "tunegemm-database/1"
@@ -32,12 +33,13 @@ _LISTS = ("samples_us", "baseline_us")
 _OBJECTS = ("candidate", "evidence", "resources")
 _NUMBERS = ("relative_error", "noise")
 _TEXTS = ("label", "kernel_source", "origin", "policy", "measured_at", "stage", "reason")
-_CHOICE = ("measurement", "settled", "chosen_at")
+_CHOICE = ("measurement", "confirmed", "chosen_at")
 #: For the reader of a table only; computed anew from the samples on import.
 _DERIVED = ("median_us", "baseline_median_us", "ratio")
 COLUMNS = (
     "kind", "id", *_PROBLEM, *_FINGERPRINT, *_TEXTS, *_DERIVED, *_NUMBERS, *_LISTS, *_OBJECTS, *_CHOICE,
 )  # fmt: skip
+_KNOWN = frozenset({*COLUMNS, FORMER_CONFIRMED})
 
 
 class Format(StrEnum):
@@ -126,7 +128,7 @@ def _write_csv(rows: Iterable[Row], path: Path) -> None:
         writer.writeheader()
         for row in rows:
             flat = _flat(row)
-            for name in (*_LISTS, *_DERIVED, *_NUMBERS, "settled"):
+            for name in (*_LISTS, *_DERIVED, *_NUMBERS, "confirmed"):
                 if flat.get(name) is not None:
                     flat[name] = json.dumps(flat[name])
             writer.writerow(flat)
@@ -147,8 +149,10 @@ def _read_csv(content: bytes) -> Iterator[Row | BadValueError]:
         if len(cells) != len(names):
             yield BadValueError(f"{len(cells)} cells for {len(names)} columns")
             continue
-        flat = {name: cell for name, cell in zip(names, cells, strict=True) if name in COLUMNS and cell != ""}
-        yield _nested(flat, json_in=(*_INTEGERS, *_LISTS, *_NUMBERS, "settled", *_OBJECTS))
+        flat = {name: cell for name, cell in zip(names, cells, strict=True) if name in _KNOWN and cell != ""}
+        yield _nested(
+            flat, json_in=(*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", FORMER_CONFIRMED, *_OBJECTS)
+        )
 
 
 def _cells(line: str) -> list[str]:
@@ -163,7 +167,7 @@ def _write_parquet(rows: Iterable[Row], path: Path) -> None:
     types = dict.fromkeys(COLUMNS, pyarrow.string())
     types |= dict.fromkeys(_INTEGERS, pyarrow.int64())
     types |= dict.fromkeys((*_NUMBERS, *_DERIVED), pyarrow.float64())
-    types |= dict.fromkeys(_LISTS, pyarrow.list_(pyarrow.float64())) | {"settled": pyarrow.bool_()}
+    types |= dict.fromkeys(_LISTS, pyarrow.list_(pyarrow.float64())) | {"confirmed": pyarrow.bool_()}
     schema = pyarrow.schema(list(types.items()))
     remaining = map(_flat, rows)
     with parquet.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True) as writer:
@@ -193,7 +197,7 @@ def _read_parquet(content: bytes) -> Iterator[Row | BadValueError]:
             except broken as error:
                 yield BadValueError(_first_line(error))
                 continue
-            given = {name: cell for name, cell in flat.items() if name in COLUMNS and cell is not None}
+            given = {name: cell for name, cell in flat.items() if name in _KNOWN and cell is not None}
             yield _nested(given, json_in=_OBJECTS)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import tarfile
@@ -30,10 +31,13 @@ import tunegemm
 from tunegemm.errors import BadValueError, PackError
 from tunegemm.files import cause, kind, replacing
 from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
+from tunegemm.resources import data_path
 from tunegemm.store.checks import one_line
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped
 from tunegemm.untrusted import decoded, line, shown, whole
+
+_log = logging.getLogger(__name__)
 
 FORMAT = "tunegemm-pack/1"
 _MANIFEST, _CLOSING = "manifest.json", "manifest.sha256"
@@ -55,6 +59,8 @@ class Pack:
     toolchain: Mapping[str, str]
     """Compilers of its objects, by their names in kernel keys, which hold these values."""
     records: tuple[Record, ...]
+    is_package: bool = False
+    """Whether it lies in the package: `shipped`."""
 
     @property
     def name(self) -> str:
@@ -64,7 +70,7 @@ class Pack:
     def find(self, key: Key) -> Artifact | None:
         """Its object of a kernel key, whatever compilers are here. Raises as `ArtifactStore.find`."""
         compilers = {name: version for name, version in self.toolchain.items() if name in key}
-        return ArtifactStore(self.folder).find({**key, **compilers})
+        return ArtifactStore(self.folder, is_package=self.is_package).find({**key, **compilers})
 
     def objects(self) -> int:
         """How many kernels it holds."""
@@ -97,10 +103,33 @@ def loaded(warnings: list[str]) -> list[Pack]:
     return list({pack.name: pack for pack in found}.values())
 
 
+@functools.cache
+def shipped() -> Pack | None:
+    """The kernels of the shipped records, which `make kernels` compiles into the package; None without them.
+
+    Their records are those of the system layer. What is damaged is told once, and serves nothing.
+    """
+    try:
+        folder = data_path("db", "kernels")
+        facts = _parse((folder / _MANIFEST).read_bytes(), folder)
+    except FileNotFoundError:
+        return None
+    except (OSError, PackError) as error:
+        _log.warning("the kernels that ship with the package cannot be used: %s", error)
+        return None
+    return Pack(folder, facts["tunegemm"], facts["toolchain"], (), is_package=True)
+
+
 def find(key: Key) -> Artifact | None:
-    """The object of a kernel key in the user's store, or else in a pack. Raises as `ArtifactStore.find`."""
-    found = ArtifactStore().find(key)
-    return found or next((found for pack in loaded([]) if (found := pack.find(key)) is not None), None)
+    """The object of a kernel key in the user's store, or else in a pack, or in the package.
+
+    Raises as `ArtifactStore.find`.
+    """
+    if (found := ArtifactStore().find(key)) is not None:
+        return found
+    ours = shipped()
+    places = [*loaded([]), *([ours] if ours is not None else [])]
+    return next((found for pack in places if (found := pack.find(key)) is not None), None)
 
 
 def install(file: Path, root: Path | None = None, *, sha256: str | None = None) -> Pack:
@@ -148,12 +177,16 @@ def remove(name: str, root: Path | None = None) -> str:
     return chosen[0].name
 
 
-def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints: Iterable[Any]) -> str:
-    """Write the entries of a folder as a pack and return its SHA-256. `out` is replaced as a whole.
+def write_manifest(folder: Path, *, toolchain: Mapping[str, str], fingerprints: Iterable[Any] = ()) -> None:
+    """Make a folder of objects what `shipped` reads."""
+    _, text = _manifest(folder, folder, toolchain, fingerprints)
+    (folder / _MANIFEST).write_bytes(text)
 
-    fingerprints: JSON objects of those that records in it have. Raises PackError when it cannot be written;
-    what was there before is kept.
-    """
+
+def _manifest(
+    folder: Path, out: Path, toolchain: Mapping[str, str], fingerprints: Iterable[Any]
+) -> tuple[dict[str, bytes], bytes]:
+    """The entries of a folder, and the manifest that lists them."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     contents = {name: (folder / name).read_bytes() for name in names}
     if large := [name for name, content in contents.items() if len(content) > _LARGEST_BYTES]:
@@ -168,7 +201,16 @@ def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints
             for name, content in contents.items()
         ],
     }
-    text = json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
+    return contents, json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints: Iterable[Any]) -> str:
+    """Write the entries of a folder as a pack and return its SHA-256. `out` is replaced as a whole.
+
+    fingerprints: JSON objects of those that records in it have. Raises PackError when it cannot be written;
+    what was there before is kept.
+    """
+    contents, text = _manifest(folder, out, toolchain, fingerprints)
     with replacing(out, PackError) as part:
         with part.open("wb") as stream:
             closing = hashlib.sha256(text).hexdigest().encode()

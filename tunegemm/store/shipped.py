@@ -27,7 +27,7 @@ from tunegemm.store.checks import (
     one_line,
     typed,
 )
-from tunegemm.store.record import Record
+from tunegemm.store.record import FORMER_CONFIRMED, Record
 from tunegemm.untrusted import decoded, line, listed, members, moment, number, shown
 
 FORMAT = "tunegemm-records/1"
@@ -41,7 +41,7 @@ _NUMBERS = {
 }
 
 _FIELDS = (
-    "problem", "label", "candidate", *_NUMBERS, "settled", "fingerprint", "kernel_source", "measured_at",
+    "problem", "label", "candidate", *_NUMBERS, "confirmed", "fingerprint", "kernel_source", "measured_at",
 )  # fmt: skip
 
 
@@ -72,12 +72,12 @@ def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[
     return records, problems
 
 
-def latest_settled(records: Iterable[Record]) -> list[Record]:
-    """Per problem and GPU the record that was settled last: of older toolchains none is shipped."""
+def latest_confirmed(records: Iterable[Record]) -> list[Record]:
+    """Per problem and GPU the record that was confirmed last: of older toolchains none is shipped."""
     latest: dict[tuple[Problem, str], Record] = {}
     for record in records:
         key = record.problem, record.fingerprint.device_name
-        if record.settled and (key not in latest or record.measured_at > latest[key].measured_at):
+        if record.confirmed and (key not in latest or record.measured_at > latest[key].measured_at):
             latest[key] = record
     return list(latest.values())
 
@@ -135,7 +135,7 @@ def _line(record: Record, names: Mapping[Fingerprint, str]) -> str:
         "label": record.label,
         "candidate": json.loads(record.candidate.to_json()),
         **{name: float(f"{getattr(record, name):.6g}") for name in _NUMBERS},
-        "settled": record.settled,
+        "confirmed": record.confirmed,
         "fingerprint": names[record.fingerprint],
         "kernel_source": record.kernel_source,
         "measured_at": record.measured_at.isoformat(timespec="seconds"),
@@ -144,6 +144,8 @@ def _line(record: Record, names: Mapping[Fingerprint, str]) -> str:
 
 
 def _record(row: Any, fingerprints: Mapping[str, Fingerprint], layer: str) -> Record:
+    if isinstance(row, dict) and FORMER_CONFIRMED in row:
+        row = {"confirmed": row[FORMER_CONFIRMED]} | {k: v for k, v in row.items() if k != FORMER_CONFIRMED}
     row = members(row, "it", _FIELDS)
     median_us, baseline_median_us, ratio, noise, relative_error = (
         number(row[name], name, *bounds) for name, bounds in _NUMBERS.items()
@@ -163,7 +165,7 @@ def _record(row: Any, fingerprints: Mapping[str, Fingerprint], layer: str) -> Re
         ratio,
         noise,
         relative_error,
-        row["settled"] is True,
+        row["confirmed"] is True,
         moment(row["measured_at"], "measured_at"),
         line(row["kernel_source"], "kernel_source", 16),
         layer,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from tunegemm.generate.mapped import Mapped
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Mapped):
     """All compile-time choices."""
 
     tile_m: int
@@ -16,10 +16,8 @@ class KernelConfig:
     tile_k: int
     stages: int
     warps: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+    in_dtype: str
+    out_dtype: str
 
     @property
     def smem_bytes(self) -> int:
@@ -28,5 +26,9 @@ class KernelConfig:
 
     @property
     def accumulators(self) -> int:
-        """fp32 registers of one thread for its part of the tile."""
+        """fp32 registers of one thread for its share of the tile."""
         return self.tile_m * self.tile_n // (self.warps * 32)
+
+    @property
+    def label(self) -> str:
+        return f"plain{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} w{self.warps}"
