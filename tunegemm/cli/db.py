@@ -176,7 +176,8 @@ def layers_command() -> None:
 
     from tunegemm.resources import data_path
     from tunegemm.store import packs
-    from tunegemm.store.layers import project_location, read_records, user_location
+    from tunegemm.store.layers import read_records
+    from tunegemm.store.locations import project_location, user_location
 
     records, warnings = read_records()
     counts = Counter(record.layer for record in records)
