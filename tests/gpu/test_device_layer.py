@@ -298,14 +298,14 @@ class TestCallersWorkspace:
         room = torch.empty(2 * need, dtype=torch.uint8, device="cuda")
         for workspace, reason in (
             (room[: need - 1], f"workspace of {need - 1} B; .* needs {need} B"),
-            (room[8 : need + 8], "no multiple of 256 B"),
+            (room[8 : need + 8], "not a multiple of 256 B"),
             (room[::2], "contiguous"),
             (room.cpu(), "workspace on cpu"),
         ):
             with pytest.raises(OperationError, match=reason):
                 operation.initialize(workspace)
         host = (ctypes.c_uint8 * (need + 256))()
-        with pytest.raises(OperationError, match="no memory of cuda:0"):
+        with pytest.raises(OperationError, match="not memory of cuda:0"):
             operation.initialize(-(-ctypes.addressof(host) // 256) * 256)
         with pytest.raises(OperationError, match="not initialized"):
             operation.run(room, room, room)
