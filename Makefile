@@ -1,4 +1,4 @@
-# make tune [SHAPE=MxNxK] | test [SLOW=1] | check | format | docs | wheel | clean
+# make tune [SHAPE=MxNxK] | test [SLOW=1] | check | format | docs | kernels | wheel | clean
 PYTHON ?= python3
 VENV ?= .venv
 SHAPE ?= 4096x4096x4096
@@ -12,9 +12,9 @@ EXTRAS ?= test,dev$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cu13)
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: tune test check format docs wheel clean
+.PHONY: tune test check format docs kernels wheel clean
 
-tune: $(READY)
+tune: $(READY) kernels
 	$(RUN) -m tunegemm tune --shape $(SHAPE) --dtype $(DTYPE) --layout $(LAYOUT)
 
 # On a GPU the tests take turns: they want it to themselves. Elsewhere a file of them per process.
@@ -38,7 +38,13 @@ docs: $(READY)
 	$(RUN) docs/generate.py
 	$(RUN) -m sphinx -q -W --keep-going -b html docs build/site
 
-wheel: $(READY)
+# The kernels of the shipped records, compiled without a GPU: some 90 of a second each, when their sources or the
+# records changed. They go into the wheel, and serve from the checkout.
+kernels: db/kernels/manifest.json
+db/kernels/manifest.json: $(READY) $(wildcard db/records/*.json tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py)
+	$(RUN) -m tunegemm.store.packing db/kernels
+
+wheel: $(READY) kernels
 	$(RUN) -m hatchling build -t wheel
 
 # Set-up, done again when what is to be installed changes.
@@ -48,4 +54,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build dist db/kernels .pytest_cache .ruff_cache .mypy_cache

@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=",".join(MODES[:-1]),
         help=f"default: %(default)s; also {_TUNED_BY_TORCH}, which takes long",
     )
-    parser.add_argument("--tune", type=float, metavar="SECONDS", help="first tune what has no settled record")
+    parser.add_argument("--tune", type=float, metavar="SECONDS", help="tune what has no confirmed record")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
@@ -174,7 +174,7 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
 
 
 def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
-    """Records the products of a run of each step, and tunes those without a settled record."""
+    """Records the products of a run of each step, and tunes those without a confirmed record."""
     from benchmarks.providers import is_settled
     from tunegemm.describe.workload import demands
     from tunegemm.store import Database
@@ -191,8 +191,8 @@ def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
         print(f"{len(found)} products, {len(missing)} to tune; not tunable: {'; '.join(refused) or 'none'}")
         for standing in spend(tuner, standings(missing, device), budget_seconds=seconds, effort="quick"):
             best = standing.result.best if standing.result else None
-            told = f"{best.ratio:.3f} x torch.mm" if best else "nothing measured"
-            print(f"  {standing.demand.problem}: {told}", flush=True)
+            said = f"{best.ratio:.3f} x torch.mm" if best else "nothing measured"
+            print(f"  {standing.demand.problem}: {said}", flush=True)
     from tunegemm import serve as dispatch
 
     dispatch.refresh()
@@ -314,8 +314,8 @@ def measure(
                 warnings.simplefilter("always", TunegemmWarning)
                 step = prepare(mode, make, which, size, place, ours=library == "tunegemm")
                 got = step().float()
-            told = (str(warning.message) for warning in caught if warning.category is TunegemmWarning)
-            left |= {message for message in told if "to torch" in message}
+            said = (str(warning.message) for warning in caught if warning.category is TunegemmWarning)
+            left |= {message for message in said if "to torch" in message}
             errors[mode, library] = ((got - expected).norm() / expected.norm()).item()
             steps[mode, library] = step
             del got

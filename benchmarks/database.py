@@ -3,8 +3,8 @@
     python -m benchmarks.database [--folder FOLDER] [--out FILE.json]
 
 - concurrent: 8 processes publish 1,000 measurements each into one SQLite file; how long, and is any lost?
-- killed: a process that publishes is killed with SIGKILL at 200 random moments; is anything that it was told
-  is stored missing afterwards?
+- killed: a process that publishes is killed with SIGKILL at 200 random moments; is anything missing
+  afterwards that it was acknowledged?
 - scale: a database of a million synthetic measurements and 100,000 records, written into the store's tables:
   its size, and how long the leaderboard of all shapes and dispatch's snapshot take.
 """
@@ -35,7 +35,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
-from tunegemm.store.database import fingerprint_values
+from tunegemm.store.rows import fingerprint_values
 from tunegemm.store.schema import FASTEST
 
 OUT = Path(__file__).parent / "results" / "cpu" / "database.json"
@@ -212,7 +212,7 @@ def build(path: Path, shapes: int = SHAPES, toolchains: int = TOOLCHAINS, measur
     return shapes * len(fingerprints) * measured
 
 
-_CHOICE = ("id", "problem_id", "fingerprint_id", "policy", "measurement_id", "settled", "chosen_at")
+_CHOICE = ("id", "problem_id", "fingerprint_id", "policy", "measurement_id", "confirmed", "chosen_at")
 _KERNELS, _VENDORS = 2_000, 10
 
 
@@ -279,8 +279,8 @@ def _measurements(
                 yield row
             records.append(
                 {"id": len(records) + 1, "problem_id": problem, "fingerprint_id": fingerprint,
-                 "policy": FASTEST, "measurement_id": best["id"], "settled": True,
-                 "chosen_at": best["created_at"]}
+                 "policy": FASTEST, "measurement_id": best["id"], "confirmed": True,
+                 "measured_by": best["policy"], "chosen_at": best["created_at"]}
                 | {name: best[name] for name in ("candidate_id", "ratio", "kernel_source")}
             )  # fmt: skip
 

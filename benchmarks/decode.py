@@ -1,7 +1,7 @@
 """Times the projections of a Llama-3-8B layer at every M up to 256, of which few are tuned.
 
     python -m benchmarks.decode                          # M = 1, 2, ... 256, from the records there are
-    python -m benchmarks.decode --tune 16,64,128,256     # first tunes these M where they are not settled
+    python -m benchmarks.decode --tune 16,64,128,256     # first tunes these M where they are not confirmed
     python -m benchmarks.decode --step 16 --shapes 6144x4096
 
 A server that batches what comes meets each of these M. What `tunegemm.matmul` makes of a problem (a hit, a
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--shapes", default=",".join(PROJECTIONS), help="NxK,...; default: %(default)s")
     parser.add_argument("--step", type=int, default=1, help="between values of M (default: 1)")
-    parser.add_argument("--tune", default="", metavar="M,M", help="tune these M first, if not settled")
+    parser.add_argument("--tune", default="", metavar="M,M", help="tune these M first, if not confirmed")
     parser.add_argument("--effort", default="quick", help="of --tune (default: quick)")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds per problem")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
@@ -100,7 +100,7 @@ def run(
 
 
 def tune(anchors: Sequence[Problem], device: Device, effort: Any) -> None:
-    """Gives each problem a settled record."""
+    """Gives each problem a confirmed record."""
     from tunegemm.store import Database
     from tunegemm.store.layers import read_records
     from tunegemm.store.validity import judge_stored
@@ -109,14 +109,14 @@ def tune(anchors: Sequence[Problem], device: Device, effort: Any) -> None:
     known = {
         record.problem
         for record in read_records()[0]
-        if record.settled and judge_stored(record, device.fingerprint).usable
+        if record.confirmed and judge_stored(record, device.fingerprint).usable
     }
     with Database.open() as database, Tuner(device, database) as tuner:
         for problem in anchors:
             if problem not in known:
                 result = tuner.tune(problem, effort=effort)
-                told = f"{result.best.ratio:.3f} x torch.mm" if result.best else "nothing measured"
-                print(f"tuned {problem} in {result.seconds:.1f} s: {told}", flush=True)
+                said = f"{result.best.ratio:.3f} x torch.mm" if result.best else "nothing measured"
+                print(f"tuned {problem} in {result.seconds:.1f} s: {said}", flush=True)
 
 
 def prepare(layers: dict[str, list[Problem]], device: Device) -> None:

@@ -4,10 +4,10 @@
     python -m benchmarks.dispatch --shape 64x512x256 --families cute_sm90,gluon_wgmma
 
 Tunes the shape, its batch of four, half its M and three fused products of it into a temporary database and
-object store, calls torch and tunegemm in turns, and writes results/GPU/dispatch.json: a row `{call, torch_us,
-tunegemm_us, ratio}` for each call, `ratio_to_torch_mm` of the first, `breakdown_us` of our own call's parts,
-and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch, `first_call_ms` with
-`records` in the database and its parts, warm and cold, and `bytes_per_record` of host memory.
+object store, calls torch and tunegemm alternately, and writes results/GPU/dispatch.json: a row
+`{call, torch_us, tunegemm_us, ratio}` for each call, `ratio_to_torch_mm` of the first, `breakdown_us` of the
+parts of our own call, and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch,
+`first_call_ms` with `records` in the database and its parts, warm and cold, and `bytes_per_record`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tunegemm.errors import TunegemmError
 CALLS = 100
 ROUNDS = 101
 METHOD = (
-    f"{CALLS} calls after a synchronisation, per call; torch's and tunegemm's of all rows in shuffled turns, "
+    f"{CALLS} calls after a synchronisation, per call; torch's and tunegemm's of all rows in shuffled order, "
     f"median of {ROUNDS} rounds, ratio the median over rounds; garbage collection off; first call and import "
     f"in {PROCESSES} fresh processes each, medians"
 )
@@ -212,8 +212,8 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
         return lambda: product(a, weight.t())
 
     def alternating(product: Callable[..., Any]) -> Call:
-        turns = itertools.cycle((a, half))
-        return lambda: product(next(turns), b)
+        operands = itertools.cycle((a, half))
+        return lambda: product(next(operands), b)
 
     return {
         "matmul": (lambda: tunegemm.matmul(a, b), lambda: torch.mm(a, b)),

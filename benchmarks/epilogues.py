@@ -104,7 +104,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
 def eager(problem: Problem, device: Device, options: Options) -> list[Contender]:
     """What a torch user would write, operation by operation."""
     from benchmarks.providers import Contender
-    from tunegemm.generate.cublaslt.baseline import torch_mm
+    from tunegemm.generate.cublaslt.eager import torch_mm
 
     return [Contender(torch_mm(problem))]
 

@@ -163,8 +163,8 @@ def interleave(
     names = [baseline if name == _AGAIN else name for name in replays]
     lengths = [shared[name].median_us * products * 1e-6 for name in names]
     lasting = [SteadyState.of(*pair, turn_ms) for pair in zip(replays.values(), lengths, strict=True)]
-    alone, noise = timed(lasting, turns)
-    return Interleave(alone, skipped, noise, count, products, turns, turn_ms, shared)
+    steady, noise = timed(lasting, turns)
+    return Interleave(steady, skipped, noise, count, products, turns, turn_ms, shared)
 
 
 def _verdict(

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm.describe.device import Device, find_device, kernel_source_hash
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families, model
-from tunegemm.generate.families import completed
+from tunegemm.generate.families import completed, kernel_source_hash
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import ReplayDevice, open_replay
 from tunegemm.serve import neighbours

@@ -6,7 +6,7 @@
 
 Writes results/GPU/peers.json after each shape and adds to what is there, so that it can run in slices. A
 provider that is not installed, fails or gives a wrong result is skipped on that shape, and named with
-its reason. Ratios are meant within a row: its providers were timed in turns, so a row is always replaced
+its reason. Ratios are meant within a row: its providers were timed together, so a row is always replaced
 as a whole. quack tunes 20 to 60 s a shape; QUACK_CACHE_AUTOTUNING=1 makes it remember what it chose.
 """
 
@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
 from benchmarks.results import Results, meta, peers_table, problem_fields, results_path
-from tunegemm.describe.device import Device, find_device, kernel_source_hash
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.generate.families import kernel_source_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--shapes", action="append", default=[], help="a group, MxNxK or a regular expression"
     )
     parser.add_argument("--peers", help="comma-separated providers besides torch (default: all)")
-    parser.add_argument("--tune", action="store_true", help="tune shapes that have no settled record")
+    parser.add_argument("--tune", action="store_true", help="tune shapes that have no confirmed record")
     parser.add_argument("--effort", default="quick", help="effort of --tune (default: quick)")
     parser.add_argument("--tune-cap", type=float, default=180.0, help="seconds a peer may tune one shape")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per shape")
@@ -112,7 +113,7 @@ def _brief(row: dict[str, Any]) -> str:
 
 
 def _tune(problem: Problem, tuner: Tuner, effort: Effort, trials: int | None = None) -> float | None:
-    """Seconds of tuning; None for a problem that has a settled record of these kernels already."""
+    """Seconds of tuning; None for a problem that has a confirmed record of these kernels already."""
     from benchmarks.providers import is_settled
 
     assert tuner.database is not None
@@ -155,7 +156,7 @@ def measure(
                 "relative_error": timing.relative_error,
             }
             if found.shared:
-                # Of the same contender: what it is alone decides which of a provider's is meant.
+                # Of the same contender: its steady-state time decides which of a provider's is meant.
                 shared = found.shared[best].ratio_to(found.shared["torch 0"])
                 providers[name]["ratio_shared"] = round(shared, 4)
             if contender.label:

@@ -152,11 +152,11 @@ def family_best(name: str) -> Provider:
 
 
 def is_settled(database: Database, problem: Problem, device: Device) -> bool:
-    """Whether a problem has a settled record that is served here: not of other software or older kernels."""
+    """Whether a problem has a confirmed record that is served here: of this software and these kernels."""
     from tunegemm.store.validity import judge_stored
 
     record = database.best(problem, device.fingerprint)
-    return record is not None and record.settled and judge_stored(record, device.fingerprint).usable
+    return record is not None and record.confirmed and judge_stored(record, device.fingerprint).usable
 
 
 def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contender]:

@@ -6,7 +6,7 @@
 A row for each race: torch.mm in the first two rounds and from the ninth on, the candidates' ratios to it then
 and then, and how the two agree. Where clocks settle before a race, early and late are alike; where they do
 not, the order of the candidates at first is not that of the end (docs/decisions/0011-clocks-settle-first.md).
-torch.mm as a candidate says what the race makes of the baseline itself. Races of long turns are left out.
+torch.mm as a candidate says what the race makes of the baseline itself. Steady-state races are left out.
 """
 
 from __future__ import annotations
@@ -138,14 +138,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         return f"no final race with {_FEWEST} candidates that stayed"
     slower = [row for row in rows if 1.08 < row["torch_late_us"] / row["torch_early_us"] < 1.4]
     agree = [row["correlation"] for row in slower]
-    told = f"{len(rows)} races, torch.mm slower by 8 to 40 % at the end of {len(slower)}"
+    said = f"{len(rows)} races, torch.mm slower by 8 to 40 % at the end of {len(slower)}"
     if agree:
         first = sum(row["best_late"]["rank_early"] == 1 for row in slower)
-        told += (
+        said += (
             f"; there early and late ratios correlate by {statistics.median(agree):.2f} in the median, "
             f"negatively in {sum(value < 0 for value in agree)}, and {first} had one winner"
         )
-    return told
+    return said
 
 
 def _meta(entries: Sequence[Entry]) -> dict[str, Any]:

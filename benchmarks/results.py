@@ -207,7 +207,7 @@ def peers_table(rows: list[dict[str, Any]], *, floor: float = 0.98) -> str:
             shared = [speed for row in rows if (speed := ratio_shared(row, name)) is not None]
             lines.append(
                 f"geometric mean of {name} to torch: {geometric_mean(speeds):.3f} over {len(speeds)} shapes, "
-                f"{lost} below 1, worst {min(speeds):.3f}; at shared clocks {geometric_mean(shared):.3f}"
+                f"{lost} below 1, worst {min(speeds):.3f}; in interleaved timing {geometric_mean(shared):.3f}"
             )
     for row in rows:
         speed = ratio(row, "tunegemm")

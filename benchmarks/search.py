@@ -2,7 +2,7 @@
 
     python benchmarks/search.py [--device h200] [--seeds 20] [--out FILE.json]
 
-Every strategy may ask for recorded candidates of one family only, and is told the recorded ratio to
+Every strategy may ask for recorded candidates of one family only, and gets the recorded ratio to
 torch.mm; its figure is the best ratio found over the best ratio of the whole sweep (1 is the optimum),
 the geometric mean over seeds. What is compared are recorded times: no GPU is used.
 
@@ -37,7 +37,7 @@ TRIALS = (16, 32, 64, 96)
 #: Infeasible or repeated suggestions in a row before plain TPE gets a random candidate: 3 ms each.
 _TPE_SKIPS = 20
 
-#: A strategy: told the value of what it yields (None for a failure), it yields the next candidate.
+#: A strategy: given the value of what it yields (None for a failure), it yields the next candidate.
 Values = Mapping[Candidate, float | None]
 Strategy = Callable[[Problem, Values, Device, int], Iterator[Candidate]]
 

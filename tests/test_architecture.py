@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -15,10 +16,10 @@ import tunegemm
 
 PACKAGE = Path(tunegemm.__file__).parent
 
-#: A module imports only from modules to its left.
+#: The ground floor's files, then the rooms. A file imports only from its own room and from those to its left.
 ORDER = (
-    "errors", "resources", "files", "describe", "generate", "measure", "search", "store", "tuning", "serve",
-    "report", "cli",
+    "errors", "resources", "files", "untrusted", "describe", "generate", "measure", "search", "store",
+    "tuning", "serve", "report", "cli",
 )  # fmt: skip
 
 PUBLIC = [
@@ -28,80 +29,111 @@ PUBLIC = [
 ]  # fmt: skip
 
 
-def room(path: Path, package: Path = PACKAGE) -> str:
-    """The entry of ORDER that a source file belongs to; empty for the package's `__init__`, `__main__`."""
-    first = path.relative_to(package).parts[0]
-    name = first.removesuffix(".py")
-    return "" if name in ("__init__", "__main__") else name
+def module_of(path: Path, package: Path = PACKAGE) -> str:
+    """The dotted name of a source file."""
+    parts = ("tunegemm", *path.relative_to(package).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_rooms(path: Path, package: Path = PACKAGE) -> Iterator[tuple[int, str]]:
-    """Line and room of each import of tunegemm in a file, of every scope and form."""
-    module = ("tunegemm", *path.relative_to(package).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:  # relative: resolved against the package that holds this module
-                parts = (*module[: len(module) - node.level], *([base] if base else []))
-                base = ".".join(parts)
-            names = [f"{base}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "tunegemm" and len(parts) > 1:
-                yield node.lineno, parts[1]
+def room(module: str) -> str:
+    """The entry of ORDER that a module belongs to; empty for the package's `__init__` and `__main__`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] != "__main__" else ""
 
 
-def violations(package: Path) -> list[str]:
-    found = []
-    for path in sorted(package.rglob("*.py")):
-        own = room(path, package)
-        if not own:
-            continue
-        for line, other in imported_rooms(path, package):
-            if other not in ORDER:
-                continue  # a public name of the package itself, judged below
-            if own not in ORDER or ORDER.index(other) > ORDER.index(own):
-                found.append(f"{path.relative_to(package)}:{line} imports {other}")
-    return found
+def imports(package: Path) -> Iterator[tuple[str, int, str]]:
+    """Each import of a module of the package: who, in which line, which one.
+
+    Of every scope and form, those for type checkers too: what only types need is needed all the same.
+    """
+    files = {module_of(path, package): path for path in package.rglob("*.py")}
+    for module, path in sorted(files.items()):
+        inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:  # relative: resolved against the package that holds this module
+                    above = inside.split(".")[: len(inside.split(".")) - node.level + 1]
+                    base = ".".join([*above, *([base] if base else [])])
+                names = [f"{base}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for name in names:
+                # The longest beginning that is a file: the rest is a name in it.
+                parts = name.split(".")
+                beginnings = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+                found = next((one for one in beginnings if one in files), None)
+                if found is not None and found != module:
+                    yield module, node.lineno, found
+
+
+def upward(package: Path) -> list[str]:
+    """Imports that run from a room to one further right."""
+    return [
+        f"{module}:{line} imports {other}"
+        for module, line, other in imports(package)
+        if room(module) and room(other) and ORDER.index(room(other)) > ORDER.index(room(module))
+    ]
+
+
+def circles(package: Path) -> list[str]:
+    """A circle of files, if there is one. The package's own `__init__` names everything, lazily."""
+    graph: dict[str, set[str]] = {}
+    for module, _, other in imports(package):
+        if room(module) and room(other):
+            graph.setdefault(module, set()).add(other)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" -> ".join(reversed(error.args[1]))]
+    return []
 
 
 def test_every_module_has_its_place() -> None:
-    rooms = {room(path) for path in PACKAGE.rglob("*.py")} - {""}
+    rooms = {room(module_of(path)) for path in PACKAGE.rglob("*.py")} - {""}
     assert rooms <= set(ORDER), f"not in ORDER: {sorted(rooms - set(ORDER))}"
 
 
-def test_imports_point_one_way() -> None:
-    assert violations(PACKAGE) == []
+def test_no_import_runs_up() -> None:
+    assert upward(PACKAGE) == []
 
 
-def test_the_check_sees_every_form_of_import(tmp_path: Path) -> None:
+def test_no_circle_of_files() -> None:
+    assert circles(PACKAGE) == []
+
+
+def test_the_checks_see_every_form_of_import(tmp_path: Path) -> None:
     package = tmp_path / "tunegemm"
-    (package / "search").mkdir(parents=True)
-    (package / "search" / "a.py").write_text(
-        "import tunegemm.cli\n"
-        "from tunegemm import store\n"
-        "from tunegemm.tuning import tune\n"
-        "from tunegemm.describe import predict\n"
-        "def f():\n    from ..serve import matmul\n    from .b import c\n"
-    )
-    assert [line.partition(" ")[2] for line in violations(package)] == [
-        "imports cli", "imports store", "imports tuning", "imports serve",
+    for name, text in {
+        "search/a.py": (
+            "import tunegemm.cli\nfrom tunegemm import store\nfrom tunegemm.tuning import tune\n"
+            "from tunegemm.describe import problem\n"
+            "def f():\n    from ..serve import matmul\n    from .b import c\n"
+        ),
+        "search/b.py": "if TYPE_CHECKING:\n    from tunegemm.search import a\n",
+        "describe/problem.py": "",
+        **{f"{name}/__init__.py": "" for name in ("search", "cli", "store", "tuning", "serve", "describe")},
+    }.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    assert [line.partition(" ")[2] for line in upward(package)] == [
+        "imports tunegemm.cli", "imports tunegemm.store", "imports tunegemm.tuning", "imports tunegemm.serve",
     ]  # fmt: skip
+    assert len(circles(package)) == 1 and "search.b" in circles(package)[0]
 
 
 def test_no_module_imports_from_the_package_root() -> None:
     """`from tunegemm import matmul` inside the package would load modules from the wrong end."""
     found = [
-        f"{path.relative_to(PACKAGE)}:{line} imports tunegemm.{name}"
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in PACKAGE.rglob("*.py")
-        if room(path)
-        for line, name in imported_rooms(path)
-        if name in PUBLIC
-    ]
+        if room(module_of(path))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "tunegemm" and not node.level
+        and {alias.name for alias in node.names} & set(PUBLIC)
+    ]  # fmt: skip
     assert found == []
 
 

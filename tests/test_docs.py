@@ -105,10 +105,10 @@ class TestBlocks:
             row(16, 4096, 4096, timed(torch=10.0, tunegemm=8.0), turn_ms=0.0),
         )
         text = generate.peers(tmp_path)
-        assert "| M x N x K | torch.mm, TFLOP/s | tunegemm | tunegemm, shared clocks |" in text
+        assert "| M x N x K | torch.mm, TFLOP/s | tunegemm | tunegemm, interleaved |" in text
         assert "| 4096x4096x4096 | 100.0 us, 1374 | **1.020** | 1.060 |" in text
         assert "| 16x4096x4096 | 10.0 us, 54 | **1.250** |  |" in text
-        assert "Over the 1 shapes at the power cap it is at 1.020 of `torch.mm`, timed at shared" in text
+        assert "Over the 1 shapes at the power cap it is at 1.020 of `torch.mm`, interleaved" in text
         assert "Not timed in this run: 8192x8192x8192, 2048x2048x2048" in text
 
     def test_no_loss_is_said_only_where_tunegemm_ran(self, generate: ModuleType, tmp_path: Path) -> None:

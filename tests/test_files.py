@@ -52,4 +52,5 @@ def test_a_file_in_a_folder_that_takes_no_other(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(files.os, "access", lambda *_: False)  # root may write everywhere
     with replacing(target) as part:
         part.write_text("new")
-    assert part == target and target.read_text() == "new"
+        assert target.read_text() == "old"
+    assert target.read_text() == "new"

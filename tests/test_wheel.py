@@ -66,8 +66,8 @@ def test_installed_wheel_finds_its_data(wheel: Path, tmp_path: Path) -> None:
     """Unpacked somewhere else, the package reads its own folders, not the checkout's."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
-        "from tunegemm.resources import data_path; from tunegemm.describe.space import SearchSpace;"
-        "print(data_path('search_spaces')); print(SearchSpace.load('cute_sm90').compile_size > 0)"
+        "from tunegemm.resources import data_path; from tunegemm.generate.families import load_space;"
+        "print(data_path('search_spaces')); print(load_space('cute_sm90').compile_size > 0)"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)},

@@ -3,6 +3,8 @@
 ::
 
     TunegemmError
+    ├── FileError         a file that cannot be read or written
+    ├── BadValueError     a value in a file, pack or damaged database that is not what it should be
     ├── ProblemError      a shape, dtype, layout or tensor that is no matrix product
     ├── DeviceError       a device that is not there, or not known
     ├── WorkloadError     a list of shapes that cannot be read or written, or a recording that cannot begin
@@ -22,6 +24,14 @@ What makes dispatch leave a product to torch is a `TunegemmWarning`, given once.
 
 class TunegemmError(Exception):
     """Base of all errors that tunegemm raises on purpose."""
+
+
+class FileError(TunegemmError):
+    """A file that cannot be read or written."""
+
+
+class BadValueError(TunegemmError, ValueError):
+    """A value in a file, a pack or a damaged database that is not what it should be."""
 
 
 class ProblemError(TunegemmError, ValueError):

@@ -1,32 +1,184 @@
-"""Files that are replaced as a whole: by a full disk or a killed process nothing is lost that was there."""
+"""The one place where files are opened for reading and replaced when written.
+
+What cannot be read or written is one line with the true cause and a remedy, of the error class that the
+caller names. Text is UTF-8 whatever the locale says.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import stat
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tunegemm.errors import FileError, TunegemmError
+
+#: No file of ours comes near: a million measurements are some 1.2 GB of JSON.
+_LARGEST_BYTES = 4 * 1024**3
+
+#: How long to wait for somebody to read a named pipe that is written to.
+_READER_WAIT_S = 5.0
+
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
+}  # fmt: skip
+
+#: What to do first about some errors; what else can be done, the caller says.
+_REMEDIES = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there",
+    errno.EACCES: "change the permissions of it or of its folders",
+    errno.EPERM: "change the permissions of it or of its folders",
+    errno.EISDIR: "name a file in it",
+    errno.ENXIO: "start the reader of that pipe first",
+}
+
+
+def cause(error: OSError, remedy: str) -> str:
+    """What the system says is wrong, what helps against just that, and `remedy`."""
+    first = _REMEDIES.get(error.errno or 0)
+    return f"{error.strerror or error}; {first + ', or ' if first else ''}{remedy}"
+
+
+def kind(mode: int) -> str | None:
+    """What a file is that is not a regular one, such as ``a folder``; None for a regular one."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def read_bytes(path: Path, error: type[TunegemmError] = FileError) -> bytes:
+    """A regular file's content, or what an open descriptor (``/dev/stdin``, ``<(command)``) yields.
+
+    Devices and named pipes, which may never end, are refused. Raises `error`.
+    """
+    with _explained(path, error, "give a file that can be read"):
+        number = _descriptor(path)
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if number is None else os.dup(number)
+        with os.fdopen(opened, "rb") as stream:
+            found = kind(os.fstat(opened).st_mode)
+            if found is not None and (number is None or found == "a folder"):
+                raise error(f"{path}: {found}, not a file; give a file that can be read")
+            content = stream.read(_LARGEST_BYTES + 1)
+    if len(content) > _LARGEST_BYTES:
+        raise error(f"{path}: over {_LARGEST_BYTES} B; give a smaller file")
+    return content
+
+
+def read_text(path: Path, error: type[TunegemmError] = FileError) -> str:
+    """A file's text, without a byte order mark. Raises `error` as `read_bytes`, and for other than UTF-8."""
+    try:
+        return read_bytes(path, error).decode("utf-8-sig")
+    except UnicodeDecodeError as bad:
+        raise error(f"{path}: not UTF-8 text (byte {bad.start}); give a text file") from None
+
+
+def write_text(path: Path, text: str, error: type[TunegemmError] = FileError) -> None:
+    """Replaces a file by a text, as `replacing`."""
+    with replacing(path, error) as part:
+        part.write_bytes(text.encode("utf-8", "backslashreplace"))
+
+
+def make_folder(path: Path, error: type[TunegemmError] = FileError) -> None:
+    """Creates a folder and those above it, where missing. Raises `error`."""
+    with _explained(path, error, "choose another --out"):
+        path.mkdir(parents=True, exist_ok=True)
+
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Path]:
     """A path to write to, of the same suffix; what is written takes the place of `path` at the end.
 
-    Not if an exception passes: then `path` is what it was. What is no regular file, such as a pipe or
-    ``/dev/stdout``, is written to as it is, and so is a file in a folder that takes no other; a link stays,
-    and what it names is replaced. Raises OSError.
+    If an exception passes, `path` is what it was. A regular file is replaced atomically and keeps its owner
+    and mode; a link stays, and what it names is replaced. A pipe, a device, an open descriptor such as
+    ``/dev/stdout``, and a file in a folder that takes no other, get the content when it is complete.
+    Raises `error`.
     """
-    path = path.resolve()
-    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
-        yield path
-        return
-    part = path.with_name(f".{os.getpid()}-{threading.get_ident()}.{path.name}")
+    with _explained(path, error, "choose another --out"):
+        number, old = _descriptor(path), _status(path)
+        target = path if number is not None or (old and kind(old.st_mode)) else path.resolve()
+        if target is path and not path.is_absolute():
+            target = Path.cwd() / path  # the working directory may change meanwhile
+        if number is None and (old is None or not kind(old.st_mode)) and os.access(target.parent, os.W_OK):
+            part = target.with_name(f".{os.getpid()}-{threading.get_ident()}.{target.name[-64:]}")
+            try:
+                _create(part, old)
+                yield part
+                with part.open("rb") as stream:
+                    os.fsync(stream.fileno())
+                part.replace(target)
+            finally:
+                with suppress(OSError):
+                    part.unlink(missing_ok=True)
+            return
+        if number is None and old is None:  # in a folder that is missing or takes no files
+            os.close(os.open(target, os.O_WRONLY | os.O_CREAT, 0o666))
+        with tempfile.TemporaryDirectory() as folder:
+            part = Path(folder, target.name[-64:])
+            yield part
+            with part.open("rb") as source, os.fdopen(_writable(target, number), "wb") as stream:
+                shutil.copyfileobj(source, stream)
+
+
+def _create(part: Path, old: os.stat_result | None) -> None:
+    """An empty file of the old one's mode and owner, before there is anything in it to see."""
+    mode = 0o666 if old is None else stat.S_IMODE(old.st_mode)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
-        yield part
-        with part.open("rb") as stream:
-            os.fsync(stream.fileno())
-        part.replace(path)
+        if old is not None:
+            with suppress(OSError):  # only root may give a file away
+                os.fchown(descriptor, old.st_uid, old.st_gid)
+            os.fchmod(descriptor, mode)
     finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _writable(path: Path, number: int | None) -> int:
+    if number is not None:
+        return os.dup(number)
+    flags, deadline = os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK, time.monotonic() + _READER_WAIT_S
+    while True:
+        try:
+            descriptor = os.open(path, flags)
+            os.set_blocking(descriptor, True)
+            return descriptor
+        except OSError as error:
+            if error.errno != errno.ENXIO or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _descriptor(path: Path) -> int | None:
+    """The number of this process's open descriptor that ``/dev/stdout``, ``/dev/fd/N`` or a link names.
+
+    Opening such a path anew would write over the beginning of a file that a shell appends to.
+    """
+    for _ in range(8):
+        if path.name.isdecimal() and os.path.realpath(path.parent) == f"/proc/{os.getpid()}/fd":
+            return int(path.name)
+        if not path.is_symlink():
+            return None
+        path = path.parent / path.readlink()
+    return None
+
+
+@contextmanager
+def _explained(path: Path, error: type[TunegemmError], remedy: str) -> Iterator[None]:
+    if "\0" in str(path):
+        raise error(f"{str(path)!r}: a path has no NUL; {remedy}")
+    try:
+        yield
+    except OSError as bad:
+        raise error(f"{path}: {cause(bad, remedy)}") from None

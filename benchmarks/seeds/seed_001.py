@@ -3,8 +3,8 @@
     python -m benchmarks.seeds.seed_001            # writes results/GPU/seed-001.json
 
 The kernel that the seed describes (cp.async ring of 3 stages, 2x2 warps, MMA tile of two atoms along n,
-swizzled shared memory) with fp16 accumulators, as there, and with fp32 ones; the same with a grouped walk
-over the tiles; and torch.mm, all in one interleave. fp16 accumulators round at every step of k: over 4096
+swizzled shared memory) with fp16 accumulators, as there, and with fp32 ones; the same with tiles
+visited in groups; and torch.mm, all in one interleave. fp16 accumulators round at every step of k: over 4096
 they are off by some 2e-3, twice what the tuner lets pass, so that they are checked against 4e-3 here and
 their row says how far they are off.
 """

@@ -158,7 +158,7 @@ def _interleave(
     turn_ms: float = 160,
 ) -> Interleave:  # fmt: skip
     from benchmarks.interleave import interleave
-    from tunegemm.generate.cublaslt.baseline import torch_mm
+    from tunegemm.generate.cublaslt.eager import torch_mm
 
     label = families.get("gluon_wgmma").label
     runs = {"torch": torch_mm(problem)} | {label(contender.candidate): run for contender, run in pairs}

@@ -27,7 +27,7 @@ ARTICLE = hopper("pingpong", (128, 128, 64), 6, (1, 1), 32)
 
 
 def ours() -> list[Candidate]:
-    """Tiles that tuning put ahead at K = 256 and 2048, at shared clocks and alone, and the article's."""
+    """Tiles that tuning put ahead at K = 256 and 2048, in both kinds of timing, and the article's."""
     wide, tall, square, large = (128, 192, 64), (192, 128, 64), (128, 128, 64), (256, 192, 64)
     return [
         ARTICLE,
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--ks", help=f"K,... (default: {KS[0]} to {KS[-1]} by {KS.step})")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds per K")
-    parser.add_argument("--turns", type=int, default=3, help="rounds of turns, at the power cap")
+    parser.add_argument("--turns", type=int, default=3, help="steady-state rounds, at the power cap")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
@@ -83,7 +83,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
     with CompilePool(ArtifactStore()) as pool:
         for k in options.ks:
             problem = Problem(M, N, k)
-            # The chip has been busy with the K before: it is settled.
+            # The chip has been busy with the K before: its clocks have settled.
             row = contest(
                 problem, groups, device, backend, pool,
                 rounds=options.rounds, turns=options.turns, settle_s=0.2,
@@ -91,10 +91,10 @@ def run(device: Device, options: argparse.Namespace) -> None:
             results.put(row)
             providers = row["providers"]
             ratios.append(providers["tunegemm_cute"]["ratio"])
-            told = ", ".join(
+            said = ", ".join(
                 f"{name} {one['tflops']} ({one['ratio']:.3f})" for name, one in providers.items()
             )
-            print(f"K = {k}: {told}", flush=True)
+            print(f"K = {k}: {said}", flush=True)
     print(f"geometric mean of tunegemm_cute to torch.mm: {statistics.geometric_mean(ratios):.3f}")
     print(f"written: {results.path}")
 

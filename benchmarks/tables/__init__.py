@@ -1,1 +1,1 @@
-"""The tables and sentences of the documents, of the result files alone; docs/generate.py puts them there."""
+"""The tables and sentences of the documents, from the result files only; docs/generate.py puts them there."""

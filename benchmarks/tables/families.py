@@ -31,14 +31,14 @@ def families(results: Path) -> str:
     ]
     counts = []
     for family in PROVIDER:
-        alone = sum(s.winners == (family,) for s in found)
-        shared = sum(family in s.winners for s in found) - alone
-        counts.append([f"`{family}`", str(alone), str(shared)])
+        single = sum(s.winners == (family,) for s in found)
+        shared = sum(family in s.winners for s in found) - single
+        counts.append([f"`{family}`", str(single), str(shared)])
     return "\n\n".join(
         [
             machine_line(data.get("meta", {})),
             f"Over {len(found)} shapes:",
-            markdown_table(["family", "fastest alone", "fastest within the noise"], counts),
+            markdown_table(["family", "fastest by itself", "fastest within the noise"], counts),
             markdown_table(["M x N x K", "kind", "fastest", "times torch.mm", "noise"], lines),
         ]
     )
@@ -60,7 +60,7 @@ def family_figures(family: str, results: Path) -> str:
     data, rows = files[0] if 2 * len(files[0][1]) > len(files[-1][1]) else files[-1]
     odd = odd_shapes()
     parts = [machine_line(data.get("meta", {}))]
-    for group, told in (
+    for group, said in (
         ([row for row in rows if shape_of(row) not in odd], "shapes of even K"),
         ([row for row in rows if shape_of(row) in odd], "shapes of odd K"),
     ):
@@ -69,7 +69,7 @@ def family_figures(family: str, results: Path) -> str:
         values = [ratios(row)[name] for row in group]
         ahead = sum(value > 1 for value in values)
         parts.append(
-            f"Over {len(values)} {told}: geometric mean {geometric_mean(values):.3f} of `torch.mm`, "
+            f"Over {len(values)} {said}: geometric mean {geometric_mean(values):.3f} of `torch.mm`, "
             f"{min(values):.3f} to {max(values):.3f}, faster on {ahead}."
         )
     lines = []

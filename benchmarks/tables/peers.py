@@ -54,10 +54,10 @@ def peers_odd(results: Path) -> str:
     found = [ratios(row) for row in rows]
     best = max(one.get("inductor", 0) for one in found)
     ours = geometric_mean([one["tunegemm"] for one in found if "tunegemm" in one])
-    told = (
+    said = (
         f"Inductor is up to {best:.1f} times as fast as `torch.mm`, `tunegemm` {ours:.2f} times on average."
     )
-    return "\n\n".join([*(part for part in providers(rows, ODD) if part), told])
+    return "\n\n".join([*(part for part in providers(rows, ODD) if part), said])
 
 
 def summary(results: Path) -> str:
@@ -141,35 +141,35 @@ def providers(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
         for found in all_ratios
         if "tunegemm" in found
     ]
-    told = ""
+    said = ""
     if rivals:
-        told = f"To the best library of each interleave `tunegemm` is at {geometric_mean(rivals):.3f}."
+        said = f"To the best library of each interleave `tunegemm` is at {geometric_mean(rivals):.3f}."
     header = ["M x N x K", "torch.mm, TFLOP/s", *names]
     explained = (
         "Speed relative to `torch.mm` in the same interleave: above 1 is faster, the best in bold; "
         "a mean over fewer shapes says over how many."
     )
     if in_turns:
-        header.append("tunegemm, shared clocks")
+        header.append("tunegemm, interleaved")
         own = [found["tunegemm"] for row, found in zip(rows, all_ratios, strict=True) if row.get("turn_ms")]
-        told += (
+        said += (
             f" Over the {len(own)} shapes at the power cap it is at {geometric_mean(own):.3f} of `torch.mm`, "
-            f"timed at shared clocks at {geometric_mean(shared):.3f}."
+            f"interleaved at {geometric_mean(shared):.3f}."
         )
         explained += (
-            " At the power cap each had the chip to itself in its turns; the last column says what one "
-            "replay after another gives there, where all share the clocks of their mixture."
+            " At the power cap these are steady-state ratios; the last column has the interleaved ones, "
+            "where all share one clock."
         )
     return [
         explained,
         markdown_table(header, lines),
-        told,
+        said,
         losses(rows, all_ratios),
     ]
 
 
 def shared_clocks(row: dict[str, Any], in_turns: list[dict[str, Any]]) -> list[str]:
-    """The cell of tunegemm's ratio at clocks that all shared; none where no row was timed in turns."""
+    """The cell of tunegemm's interleaved ratio; none where no row was timed in steady state."""
     if not in_turns:
         return []
     ratio = row["providers"].get("tunegemm", {}).get("ratio_shared")

@@ -101,7 +101,7 @@ def dispatch(results: Path) -> str:
         for row in data["rows"]
     ]
     table = markdown_table(["call", "torch, us", "tunegemm, us", "ratio"], lines)
-    told = (
+    said = (
         f"`import tunegemm` takes {data['import_ms']:.1f} ms beyond torch, with dispatch "
         f"{data['import_and_matmul_ms']:.0f} ms; a record in memory {data['bytes_per_record']:.0f} bytes. "
         f"A process's first product takes {data['first_call_ms']:.0f} ms with {data['records']} records and "
@@ -109,14 +109,14 @@ def dispatch(results: Path) -> str:
     )
     if (parts := data.get("first_call_parts")) is not None:
         warm, cold = parts["warm"], parts["cold"]
-        told += (
+        said += (
             f": {warm['records_ms']:.0f} ms to read the records, {warm['kernel_ms']:.0f} ms to load the "
             f"kernel and {warm['device_ms']:.0f} ms to ask for the device. With its files dropped from the "
             f"page cache it takes {cold['first_call_ms']:.0f} ms, and the import "
             f"{cold['import_and_matmul_ms']:.0f} ms"
         )
-    told += "."
-    return "\n\n".join([machine_line(data["meta"]), table, told])
+    said += "."
+    return "\n\n".join([machine_line(data["meta"]), table, said])
 
 
 def clients(results: Path) -> str:
@@ -141,8 +141,8 @@ def clients(results: Path) -> str:
         for row in data["rows"]
         if "ratio" in row and 1 - row["ratio"] > row["noise"]
     ]
-    told = f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), told])
+    said = f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
 
 
 def decode(results: Path) -> str:

@@ -63,12 +63,12 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
     }
     if BASELINE not in times:
         raise DocsError(f"{shape_of(row)}: no time of {BASELINE!r} to compare with")
-    # Round by round where the row has it; older files have medians alone.
+    # Round by round where the row has it; older files have medians only.
     return {name: row["providers"][name].get("ratio", times[BASELINE] / time) for name, time in times.items()}
 
 
 def clocks_of(row: dict[str, Any]) -> str:
-    """Whose clocks a row's ratios are of: at the power cap a turn's own, or those that all shared."""
+    """How a row was timed: in steady state with clocks of its own, below the cap, or interleaved."""
     if "turn_ms" not in row:
         return "shared"
     return "own" if row["turn_ms"] else "below the cap"
@@ -82,5 +82,5 @@ def machine_line(meta: dict[str, Any]) -> str:
         str(meta.get("date", ""))[:10],
     ]
     facts += [f"{name} {version}" for name, version in meta.get("packages", {}).items()]
-    told = ", ".join(str(fact) for fact in facts if fact)
-    return f"Measured on {told}." if told else ""
+    said = ", ".join(str(fact) for fact in facts if fact)
+    return f"Measured on {said}." if said else ""

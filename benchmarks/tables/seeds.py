@@ -49,14 +49,14 @@ def seed_001(results: Path) -> str:
             ]
         )  # fmt: skip
     header = ["kernel", "us", "TFLOP/s", "% of peak", "% of roofline", "times torch.mm", "relative error"]
-    told = (
+    said = (
         f"The product has {roof['flops_per_byte']:.0f} FLOP per byte of memory, more than the "
         f"{roof['ridge_flops_per_byte']:.0f} where the roofline bends ({roof['peak_tflops']:.0f} TFLOP/s, "
         f"{roof['bandwidth_gbps']} GB/s), so that the peak is its roof. The tile has "
         f"{roof['flops_per_smem_byte']:.0f} FLOP per byte that it loads, which memory alone could feed at "
         f"{roof['tile_tflops']:.0f} TFLOP/s: what goes beyond comes from L2."
     )
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), told])
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
 
 
 def seed_003(results: Path) -> str:
@@ -134,7 +134,7 @@ def seed_004(results: Path) -> str:
         ours, other = row["providers"]["tunegemm_cute"], row["providers"][name]
         return float(ours["ratio"] / other["ratio"])
 
-    told = []
+    said = []
     for name, what in (
         ("torch", "cuBLAS"),
         ("cublaslt", "the best of cuBLASLt"),
@@ -143,8 +143,8 @@ def seed_004(results: Path) -> str:
         values = {row["k"]: to_ours(row, name) for row in rows}
         behind = [str(k) for k, value in values.items() if value <= 1]
         ahead = f"behind at K = {', '.join(behind)}" if behind else "ahead at every K"
-        told.append(f"{geometric_mean(list(values.values())):.3f} times {what} ({ahead})")
+        said.append(f"{geometric_mean(list(values.values())):.3f} times {what} ({ahead})")
     sentence = (
-        f"Geometric mean of our best over the {len(rows)} values of K: {told[0]}, {told[1]} and {told[2]}."
+        f"Geometric mean of our best over the {len(rows)} values of K: {said[0]}, {said[1]} and {said[2]}."
     )
     return "\n\n".join([machine_line(data["meta"]), sentence, "TFLOP/s:", markdown_table(header, lines)])

@@ -233,7 +233,7 @@ def test_the_table_tells_the_mean_at_shared_clocks():
     alone = row(1, torch=4.0, tunegemm=4.0)
     alone["providers"]["tunegemm"]["ratio_shared"] = 1.21
     table = results.peers_table([alone, row(2, torch=4.0, tunegemm=4.0)])
-    assert "torch: 1.000 over 2 shapes, 0 below 1, worst 1.000; at shared clocks 1.100" in table
+    assert "torch: 1.000 over 2 shapes, 0 below 1, worst 1.000; in interleaved timing 1.100" in table
 
 
 def test_a_failing_baseline_is_an_error(backend):

@@ -50,7 +50,7 @@ def the_line(code: int, output: str, errors: str) -> str:
     [
         (("--shape", "0x4x4"), "m=0 in 0x4x4: every extent must be from 1"),
         (("--shape", "4096"), "shape '4096' is not MxNxK or MxNxKxL; for example 4096x4096x4096"),
-        ((*SHAPE, "--dtype", "int4"), "dtype 'int4' is not known; use one of bf16, fp16, fp32"),
+        ((*SHAPE, "--dtype", "int4"), "dtype 'int4' is not known; use one of bf16, fp16, tf32"),
         ((*SHAPE, "--device", "cuda:77"), "device 'cuda:77': "),
     ],
 )
@@ -65,7 +65,7 @@ def test_in_a_process(arguments: tuple[str, ...], named: str) -> None:
         (("--shape", "0x4x4"), "m=0 in 0x4x4: every extent must be from 1"),
         (("--shape", "4096"), "shape '4096' is not MxNxK or MxNxKxL; for example 4096x4096x4096"),
         (("--shape", "64x64x64", "--shape", "9x9"), "shape '9x9' is not"),
-        ((*SHAPE, "--dtype", "int4"), "dtype 'int4' is not known; use one of bf16, fp16, fp32"),
+        ((*SHAPE, "--dtype", "int4"), "dtype 'int4' is not known; use one of bf16, fp16, tf32"),
         ((*SHAPE, "--dtype", "fp32"), "input dtype 'fp32' has no kernels; fp32 operands have them"),
         ((*SHAPE, "--out-dtype", "int4"), "dtype 'int4' is not known"),
         ((*SHAPE, "--layout", "rc"), "layout 'rc' is not known; use one of tn, tt, nn, nt"),
@@ -101,7 +101,7 @@ def test_no_shape() -> None:
         (("--trials", "0"), "--trials 0: must be 1 or more"),
         (("--trials", "many"), "--trials"),
         (("--workers", "-1"), "--workers -1: must be 1 or more"),
-        (("--budget", "soon"), "budget 'soon' is no duration; for example 90, 90s, 10m or 1h30m"),
+        (("--budget", "soon"), "budget 'soon' is not a duration; for example 90, 90s, 10m or 1h30m"),
         (("--families", "cutlas"), "kernel family 'cutlas' is not known; use one of cute_sm90"),
         (("--families", ","), "families ',' names none"),
     ],
@@ -147,13 +147,14 @@ def test_usage_errors_name_the_value_and_the_commands_own_help(arguments: tuple[
 
 
 def test_a_time_is_told_by_its_own_option() -> None:
-    assert "--lease '0' is no duration" in refused_here("fleet", "work", "--lease", "0")
-    assert "--budget '0' is no duration" in refused_here("fleet", "add", *SHAPE, "--budget", "0")
+    assert "--lease '0' is not a duration" in refused_here("fleet", "work", "--lease", "0")
+    assert "--budget '0' is not a duration" in refused_here("fleet", "add", *SHAPE, "--budget", "0")
 
 
 def test_formats_of_exports(tmp_path: Path) -> None:
     arguments = ("db", "export", "--out", tmp_path / "all.foo", "--format", "foo")
-    assert "use one of json, csv, parquet, t4, vllm, inductor" in refused_here(*arguments)
+    for name in ("foo", "t4", "vllm", "inductor"):
+        assert "use one of json, csv, parquet" in refused_here(*arguments[:-1], name)
 
 
 def test_status_of_no_fleet(tmp_path: Path) -> None:

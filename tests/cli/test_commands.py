@@ -76,7 +76,7 @@ class TestTune:
         database = tmp_path / "tuning.sqlite"
         tunegemm(*TUNE, "--db", str(database))
         run = tunegemm("leaderboard", "--db", str(database), code=2)
-        assert "no measurement of MxNxK" in run.stderr
+        assert "nothing measured yet; run `tunegemm tune --shape MxNxK` on a GPU first" in run.stderr
 
     def test_modelled_is_labelled(self, documents: list[dict[str, Any]]) -> None:
         run = tunegemm(

@@ -58,21 +58,6 @@ def test_an_export_that_cannot_be(
     assert not file.exists()
 
 
-def test_an_export_for_inductor_says_what_it_leaves_out(database: Path, tmp_path: Path) -> None:
-    file = tmp_path / "table.json"
-    arguments = ("db", "export", "--db", database, "--out", file, "--format", "inductor")
-    assert "Inductor's table can hold" in run(*arguments, code=2)[1]
-    assert not file.exists()
-    with Database.open(database) as opened:
-        opened.settle(SMALL, DEVICE, measurement(1.0, TORCH_MM), label="torch.mm")
-    stdout, stderr = run(*arguments)
-    assert f"left out: {PROBLEM} on {DEVICE.name}: pp128x256 is none of Inductor's kernels" in stderr
-    assert "1 products for torch._inductor.config.lookup_table" in stdout
-    assert list(json.loads(file.read_text()).values()) == [[{"template_id": "aten::mm"}]]
-    assert "Inductor's table" in run(*arguments, "--shape", PROBLEM.shape, code=2)[1]
-    assert "inductor" not in run("db", "import", "--help")[0]
-
-
 def test_records_are_not_filtered(database: Path, tmp_path: Path) -> None:
     arguments = ("db", "export", "--db", database, "--records", tmp_path / "records")
     assert "to choose some, use --out" in run(*arguments, "--shape", PROBLEM.shape, code=2)[1]
@@ -81,26 +66,38 @@ def test_records_are_not_filtered(database: Path, tmp_path: Path) -> None:
 
 def test_an_import_of_no_file_makes_no_database(tmp_path: Path) -> None:
     into = tmp_path / "new.sqlite"
-    assert "no such file" in run("db", "import", tmp_path / "none.json", "--db", into, code=2)[1]
+    assert "No such file" in run("db", "import", tmp_path / "none.json", "--db", into, code=2)[1]
     assert not into.exists()
 
 
 def test_a_bad_file_makes_no_database_and_stops_no_other(database: Path, tmp_path: Path) -> None:
     bad, good, into = tmp_path / "bad.json", tmp_path / "good.json", tmp_path / "new.sqlite"
     run("db", "export", "--db", database, "--out", good)
-    for text in (good.read_text()[:-40], "[" * 100_000):
+    for text in (good.read_text()[1:], "[" * 100_000):
         bad.write_text(text)
         assert f"{bad}: not a json export" in run("db", "import", bad, "--db", into, code=2)[1]
         assert not into.exists()
-    assert "rows added" in run("db", "import", bad, good, "--db", into, code=2)[0]
+    stdout, stderr = run("db", "import", bad, tmp_path / "none.json", good, "--db", into, code=2)
+    assert [line.partition(":")[0] for line in stdout.splitlines()] == [
+        str(bad), str(tmp_path / "none.json"), str(good),
+    ]  # fmt: skip
+    assert "No such file" in stderr
     with Database.open(into, read_only=True) as opened:
         assert opened.records()
 
 
+def test_a_file_that_is_cut_off_gives_its_whole_rows(database: Path, tmp_path: Path) -> None:
+    file, into = tmp_path / "cut.json", tmp_path / "new.sqlite"
+    run("db", "export", "--db", database, "--out", file)
+    file.write_text(file.read_text()[:-40])
+    stdout, stderr = run("db", "import", file, "--db", into)
+    assert "1 rows added, 0 known already, 2 left out" in stdout
+    assert "left out: row 2: " in stderr and "row 3: the file is cut off here" in stderr
+
+
 def test_an_import_of_nothing_usable_is_told_by_its_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "theirs.json").write_text('{"16": {"BLOCK_SIZE_M": 16}}')
-    arguments = ("db", "import", tmp_path / "theirs.json", "--format", "vllm", "--db", tmp_path / "t.sqlite")
-    stdout, stderr = run(*arguments, code=1)
+    (tmp_path / "theirs.json").write_text('{"format": "tunegemm-database/1", "rows": [\n{"kind": "other"}]}')
+    stdout, stderr = run("db", "import", tmp_path / "theirs.json", "--db", tmp_path / "t.sqlite", code=1)
     assert "0 rows added, 0 known already, 1 left out" in stdout and "left out: row 1" in stderr
 
 
@@ -134,13 +131,13 @@ class TestRerace:
                     raced = {entry.measured_at for entry in database.entries(SMALL) if entry.origin == ""}
                 if record is not None and record.measured_at in raced:
                     break
-        assert f"conflict {SMALL} on NVIDIA H200: many over few, 12 samples, the other has 4" in stdout
+        assert f"conflict {SMALL} on NVIDIA H200: many over few, as good, and the record before" in stdout
         assert f"{SMALL}: raced, the record is" in stdout
         with Database.open(into, read_only=True) as database:
             raced = [entry for entry in database.entries(SMALL) if entry.origin == ""]
             assert {entry.candidate for entry in raced} == {TWIN, TORCH_MM}
             record = database.best(SMALL, device.fingerprint)
-            assert record is not None and record.settled
+            assert record is not None and record.confirmed
             assert record.measured_at in {entry.measured_at for entry in raced}, "of the race, not merged"
 
     def test_a_conflict_of_another_device_is_named_and_left(

@@ -23,7 +23,7 @@ def test_durations(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "0m", "-5", "5x", "m", "10m1h", "nan", "1e3", "inf"])
 def test_no_durations(text: str) -> None:
-    with pytest.raises(UsageError, match="is no duration; for example"):
+    with pytest.raises(UsageError, match="is not a duration; for example"):
         parse_seconds(text)
 
 

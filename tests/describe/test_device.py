@@ -13,13 +13,11 @@ from tunegemm.describe.device import (
     cuda_device_count,
     current_fingerprint,
     find_device,
-    kernel_source_hash,
     package_version,
     with_fingerprint,
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import DeviceError
-from tunegemm.generate import families
 
 
 class TestFindDevice:
@@ -113,14 +111,6 @@ class TestFingerprint:
 
     def test_absent_package(self) -> None:
         assert package_version("no-such-distribution") == ""
-
-    def test_kernel_sources_are_hashed_per_family(self) -> None:
-        """A new family leaves the records of the others alone."""
-        hashes = {name: kernel_source_hash(name) for name in families.NAMES}
-        assert len(hashes["cute_sm90"]) == 16
-        assert hashes["cublaslt"] == "", "a library's kernels have no sources here"
-        compiled = [name for name in hashes if families.get(name).compiled]
-        assert len({hashes[name] for name in compiled} - {""}) == len(compiled)
 
     def test_a_recorded_device_keeps_the_fingerprint_of_its_record(self) -> None:
         device = find_device("model:h200")

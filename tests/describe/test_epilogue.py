@@ -23,7 +23,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import ProblemError
 from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.compile import CompilePool
-from tunegemm.generate.cublaslt.baseline import torch_mm
+from tunegemm.generate.cublaslt.eager import torch_mm
 from tunegemm.generate.cute_sm90 import FAMILY
 from tunegemm.generate.cute_sm90.rules import config_of
 from tunegemm.generate.families import NAMES, get

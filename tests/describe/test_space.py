@@ -148,7 +148,3 @@ class TestSpace:
         (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
         with pytest.raises(SpaceError, match="not a readable TOML file"):
             SearchSpace.load(tmp_path / "binary.toml")
-
-    def test_family_without_a_space(self) -> None:
-        with pytest.raises(SpaceError, match="no search space for family 'nothing'"):
-            SearchSpace.load("nothing")

@@ -1,27 +1,19 @@
-"""Feasibility of the Ampere family from both sides, by the compiler's own report. No GPU needed.
+"""Examples of the Ampere family, and what only it has. No GPU needed."""
 
-`TUNEGEMM_TEST_SAMPLE=N` compiles N accepted candidates instead of the default few.
-"""
-
-import math
-import os
-import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from tunegemm.describe.device import ARCHITECTURES, Device, find_device
+from tests.support.examples import TOO_LARGE, Examples, Rejection, compile_all
+from tunegemm.describe.device import ARCHITECTURES, Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.generate.compile import CompilePool, CompileResult
+from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cute_object import load_function
 from tunegemm.generate.cute_sm80 import FAMILY, grid_ctas
-from tunegemm.generate.cute_sm80.rules import RULES, config_of
+from tunegemm.generate.cute_sm80.rules import config_of
 
-SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "8"))
 SHAPE = "4096x4096x4096"
 #: The seed's kernel: 128x128x32 in 3 stages, 2x2 warps, permuted tile of two atoms along n.
 GOOD = {
@@ -40,65 +32,17 @@ PROBLEMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def h200() -> Device:
-    return find_device("model:h200")
-
-
 def candidate(**changes: int | str) -> Candidate:
     return Candidate.make("cute_sm80", GOOD | changes)
 
 
-def compile_all(pool: CompilePool, pairs: list[tuple[Problem, Candidate, Device]]) -> list[CompileResult]:
-    futures = [pool.submit("cute_sm80", FAMILY.kernel_key(*pair)) for pair in pairs]
-    return [future.result() for future in futures]
-
-
-@pytest.mark.timeout(600)
-def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200: Device) -> None:
-    space = families.load_space("cute_sm80")
-    generator = random.Random(0)
-    kernels = list(space.kernels())
-    pairs = []
-    for problem in PROBLEMS:
-        chosen = generator.sample(kernels, 2000)
-        accepted = [kernel for kernel in chosen if FAMILY.check(problem, kernel, h200)]
-        assert len(accepted) > 20
-        pairs += [
-            (problem, kernel, h200)
-            for kernel in generator.sample(accepted, math.ceil(SAMPLE / len(PROBLEMS)))
-        ]
-    # The corners of the register rule, where a spill would show first.
-    pairs += [
-        (PROBLEMS[0], candidate(), h200),
-        (PROBLEMS[0], candidate(tile_k=64, smem_swizzle=3, stages=4), h200),
-        (PROBLEMS[1], candidate(vector_bytes=2, tile_k=64, smem_swizzle=3, stages=4), h200),
-        (PROBLEMS[6], candidate(acc_dtype="fp16"), h200),
-    ]
-    for (problem, kernel, _), result in zip(pairs, compile_all(pool, pairs), strict=True):
-        assert FAMILY.check(problem, kernel, h200), (problem, kernel)
-        assert result.failure == "", (problem, kernel)
-        assert result.artifact is not None
-        resources = result.artifact.resources
-        assert resources.spill_bytes == 0 and resources.warnings == ()
-        assert resources.smem_bytes == FAMILY.smem_bytes(problem, kernel), (problem, kernel)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
 def test_compiles_for_ampere_and_ada(pool: CompilePool, h200: Device, capability: tuple[int, int]) -> None:
     """The same kernels, without a GPU, for every architecture with cp.async; their limits are their own."""
     device = replace(h200, architecture=ARCHITECTURES[capability])
-    pairs = [
-        (PROBLEMS[0], candidate(), device),
-        (PROBLEMS[1], candidate(vector_bytes=2, tile_n=64), device),
-    ]
-    for (problem, kernel, _), result in zip(pairs, compile_all(pool, pairs), strict=True):
+    pairs = [(PROBLEMS[0], candidate()), (PROBLEMS[1], candidate(vector_bytes=2, tile_n=64))]
+    for (problem, kernel), result in zip(pairs, compile_all(pool, pairs, device), strict=True):
         assert FAMILY.check(problem, kernel, device)
         assert result.artifact is not None, result.failure
         assert f"{capability[0]}{capability[1]}" in FAMILY.kernel_key(problem, kernel, device)["target"]  # type: ignore[operator]
@@ -107,37 +51,28 @@ def test_compiles_for_ampere_and_ada(pool: CompilePool, h200: Device, capability
     assert bool(FAMILY.check(PROBLEMS[0], deep, device)) == (capability == (8, 0))
 
 
-# Per rule: a change to GOOD that only this rule objects to, and what the compiler says of it. Where it says
-# nothing, the object exceeds a limit of the hardware, which is asserted instead.
-REJECTED = [
-    ("accumulation", {"acc_dtype": "fp16"}, "acc_dtype"),
-    ("mma_tile", {"tile_m": 96, "warps_m": 4, "warps_n": 1}, "Error"),
-    ("mma_tile", {"tile_k": 16, "smem_swizzle": 0}, "Error"),
-    ("copies", {"tile_n": 64, "warps_m": 4, "warps_n": 4, "tile_m": 256}, "no whole passes"),
-    ("copies", {"smem_swizzle": 3}, "swizzle of 3 bits"),
-    ("registers", {"tile_m": 256}, "spills"),
-    ("registers", {"warps_n": 4, "ctas_per_sm": 2, "tile_k": 64, "smem_swizzle": 3}, "spills"),
-    ("shared_memory", {"tile_k": 64, "smem_swizzle": 3, "stages": 8}, ""),
-]
-
-
-@pytest.mark.parametrize(("rule", "change", "verdict"), REJECTED)
-def test_what_is_rejected_fails(
-    pool: CompilePool, h200: Device, rule: str, change: dict[str, int | str], verdict: str
-) -> None:
-    problem, kernel = PROBLEMS[0], candidate(**change)
-    assert FAMILY.check(problem, kernel, h200).rule == rule
-    (result,) = compile_all(pool, [(problem, kernel, h200)])
-    if verdict:
-        assert verdict in result.failure
-    else:
-        assert result.artifact is not None
-        assert result.artifact.resources.smem_bytes > h200.architecture.smem_bytes_per_block
-
-
-@pytest.mark.parametrize(
-    ("rule", "problem", "change"),
-    [
+EXAMPLES = Examples(
+    "cute_sm80",
+    GOOD,
+    LAUNCH,
+    PROBLEMS,
+    corners=[
+        (PROBLEMS[0], {"tile_k": 64, "smem_swizzle": 3, "stages": 4}),
+        (PROBLEMS[1], {"vector_bytes": 2, "tile_k": 64, "smem_swizzle": 3, "stages": 4}),
+        (PROBLEMS[6], {"acc_dtype": "fp16"}),
+    ],
+    rejected=[
+        Rejection("shared_memory", {"tile_k": 64, "smem_swizzle": 3, "stages": 8}, TOO_LARGE),
+        Rejection("accumulation", {"acc_dtype": "fp16"}, "acc_dtype"),
+        Rejection("mma_tile", {"tile_m": 96, "warps_m": 4, "warps_n": 1}, "Error"),
+        Rejection("mma_tile", {"tile_k": 16, "smem_swizzle": 0}, "Error"),
+        Rejection("copies", {"tile_n": 64, "warps_m": 4, "warps_n": 4, "tile_m": 256}, "no whole passes"),
+        Rejection("copies", {"smem_swizzle": 3}, "swizzle of 3 bits"),
+        Rejection("registers", {"tile_m": 256}, "spills"),
+        Rejection("registers", {"warps_n": 4, "ctas_per_sm": 2, "tile_k": 64, "smem_swizzle": 3}, "spills"),
+    ],
+    objections=[
+        ("half_operands", Problem.parse(SHAPE, dtype="int8"), {}),
         ("alignment", Problem.parse("4096x4096x1001"), {}),
         ("alignment", Problem.parse(SHAPE, alignment=8), {}),
         ("vector_fits", PROBLEMS[0], {"vector_bytes": 8}),
@@ -152,31 +87,11 @@ def test_what_is_rejected_fails(
         ("ring_depth", PROBLEMS[0], {"stages": 1}),
         ("split_fits", PROBLEMS[0], {"split_k": 2}),
     ],
+    elsewhere=frozenset({"architecture"}),
 )
-def test_each_rule_names_its_numbers(
-    h200: Device, rule: str, problem: Problem, change: dict[str, int | str]
-) -> None:
-    launch = {name: value for name, value in change.items() if name in LAUNCH}
-    chosen = candidate(**{n: v for n, v in change.items() if n not in LAUNCH}).with_launch(**launch)
-    verdict = FAMILY.check(problem, chosen, h200)
-    assert verdict.rule == rule
-    assert any(character.isdigit() for character in verdict.reason)
 
 
-def test_every_rule_can_object(h200: Device) -> None:
-    """No dead rule: each rejects something in the cases above, or an older GPU."""
-    seen = {rule for rule, _, _ in REJECTED}
-    seen |= {
-        "half_operands",
-        "ring_depth",
-        "alignment",
-        "vector_fits",
-        "accumulation_fits",
-        "threads",
-        "split_fits",
-        "architecture",
-    }
-    assert {rule.__name__ for rule in RULES} <= seen
+def test_gpus_without_cp_async_are_refused(h200: Device) -> None:
     turing = replace(h200.architecture, capability=(7, 5), compile_target="sm_75")
     assert FAMILY.check(PROBLEMS[0], candidate(), replace(h200, architecture=turing)).rule == "architecture"
 
@@ -201,23 +116,8 @@ def test_grids(h200: Device) -> None:
     assert grid_ctas(Problem.parse("64x64x4096"), launch.with_launch(ctas="all", split_k=4), h200) == 4
 
 
-def test_labels_are_short_and_distinct(h200: Device) -> None:
-    kernels = random.Random(0).sample(list(families.load_space("cute_sm80").kernels()), 2000)
-    labels = {FAMILY.label(kernel) for kernel in kernels}
-    assert len(labels) == len(kernels)
-    assert max(map(len, labels)) < 40
-
-
-def test_one_object_serves_every_shape(h200: Device) -> None:
-    keys = {
-        str(FAMILY.kernel_key(Problem.parse(shape), candidate(), h200))
-        for shape in ("4096x4096x4096", "8x16x24", "128x128x128x7")
-    }
-    assert len(keys) == 1
-
-
 def test_an_object_holds_the_launch_function(pool: CompilePool, h200: Device) -> None:
-    (result,) = compile_all(pool, [(PROBLEMS[0], candidate(), h200)])
+    (result,) = compile_all(pool, [(PROBLEMS[0], candidate())], h200)
     assert result.artifact is not None
     assert callable(load_function(result.artifact.path))
 

@@ -1,26 +1,19 @@
-"""Feasibility of the Hopper family from both sides, by the compiler's own report. No GPU needed.
-
-`TUNEGEMM_TEST_SAMPLE=N` compiles N accepted candidates instead of the default few dozen.
-"""
+"""Examples of the Hopper family, and what only it has. No GPU needed."""
 
 import math
-import os
-import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tunegemm.describe.device import Device, find_device
+from tests.support.examples import TOO_LARGE, Examples, Rejection, compile_all
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.generate.compile import CompilePool, CompileResult
+from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cute_sm90 import FAMILY, Division
-from tunegemm.generate.cute_sm90.rules import RULES, config_of
+from tunegemm.generate.cute_sm90.rules import config_of
 
-SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "32"))
 SHAPE = "4096x4096x4096"
 GOOD = {
     "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4,
@@ -45,103 +38,15 @@ PROBLEMS = [
 ]
 FP8 = PROBLEMS[9]
 TWO_LEVEL = Problem.parse(SHAPE, dtype="fp8_e4m3", accumulation="two_level")
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def h200() -> Device:
-    return find_device("model:h200")
+TWICE = {"occupancy": 2, "stages": 3}
 
 
 def candidate(**changes: int | str) -> Candidate:
     return Candidate.make("cute_sm90", GOOD | changes)
 
 
-def compile_all(
-    pool: CompilePool, h200: Device, pairs: list[tuple[Problem, Candidate]]
-) -> list[CompileResult]:
-    futures = [pool.submit("cute_sm90", FAMILY.kernel_key(problem, c, h200)) for problem, c in pairs]
-    return [future.result() for future in futures]
-
-
-def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200: Device) -> None:
-    space = families.load_space("cute_sm90")
-    generator = random.Random(0)
-    pairs = []
-    kernels = list(space.kernels())
-    for problem in PROBLEMS:
-        drawn = generator.sample(kernels, 80_000)  # of a million, which take seconds to check
-        accepted = [k for k in drawn if FAMILY.check(problem, k, h200)]
-        assert len(accepted) > 350
-        pairs += [(problem, k) for k in generator.sample(accepted, math.ceil(SAMPLE / len(PROBLEMS)))]
-    # The corners of the register rules, where a spill would show first.
-    corners = [
-        candidate(tile_m=256, tile_n=208, epi_n=16, stages=3),
-        candidate(tile_m=192, tile_n=192, stages=3),
-        candidate(schedule="pingpong", tile_m=128, tile_n=208, epi_n=16),
-        candidate(schedule="pingpong", tile_m=192, tile_n=128),
-    ]
-    streams = {"tile_scheduler": "stream_k", "cluster_m": 2}
-    corners += [candidate(**dict(corners[i].compile_params) | streams) for i in (1, 3)]
-    corners += [candidate(wgmma_in_flight=0), candidate(schedule="pingpong", wgmma_in_flight=0)]
-    # Two CTAs on a multiprocessor.
-    pair: dict[str, int | str] = {"occupancy": 2, "stages": 3}
-    corners += [
-        candidate(**pair, tile_m=64, tile_n=192),
-        candidate(**pair, tile_n=96, cluster_m=2),
-        candidate(**pair, tile_m=192, tile_n=64),
-        candidate(**pair, schedule="pingpong", tile_m=64, tile_n=80, epi_n=16, cluster_m=2),
-        candidate(**pair, schedule="pingpong", tile_n=64, wgmma_in_flight=0),
-    ]
-    pairs += [(PROBLEMS[0], corner) for corner in corners]
-    corners = [
-        candidate(tile_k=128, tile_n=224, stages=3),
-        candidate(tile_k=128, tile_m=256, tile_n=112, epi_n=16, stages=3),
-        candidate(tile_k=128, tile_m=192, tile_n=144, epi_n=16, stages=3),
-        candidate(tile_k=128, schedule="pingpong", tile_m=64, tile_n=224),
-    ]
-    pairs += [(TWO_LEVEL, corner) for corner in corners]
-    for (problem, kernel), result in zip(pairs, compile_all(pool, h200, pairs), strict=True):
-        assert FAMILY.check(problem, kernel, h200), (problem, kernel)
-        assert result.failure == "", (problem, kernel)
-        assert result.artifact is not None
-        resources = result.artifact.resources
-        assert resources.spill_bytes == 0 and resources.warnings == ()
-        assert resources.smem_bytes == FAMILY.smem_bytes(problem, kernel), (problem, kernel)
-
-
-# Per rule: a change to GOOD that only this rule objects to, and what the compiler says of it. Where it says
-# nothing, the object exceeds a limit of the hardware, which is asserted instead.
-REJECTED = [
-    ("mma_tile", {"tile_m": 96}, "MLIRError"),
-    ("mma_tile", {"tile_m": 320}, "Insufficient registers"),
-    ("mma_tile", {"tile_n": 20, "epi_n": 4}, "8 <= N <= 256"),
-    ("mma_tile", {"tile_n": 272, "epi_n": 16}, "8 <= N <= 256"),
-    ("accumulators", {"tile_m": 256, "tile_n": 224}, "spills"),
-    ("accumulators", {"tile_m": 256, "tile_n": 256}, "spills"),
-    ("accumulators", {"schedule": "pingpong", "tile_n": 224}, "spills"),
-    ("accumulators", {"schedule": "pingpong", "tile_m": 192, "tile_n": 144, "epi_n": 16}, "spills"),
-    ("wgmma_operands", {"tile_m": 192, "tile_n": 208, "epi_n": 16, "stages": 3}, "C7602"),
-    ("wgmma_operands", {"occupancy": 2, "stages": 3}, "C7602"),
-    (
-        "wgmma_operands",
-        {
-            "schedule": "pingpong", "tile_m": 64, "tile_n": 96, "tile_k": 64, "stages": 5, "cluster_m": 2,
-            "occupancy": 2,
-        },
-        "spills",
-    ),
-    ("two_ctas", {"tile_m": 64, "tile_n": 224, "stages": 2, "occupancy": 2}, "C7602"),
-    ("ring_memory", {"stages": 8}, ""),
-    ("ring_memory", {"tile_n": 64, "stages": 5, "occupancy": 2}, ""),
-    ("shared_memory", {"stages": 7}, ""),
-]  # fmt: skip
-REJECTED_DTYPES = [
+#: Rule, problem, change with tile_k 128 and outcome.
+OF_DTYPES = [
     ("operand_majors", Problem.parse(SHAPE, dtype="fp8_e4m3", layout="nn"), {}, "MLIRError"),
     ("operand_majors", Problem.parse(SHAPE, dtype="int8", layout="tt"), {}, "MLIRError"),
     ("operand_majors", Problem.parse(SHAPE, dtype="tf32", layout="tt"), {"tile_k": 32}, "MLIRError"),
@@ -163,37 +68,75 @@ REJECTED_DTYPES = [
         },
         "spills",
     ),
-    ("ring_memory", FP8, {"stages": 8}, ""),
+    ("ring_memory", FP8, {"stages": 8}, TOO_LARGE),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("rule", "problem", "change", "verdict"),
-    [(rule, PROBLEMS[0], change, verdict) for rule, change, verdict in REJECTED]
-    + [(rule, problem, {"tile_k": 128} | change, says) for rule, problem, change, says in REJECTED_DTYPES],
-)
-def test_what_is_rejected_fails(
-    pool: CompilePool,
-    h200: Device,
-    rule: str,
-    problem: Problem,
-    change: dict[str, int | str],
-    verdict: str,
-) -> None:
-    kernel = candidate(**change)
-    assert FAMILY.check(problem, kernel, h200).rule == rule
-    (result,) = compile_all(pool, h200, [(problem, kernel)])
-    if verdict:
-        assert verdict in result.failure
-    else:
-        assert result.artifact is not None
-        limit = h200.architecture.smem_bytes_per_block // int(change.get("occupancy", 1))
-        assert result.artifact.resources.smem_bytes > limit
-
-
-@pytest.mark.parametrize(
-    ("rule", "problem", "change"),
-    [
+EXAMPLES = Examples(
+    "cute_sm90",
+    GOOD,
+    LAUNCH,
+    PROBLEMS,
+    corners=[
+        *(
+            (PROBLEMS[0], corner)
+            for corner in (
+                {"tile_m": 256, "tile_n": 208, "epi_n": 16, "stages": 3},
+                {"tile_m": 192, "tile_n": 192, "stages": 3},
+                {"schedule": "pingpong", "tile_m": 128, "tile_n": 208, "epi_n": 16},
+                {"schedule": "pingpong", "tile_m": 192, "tile_n": 128},
+                {"tile_m": 192, "tile_n": 192, "stages": 3, "tile_scheduler": "stream_k", "cluster_m": 2},
+                {"schedule": "pingpong", "tile_m": 192, "tile_n": 128, "tile_scheduler": "stream_k",
+                 "cluster_m": 2},
+                {"wgmma_in_flight": 0},
+                {"schedule": "pingpong", "wgmma_in_flight": 0},
+                # Two CTAs on a multiprocessor.
+                {**TWICE, "tile_m": 64, "tile_n": 192},
+                {**TWICE, "tile_n": 96, "cluster_m": 2},
+                {**TWICE, "tile_m": 192, "tile_n": 64},
+                {**TWICE, "schedule": "pingpong", "tile_m": 64, "tile_n": 80, "epi_n": 16, "cluster_m": 2},
+                {**TWICE, "schedule": "pingpong", "tile_n": 64, "wgmma_in_flight": 0},
+            )
+        ),
+        *(
+            (TWO_LEVEL, {"tile_k": 128, **corner})
+            for corner in (
+                {"tile_n": 224, "stages": 3},
+                {"tile_m": 256, "tile_n": 112, "epi_n": 16, "stages": 3},
+                {"tile_m": 192, "tile_n": 144, "epi_n": 16, "stages": 3},
+                {"schedule": "pingpong", "tile_m": 64, "tile_n": 224},
+            )
+        ),
+    ],
+    rejected=[
+        Rejection("mma_tile", {"tile_m": 96}, "MLIRError"),
+        Rejection("mma_tile", {"tile_m": 320}, "Insufficient registers"),
+        Rejection("mma_tile", {"tile_n": 20, "epi_n": 4}, "8 <= N <= 256"),
+        Rejection("mma_tile", {"tile_n": 272, "epi_n": 16}, "8 <= N <= 256"),
+        Rejection("accumulators", {"tile_m": 256, "tile_n": 224}, "spills"),
+        Rejection("accumulators", {"tile_m": 256, "tile_n": 256}, "spills"),
+        Rejection("accumulators", {"schedule": "pingpong", "tile_n": 224}, "spills"),
+        Rejection(
+            "accumulators", {"schedule": "pingpong", "tile_m": 192, "tile_n": 144, "epi_n": 16}, "spills"
+        ),
+        Rejection("wgmma_operands", {"tile_m": 192, "tile_n": 208, "epi_n": 16, "stages": 3}, "C7602"),
+        Rejection("wgmma_operands", {"occupancy": 2, "stages": 3}, "C7602"),
+        Rejection(
+        "wgmma_operands",
+        {
+            "schedule": "pingpong", "tile_m": 64, "tile_n": 96, "tile_k": 64, "stages": 5, "cluster_m": 2,
+            "occupancy": 2,
+        },
+        "spills",
+    ),
+        Rejection("two_ctas", {"tile_m": 64, "tile_n": 224, "stages": 2, "occupancy": 2}, "C7602"),
+        Rejection("ring_memory", {"stages": 8}, TOO_LARGE),
+        Rejection("ring_memory", {"tile_n": 64, "stages": 5, "occupancy": 2}, TOO_LARGE),
+        Rejection("shared_memory", {"stages": 7}, TOO_LARGE),
+        *(
+            Rejection(rule, {"tile_k": 128} | change, outcome, problem)
+            for rule, problem, change, outcome in OF_DTYPES
+        ),
+    ],
+    objections=[
         ("ring_depth", PROBLEMS[0], {"stages": 1}),
         ("in_flight", PROBLEMS[0], {"wgmma_in_flight": 2}),
         ("in_flight", TWO_LEVEL, {"tile_k": 128, "wgmma_in_flight": 0}),
@@ -221,28 +164,8 @@ def test_what_is_rejected_fails(
         ("stream_fits", Problem.parse("1536x2816x4096"), {"tile_scheduler": "stream_k"}),
         ("stream_fits", Problem.parse("128x128x256"), {"tile_scheduler": "stream_k"}),
     ],
-)
-def test_each_rule_names_its_numbers(
-    h200: Device, rule: str, problem: Problem, change: dict[str, int]
-) -> None:
-    names = {*LAUNCH, "cluster_order"}
-    launch = {name: value for name, value in change.items() if name in names}
-    chosen = candidate(**{n: v for n, v in change.items() if n not in names}).with_launch(**launch)
-    verdict = FAMILY.check(problem, chosen, h200)
-    assert verdict.rule == rule
-    assert any(character.isdigit() for character in verdict.reason)
-
-
-def test_every_rule_can_object(h200: Device) -> None:
-    """No dead rule: each rejects something, in the shipped space or in the cases above."""
-    seen = {rule for rule, _, _ in REJECTED} | {rule for rule, *_ in REJECTED_DTYPES}
-    seen |= {"ring_depth", "ring_rows", "promotion", "epilogue_tile"}
-    seen |= {"in_flight", "gathered_alone"}
-    seen |= {"cluster", "cluster_fits", "swap_fits", "split_fits", "architecture"}
-    seen |= {"second_slices", "reduction_fits", "stream_split", "stream_fits"}
-    seen |= {"fused_store", "fused_registers"}  # tests/test_epilogue.py
-    assert {rule.__name__ for rule in RULES} <= seen
-    assert FAMILY.check(PROBLEMS[0], candidate(), find_device("model:a100-sxm-80gb")).rule == "architecture"
+    elsewhere=frozenset({"architecture", "fused_store", "fused_registers"}),  # describe/test_epilogue.py
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -280,14 +203,6 @@ def test_a_swapped_kernel_has_its_operands_dtypes_swapped(h200: Device) -> None:
     problem = Problem.parse("16x4096x4096", dtype="fp8_e4m3_e5m2")
     assert config_of(problem, candidate(swap_ab=True)).in_dtype == "fp8_e5m2_e4m3"
     assert config_of(problem, candidate()).in_dtype == "fp8_e4m3_e5m2"
-
-
-def test_other_families_say_which_dtypes_they_have(h200: Device) -> None:
-    for name in ("gluon_wgmma", "triton_tma", "cute_sm80"):
-        family, kernel = families.get(name), next(families.load_space(name).kernels())
-        for dtype in ("fp8_e4m3", "int8", "tf32"):
-            verdict = family.check(Problem.parse(SHAPE, dtype=dtype), kernel, h200)
-            assert verdict.rule == "half_operands" and dtype in verdict.reason, name
 
 
 def test_balanced_grid_has_no_more_waves_and_fewer_clusters(h200: Device) -> None:
@@ -329,34 +244,10 @@ def test_stream_k_gives_every_cluster_as_many_k_tiles(h200: Device) -> None:
         assert (pairs.counter_bytes, second.counter_bytes) == ((cut + clusters) * 2 * 4, 0)
 
 
-def test_labels_are_short_and_distinct(h200: Device) -> None:
-    space = families.load_space("cute_sm90")
-    kernels = [k for k in space.kernels() if FAMILY.check(PROBLEMS[0], k, h200)]
-    labels = {FAMILY.label(k) for k in kernels}
-    assert len(labels) == len(kernels)
-    assert max(map(len, labels)) < 32
-
-
-def test_one_object_serves_every_shape(h200: Device) -> None:
-    keys = {
-        str(FAMILY.kernel_key(Problem.parse(shape), candidate(), h200))
-        for shape in ("4096x4096x4096", "8x16x24", "128x128x128x7")
-    }
-    assert len(keys) == 1
-
-
-def test_load_without_an_object_names_the_remedy(h200: Device) -> None:
-    from tunegemm.errors import ArtifactError
-
-    launch = candidate().with_launch(**LAUNCH)
-    with pytest.raises(ArtifactError, match="run tunegemm tune"):
-        FAMILY.load(PROBLEMS[0], launch, h200, None)
-
-
 def test_an_object_holds_the_launch_function(pool: CompilePool, h200: Device) -> None:
     from tunegemm.generate.cute_object import load_function
 
-    (result,) = compile_all(pool, h200, [(PROBLEMS[0], candidate())])
+    (result,) = compile_all(pool, [(PROBLEMS[0], candidate())], h200)
     assert result.artifact is not None
     assert callable(load_function(Path(result.artifact.path)))
 

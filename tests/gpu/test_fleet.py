@@ -45,4 +45,4 @@ def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
         assert (progress.done, progress.failed, progress.waiting, progress.claimed) == (2, 0, 0, 0)
         for problem in PROBLEMS:
             record = database.best(problem, fingerprint)
-            assert record is not None and record.settled
+            assert record is not None and record.confirmed

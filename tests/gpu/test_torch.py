@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -20,12 +18,8 @@ from torch.nn.functional import linear as torch_linear
 import tunegemm
 from tests.support.kernels import tune_ours, watch_launches
 from tests.support.numerics import difference
-from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
-from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.store.inductor import lookup_table
-from tunegemm.store.record import Record
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("all_tuned")]
 
@@ -336,49 +330,6 @@ def test_enable_after_import_in_a_forked_child():
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=os.environ, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
-
-
-# Inductor's table
-
-
-def test_inductor_reads_our_table(tmp_path):
-    """Its own keys and templates."""
-    from torch._inductor import config
-    from torch._inductor.lookup_table import LookupTableChoices
-    from torch._inductor.virtualized import V
-
-    device = find_device("cuda:0")
-    problem = FORWARD[1]
-    record = Record(
-        problem, TORCH_MM, device.fingerprint, "", 1.0, 1.0, 1.0, 0.0, 0.0, True, datetime.now(UTC), ""
-    )
-    table, left_out = lookup_table([record])
-    assert not left_out
-    (tmp_path / "table.json").write_text(json.dumps(table))
-
-    found = []
-
-    class Looking(LookupTableChoices):
-        def _finalize_template_configs(self, *arguments, **keywords):
-            choices = super()._finalize_template_configs(*arguments, **keywords)
-            found.extend(choice.template.uid for choice in choices)
-            return choices
-
-    a, weight = operands()
-    with (
-        V.set_choices_handler(Looking()),
-        config.patch(
-            {
-                "max_autotune": True,
-                "fx_graph_cache": False,
-                "triton.enable_persistent_tma_matmul": True,
-                "lookup_table.table": json.loads((tmp_path / "table.json").read_text()),
-            }
-        ),
-    ):
-        compiled = torch.compile(torch_linear, fullgraph=True)
-        close(compiled(a, weight), torch_linear(a, weight))
-    assert found == ["aten::mm"]
 
 
 def test_host_time_under_enable(capsys):

@@ -113,16 +113,25 @@ def test_measures_correct_candidates_and_names_each_failure(worker: MeasureWorke
     assert worker.pid == first_pid, "no failure here needs a new process"
 
 
-def test_each_killer_fails_alone_and_the_rest_is_measured(worker: MeasureWorker) -> None:
-    killers = {
-        "abort": ("crash", "signal 6"),
-        "illegal-address": ("crash", "signal 11"),
-        "load-abort": ("crash", "signal 6"),
-        "not-capturable": ("launch", "cannot be captured in a graph: operation not permitted"),
-        "hang": ("timeout", "no answer within"),
-        "hang-in-rounds": ("timeout", "no answer within"),
-        "type-error": ("crash", "TypeError: a bug in a launcher"),
-    }
+#: What ends or hangs the measuring process, with the stage and the reason that it fails by.
+KILLERS = {
+    "abort": ("crash", "signal 6"),
+    "illegal-address": ("crash", "signal 11"),
+    "load-abort": ("crash", "signal 6"),
+    "not-capturable": ("launch", "cannot be captured in a graph: operation not permitted"),
+    "hang": ("timeout", "no answer within"),
+    "hang-in-rounds": ("timeout", "no answer within"),
+    "type-error": ("crash", "TypeError: a bug in a launcher"),
+}
+
+
+@pytest.mark.parametrize(
+    "whats", [("abort", "hang-in-rounds"), pytest.param(tuple(KILLERS), marks=pytest.mark.slow)]
+)
+def test_each_killer_fails_alone_and_the_rest_is_measured(
+    worker: MeasureWorker, whats: tuple[str, ...]
+) -> None:
+    killers = {what: KILLERS[what] for what in whats}
     jobs = [planted("good"), *map(planted, killers), Job(TORCH_MM)]
     outcomes = [*worker.measure(PROBLEM, jobs, QUICK)]
     assert len(outcomes) == len(jobs)
@@ -249,7 +258,7 @@ with MeasureWorker(find_device("model:h200"), timeout_s=300, backend=BACKEND) as
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_child_outlives_its_parent(how: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C, and a killed parent, while a kernel hangs."""
     pid_file = tmp_path / "pid"

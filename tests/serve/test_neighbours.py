@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from benchmarks import near as benchmark
-from tunegemm.describe.device import Device, Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
 from tunegemm.serve import neighbours
@@ -22,19 +23,21 @@ from tunegemm.serve.policies import Policy
 from tunegemm.serve.selection import select
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
+from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped
 
 SQUARE = (4096, 4096)
 
 
-@dataclass(frozen=True)
-class Row:
-    problem: Problem
-    fingerprint: Fingerprint
-    candidate: Candidate
-    ratio: float = 1.2
-    kernel_source: str = kernel_source_hash("cute_sm90")
-    layer: str = ""
+def Row(
+    problem: Problem,
+    fingerprint: Fingerprint,
+    candidate: Candidate,
+    ratio: float = 1.2,
+    kernel_source: str = kernel_source_hash("cute_sm90"),
+    layer: str = "",
+) -> Record:
+    return Record(problem, candidate, fingerprint, ratio=ratio, kernel_source=kernel_source, layer=layer)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import PolicyError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.cute_sm90 import Division
-from tunegemm.measure.outcome import Measurement
+from tunegemm.measure.evidence import rank
 from tunegemm.measure.replay import open_replay
 from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
@@ -27,7 +27,7 @@ from tunegemm.serve.policies import FASTEST, Policy, parse_policy
 from tunegemm.serve.selection import read_rivals, select
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
-from tunegemm.store.record import Entry
+from tunegemm.store.record import Record
 
 PROBLEM = Problem.parse("128x7168x16384")
 SPLITTING = Candidate.make(
@@ -79,12 +79,12 @@ def test_a_launch_fills_no_more_multiprocessors_than_it_may(sms, clusters):
 
 
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Snapshot, list[Entry]]:
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Snapshot, list[Record]]:
     """The recorded candidates of a shape in a real database, and one that splits k as its record."""
     path = fill(tmp_path_factory.mktemp("policies") / "tuning.sqlite", ["128x7168x16384"])
     with Database.open(path) as database:
         entries = database.entries(PROBLEM)
-        best = max(entries, key=lambda entry: entry.rank)
+        best = max(entries, key=rank)
         split = replace(best.measurement, candidate=SPLITTING)
         database.settle(PROBLEM, recorded_device(), split)
         return Snapshot(lookups=[database.lookup()]), database.entries(PROBLEM)
@@ -102,7 +102,7 @@ def test_the_best_admitted_runner_up_serves(filled):
         assert found.outcome == "hit" and name in found.why
         assert not policy.refusal(PROBLEM, chosen)
         admitted = [entry for entry in entries if not policy.refusal(PROBLEM, entry.candidate)]
-        assert found.options[0].ratio == max(admitted, key=lambda entry: entry.rank).measurement.ratio >= 1
+        assert found.options[0].ratio == max(admitted, key=rank).measurement.ratio >= 1
 
 
 def test_without_a_runner_up_torch_serves(filled):
@@ -129,9 +129,9 @@ def test_least_energy_among_those_not_slower_than_torch(filled):
     unknown = select(snapshot, PROBLEM, device, policy=policy, rivals=lambda _: entries)
     assert unknown.options[0].candidate == SPLITTING and "was not measured" in unknown.why
 
-    def with_energy(entry: Entry, energy_mj: float) -> Entry:
-        evidence = entry.measurement.evidence | {"energy_mj": energy_mj}
-        return replace(entry, measurement=replace(entry.measurement, evidence=evidence))
+    def with_energy(entry: Record, energy_mj: float) -> Record:
+        evidence = {**entry.telemetry, "energy_mj": energy_mj}
+        return replace(entry, telemetry=evidence)
 
     fast = sorted((e for e in entries if e.measurement.ratio >= 1), key=lambda e: e.measurement.ratio)
     slow = next(e for e in entries if e.measurement.ratio < 1)
@@ -154,10 +154,10 @@ def dispatcher(device, request):
     kernels = {name: Kernel() for name in ("plain", "split")}
     problem = Problem(32, 48, 64)
     split = kernel(split_k=2)
-    samples, baseline = (10.0,) * 3, (11.0,) * 3
-    rival = Entry(
-        problem, device.fingerprint, Row(problem, device.fingerprint).kernel_source, "plain", "final",
-        Measurement(kernel(), samples, baseline, 1e-3, 0.003), None, "",
+    rival = Record(
+        problem, kernel(), device.fingerprint, "plain", ratio=1.1, noise=0.003, relative_error=1e-3,
+        kernel_source=Row(problem, device.fingerprint).kernel_source, samples_us=(10.0,) * 3,
+        baseline_us=(11.0,) * 3,
     )  # fmt: skip
     made = Dispatcher(
         device_type="cpu",

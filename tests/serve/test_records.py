@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.serving import BF16, CANDIDATE, ByAddress, Kernel, Row, operands, quietly
+from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -21,7 +22,7 @@ from tunegemm.measure.outcome import Measurement
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
 from tunegemm.serve.launchers import TORCH, Prepared, is_torch
-from tunegemm.serve.planning import LOOK_SECONDS, tune_command
+from tunegemm.serve.planning import LOOK_SECONDS
 from tunegemm.serve.snapshot import Snapshot
 
 # Misses

@@ -136,7 +136,7 @@ class TestPublishing(Store):
         with pytest.raises(DatabaseError, match=f"{spec}.*cuda:N"):
             database.publish(PROBLEM, device, measurement())
         with pytest.raises(DatabaseError, match=spec):
-            database.settle(PROBLEM, device, measurement())
+            database.confirm(PROBLEM, device, measurement())
         assert database.frame().empty
 
 
@@ -149,37 +149,37 @@ class TestRecords(Store):
         record = database.best(PROBLEM, FINGERPRINT)
         assert record is not None
         assert (record.problem, record.candidate, record.fingerprint) == (PROBLEM, fast, FINGERPRINT)
-        assert (record.label, record.settled) == ("fast", False)
+        assert (record.label, record.confirmed) == ("fast", False)
         assert record.ratio == pytest.approx(1.08)
         assert record.baseline_median_us == pytest.approx(210.25)
         assert record.measured_at.utcoffset() is not None
         assert database.records() == [record]
 
-    def test_a_settled_record_yields_only_to_another_final_race(self, database: Database) -> None:
+    def test_a_confirmed_record_yields_only_to_another_final_race(self, database: Database) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.09))
-        database.settle(PROBLEM, DEVICE, measurement(1.04, KERNEL.kernel))
+        database.confirm(PROBLEM, DEVICE, measurement(1.04, KERNEL.kernel))
         database.publish(PROBLEM, DEVICE, measurement(1.20))
-        settled = database.best(PROBLEM, FINGERPRINT)
-        assert settled is not None and settled.settled
-        assert settled.candidate == KERNEL.kernel
-        database.settle(PROBLEM, DEVICE, measurement(1.01))
+        confirmed = database.best(PROBLEM, FINGERPRINT)
+        assert confirmed is not None and confirmed.confirmed
+        assert confirmed.candidate == KERNEL.kernel
+        database.confirm(PROBLEM, DEVICE, measurement(1.01))
         again = database.best(PROBLEM, FINGERPRINT)
         assert again is not None and again.candidate == KERNEL
         assert len(database.measurements(PROBLEM, FINGERPRINT)) == 4
 
-    def test_settling_what_the_race_published_adds_no_second_row(self, database: Database) -> None:
+    def test_confirming_what_the_race_published_adds_no_second_row(self, database: Database) -> None:
         raced = measurement(1.05)
         database.publish(PROBLEM, DEVICE, measurement(1.06), policy="race")
         database.publish(PROBLEM, DEVICE, raced, policy="race")
-        database.settle(PROBLEM, DEVICE, raced)
+        database.confirm(PROBLEM, DEVICE, raced)
         assert len(database.measurements(PROBLEM, FINGERPRINT)) == 2
         record = database.best(PROBLEM, FINGERPRINT)
-        assert record is not None and record.settled and record.ratio == pytest.approx(1.05)
+        assert record is not None and record.confirmed and record.ratio == pytest.approx(1.05)
 
-    def test_settling_needs_no_earlier_record(self, database: Database) -> None:
-        database.settle(PROBLEM, DEVICE, measurement(), label="winner")
+    def test_confirming_needs_no_earlier_record(self, database: Database) -> None:
+        database.confirm(PROBLEM, DEVICE, measurement(), label="winner")
         record = database.best(PROBLEM, FINGERPRINT)
-        assert record is not None and record.settled and record.label == "winner"
+        assert record is not None and record.confirmed and record.label == "winner"
 
     @pytest.mark.parametrize(
         "statement",
@@ -215,7 +215,7 @@ class TestRecords(Store):
             connection.execute(
                 insert(MeasurementRow), [{**first, "id": key, "problem_id": key} for key in keys]
             )
-            link = {"fingerprint_id": 1, "settled": True, "chosen_at": first["created_at"]}
+            link = {"fingerprint_id": 1, "confirmed": True, "chosen_at": first["created_at"]}
             link |= {name: first[name] for name in ("candidate_id", "ratio", "kernel_source")}
             connection.execute(
                 insert(RecordRow),
@@ -264,15 +264,15 @@ class TestFrame(Store):
         assert len(frame) == 2
         assert frame.loc[a.digest, "policy"] == "final"
         assert frame.loc[a.digest, "ratio"] == pytest.approx(1.03)
-        assert frame.loc[a.digest, "record"] and not frame.loc[a.digest, "settled"]
+        assert frame.loc[a.digest, "record"] and not frame.loc[a.digest, "confirmed"]
         assert frame.loc[b.digest, "ratio"] == pytest.approx(1.02)
         assert not frame.loc[b.digest, "record"]
 
-    def test_the_settled_row_is_shown_whatever_follows(self, database: Database) -> None:
-        database.settle(PROBLEM, DEVICE, measurement(1.05))
+    def test_the_confirmed_row_is_shown_whatever_follows(self, database: Database) -> None:
+        database.confirm(PROBLEM, DEVICE, measurement(1.05))
         database.publish(PROBLEM, DEVICE, measurement(1.01), policy="final")
         (row,) = database.frame().to_dict("records")
-        assert row["settled"] is True and row["record"] is True
+        assert row["confirmed"] is True and row["record"] is True
         assert row["ratio"] == pytest.approx(1.05)
 
     def test_filters(self, database: Database) -> None:
@@ -565,7 +565,7 @@ class TestOlderSchemas:
             (problem,) = database.problems()
             assert str(problem) == "4096x4096x4096 bf16 tn"
             (record,) = database.records()
-            assert record.settled and record.label == "pp128x256" and record.ratio == pytest.approx(1.05)
+            assert record.confirmed and record.label == "pp128x256" and record.ratio == pytest.approx(1.05)
             first, second, final = database.measurements(problem, record.fingerprint)
             assert final.candidate == first.candidate == record.candidate != second.candidate
             assert final.evidence["throttle_reasons"] == ("sw_power_cap",)
@@ -579,7 +579,7 @@ class TestOlderSchemas:
         connection.close()
 
     def test_fingerprints_that_differ_in_kernel_sources_become_one(self, path: Path) -> None:
-        """The later settled record stays; the other is history. Ragged problems get their alignment."""
+        """The later confirmed record stays; the other is history. Ragged problems get their alignment."""
         shutil.copy(Path(__file__).parents[1] / "data" / "schema-0001.sqlite", path)
         connection = sqlite3.connect(path)
 
@@ -611,6 +611,25 @@ class TestOlderSchemas:
         query = "SELECT kernel_source FROM measurements WHERE id = 12"
         assert connection.execute(query).fetchall() == [("",)], "a library's kernels have no sources here"
         connection.close()
+
+    @pytest.mark.parametrize(("policy", "kept"), [("heat", "co128x256"), ("screen", "pp128x256")])
+    def test_records_of_unlike_evidence_are_chosen_anew(self, path: Path, policy: str, kept: str) -> None:
+        """As the screen's 1.04 was, of a kernel that a qualifying round had found slower than torch.mm."""
+        shutil.copy(Path(__file__).parents[1] / "data" / "schema-0005.sqlite", path)
+        connection = sqlite3.connect(path)
+        with connection:
+            connection.execute("UPDATE records SET settled = 0, measurement_id = 1, ratio = 1.04")
+            connection.execute("UPDATE measurements SET ratio = 1.01 WHERE id = 2")
+            connection.execute("UPDATE measurements SET ratio = 0.98, policy = ? WHERE id = 3", (policy,))
+            if policy == "screen":
+                connection.execute("UPDATE measurements SET ratio = 1.02 WHERE id = 3")
+        connection.close()
+        with Database.open(path) as database:
+            (record,) = database.records()
+            assert (record.label, record.confirmed, record.policy) == (kept, False, "screen")
+            words = {entry.policy for entry in database.entries()}
+            assert words == {"screen", "qualifying" if policy == "heat" else "screen"}
+            assert database.history(record.problem)[-1].candidate == record.candidate
 
     def test_a_dangling_row_stops_the_migration_and_nothing_is_changed(self, path: Path) -> None:
         shutil.copy(Path(__file__).parents[1] / "data" / "schema-0001.sqlite", path)
@@ -650,7 +669,7 @@ def write_sample(path: Path, device: Device = DEVICE) -> None:
         database.publish(
             PROBLEM, device, Failure(KERNEL.with_launch(clusters=7), "timeout", "no answer within 10 s")
         )
-        database.settle(PROBLEM, device, measurement(1.05), resources=RESOURCES, label="pp128x256")
+        database.confirm(PROBLEM, device, measurement(1.05), resources=RESOURCES, label="pp128x256")
 
 
 if __name__ == "__main__":

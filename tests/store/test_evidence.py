@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from tests.store.test_database import DEVICE, FINGERPRINT, PROBLEM, measurement
 from tests.support.stores import Store
-from tunegemm.describe.device import kernel_source_hash
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure import evidence
 from tunegemm.measure.evidence import POLICIES, QUALIFYING, RACE, SCREEN, STEADY_FINAL, Evidence, evidence_of
 from tunegemm.store import Database
@@ -56,9 +56,9 @@ EVENTS = st.builds(
 
 def publish(database: Database, event: Event, problem: Problem = PROBLEM) -> None:
     found = measurement(event.ratio, event.candidate)
-    with mock.patch("tunegemm.store.database.kernel_source_hash", lambda _: event.kernel_source):
+    with mock.patch("tunegemm.store.rows.kernel_source_hash", lambda _: event.kernel_source):
         if event.policy == "confirm":
-            database.settle(problem, DEVICE, found)
+            database.confirm(problem, DEVICE, found)
         else:
             database.publish(problem, DEVICE, found, policy=event.policy)
 
@@ -102,7 +102,7 @@ def expected(events: Sequence[Event]) -> tuple[Candidate, float, bool] | None:
 
 def found(database: Database, problem: Problem = PROBLEM) -> tuple[Candidate, float, bool] | None:
     record = database.best(problem, FINGERPRINT)
-    return None if record is None else (record.candidate, round(record.ratio, 2), record.settled)
+    return None if record is None else (record.candidate, round(record.ratio, 2), record.confirmed)
 
 
 SEQUENCES = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))

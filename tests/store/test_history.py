@@ -15,9 +15,10 @@ from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, meas
 from tunegemm.cli.app import app
 from tunegemm.describe.device import Device
 from tunegemm.describe.space import Candidate
+from tunegemm.measure.evidence import QUALIFYING, STEADY_FINAL
 from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
-from tunegemm.store.history import kindred, leaders, regressions, seeds
+from tunegemm.store.history import leaders, regressions, related, seeds
 
 OTHER = KERNEL.with_launch(swizzle_size=8)
 ROUNDS = 8
@@ -52,29 +53,29 @@ class TestRecordsOverTime:
         database.publish(PROBLEM, DEVICE, measurement(1.01), label="a")
         database.publish(PROBLEM, DEVICE, measurement(1.00, OTHER), label="slower")
         database.publish(PROBLEM, DEVICE, measurement(1.08, OTHER), label="b")
-        database.settle(PROBLEM, DEVICE, measurement(1.05), label="a")
+        database.confirm(PROBLEM, DEVICE, measurement(1.05), label="a")
         found = database.history(PROBLEM)
-        assert [(round(c.record.ratio, 2), c.record.settled) for c in found] == [
+        assert [(round(c.ratio, 2), c.confirmed) for c in found] == [
             (1.01, False), (1.08, False), (1.05, True),
         ]  # fmt: skip
         assert [c.chosen_at for c in found] == sorted(c.chosen_at for c in found)
-        assert database.records()[0].ratio == found[-1].record.ratio
+        assert database.records()[0].ratio == found[-1].ratio
 
-    def test_settling_the_same_again_adds_nothing(self, database: Database) -> None:
+    def test_confirming_the_same_again_adds_nothing(self, database: Database) -> None:
         for _ in range(3):
-            database.settle(PROBLEM, DEVICE, measurement(1.05))
+            database.confirm(PROBLEM, DEVICE, measurement(1.05))
         assert len(database.history(PROBLEM)) == 1
 
-    def test_a_record_of_older_sources_yields_to_a_search_but_a_settled_one_does_not(
+    def test_a_record_of_older_sources_yields_to_a_search_but_a_confirmed_one_does_not(
         self, database: Database, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("tunegemm.store.database.kernel_source_hash", lambda family: "older")
+        monkeypatch.setattr("tunegemm.store.rows.kernel_source_hash", lambda family: "older")
         database.publish(PROBLEM, DEVICE, measurement(1.3))
         monkeypatch.undo()
         database.publish(PROBLEM, DEVICE, measurement(1.1))
         assert database.records()[0].ratio == pytest.approx(1.1)
-        monkeypatch.setattr("tunegemm.store.database.kernel_source_hash", lambda family: "older")
-        database.settle(PROBLEM, DEVICE, measurement(1.2))
+        monkeypatch.setattr("tunegemm.store.rows.kernel_source_hash", lambda family: "older")
+        database.confirm(PROBLEM, DEVICE, measurement(1.2))
         monkeypatch.undo()
         database.publish(PROBLEM, DEVICE, measurement(1.15))
         assert database.records()[0].ratio == pytest.approx(1.2)
@@ -90,7 +91,7 @@ class TestSeeds:
             "a100": under(device_name="NVIDIA A100", capability="8.0"),
         }  # fmt: skip
         for name in ("h100", "a100", "minor", "patched", "same"):
-            database.settle(PROBLEM, devices[name], measurement(1.1, candidates[name]))
+            database.confirm(PROBLEM, devices[name], measurement(1.1, candidates[name]))
         assert seeds(database, PROBLEM, FINGERPRINT) == [
             candidates["patched"], candidates["minor"], candidates["h100"],
         ]  # fmt: skip
@@ -110,10 +111,10 @@ class TestSeeds:
         }
         candidates = {name: KERNEL.with_launch(swizzle_size=i) for i, name in enumerate(named)}
         for name, (problem, device) in named.items():
-            database.settle(problem, device, measurement(1.1, candidates[name]))
-        found = kindred(database.records(), fused, FINGERPRINT)
+            database.confirm(problem, device, measurement(1.1, candidates[name]))
+        found = related(database.records(), fused, FINGERPRINT)
         assert found == [candidates[name] for name in ("itself", "plain", "relu", "half", "h100")]
-        assert kindred(database.records(), fused, FINGERPRINT, top=1) == [candidates["itself"]]
+        assert related(database.records(), fused, FINGERPRINT, top=1) == [candidates["itself"]]
 
     def test_a_final_race_counts_more_than_a_lucky_screen(self, database: Database) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.9, OTHER))
@@ -127,8 +128,8 @@ class TestSeeds:
     ) -> None:
         hungry, lucky, best = (KERNEL.with_launch(swizzle_size=size) for size in (1, 2, 4))
         for candidate, ratio, policy in (
-            (best, 1.02, "alone"), (hungry, 1.06, "race"), (hungry, 0.97, "alone"), (lucky, 1.04, "heat"),
-            (OTHER, 1.05, "race"),
+            (best, 1.02, STEADY_FINAL), (hungry, 1.06, "race"), (hungry, 0.97, STEADY_FINAL),
+            (lucky, 1.04, QUALIFYING), (OTHER, 1.05, "race"),
         ):  # fmt: skip
             database.publish(PROBLEM, DEVICE, measurement(ratio, candidate), policy=policy)
         found = [(e.candidate, round(e.measurement.ratio, 2)) for e in leaders(database.entries(PROBLEM))]
@@ -152,17 +153,17 @@ class TestRegress:
     def test_verdicts(
         self, database: Database, after: Measurement, facts: Any, verdict: str, by: str
     ) -> None:
-        database.settle(PROBLEM, DEVICE, raced(1.15), label="before")
+        database.confirm(PROBLEM, DEVICE, raced(1.15), label="before")
         device = under(**facts)
-        database.settle(PROBLEM, device, after, label="after")
+        database.confirm(PROBLEM, device, after, label="after")
         (found,) = regressions(database, PROBLEM, device.fingerprint.digest[:8])
         assert (found.verdict, found.by) == (verdict, by)
         assert next(iter(facts)) in found.changed
 
     def test_since_a_date(self, database: Database) -> None:
-        database.settle(PROBLEM, DEVICE, raced(1.05))
+        database.confirm(PROBLEM, DEVICE, raced(1.05))
         begin = datetime.now(UTC)
-        database.settle(PROBLEM, DEVICE, raced(1.01, OTHER))
+        database.confirm(PROBLEM, DEVICE, raced(1.01, OTHER))
         (found,) = regressions(database, PROBLEM, begin)
         assert found.verdict == "slower" and found.after.candidate == OTHER
         assert regressions(database, PROBLEM, begin - timedelta(days=1)) == [], "nothing before"
@@ -172,24 +173,24 @@ class TestRegress:
         def alone(ratio: float) -> Measurement:
             return replace(raced(ratio), evidence={"turn_ms": 160.0})
 
-        database.settle(PROBLEM, DEVICE, raced(1.05))
+        database.confirm(PROBLEM, DEVICE, raced(1.05))
         begin = datetime.now(UTC)
-        database.settle(PROBLEM, DEVICE, alone(1.04))
+        database.confirm(PROBLEM, DEVICE, alone(1.04))
         assert regressions(database, PROBLEM, begin) == [], "of shared clocks before"
-        assert [entry.policy for entry in database.entries(PROBLEM)] == ["final", "alone"]
+        assert [entry.policy for entry in database.entries(PROBLEM)] == ["final", STEADY_FINAL]
         again = datetime.now(UTC)
-        database.settle(PROBLEM, DEVICE, alone(1.0))
+        database.confirm(PROBLEM, DEVICE, alone(1.0))
         (found,) = regressions(database, PROBLEM, again)
         assert found.verdict == "slower" and found.before.measurement.ratio == pytest.approx(1.04, abs=0.005)
 
     def test_other_devices_are_not_compared_with_each_other(self, database: Database) -> None:
-        database.settle(PROBLEM, DEVICE, raced(1.05))
+        database.confirm(PROBLEM, DEVICE, raced(1.05))
         other = under(device_name="NVIDIA H100 NVL")
-        database.settle(PROBLEM, other, raced(1.01))
+        database.confirm(PROBLEM, other, raced(1.01))
         assert regressions(database, PROBLEM, other.fingerprint.digest) == []
 
     def test_a_search_alone_gives_no_verdict(self, database: Database) -> None:
-        database.settle(PROBLEM, DEVICE, raced(1.05))
+        database.confirm(PROBLEM, DEVICE, raced(1.05))
         device = under(driver="580.200")
         database.publish(PROBLEM, device, raced(0.9))
         assert regressions(database, PROBLEM, device.fingerprint.digest) == []
@@ -203,7 +204,7 @@ class TestCommands:
         return int(caught.value.code or 0), output.out, output.err
 
     def test_history(self, database: Database, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        database.settle(PROBLEM, DEVICE, raced(1.05), label="pp128x256")
+        database.confirm(PROBLEM, DEVICE, raced(1.05), label="pp128x256")
         code, out, _ = self.run(capsys, "history", "--shape", "4096x4096x4096", "--db", str(path))
         assert code == 0 and "pp128x256" in out and FINGERPRINT.digest in out
         code, out, _ = self.run(capsys, "history", "--shape", "4096x4096x4096", "--db", str(path), "--json")
@@ -212,9 +213,9 @@ class TestCommands:
         assert code == 2 and err.count("\n") == 1 and "no record of 8x8x8" in err
 
     def test_regress(self, database: Database, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        database.settle(PROBLEM, DEVICE, raced(1.15))
+        database.confirm(PROBLEM, DEVICE, raced(1.15))
         device = under(driver="580.200")
-        database.settle(PROBLEM, device, raced(1.05))
+        database.confirm(PROBLEM, device, raced(1.05))
         arguments = ("regress", "--db", str(path), "--since")
         code, out, _ = self.run(capsys, *arguments, device.fingerprint.digest)
         assert (
@@ -229,7 +230,7 @@ class TestCommands:
     def test_exchange(
         self, database: Database, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        database.settle(PROBLEM, DEVICE, raced(1.05))
+        database.confirm(PROBLEM, DEVICE, raced(1.05))
         export, other = str(tmp_path / "export.csv"), str(tmp_path / "other.sqlite")
         assert self.run(capsys, "db", "export", "--out", export, "--db", str(path))[0] == 0
         code, out, _ = self.run(capsys, "db", "import", export, "--db", other)

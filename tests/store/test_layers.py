@@ -15,7 +15,7 @@ from tunegemm.resources import data_path
 from tunegemm.serve.snapshot import read_snapshot
 from tunegemm.store import Database
 from tunegemm.store.layers import project_location, read_records, user_location
-from tunegemm.store.shipped import latest_settled, read_shipped, write_records
+from tunegemm.store.shipped import latest_confirmed, read_shipped, write_records
 
 SMALL = Problem.parse("64x64x64")
 
@@ -34,15 +34,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def fill(location: Path, ratio: float, problem: Problem = PROBLEM) -> None:
     with Database.open(location) as database:
-        database.settle(problem, DEVICE, measurement(ratio), label=f"at {ratio}")
+        database.confirm(problem, DEVICE, measurement(ratio), label=f"at {ratio}")
 
 
 def test_each_layer_is_read_and_named(home: Path) -> None:
     fill(user_location(), 1.2)
     fill(Path("tunegemm.sqlite"), 1.1)
     with Database.open("elsewhere.sqlite") as database:
-        database.settle(PROBLEM, DEVICE, measurement(1.3))
-        write_records(latest_settled(database.records()), home / "records")
+        database.confirm(PROBLEM, DEVICE, measurement(1.3))
+        write_records(latest_confirmed(database.records()), home / "records")
     records, warnings = read_records()
     assert warnings == []
     assert [(record.layer, round(record.ratio, 2)) for record in records] == [
@@ -84,12 +84,12 @@ class TestShippedFiles:
     def write(self, home: Path) -> Path:
         with Database.open("t.sqlite") as database:
             for index, problem in enumerate((PROBLEM, SMALL)):
-                database.settle(problem, DEVICE, measurement(1.1 + index / 10), label="pp128x256")
+                database.confirm(problem, DEVICE, measurement(1.1 + index / 10), label="pp128x256")
             older = replace(DEVICE, fingerprint=replace(FINGERPRINT, torch="2.10.0"))
-            database.settle(SMALL, older, measurement(1.5))
-            database.settle(SMALL, DEVICE, measurement(1.3), label="pp128x256")
+            database.confirm(SMALL, older, measurement(1.5))
+            database.confirm(SMALL, DEVICE, measurement(1.3), label="pp128x256")
             database.publish(Problem.parse("8x8x8"), DEVICE, measurement(1.9))
-            (path,) = write_records(latest_settled(database.records()), home / "records")
+            (path,) = write_records(latest_confirmed(database.records()), home / "records")
         return path
 
     def test_a_record_reads_back(self, home: Path) -> None:
@@ -103,7 +103,9 @@ class TestShippedFiles:
         ]
         first = records[0]
         assert (first.candidate, first.fingerprint, first.layer) == (KERNEL, FINGERPRINT, "system")
-        assert first.settled and first.measured_at.utcoffset() is not None and len(first.kernel_source) == 16
+        assert (
+            first.confirmed and first.measured_at.utcoffset() is not None and len(first.kernel_source) == 16
+        )
 
     def test_a_file_is_text_with_a_line_per_record_and_its_bytes_are_its_records(self, home: Path) -> None:
         path = self.write(home)
@@ -116,7 +118,7 @@ class TestShippedFiles:
         ("change", "named"),
         [
             ({"m": 0}, "m=0"), ({"m": "4096"}, "m '4096'"), ({"m": True}, "m True"),
-            ({"in_dtype": "int3"}, "'int3'"), ({"extra": 1}, "exactly the fields"),
+            ({"in_dtype": "int3"}, "'int3'"), ({"extra": 1}, "has a field 'extra', which is not known"),
         ],
     )  # fmt: skip
     def test_a_bad_record_is_named_and_left_out(self, home: Path, change: dict, named: str) -> None:
@@ -138,4 +140,4 @@ class TestShippedFiles:
     def test_the_shipped_ones_can_all_be_read(self) -> None:
         records, problems = read_shipped(data_path("db", "records"))
         assert problems == []
-        assert all(record.settled for record in records)
+        assert all(record.confirmed for record in records)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from tests.support.processes import environment
 from tunegemm.cli import app
-from tunegemm.describe.device import Fingerprint, find_device, kernel_source_hash
+from tunegemm.describe.device import Fingerprint, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, PackError
@@ -41,7 +41,7 @@ CUTE, TRITON, TORCH = (Problem.parse(shape) for shape in ("512x512x512", "768x51
 
 
 def record(problem: Problem, candidate: Candidate) -> Record:
-    source = kernel_source_hash(candidate.family)
+    source = families.kernel_source_hash(candidate.family)
     at = datetime(2026, 11, 21, tzinfo=UTC)
     label = families.get(candidate.family).label(candidate)
     return Record(
@@ -112,7 +112,7 @@ def test_other_compilers_here_find_the_packs_objects(
 ) -> None:
     packs.install(made.path)
     family = families.get("triton_tma")
-    monkeypatch.setattr("tunegemm.generate.triton_tma.package_version", lambda _: "")
+    monkeypatch.setattr("tunegemm.generate.triton_object.package_version", lambda _: "")
     key = family.kernel_key(TRITON, RECORDS[1].candidate, DEVICE)
     assert key["triton"] == "" and packs.find(key) is not None
     assert packs.find({**key, "source": "another"}) is None
@@ -213,8 +213,8 @@ def link(entries: Entries) -> None:
         (manifest(lambda data: data.pop("toolchain")), r"manifest.json cannot be read \('toolchain'\)"),
         (manifest(lambda data: data["entries"].append(data["entries"][0])), "an entry twice"),
         (manifest(lambda data: data["entries"][0].update(bytes=3)), r"\.json is missing or was changed"),
-        (manifest(lambda data: data["entries"][0].update(bytes=-1)), r"\.json of -1 B; at most"),
-        (manifest(lambda data: data["entries"][0].update(bytes=1 << 40)), r"\.json of 1099511627776 B"),
+        (manifest(lambda data: data["entries"][0].update(bytes=-1)), r"\.json -1 is not a whole number"),
+        (manifest(lambda data: data["entries"][0].update(bytes=1 << 40)), r"\.json 1099511627776 is not"),
         (outside, r"entry 'objects/\.\./\.\./evil\.json' is no record and no object"),
         (link, r"\.json is missing or was changed"),
     ],

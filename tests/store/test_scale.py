@@ -29,13 +29,13 @@ def vendor(algorithm: str) -> Candidate:
 class TestLeaders(Store):
     @pytest.fixture
     def filled(self, database: Database) -> Database:
-        """Two devices and two toolchains, settled and not, with and without the vendor's, won and lost."""
+        """Two devices and two toolchains, confirmed and not, with and without the vendor's, won and lost."""
         upgraded = dataclasses.replace(DEVICE, fingerprint=dataclasses.replace(FINGERPRINT, driver="590.1"))
         other = dataclasses.replace(
             DEVICE, fingerprint=dataclasses.replace(FINGERPRINT, device_name="NVIDIA Unheard")
         )
         database.publish(PROBLEM, DEVICE, measurement(1.30), label="of an old driver")
-        database.settle(PROBLEM, upgraded, measurement(1.10), label="winner")
+        database.confirm(PROBLEM, upgraded, measurement(1.10), label="winner")
         database.publish(PROBLEM, upgraded, measurement(1.20, vendor("a1")), label="a lucky screen")
         database.publish(PROBLEM, upgraded, measurement(1.02, vendor("a1")), label="a1", policy="race")
         database.publish(PROBLEM, upgraded, measurement(1.04, vendor("a2")), label="a2", policy="race")
@@ -77,7 +77,7 @@ def test_the_synthetic_database_is_one(tmp_path: Path) -> None:
     assert benchmark.build(path, shapes=20, toolchains=2, measured=5) == 400
     with Database.open(path, read_only=True) as database:
         assert len(database.problems()) == 20 and len(database.records()) == 80
-        assert all(record.settled for record in database.records())
+        assert all(record.confirmed for record in database.records())
         first = database.problems()[0]
         assert len(database.measurements(first, benchmark.device().fingerprint)) == 5
 

@@ -15,8 +15,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.resources import data_path
-from tunegemm.store import Database
-from tunegemm.store import database as store
+from tunegemm.store import Database, rows
 from tunegemm.store.documents import data_dictionary, schema_sql
 from tunegemm.store.migrations import alembic_config
 from tunegemm.store.models import Base, FingerprintRow, ProblemRow
@@ -67,5 +66,5 @@ def test_tables_and_queries_compile_for_postgresql() -> None:
         for constraint in table.constraints:
             assert len(str(constraint.name)) <= 63
     problem, fingerprint = Problem(64, 64, 64), Fingerprint("", 0, "", "", 0, "", "", "", "", "")
-    query = store._where_problem(store._where_fingerprint(store._records_query(), fingerprint), problem)
+    query = rows.where_problem(rows.where_fingerprint(rows.records_query(), fingerprint), problem)
     query.compile(dialect=dialect)

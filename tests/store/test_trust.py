@@ -156,7 +156,7 @@ class TestServing:
         store.add(family.kernel_key(PROBLEM, candidate, DEVICE), scratch, Resources(128, 0, 1024))
         monkeypatch.setattr(type(family), "load", lambda *_: lambda a, b, out: None)
         with Database.open(tmp_path / "t.sqlite") as database:
-            database.settle(PROBLEM, DEVICE, measurement(9.0, candidate))
+            database.settle(PROBLEM, DEVICE, measurement(1.4, candidate))
             first, second = [prepare(database.records()[0], DEVICE) for _ in range(2)]
         assert first.launch is not None and first.launch is second.launch
 
@@ -172,7 +172,7 @@ class TestImports:
         kernel = next(k for k in space.kernels() if family.check(PROBLEM, k, DEVICE))
         candidate = next(space.launches(kernel))
         with Database.open(tmp_path / "theirs.sqlite") as theirs:
-            theirs.settle(PROBLEM, DEVICE, measurement(9.0, candidate))
+            theirs.settle(PROBLEM, DEVICE, measurement(1.4, candidate))
             rows = list(dump(theirs))
         with Database.open(tmp_path / "ours.sqlite") as ours:
             assert load(ours, rows, origin="stranger").added == 1

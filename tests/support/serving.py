@@ -8,33 +8,34 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 
-from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.families import Launcher
+from tunegemm.generate.families import Launcher, kernel_source_hash
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, operand_reader
 from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.torch import ops, takeover
+from tunegemm.store.record import Record
 
 BF16 = torch.bfloat16
 CANDIDATE = Candidate.make("cute_sm90", {"tile_m": 128})
 
 
-@dataclass(frozen=True)
-class Row:
-    problem: Problem
-    fingerprint: Fingerprint
-    candidate: Candidate = CANDIDATE
-    ratio: float = 1.1
-    kernel_source: str = kernel_source_hash("cute_sm90")
-    layer: str = ""
+def Row(
+    problem: Problem,
+    fingerprint: Fingerprint,
+    candidate: Candidate = CANDIDATE,
+    ratio: float = 1.1,
+    kernel_source: str = kernel_source_hash("cute_sm90"),
+    layer: str = "",
+) -> Record:
+    return Record(problem, candidate, fingerprint, ratio=ratio, kernel_source=kernel_source, layer=layer)
 
 
 def serve_with(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> None:

@@ -20,11 +20,13 @@ from tunegemm.cli import app
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import MeasureError, ProblemError
 from tunegemm.store import Database
-from tunegemm.store.claims import MAX_ATTEMPTS, Claims, Task, worker_name
+from tunegemm.store.claims import MAX_ATTEMPTS, Claim, Claims, Task, worker_name
 from tunegemm.tuning import fleet
 from tunegemm.tuning.progress import TuneResult
 
 SMALL = Problem.parse("64x64x64")
+#: As if the moment had come until which claims are held; they go by the database's clock.
+EXPIRE = "UPDATE claims SET expires_at = '2000-01-01 00:00:00'"
 UPGRADED = dataclasses.replace(FINGERPRINT, driver="590.00")
 
 
@@ -64,12 +66,14 @@ class TestClaims(Store):
         assert claims.unfinished(UPGRADED) == 1
         assert claims.claim(UPGRADED, "b", 60) is not None
 
-    def test_an_expired_claim_is_taken_over_and_its_worker_told(self, claims: Claims) -> None:
+    def test_an_expired_claim_is_taken_over_and_its_worker_notices(
+        self, claims: Claims, location: Location
+    ) -> None:
         claims.add([Task(PROBLEM)])
-        dead = claims.claim(FINGERPRINT, "dead", 0.2)
+        dead = claims.claim(FINGERPRINT, "dead", 60)
         assert dead is not None
         assert claims.claim(FINGERPRINT, "b", 60) is None
-        time.sleep(0.25)  # past the 0.2 s for which it was claimed: claims go by the database's clock
+        damage(location, EXPIRE)
         taken = claims.claim(FINGERPRINT, "b", 60)
         assert taken is not None and taken.attempt == 2
         assert not claims.renew(dead, 60)
@@ -77,11 +81,11 @@ class TestClaims(Store):
         assert not claims.give_back(dead, tried=True)
         assert claims.renew(taken, 60) and claims.finish(taken)
 
-    def test_a_renewed_claim_is_kept(self, claims: Claims) -> None:
+    def test_a_renewed_claim_is_kept(self, claims: Claims, location: Location) -> None:
         claims.add([Task(PROBLEM)])
-        held = claims.claim(FINGERPRINT, "a", 0.2)
+        held = claims.claim(FINGERPRINT, "a", 60)
+        damage(location, EXPIRE)
         assert held is not None and claims.renew(held, 60)
-        time.sleep(0.25)  # past the 0.2 s for which it was claimed first: had it run out, b would get it
         assert claims.claim(FINGERPRINT, "b", 60) is None
 
     def test_what_is_given_back_is_free_at_once(self, claims: Claims) -> None:
@@ -176,13 +180,21 @@ class TestWorker(Store):
     def test_a_claim_is_renewed_while_its_task_is_tuned(self, claims: Claims, database: Database) -> None:
         claims.add([Task(PROBLEM)])
         rival = []
+        renewals = threading.Semaphore(0)
+
+        class Counted(Claims):
+            def renew(self, claim: Claim, lease_s: float) -> bool:
+                renewed = super().renew(claim, lease_s)
+                renewals.release()
+                return renewed
 
         def tune(task: Task) -> TuneResult:
-            time.sleep(1.5)  # more than twice as long as it is claimed for
+            for _ in range(5):  # five thirds of the time that it is claimed for
+                assert renewals.acquire(timeout=20)
             rival.append(claims.claim(FINGERPRINT, "rival", 60))
             return publish(database, task)
 
-        (worked,) = fleet.work(claims, FINGERPRINT, tune, lease_s=0.6)
+        (worked,) = fleet.work(Counted(database), FINGERPRINT, tune, lease_s=0.6)
         assert rival == [None] and worked.kept
         assert claims.unfinished(FINGERPRINT) == 0
         assert "tunegemm-claim" not in {thread.name for thread in threading.enumerate()}

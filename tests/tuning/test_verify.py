@@ -17,6 +17,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
+from tunegemm.measure.policy import STEADY_MS
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
 from tunegemm.measure.sweeps import write_sweep
 from tunegemm.store import Database
@@ -43,7 +44,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
     with Database.open(tmp_path / "tuning.sqlite") as database:
         for candidate, ratio in ((FIRST, 1.10), (SECOND, 1.05), (BROKEN, 1.04), (TORCH_MM, 1.0)):
             database.publish(PROBLEM, THEN, raced(ratio, candidate), policy="race", label=str(ratio))
-        database.settle(PROBLEM, THEN, raced(1.10, FIRST), label="1.1")
+        database.confirm(PROBLEM, THEN, raced(1.10, FIRST), label="1.1")
         yield database
 
 
@@ -71,7 +72,7 @@ def test_what_moved_is_reported_and_the_new_winner_is_the_record(database: Datab
     assert moves[BROKEN].after is None and moves[BROKEN].reason == "launch: refused"
     assert verification.replaced
     now = database.best(PROBLEM, NOW.fingerprint)
-    assert now is not None and now.candidate == SECOND and now.settled
+    assert now is not None and now.candidate == SECOND and now.confirmed
     then = database.best(PROBLEM, THEN.fingerprint)
     assert then is not None and then.candidate == FIRST, (
         "the old record stays what it was under the old driver"
@@ -87,6 +88,16 @@ def test_only_the_top_candidates_are_raced(database: Database, tuner: Tuner) -> 
     raced_again = verify(tuner, record, judgement, top=2)
     assert [move.candidate for move in raced_again.moves] == [FIRST, SECOND]
     assert TORCH_MM in {outcome.candidate for outcome in raced_again.result.outcomes}, "torch.mm always runs"
+
+
+def test_what_was_timed_in_another_way_did_not_move(database: Database, tuner: Tuner) -> None:
+    """A record of steady-state timing; the race is interleaved now, so that the ratios do not compare."""
+    steady = replace(raced(1.20, FIRST), evidence={STEADY_MS: 160.0})
+    database.confirm(PROBLEM, THEN, steady, label="steady")
+    ((judgement, record),) = due(database.records(), NOW.fingerprint)
+    verification = verify(tuner, record, judgement)
+    (move,) = (move for move in verification.moves if move.candidate == FIRST)
+    assert not move.moved and move.reason == "timed in another way then"
 
 
 @pytest.mark.parametrize(

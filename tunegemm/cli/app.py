@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -16,6 +18,7 @@ from tunegemm.cli import (
     fleet,
     history,
     leaderboard,
+    options,
     pack,
     record,
     report,
@@ -39,15 +42,18 @@ class OneLineErrors(TyperGroup):
     def main(self, *args: Any, **extra: Any) -> Any:
         if not extra.get("standalone_mode", True):
             return super().main(*args, **extra)
+        _prepare_output()
         try:
             # Without standalone mode an exit code that a command raised is returned instead.
             code = super().main(*args, **extra | {"standalone_mode": False})
         except TunegemmError as error:
             _fail(str(error))
+        except OSError as error:  # the working directory was deleted, a disk does not answer
+            _fail(f"{error.filename or 'the working directory'}: {error.strerror or error}")
         except _UsageProblem as error:
             _fail(_usage(error))
         except (KeyboardInterrupt, typer.Abort):
-            typer.echo("tunegemm: interrupted", err=True)
+            options.say("tunegemm: interrupted", err=True)
             sys.exit(INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -67,8 +73,26 @@ def _usage(error: Any) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    typer.echo(f"tunegemm: {' '.join(message.split())}", err=True)
+    options.say(f"tunegemm: {' '.join(message.split())}", err=True)
     sys.exit(BAD_INPUT)
+
+
+class _Lines(logging.Handler):
+    """Warnings of the library, one line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        options.say(f"tunegemm: {record.getMessage()}", err=True)
+
+
+def _prepare_output() -> None:
+    """Letters that the terminal's encoding lacks are escaped; the library's warnings are lines of ours."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    log = logging.getLogger("tunegemm")
+    if not log.handlers:
+        log.addHandler(_Lines(logging.WARNING))
+        log.propagate = False
 
 
 app = typer.Typer(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,19 +15,16 @@ if TYPE_CHECKING:
     from tunegemm.describe.device import Device
     from tunegemm.store.exchange import Conflict, Report
     from tunegemm.store.formats import Format
-    from tunegemm.store.record import Record
 
 app = typer.Typer(help="Exchange and merge tuning databases.", rich_markup_mode=None, no_args_is_help=True)
 
-FORMATS = ("json", "csv", "parquet", "t4", "vllm")
+FORMATS = ("json", "csv", "parquet")
 FormatName = Annotated[
     str | None,
     typer.Option(
         "--format", metavar="NAME", help=f"{', '.join(FORMATS)}. Default: by the file's ending, else json."
     ),
 ]
-#: Export alone: its table holds choices, no measurements.
-INDUCTOR = "inductor"
 #: Bad rows that are named one by one; the rest is counted.
 _NAMED = 20
 
@@ -37,16 +32,9 @@ _NAMED = 20
 @app.command("export")
 def export_command(
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="The file; for vllm, a folder.")
+        Path | None, typer.Option("--out", metavar="FILE", help="The file; replaced as a whole.")
     ] = None,
-    format: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            help=f"{', '.join(FORMATS)}, inductor. Default: by the file's ending, else json.",
-        ),
-    ] = None,
+    format: FormatName = None,
     shape: options.SomeShapes = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of A and B. Default: any.")] = None,
     layout: Annotated[str | None, typer.Option("--layout", help="tn, tt, nn or nt. Default: any.")] = None,
@@ -68,45 +56,43 @@ def export_command(
         raise UsageError("export needs --out FILE, or --records FOLDER")
     if records is not None and (shape or dtype or layout or fingerprint or format):
         raise UsageError("--records takes every settled record; to choose some, use --out FILE")
-    chosen = None if out is None or format == INDUCTOR else _format(format, out, INDUCTOR)
+    chosen = None if out is None else _format(format, out)
     shapes = options.parse_shapes(shape)
-    options.parse_problems(["1x1x1"], dtype or "bf16", None, layout or "tn")  # raises for words not known
+    options.problem_filter(shape, dtype, layout)  # raises for words that are not known
     from tunegemm.describe.problem import normalize_dtype
     from tunegemm.store import Database
-    from tunegemm.store.exchange import dump, select_rows
+    from tunegemm.store.exchange import dump, select_rows, sound
     from tunegemm.store.formats import write
 
     wanted_dtype = normalize_dtype(dtype) if dtype else None
+    skipped: list[str] = []
     with Database.open(db, read_only=True) as database:
-        if format == INDUCTOR:
-            assert out is not None
-            wanted = [
-                record
-                for record in database.records()
-                if (not shapes or record.problem.shape in shapes)
-                and wanted_dtype in (None, record.problem.in_dtype)
-                and (layout or record.problem.layout).lower() == record.problem.layout
-                and record.fingerprint.digest.startswith(fingerprint or "")
-            ]
-            _export_for_inductor(wanted, out)
-            return
+        options.require_fingerprint(database, fingerprint, "--fingerprint")
         if records is not None:
-            from tunegemm.store.shipped import latest_settled, write_records
+            from tunegemm.store.shipped import latest_confirmed, write_records
 
-            paths = write_records(latest_settled(database.records()), records)
+            paths = write_records(latest_confirmed(database.records()), records)
+            if not paths:
+                raise UsageError(
+                    f"{database.name}: no confirmed record to write; `tunegemm tune` confirms one per shape"
+                )
         else:
             assert out is not None and chosen is not None
             rows = select_rows(
-                dump(database), shapes=shapes, dtype=wanted_dtype, layout=layout, fingerprint=fingerprint
-            )
+                sound(dump(database), skipped),
+                shapes=shapes, dtype=wanted_dtype, layout=layout, fingerprint=fingerprint,
+            )  # fmt: skip
             first = next(rows, None)
             if first is None:
+                _name_skipped(skipped)
                 raise UsageError(
                     f"{database.name}: nothing of that kind to export; see `tunegemm leaderboard`"
                 )
-            paths = write(chain([first], rows), out, chosen)
+            write(chain([first], rows), out, chosen)
+            paths = [out]
+    _name_skipped(skipped)
     for path in paths:
-        typer.echo(f"wrote {path}")
+        options.say(f"wrote {path}")
 
 
 @app.command("import")
@@ -119,9 +105,6 @@ def import_command(
 
     Exit code 2 when a file cannot be read, 1 when no row could be used.
     """
-    for file in files:
-        if not file.exists():  # or an empty database would be made for nothing
-            raise UsageError(f"{file}: no such file; give one that `tunegemm db export` made")
     from tunegemm.errors import DatabaseError
     from tunegemm.store import Database
     from tunegemm.store.exchange import load
@@ -131,9 +114,11 @@ def import_command(
     for file in files:  # none of them: then no empty database is made, which would be a layer in this folder
         rows = read(file, _format(format, file))
         try:
-            readable.append((file, chain([first] if (first := next(rows, None)) else [], rows)))
+            readable.append((file, chain(list(islice(rows, 1)), rows)))
         except DatabaseError as error:
-            typer.echo(f"tunegemm: {error}", err=True)
+            options.say(f"tunegemm: {error}", err=True)
+            if len(files) > 1:
+                options.say(f"{file}: 0 rows added, not read")
     used = 0
     if readable:
         with Database.open(db) as database:
@@ -163,12 +148,6 @@ def merge_command(
     racing = open_gpu(device) if rerace else None
     report = merge(sources, into)
     _print(into, report)
-    for conflict in report.conflicts:
-        kept, other = conflict.labels
-        typer.echo(
-            f"conflict {conflict.problem} on {conflict.fingerprint.device_name}: "
-            f"{kept} over {other}, {conflict.reason}"
-        )
     if racing is not None and report.conflicts:
         _rerace(into, report.conflicts, racing)
 
@@ -186,7 +165,7 @@ def upgrade_command(
         if "://" not in location and not Path(location).is_file():
             raise DatabaseError(f"{location}: no such file; name a database that is there")
         with Database.open(location) as database:
-            typer.echo(f"{display(database.location)}: up to date")
+            options.say(f"{display(database.location)}: up to date")
 
 
 @app.command("layers")
@@ -207,25 +186,9 @@ def layers_command() -> None:
         "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite in this folder",
     }
     for layer, place in places.items():
-        typer.echo(f"{layer:8} {counts[layer]:6} records  {place}")
+        options.say(f"{layer:8} {counts[layer]:6} records  {place}")
     for warning in warnings:
-        typer.echo(f"tunegemm: {warning}", err=True)
-
-
-def _export_for_inductor(records: Sequence[Record], out: Path) -> None:
-    from tunegemm.store.inductor import lookup_table
-
-    table, left_out = lookup_table(records)
-    for line in left_out[:_NAMED]:
-        typer.echo(f"left out: {line}", err=True)
-    if len(left_out) > _NAMED:
-        typer.echo(f"left out: {len(left_out) - _NAMED} more", err=True)
-    if not table:
-        raise UsageError(
-            "no record that Inductor's table can hold: its kernels are torch.mm and Triton's templates"
-        )
-    options.write_text(out, json.dumps(table, indent=1) + "\n")
-    typer.echo(f"wrote {out}: {len(table)} products for torch._inductor.config.lookup_table")
+        options.say(f"tunegemm: {warning}", err=True)
 
 
 def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
@@ -235,7 +198,7 @@ def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
     with Database.open(into) as database, Tuner(device, database) as tuner:
         for conflict in conflicts:
             if conflict.fingerprint != device.fingerprint:
-                typer.echo(
+                options.say(
                     f"{conflict.problem}: not raced, its fingerprint {conflict.fingerprint.digest} "
                     f"is not this device's, {device.fingerprint.digest}"
                 )
@@ -246,26 +209,36 @@ def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
                 if best is None
                 else f"{best.candidate}, {best.ratio:.3f} of torch.mm"
             )
-            typer.echo(f"{conflict.problem}: raced, the record is {words}")
+            options.say(f"{conflict.problem}: raced, the record is {words}")
 
 
 def _print(name: str, report: Report) -> None:
-    typer.echo(
+    options.say(
         f"{name}: {report.added} rows added, {report.known} known already, {len(report.skipped)} left out"
     )
-    for line in report.skipped[:_NAMED]:
-        typer.echo(f"left out: {line}", err=True)
-    if len(report.skipped) > _NAMED:
-        typer.echo(f"left out: {len(report.skipped) - _NAMED} more", err=True)
+    _name_skipped(report.skipped)
+    for conflict in report.conflicts:
+        kept, other = conflict.labels
+        options.say(
+            f"conflict {conflict.problem} on {conflict.fingerprint.device_name}: "
+            f"{kept} over {other}, {conflict.reason}"
+        )
 
 
-def _format(name: str | None, path: Path, *others: str) -> Format:
-    """The file format of a name or an ending. others: names that the caller knows beside them."""
+def _name_skipped(lines: list[str]) -> None:
+    for line in lines[:_NAMED]:
+        options.say(f"left out: {line}", err=True)
+    if len(lines) > _NAMED:
+        options.say(f"left out: {len(lines) - _NAMED} more", err=True)
+
+
+def _format(name: str | None, path: Path) -> Format:
+    """The file format of a name or an ending."""
     from tunegemm.store.formats import Format
 
     if name is None:
         suffix = path.suffix.removeprefix(".")
         return Format(suffix) if suffix in FORMATS else Format.json
     if name not in FORMATS:
-        raise UsageError(f"--format {name!r} is not known; use one of {', '.join([*FORMATS, *others])}")
+        raise UsageError(f"--format {name!r} is not known; use one of {', '.join(FORMATS)}")
     return Format(name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from tunegemm.cli import options
+from tunegemm.report.text import clean, to_json
 
 
 def command(
@@ -20,7 +20,7 @@ def command(
 
     checks = examine(db)
     if as_json:
-        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
+        typer.echo(to_json([asdict(check) for check in checks]))
     else:
         from rich.table import Table
         from rich.text import Text
@@ -29,7 +29,9 @@ def command(
         table = Table.grid(padding=(0, 2))
         for check in checks:
             detail = check.detail + (f" -> {check.remedy}" if check.remedy else "")
-            table.add_row(Text(check.status, style=colours[check.status]), check.name, Text(detail))
+            table.add_row(
+                Text(check.status, style=colours[check.status]), check.name, Text(clean(detail, 2000))
+            )
         options.stdout_console().print(table)
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunegemm.cli import options
-from tunegemm.cli.space import open_device
+from tunegemm.report.text import to_json
 
 if TYPE_CHECKING:
     from tunegemm.describe.space import Candidate
@@ -30,10 +29,7 @@ def command(
             help="Explain this candidate, not the record's. What is not given is its space's first value.",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", metavar="SPEC", help="Default: cuda:0, or model:h200 without a GPU."),
-    ] = None,
+    device: options.AnalysedDevice = None,
     db: options.OneDatabase = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
@@ -42,13 +38,13 @@ def command(
     from tunegemm.report.explain import explain_problem
 
     chosen = _candidate(candidate)
-    opened = open_device(device)
+    opened = options.open_analysed(device)
     found = [explain_problem(problem, opened, candidate=chosen, database=db) for problem in problems]
     if as_json:
-        typer.echo(json.dumps([explanation.asdict() for explanation in found], indent=2))
+        typer.echo(to_json([explanation.asdict() for explanation in found]))
         return
     for explanation in found:
-        typer.echo(str(explanation))
+        options.say(*str(explanation).splitlines())
 
 
 def _candidate(text: str | None) -> Candidate | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,8 @@ import typer
 
 from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
+from tunegemm.describe.command import tune_command
+from tunegemm.report.text import to_json
 
 if TYPE_CHECKING:
     from tunegemm.store.history import Comparison
@@ -39,33 +40,33 @@ def history(
     missing = [problem for problem, choices in found.items() if not choices]
     if missing:
         raise UsageError(
-            f"{location}: no record of {missing[0]}; run `tunegemm tune --shape {missing[0].shape}` first"
+            f"{location}: no record of {missing[0]}; run `{tune_command(missing[0])}` on a GPU first"
         )
     if as_json:
         documents = [
             {
                 "problem": str(problem),
                 "chosen_at": choice.chosen_at.isoformat(),
-                "candidate": choice.record.candidate.digest,
-                "label": choice.record.label,
-                "median_us": choice.record.median_us,
-                "ratio": choice.record.ratio,
-                "settled": choice.record.settled,
-                "kernel_source": choice.record.kernel_source,
-                "fingerprint": choice.record.fingerprint.digest,
+                "candidate": choice.candidate.digest,
+                "label": choice.label,
+                "median_us": choice.median_us,
+                "ratio": choice.ratio,
+                "confirmed": choice.confirmed,
+                "kernel_source": choice.kernel_source,
+                "fingerprint": choice.fingerprint.digest,
             }
             for problem, choices in found.items()
             for choice in choices
         ]
-        typer.echo(json.dumps(documents, indent=2))
+        typer.echo(to_json(documents))
         return
     for problem, choices in found.items():
-        typer.echo(str(problem))
+        options.say(problem)
         for choice in choices:
-            record = choice.record
-            typer.echo(
+            record = choice
+            options.say(
                 f"  {choice.chosen_at:%Y-%m-%d %H:%M}  {record.median_us:9.2f} us"
-                f"  {record.ratio:6.3f} of torch.mm  {'final race' if record.settled else 'search':10}"
+                f"  {record.ratio:6.3f} of torch.mm  {'final race' if record.confirmed else 'search':10}"
                 f"  {record.label}  [{record.fingerprint.device_name}, {record.fingerprint.digest}]"
             )
 
@@ -89,6 +90,9 @@ def regress(
 
     with Database.open(db, read_only=True) as database:
         problems = [p for p in database.problems() if not shapes or p.shape in shapes]
+        if unknown := [shape for shape in shapes if shape not in {p.shape for p in problems}]:
+            raise UsageError(f"{database.name}: nothing measured of {unknown[0]}; see `tunegemm leaderboard`")
+        options.require_fingerprint(database, moment if isinstance(moment, str) else None, "--since")
         found = [one for problem in problems for one in regressions(database, problem, moment)]
     if not found:
         raise UsageError(
@@ -96,10 +100,10 @@ def regress(
             "run `tunegemm verify --all` under the new software first"
         )
     if as_json:
-        typer.echo(json.dumps([_document(one) for one in found], indent=2))
+        typer.echo(to_json([_document(one) for one in found]))
     else:
         for one in found:
-            typer.echo(_line(one))
+            options.say(_line(one))
     if any(one.verdict == "slower" for one in found):
         raise typer.Exit(1)
 

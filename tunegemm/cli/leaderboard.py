@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from dataclasses import astuple, fields
 from enum import StrEnum
 from pathlib import Path
@@ -12,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import options
-from tunegemm.describe.problem import Problem, normalize_dtype
-from tunegemm.errors import TunegemmError
+from tunegemm.describe.command import tune_command
+from tunegemm.describe.problem import Problem
+from tunegemm.report.text import to_json
 
 if TYPE_CHECKING:
     import pandas
@@ -65,25 +64,16 @@ def command(
     top: Annotated[int | None, options.count_option("--top", "Rows per shape. Default: all.")] = None,
 ) -> None:
     """Print a shape's measured candidates, or the best of every shape."""
-    # The words are checked before anything heavy loads; where none is given, any will do.
-    options.parse_problems(["1x1x1"], dtype or "bf16", out_dtype, layout or "tn")
+    wanted = options.problem_filter(shape, dtype, layout, out_dtype)
     shapes = options.parse_shapes(shape)
     if family is not None:
         options.parse_families(family)
     if format is Format.parquet and out is None:
         raise options.UsageError("--format parquet is not for a terminal: name a file with --out")
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, parquet
-    from tunegemm.report.stored import of_all_layers
+    from tunegemm.report.stored import of_all_layers, problems_of, readable
     from tunegemm.store import Database
     from tunegemm.store.leaders import leaders
-
-    def wanted(problem: Problem) -> bool:
-        return (
-            (not shapes or problem.shape in shapes)
-            and (dtype is None or problem.in_dtype == normalize_dtype(dtype))
-            and (out_dtype is None or problem.out_dtype == normalize_dtype(out_dtype))
-            and (layout is None or problem.layout == layout.lower())
-        )
 
     # Of a large database every shape's best is read, and nothing else.
     narrow = not shapes and by is By.shape and family is None
@@ -96,25 +86,26 @@ def command(
 
     if db is None:
         frame, warnings = of_all_layers(read, family=family)
-        place = "; ".join(warnings) or "no layer"
+        place = "the layers of this folder"
     else:
         with Database.open(db, read_only=True) as database:
             frame, warnings, place = read(database), [], database.name
-    problems = [problem for problem in _problems(frame) if wanted(problem)]
-    found = {problem.shape for problem in problems}
-    missing = [text for text in shapes if text not in found] or ([] if found else ["MxNxK"])
-    if missing:
-        words = " ".join([missing[0], *filter(None, (dtype, out_dtype, layout, family))])
-        raise options.UsageError(
-            f"{place}: no measurement of {words}; run `tunegemm tune --shape {missing[0]}` first"
-        )
-    for warning in warnings:
-        typer.echo(f"tunegemm: {warning}", err=True)
+    frame, damaged = readable(frame)
+    if damaged:
+        warnings.append(f"{place}: {damaged} damaged rows left out; `tunegemm doctor` names them")
+    options.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
+    measured = problems_of(frame)
+    problems = [problem for problem in measured if wanted(problem)]
+    missing = [text for text in shapes if text not in {problem.shape for problem in problems}]
+    if missing or not problems:
+        words = [*missing[:1], *filter(None, (dtype, out_dtype, layout, family))]
+        raise options.UsageError(_nothing(place, words, measured, missing, dtype, out_dtype, layout, family))
     if device is not None:
         from tunegemm.report.evidence import named_device
 
         frame = frame[frame["device_name"] == named_device(device, sorted(set(frame["device_name"])))]
     frame = _of(problems, frame)
+    problems = problems_of(frame)
     if narrow:
         boards = [Leaderboard.best_of_all(frame)]
     elif shapes and by is By.shape:
@@ -139,13 +130,21 @@ def command(
         options.write_text(out, text)
 
 
-def _problems(frame: pandas.DataFrame) -> list[Problem]:
-    """The problems of all rows, smallest first; a damaged one is left out."""
-    found = []
-    for row in frame[[field.name for field in fields(Problem)]].drop_duplicates().itertuples(index=False):
-        with suppress(TunegemmError, TypeError, ValueError):
-            found.append(Problem(*row))
-    return sorted(found)
+def _nothing(
+    place: str, words: list[str], measured: list[Problem], missing: list[str], *options_: str | None
+) -> str:
+    """Why there is nothing to show, and the command that measures it."""
+    dtype, out_dtype, layout, family = options_
+    command = "tunegemm tune --shape MxNxK"
+    if missing:
+        problem = Problem.parse(missing[0], dtype=dtype or "bf16", out_dtype=out_dtype, layout=layout or "tn")
+        command = tune_command(problem, families=family)
+    if not measured:
+        what = f"nothing measured{f' with {family}' if family else ''} yet"
+    else:
+        some = ", ".join(map(str, measured[:5])) + (f" and {len(measured) - 5} more" if measured[5:] else "")
+        what = f"no measurement of {' '.join(words)}; measured are {some}"
+    return f"{place}: {what}; run `{command}` on a GPU first"
 
 
 def _of(problems: list[Problem], frame: pandas.DataFrame) -> pandas.DataFrame:
@@ -157,11 +156,11 @@ def _of(problems: list[Problem], frame: pandas.DataFrame) -> pandas.DataFrame:
 
 def _render(boards: list[Leaderboard], format: Format, top: int | None) -> str:
     """One document for all boards: JSON a list, CSV under one header."""
-    if format is Format.json:
-        return json.dumps([board.as_dict(top) for board in boards], indent=2, ensure_ascii=False) + "\n"
-    if format is Format.html:
-        from tunegemm.report.leaderboard import html
+    from tunegemm.report.leaderboard import html
 
+    if format is Format.json:
+        return to_json([board.as_dict(top) for board in boards]) + "\n"
+    if format is Format.html:
         return html(boards, top)
     texts = [board.render(format.value, top) for board in boards]
     if format is Format.csv:

@@ -1,22 +1,24 @@
-"""Options that several commands share, and how their text is read."""
+"""What commands share: options, how their text is read, and how lines are printed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tunegemm.describe.problem import OUTPUT_DTYPES, Problem
+from tunegemm import files
+from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem, default_out_dtype, normalize_dtype
 from tunegemm.errors import ProblemError, TunegemmError
-from tunegemm.files import replacing
+from tunegemm.report.text import clean
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tunegemm.describe.device import Device
+    from tunegemm.store import Database
 
 Shapes = Annotated[
     list[str],
@@ -58,7 +60,7 @@ Alignment = Annotated[
     typer.Option(
         "--alignment",
         metavar="BYTES",
-        help="Of the operands' addresses and strides: 2, 4, 8 or 16. Default: that of packed operands.",
+        help="Of the operands' addresses and strides: 1 to 16. Default: that of packed operands.",
     ),
 ]
 EpilogueText = Annotated[
@@ -77,6 +79,11 @@ DeviceSpec = Annotated[
         help="cuda:N, replay:h200 (recorded) or model:h200. Default: cuda:0, or replay:h200 without a GPU.",
     ),
 ]
+#: For commands that time nothing.
+AnalysedDevice = Annotated[
+    str | None,
+    typer.Option("--device", metavar="SPEC", help="Default: cuda:0, or model:h200 without a GPU."),
+]
 #: For commands that measure and have no use for a recorded or modelled device.
 GpuSpec = Annotated[
     str | None,
@@ -93,6 +100,10 @@ DatabaseLocation = Annotated[
 OneDatabase = Annotated[
     str | None, typer.Option("--db", metavar="PATH|URL", help="Only this database. Default: all layers.")
 ]
+
+
+#: Letters of a line that are printed; a message that lists values may be long.
+_LONGEST_LINE = 4000
 
 
 class UsageError(TunegemmError):
@@ -136,6 +147,14 @@ def parse_problems(
     return list(dict.fromkeys(problems))
 
 
+def open_analysed(spec: str | None) -> Device:
+    """An `AnalysedDevice`: without a name the first GPU, or the H200's known limits, for nothing is timed."""
+    from tunegemm.describe.device import cuda_device_count, find_device
+    from tunegemm.tuning.tuner import open_device
+
+    return open_device(spec) if spec or cuda_device_count() else find_device("model:h200")
+
+
 def require_memory(device: Device, problems: Iterable[Problem]) -> None:
     """Raises ProblemError for the first problem that the device's memory cannot hold."""
     for problem in problems:
@@ -143,12 +162,45 @@ def require_memory(device: Device, problems: Iterable[Problem]) -> None:
             raise ProblemError(f"{lack}; give a smaller --shape")
 
 
+def problem_filter(
+    shapes: list[str] | None, dtype: str | None, layout: str | None, out_dtype: str | None = None
+) -> Callable[[Problem], bool]:
+    """Whether a problem is one of those asked for; None asks for any. Raises ProblemError."""
+    extents = parse_shapes(shapes)
+    in_dtype = normalize_dtype(dtype, OUTPUT_DTYPES) if dtype is not None else None
+    if in_dtype is not None:
+        default_out_dtype(in_dtype)  # raises for one without kernels
+    out = normalize_dtype(out_dtype) if out_dtype is not None else None
+    if layout is not None and layout.lower() not in LAYOUTS:
+        raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
+    return lambda problem: (
+        (not extents or problem.shape in extents)
+        and in_dtype in (None, problem.in_dtype)
+        and out in (None, problem.out_dtype)
+        and (layout is None or layout.lower() == problem.layout)
+    )
+
+
+def require_fingerprint(database: Database, start: str | None, flag: str) -> None:
+    """Raises UsageError unless None, or the start of the digest of a fingerprint in the database."""
+    if start is None:
+        return
+    from tunegemm.store.queries import fingerprint_digests
+
+    known = fingerprint_digests(database)
+    if not any(digest.startswith(start) for digest in known):
+        listed = ", ".join(f"{digest} ({name})" for digest, name in known.items()) or "none"
+        raise UsageError(
+            f"{database.name}: {flag} {start!r} is not the start of a fingerprint; it has {listed}"
+        )
+
+
 def parse_shapes(shapes: list[str] | None) -> list[str]:
     """The extents that are asked for, as `Problem.shape` writes them. Raises ProblemError."""
     return list(dict.fromkeys(Problem.parse(text).shape for text in shapes or ()))
 
 
-_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?")
+_DURATION = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9}(?:\.\d{1,9})?)s?)?", re.ASCII)
 
 
 def parse_seconds(text: str, flag: str = "--budget") -> float:
@@ -157,7 +209,7 @@ def parse_seconds(text: str, flag: str = "--budget") -> float:
     hours, minutes, seconds = match.groups() if match else (None, None, None)
     total = 3600 * int(hours or 0) + 60 * int(minutes or 0) + float(seconds or 0)
     if total <= 0:
-        raise UsageError(f"{flag} {text!r} is no duration; for example 90, 90s, 10m or 1h30m")
+        raise UsageError(f"{flag} {text!r} is not a duration; for example 90, 90s, 10m or 1h30m")
     return total
 
 
@@ -175,18 +227,29 @@ def parse_families(text: str | None) -> tuple[str, ...] | None:
     return names
 
 
+def say(*lines: object, err: bool = False) -> None:
+    """Prints each as one line, whatever the names in it hold (`report.text.clean`). err: on stderr."""
+    for line in lines:
+        typer.echo(clean(line, _LONGEST_LINE), err=err)
+
+
 def stdout_console() -> Console:
     """For tables. A pipe or a log has no width of its own: there nothing is cut to 80 columns."""
+    console = _console(stderr=False)
+    return console if console.is_terminal else _console(stderr=False, width=160)
+
+
+def stderr_console() -> Console:
+    """For what is said beside the result: progress, notes, warnings."""
+    return _console(stderr=True)
+
+
+def _console(**how: Any) -> Console:
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    return Console(**how, markup=False, emoji=False, highlight=False)
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a report. Raises UsageError, which names the path, where that is not possible."""
-    try:
-        with replacing(path) as part:
-            part.write_text(text)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; choose another --out") from None
+    files.write_text(path, text, UsageError)

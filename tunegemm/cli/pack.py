@@ -50,7 +50,7 @@ def pack_command(
     if db is None:
         records, warnings = read_records()
         for warning in warnings:
-            typer.echo(f"tunegemm: {warning}", err=True)
+            options.say(f"tunegemm: {warning}", err=True)
     else:
         with Database.open(db, read_only=True) as database:
             records = database.records()
@@ -59,12 +59,12 @@ def pack_command(
         raise UsageError(f"none of {len(records)} records is of that kind; see `tunegemm db layers`")
     packed = packing.pack(chosen, out, compile_missing=not no_compile, workers=workers)
     for reason, count in packed.left_out.items():
-        typer.echo(f"left out: {count} records, {reason}", err=True)
-    typer.echo(
+        options.say(f"left out: {count} records, {reason}", err=True)
+    options.say(
         f"wrote {out}: {packed.records} records of {', '.join(packed.gpus)}, {packed.objects} kernels "
         f"({packed.compiled} compiled now), {out.stat().st_size / 1e6:.1f} MB"
     )
-    typer.echo(f"sha256 {packed.sha256}")
+    options.say(f"sha256 {packed.sha256}")
 
 
 def load_command(
@@ -80,7 +80,7 @@ def load_command(
 
     for file in files:
         pack = packs.install(file, sha256=sha256)
-        typer.echo(f"loaded {file} as {pack.name}: {_describe(pack)}")
+        options.say(f"loaded {file} as {pack.name}: {_describe(pack)}")
 
 
 def unload_command(
@@ -95,18 +95,18 @@ def unload_command(
     from tunegemm.store import packs
 
     for name in [folder.name for folder in packs.installed()] if everything else names or []:
-        typer.echo(f"unloaded {packs.remove(name)}")
+        options.say(f"unloaded {packs.remove(name)}")
 
 
 def _describe(pack: Pack) -> str:
     """What a pack holds and, with a GPU, how much of it is of use here; what is missing goes to stderr."""
     from tunegemm.describe.device import cuda_device_count, find_device
-    from tunegemm.store.packing import cannot_launch, contents
+    from tunegemm.store.packing import cannot_launch
     from tunegemm.store.validity import judge_stored
 
-    records, warnings = contents(pack)
-    for line in [*warnings, *(f"{name}: {why}" for name, why in cannot_launch(records).items())]:
-        typer.echo(f"tunegemm: {line}", err=True)
+    records = pack.records
+    for name, why in cannot_launch(records).items():
+        options.say(f"tunegemm: {name}: {why}", err=True)
     gpus = ", ".join(sorted({record.fingerprint.device_name for record in records}))
     text = f"{len(records)} records of {gpus}, {pack.objects()} kernels"
     if not cuda_device_count():

@@ -12,6 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tunegemm.report.text import clean
+
 if TYPE_CHECKING:
     from tunegemm.tuning.progress import Progress
 
@@ -84,7 +86,7 @@ class ProgressView:
         elif progress.stage != self._stage or progress.elapsed_s - self._told_s >= _QUIET_S:
             line = [str(progress.problem), progress.stage, describe_counts(progress), describe_best(progress)]
             line.append(f"{progress.elapsed_s:.0f} s")
-            self._console.print(" · ".join(part for part in line if part), soft_wrap=True, highlight=False)
+            self._console.print(clean(" · ".join(part for part in line if part)), soft_wrap=True)
             self._stage, self._told_s = progress.stage, progress.elapsed_s
 
     @staticmethod
@@ -94,9 +96,11 @@ class ProgressView:
         bar = ProgressBar(total=max(progress.planned, 1), completed=min(done, progress.planned), width=30)
         head = Table.grid(padding=(0, 2))
         head.add_row(
-            Text(str(progress.problem), style="bold"),
+            Text(clean(progress.problem), style="bold"),
             progress.stage,
             bar,
             Text(f"{progress.elapsed_s:.0f} s"),
         )
-        return Group(head, Text(describe_counts(progress)), Text(describe_best(progress), style="green"))
+        return Group(
+            head, Text(describe_counts(progress)), Text(clean(describe_best(progress)), style="green")
+        )

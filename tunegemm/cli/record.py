@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import options
+from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
+from tunegemm.files import cause, read_text
+from tunegemm.untrusted import decoded
 
 if TYPE_CHECKING:
     from tunegemm.describe.workload import Workload
@@ -33,16 +35,19 @@ def command(
     """Run a program and record the matrix products of its Python processes: `-- python train.py`."""
     from tunegemm.describe.workload import Workload, merge
 
-    out = out.absolute()
-    if not out.parent.is_dir():
-        raise WorkloadError(f"{out}: its folder does not exist; make it first")
+    try:
+        out = out.absolute()
+        if not out.parent.is_dir():
+            raise WorkloadError(f"{out}: its folder does not exist; make it first")
+    except OSError as error:  # a deleted working directory, or a folder that one may not search
+        raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
     with tempfile.TemporaryDirectory(prefix="tunegemm-record-") as parts:
         code = _run(program, parts)
         found = []
         for part in sorted(Path(parts).glob("[!.]*.json")):
-            found.append(Workload.from_document(json.loads(part.read_text()), str(part)))
+            found.append(Workload.from_document(decoded(read_text(part)), str(part)))
     if not found:
-        typer.echo(
+        options.say(
             "tunegemm: nothing recorded: no Python process of the command imported torch with tunegemm "
             "installed beside it (python -I, -E and -S turn recording off, too)",
             err=True,
@@ -55,7 +60,7 @@ def command(
             kept = Path(tempfile.mkdtemp(prefix="tunegemm-record-"), out.name)
             workload.write(kept)
             raise WorkloadError(f"{error}; what was recorded is in {kept}") from None
-        typer.echo(f"tunegemm: {_summary(workload, out)}", err=True)
+        options.say(f"tunegemm: {_summary(workload, out)}", err=True)
     raise typer.Exit(code)
 
 
@@ -93,5 +98,6 @@ def _summary(workload: Workload, out: Path) -> str:
     if workload.unknown_replays:
         text += f"; {workload.unknown_replays} replays of CUDA graphs captured before are not counted"
     if workload.products:
-        text += f". Tune them: tunegemm tune --from {out.name} --budget 10m"
+        shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
+        text += f". Tune them: {command_line('tune', {'from': shown, 'budget': '10m'})}"
     return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import options
+from tunegemm.describe.command import command_line
 
 if TYPE_CHECKING:
     from tunegemm.report.evidence import Evidence
@@ -55,7 +55,7 @@ def report(
     from tunegemm.report.html import report as render
 
     options.write_text(out, render(evidence, command=_command(context)))
-    typer.echo(f"{out}: {len(evidence.winners)} shape(s). {evidence.origin}")
+    options.say(f"{out}: {len(evidence.winners)} shape(s). {evidence.origin}")
 
 
 def plot(
@@ -70,10 +70,10 @@ def plot(
     if single and len(shape or ()) != 1:
         raise options.UsageError(f"--kind {kind.value} is of one shape: give one --shape MxNxK")
     evidence = gather(db, device, shape, 1 if single else 0)
-    from tunegemm.report.plots import save
+    from tunegemm.report.charts import save
 
     save(kind.value, evidence, out)
-    typer.echo(f"{out}: {kind.value}. {evidence.origin}")
+    options.say(f"{out}: {kind.value}. {evidence.origin}")
 
 
 def gather(db: str | None, device: str | None, shapes: list[str] | None, detailed: int) -> Evidence:
@@ -93,9 +93,4 @@ def gather(db: str | None, device: str | None, shapes: list[str] | None, detaile
 
 def _command(context: typer.Context) -> str:
     """The command line without a database's address, which may hold a password."""
-    words = ["tunegemm", "report"]
-    for name in ("shape", "device"):
-        value = context.params.get(name) or []
-        for one in [value] if isinstance(value, str) else value:
-            words += [f"--{name}", one]
-    return shlex.join(words)
+    return command_line("report", {name: context.params.get(name) for name in ("shape", "device")})

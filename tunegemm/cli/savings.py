@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
-from tunegemm.report.leaderboard import significant
+from tunegemm.report.text import clean, significant
 
 if TYPE_CHECKING:
     from tunegemm.tuning.program import Standing
@@ -41,7 +42,7 @@ def savings_table(standings: Sequence[Standing]) -> Table:
         after = standing.after_us
         origin = "" if after is not None or standing.demand.call_us is not None else "~"
         table.add_row(
-            str(standing.demand.problem) + (" +" if standing.demand.extra_calls else ""),
+            Text(clean(standing.demand.problem) + (" +" if standing.demand.extra_calls else "")),
             str(standing.demand.calls),
             f"{100 * standing.total_s / whole:.1f}" if whole else "",
             f"{origin}{significant(standing.before_us)}" if standing.before_us else "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import options
+from tunegemm.report.text import to_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tunegemm.describe.device import Device
     from tunegemm.describe.space import SearchSpace
     from tunegemm.report.census import Census
 
@@ -39,10 +38,7 @@ def command(
         Path | None,
         typer.Option("--space-file", metavar="FILE", help="Your own space, in place of the shipped."),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", metavar="SPEC", help="Default: cuda:0, or model:h200 without a GPU."),
-    ] = None,
+    device: options.AnalysedDevice = None,
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
@@ -50,24 +46,15 @@ def command(
     from tunegemm.report.census import take_census
 
     spaces = _spaces(options.parse_families(family), space_file)
-    opened = open_device(device)
+    opened = options.open_analysed(device)
     options.require_memory(opened, problems)
     counts = [take_census(space, problem, opened) for problem in problems for space in spaces]
     if format is Format.json:
-        typer.echo(json.dumps([count.asdict() for count in counts], indent=2))
+        typer.echo(to_json([count.asdict() for count in counts]))
         return
     console = options.stdout_console()
     for count in counts:
         console.print(_table(count))
-
-
-def open_device(spec: str | None) -> Device:
-    """The device of a name; without one the first GPU, or the H200's known limits."""
-    from tunegemm.describe.device import cuda_device_count, find_device
-    from tunegemm.tuning.tuner import open_device
-
-    # Nothing is timed here, so without a GPU the known limits do; no recording is needed.
-    return open_device(spec) if spec or cuda_device_count() else find_device("model:h200")
 
 
 def _spaces(names: tuple[str, ...] | None, space_file: Path | None) -> list[SearchSpace]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tunegemm.cli import options
-from tunegemm.describe.problem import default_out_dtype
+from tunegemm.describe.command import command_line, tune_command
 from tunegemm.describe.workload import read
+from tunegemm.report.text import clean, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,23 +127,18 @@ def command(
     budget_seconds = options.parse_seconds(budget) if budget is not None else None
     names = options.parse_families(families)
 
-    from rich.console import Console
-
     from tunegemm.cli.progress import ProgressView
     from tunegemm.store import Database
     from tunegemm.store.connection import display
     from tunegemm.tuning.tuner import Tuner, open_device
 
-    out, log = options.stdout_console(), Console(stderr=True)
+    out, log = options.stdout_console(), options.stderr_console()
     opened = open_device(device)
     options.require_memory(opened, problems)
     too_large = {d.problem: lack for d in demands if (lack := opened.lacks_memory(d.problem)) is not None}
     if device is None and not opened.is_real and not as_json:
         log.print(
-            f"No CUDA GPU here: candidates are really compiled for {opened.architecture.compile_target}; "
-            f"times come from a recorded {opened.name} ({opened.spec}). Nothing is stored as measured.",
-            soft_wrap=True,
-            highlight=False,
+            clean(without_gpu(opened, [*problems, *(d.problem for d in demands)]), 2000), soft_wrap=True
         )
     # Only what is measured is stored, so only a real device gets a database; a bad --db is told of anyway.
     database = Database.open(db) if opened.is_real or db is not None else None
@@ -182,21 +177,38 @@ def command(
                     )
                 found += result.best is not None or bool(result.predictions)
                 if as_json:
-                    typer.echo(json.dumps(result_document(result)))
+                    typer.echo(to_json(result_document(result), indent=None))
                 if not (result.outcomes or result.predictions or result.interrupted):
                     # Nothing was tried: the reason is all there is to say, also beside a JSON document.
-                    typer.echo(f"tunegemm: {result.note}", err=True)
+                    options.say(f"tunegemm: {result.note}", err=True)
                 elif not as_json:
                     show_result(out, result, top, where=display(database.location) if database else "")
                 if result.interrupted:
                     again = resume_command(context, asked_for[asked_for.index(forward) :])
-                    log.print(interruption(result, again), soft_wrap=True, highlight=False)
+                    log.print(clean(interruption(result, again), 2000), soft_wrap=True)
                     raise typer.Exit(130)
     finally:
         if database is not None:
             database.close()
     if found < len(problems):
         raise typer.Exit(1)
+
+
+def without_gpu(device: Device, problems: Sequence[Problem]) -> str:
+    """What a replayed tuning is worth: which times are known, and that nothing is stored."""
+    from tunegemm.measure.replay import open_replay
+
+    recorded = set(open_replay(device.spec).problems())
+    unknown = [problem for problem in problems if problem not in recorded]
+    times = f"times come from a recorded {device.name} ({device.spec})"
+    if unknown:
+        which = str(unknown[0]) if len(problems) == 1 else f"{len(unknown)} of {len(problems)} products"
+        ranked = f"no time was recorded of {which}: a model ranks the kernels"
+        times = ranked if len(unknown) == len(problems) else f"{times}; {ranked}"
+    return (
+        f"No CUDA GPU here: candidates are really compiled for {device.architecture.compile_target}; "
+        f"{times}. Nothing is stored as measured."
+    )
 
 
 def tune_program(
@@ -225,20 +237,17 @@ def tune_program(
             interrupted = interrupted or standing.result.interrupted
             if as_json:
                 document = result_document(standing.result)
-                typer.echo(
-                    json.dumps(document | {"calls": standing.demand.calls, "saving_s": standing.saving_s})
-                )
+                facts = {"calls": standing.demand.calls, "saving_s": standing.saving_s}
+                typer.echo(to_json(document | facts, indent=None))
             else:
                 told = sum(each.result is not None for each in current.values())
-                log.print(
-                    progress_line(standing, told, len(plan)), soft_wrap=True, highlight=False, markup=False
-                )
+                log.print(clean(progress_line(standing, told, len(plan))), soft_wrap=True)
     if not as_json:
         out.print(savings_table(list(current.values())))
         for line in closing_lines(list(current.values()), refused):
-            out.print(line, soft_wrap=True, highlight=False, markup=False)
+            out.print(clean(line), soft_wrap=True)
     if interrupted:
-        log.print("Interrupted: what was measured is kept; the same command goes on.", highlight=False)
+        log.print("Interrupted: what was measured is kept; the same command goes on.")
         return 130
     return 0 if any(s.result and (s.result.best or s.result.predictions) for s in current.values()) else 1
 
@@ -252,7 +261,7 @@ def show_result(console: Console, result: TuneResult, top: int, *, where: str) -
     closing = [note, failure_line(result), usage_line(result, where)]
     for line in [failure_line(result)] if result.interrupted else closing:
         if line:
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+            console.print(clean(line, 2000), soft_wrap=True)
 
 
 def leaderboard(result: TuneResult) -> Leaderboard:
@@ -310,31 +319,14 @@ def interruption(result: TuneResult, again: str) -> str:
     return f"Interrupted: {kept}. Go on with: {again}"
 
 
-def tune_command(problem: Problem) -> str:
-    """The shortest command that tunes a problem."""
-    words = ["tunegemm", "tune", "--shape", problem.shape]
-    if problem.in_dtype != "bf16":
-        words += ["--dtype", problem.in_dtype]
-    if problem.out_dtype != default_out_dtype(problem.in_dtype):
-        words += ["--out-dtype", problem.out_dtype]
-    if problem.accumulation != "fast":
-        words += ["--accumulation", problem.accumulation]
-    if problem.layout != "tn":
-        words += ["--layout", problem.layout]
-    return shlex.join(words)
-
-
 def resume_command(context: typer.Context, remaining: list[Problem]) -> str:
     """The command line that goes on with the remaining problems: the same options, fewer shapes."""
-    words = ["tunegemm", "tune"]
-    for problem in remaining:
-        words += ["--shape", problem.shape]
+    given: dict[str, object] = {"shape": [problem.shape for problem in remaining]}
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
-        if parameter.name == "shape" or value is None or value == parameter.default:
-            continue
-        words += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
-    return shlex.join(words)
+        if parameter.name != "shape" and value != parameter.default:
+            given[parameter.opts[0].removeprefix("--")] = value
+    return command_line("tune", given)
 
 
 def result_document(result: TuneResult) -> dict[str, Any]:
@@ -373,7 +365,7 @@ def result_document(result: TuneResult) -> dict[str, Any]:
 
 
 def measurement_figures(measurement: Any, problem: Problem, device: Device) -> dict[str, float | None]:
-    """The figures of one measurement; what a replay or a model cannot tell is null, never NaN."""
+    """The figures of one measurement; what a replay or a model cannot tell is None or not a number."""
     median = measurement.median_us
     has_baseline = bool(measurement.baseline_us)
     floor = device.roofline_us(problem)
@@ -384,10 +376,6 @@ def measurement_figures(measurement: Any, problem: Problem, device: Device) -> d
         "ratio": measurement.ratio if has_baseline else None,
         "percent_of_roofline": 100 * floor / median if floor else None,
         "spread": measurement.spread,
-        "relative_error": _finite(measurement.relative_error),
-        "noise": _finite(measurement.noise),
+        "relative_error": measurement.relative_error,
+        "noise": measurement.noise,
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None  # a NaN fails the comparison, too

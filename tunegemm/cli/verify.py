@@ -37,11 +37,10 @@ def command(
         wanted = [record for record in records if not shapes or record.problem.shape in shapes]
         marked = due(wanted, opened.fingerprint, everything=everything)
         if not marked:
-            typer.echo(f"nothing to verify: {len(wanted)} records, none in doubt on {opened.name}")
+            options.say(f"nothing to verify: {len(wanted)} records, none in doubt on {opened.name}")
         for judgement, record in marked:
             verification = verify(tuner, record, judgement, top)
-            for line in lines(verification):
-                typer.echo(line)
+            options.say(*lines(verification))
             if verification.result.interrupted:
                 raise typer.Exit(130)
 

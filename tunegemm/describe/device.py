@@ -305,20 +305,6 @@ def package_version(name: str) -> str:
 
 
 @functools.cache
-def kernel_source_hash(family: str) -> str:
-    """SHA-256 (16 hex digits) over a kernel family's sources that end up in kernels; empty if it has none.
-
-    These are `kernel*.py` and `config.py` in its folder. A record holds for its own family's sources.
-    """
-    digest = hashlib.sha256()
-    root = Path(__file__).parent.parent / "generate"
-    paths = sorted([*(root / family).rglob("kernel*.py"), *(root / family).rglob("config.py")])
-    for path in paths:
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16] if paths else ""
-
-
-@functools.cache
 def even_cut(sm_count: int, cluster_size: int) -> int:
     """Clusters that fit a Hopper chip of so many multiprocessors, at best.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -59,19 +59,23 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "nt": ("m", "n"),
 }
 
-_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)(?:x(\d+))?")
+#: Of at most 30 digits: Python refuses to read numbers of thousands.
+_SHAPE = re.compile(r"(\d{1,30})x(\d{1,30})x(\d{1,30})(?:x(\d{1,30}))?", re.ASCII)
 _MAX_EXTENT = 2**31 - 1  # TMA coordinates are signed 32-bit
 
 #: The widest load of one thread and what TMA wants: more alignment than this changes no kernel.
 MAX_ALIGNMENT = 16
 
 
-def normalize_dtype(name: str | torch.dtype) -> str:
-    """The short name, such as ``bf16``, for any usual spelling, such as ``torch.bfloat16``, and for that."""
+def normalize_dtype(name: str | torch.dtype, offered: Iterable[str] = DTYPE_BYTES) -> str:
+    """The short name, such as ``bf16``, for any usual spelling, such as ``torch.bfloat16``, and for that.
+
+    Raises ProblemError for an unknown name. offered: what that error recommends.
+    """
     short = str(name).lower().removeprefix("torch.")
     short = _ALIASES.get(short, short)
     if short not in DTYPE_BYTES:
-        raise ProblemError(f"dtype {name!r} is not known; use one of {', '.join(DTYPE_BYTES)}")
+        raise ProblemError(f"dtype {name!r} is not known; use one of {', '.join(offered)}")
     return short
 
 
@@ -194,7 +198,7 @@ class Problem:
     ) -> Problem:
         """From ``MxNxK`` or ``MxNxKxL`` and the names of dtype and layout, as on the command line.
 
-        alignment: by default that of packed operands; a given one may only be lower than that.
+        alignment: by default that of packed operands; lines with gaps may have another one.
         """
         match = _SHAPE.fullmatch(str(shape).strip().lower())  # whatever it is, the error shows it
         if match is None:
@@ -202,7 +206,7 @@ class Problem:
         if str(layout).lower() not in LAYOUTS:
             raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
         m, n, k, batch = (int(group) if group else 1 for group in match.groups())
-        in_dtype = normalize_dtype(dtype)
+        in_dtype = normalize_dtype(dtype, OUTPUT_DTYPES)
         a_major, b_major = LAYOUTS[layout.lower()]
         problem = cls(
             m,
@@ -218,11 +222,9 @@ class Problem:
         )
         if alignment is None:
             return problem
-        if not 1 <= alignment <= problem.alignment:
-            raise ProblemError(
-                f"alignment {alignment} of {problem.shape} {problem.layout}: its packed operands have "
-                f"{problem.alignment} bytes; give {DTYPE_BYTES[in_dtype]} to {problem.alignment}"
-            )
+        if alignment < 1:  # which `Problem` takes for that of packed operands
+            allowed = ", ".join(map(str, problem._alignments()))
+            raise ProblemError(f"alignment {alignment}: use one of {allowed} bytes")
         return replace(problem, alignment=alignment)
 
     @classmethod

@@ -1,6 +1,6 @@
 """Search spaces: what may be varied, and one point of it.
 
-A space is a TOML file in `search_spaces/`: lists of values, compile-time and launch-time ones apart.
+A space is a TOML file: lists of values, compile-time and launch-time ones apart.
 Nothing in it is executable; what is legal is decided by the family's rules.
 """
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.errors import SpaceError
-from tunegemm.resources import data_path
 
 Value = int | str | bool
 _TABLES = ("compile", "launch")
@@ -104,24 +103,16 @@ class SearchSpace:
     """The file it was read from."""
 
     @classmethod
-    def load(
-        cls, family_or_path: str | Path, *, parameters: Mapping[str, tuple[str, ...]] | None = None
-    ) -> SearchSpace:
-        """The shipped space of a family by its name, or any TOML file by its path.
+    def load(cls, path: Path, *, parameters: Mapping[str, tuple[str, ...]] | None = None) -> SearchSpace:
+        """The space of a TOML file.
 
         `parameters` names the parameters that the family knows, per table ``compile`` and ``launch``; a
         missing or further one raises SpaceError, which names the nearest known key.
         """
         import tomllib  # dispatch reads no space
 
-        path = Path(family_or_path)
-        if path.suffix != ".toml":
-            try:
-                path = data_path("search_spaces", f"{family_or_path}.toml")
-            except FileNotFoundError as error:
-                raise SpaceError(f"no search space for family {str(family_or_path)!r}: {error}") from None
         try:
-            data = tomllib.loads(path.read_text())
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise SpaceError(f"{path}: no such search-space file") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunegemm.errors import ArtifactError
+from tunegemm.files import cause
 from tunegemm.generate.ptxas import Resources
 
 Key = Mapping[str, str | int | bool]
@@ -37,11 +38,16 @@ class Artifact:
 class ArtifactStore:
     """The compiled objects of one user."""
 
-    def __init__(self, root: Path | str | None = None) -> None:
-        """`root`: default `TUNEGEMM_CACHE_DIR`, else the user's cache directory. Created on first write."""
+    def __init__(self, root: Path | str | None = None, *, is_package: bool = False) -> None:
+        """`root`: default `TUNEGEMM_CACHE_DIR`, else the user's cache directory. Created on first write.
+
+        is_package: it lies in the package, whose owner may write the code that runs here anyway, so that the
+        objects' owner is not asked for.
+        """
         if root is None:
             root = os.environ.get("TUNEGEMM_CACHE_DIR") or _default_root()
         self.root = Path(root) / "objects"
+        self._is_package = is_package
 
     def find(self, key: Key) -> Artifact | None:
         """The object of a key, hash-checked; None when there is none.
@@ -103,9 +109,7 @@ class ArtifactStore:
 
     def refuse_write(self, error: OSError) -> ArtifactError:
         """What to raise where the store cannot be written, as on a full disk."""
-        return ArtifactError(
-            f"{self.root}: {error.strerror}; make room there, or name another folder with TUNEGEMM_CACHE_DIR"
-        )
+        return ArtifactError(f"{self.root}: {cause(error, 'name another folder with TUNEGEMM_CACHE_DIR')}")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -145,9 +149,10 @@ class ArtifactStore:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise ArtifactError(f"{path}: no regular file; delete it and tune again")
-            _refuse_foreign(path, status)
-            for folder in (path.parent, self.root):
-                _refuse_foreign(folder, folder.stat())
+            if not self._is_package:
+                _refuse_foreign(path, status)
+                for folder in (path.parent, self.root):
+                    _refuse_foreign(folder, folder.stat())
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 return file.read()
         finally:

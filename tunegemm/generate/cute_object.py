@@ -87,8 +87,13 @@ def compile_object(
     )
 
 
+def toolchain() -> dict[str, str | int]:
+    """What of the compiler an object depends on: part of every kernel key."""
+    return {"cutlass_dsl": dsl_version()}
+
+
 def dsl_version() -> str:
-    """The DSL's version and the build that compiles here, as in ``4.8.1+cu13``: part of every kernel key."""
+    """The DSL's version and the build that compiles here, as in ``4.8.1+cu13``."""
     version = package_version("nvidia-cutlass-dsl")
     return f"{version}+{build}" if version and (build := dsl_build()) else version
 
@@ -97,7 +102,7 @@ def dsl_version() -> str:
 def dsl_build() -> str | None:
     """The DSL's build for one CUDA, such as ``cu13``, with a ptxas of its own; None where it has no builds.
 
-    Told by the runtime library that comes with it: the compiler is not imported. Compile workers take the
+    The runtime library that comes with it says so: the compiler is not imported. Compile workers take the
     same one, which depends on the driver, not on the GPUs that they are kept from seeing.
     """
     return None if (runtime := _find_runtime()) is None else runtime.parts[-3]

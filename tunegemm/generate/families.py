@@ -1,62 +1,91 @@
 """Kernel families: each is a generator with its own space, rules, compile and launch.
 
-A family is a folder here with a module-level `FAMILY`, and a file in `search_spaces/` of its name.
+A family is an entry point of the group `tunegemm.families`: its name, and the module whose `FAMILY` it is, or
+the object itself. The shipped ones are declared as any package's are, and known without a look at what is
+installed: that costs some 10 ms (250 packages), and a checkout may be newer than its metadata.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import SpaceError
 from tunegemm.generate.feasibility import Rule, Verdict, refusal
+from tunegemm.generate.launching import Launcher as Launcher
+from tunegemm.generate.launching import Workspace
 from tunegemm.generate.ptxas import Resources
+from tunegemm.generate.sources import hash_of_code, kernel_sources
 
-if TYPE_CHECKING:
-    from tunegemm.generate.launching import Workspace
+GROUP = "tunegemm.families"
+"""The group of entry points."""
+SHIPPED = {
+    name: f"tunegemm.generate.{name}"
+    for name in ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "cublaslt")
+}
+"""The module of each family that ships, as in pyproject.toml, in the order in which they are tried."""
 
-#: The families that ship, in the order in which they are tried.
-_SHIPPED = ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "cublaslt")
-#: All families: every folder here is one, and those that are not listed above come last.
-NAMES = (
-    *_SHIPPED,
-    *sorted({path.parent.name for path in Path(__file__).parent.glob("*/__init__.py")} - {*_SHIPPED}),
-)
+NAMES: tuple[str, ...]
+"""All families that work, those of other packages last. The first look at it reads what is installed."""
 
-#: Launches and descriptors take 32-bit numbers.
-_LARGEST = 2**31 - 1
-
-#: Launches one product on the current stream: (a, b, out), operands as in torch.matmul, and what the
-#: problem's epilogue takes: tensors and numbers, in the order of `Epilogue.operands`.
-Launcher = Callable[..., None]
+_log = logging.getLogger(__name__)
+_LARGEST = 2**31 - 1  # launches and descriptors take 32-bit numbers
 
 
 class Family(Protocol):
-    """What tuning and dispatch need of a kernel family."""
+    """What tuning and dispatch need of a kernel family. `tunegemm.generate.generator.Generator` makes one."""
 
-    name: str
-    parameters: Mapping[str, tuple[str, ...]]
-    """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
-    unlisted: Mapping[str, tuple[Value, ...]]
-    """Words that the shipped space does not list, and 0 where it is a value: what `expected` allows, too."""
-    limited_launch: tuple[str, ...]
-    """The launch parameters that `check` looks at: for the others every value is as feasible as the first."""
-    rules: tuple[Rule, ...]
-    """What `check` applies to a candidate, cheapest first; a library's algorithms need none."""
-    extent_rules: frozenset[str]
-    """The rules that look at m, n, k or batch: what another one rejects is rejected for all extents."""
-    compiled: bool
-    """Whether candidates need `compile`; a library's algorithms do not."""
-    tma: bool
-    """Whether kernels read and write through TMA, which wants 16-byte addresses and strides."""
-    edges_inside: bool
-    """Whether tiles at the edge begin inside, so that none hangs over it where a tile fits at all."""
+    @property
+    def name(self) -> str:
+        """As its entry point has it: an identifier."""
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
+
+    @property
+    def space_file(self) -> Path:
+        """The TOML file of its search space."""
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """The Python files that end up in kernels: a change of their code makes records stale."""
+
+    @property
+    def unlisted(self) -> Mapping[str, tuple[Value, ...]]:
+        """Words that its space does not list, and 0 where it is a value: what `expected` allows, too."""
+
+    @property
+    def limited_launch(self) -> Sequence[str]:
+        """The launch parameters that `check` reads: of the others each value is as feasible as the first."""
+
+    @property
+    def rules(self) -> Sequence[Rule]:
+        """What `check` applies to a candidate, cheapest first; a library's algorithms need none."""
+
+    @property
+    def extent_rules(self) -> frozenset[str]:
+        """The rules that read m, n, k or batch: what another one rejects is rejected for all extents."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether candidates need `compile`; a library's algorithms do not."""
+
+    @property
+    def tma(self) -> bool:
+        """Whether kernels read and write through TMA, which wants 16-byte addresses and strides."""
+
+    @property
+    def edges_inside(self) -> bool:
+        """Whether tiles at the edge begin inside, so that none hangs over it where a tile fits at all."""
 
     def unavailable(self, *, launching: bool = False) -> str | None:
         """None when the family's packages are installed; else one line that names the missing one.
@@ -102,34 +131,133 @@ class Family(Protocol):
         """
 
 
+def __getattr__(name: str) -> Any:
+    if name == "NAMES":
+        return tuple(_each_name())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _each_name() -> Iterator[str]:
+    yield from SHIPPED
+    yield from _plug_ins().families
+
+
 def require(name: str) -> None:
-    """Raises SpaceError, which lists the known families, for a name that is none; loads no family."""
-    if name not in NAMES:
-        raise SpaceError(f"kernel family {name!r} is not known; use one of {', '.join(NAMES)}")
+    """Raises SpaceError, which lists the known families, for a name that is not one of them."""
+    if name not in SHIPPED and name not in _plug_ins().families:
+        raise SpaceError(
+            dict(_plug_ins().unusable).get(name)
+            or f"kernel family {name!r} is not known; use one of {', '.join(_each_name())}"
+        )
 
 
 @cache
 def get(name: str) -> Family:
     """The family of that name. Raises SpaceError, which lists the known ones."""
     require(name)
-    return importlib.import_module(f"tunegemm.generate.{name}").FAMILY
+    return _load(EntryPoint(name, SHIPPED[name], GROUP)) if name in SHIPPED else _plug_ins().families[name]
 
 
-def refusal_by_all(problem: Problem, names: Sequence[str] = NAMES) -> str:
-    """Why no generator can ever have a kernel for the problem, by the first one; empty where one may."""
-    generators = [family for family in map(get, names) if family.compiled]
-    reasons = [refusal(family.rules, family.name, problem) for family in generators]
-    return reasons[0] if reasons and all(reasons) else ""
+def unusable() -> Sequence[str]:
+    """A line for each family of another package that cannot be used: why, and the remedy."""
+    return [line for _, line in _plug_ins().unusable]
+
+
+@dataclass(frozen=True)
+class _PlugIns:
+    families: Mapping[str, Family]
+    unusable: Sequence[tuple[str, str]]
+    """Names of families, and for each a line with the reason."""
+
+
+@cache
+def _plug_ins() -> _PlugIns:
+    """The families that other packages bring. What is wrong with one is logged, once."""
+    found: dict[str, Family] = {}
+    unusable: list[tuple[str, str]] = []
+    owners = dict.fromkeys(SHIPPED, "tunegemm")
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: (_package(entry), entry.name)):
+        name, package = entry.name, _package(entry)
+        if package == "tunegemm":
+            continue
+        try:
+            if name in owners:
+                raise SpaceError(f"{owners[name]} has a family of that name")
+            found[name] = _checked(name, _load(entry))
+            owners[name] = package
+        except Exception as error:  # what another package's code raises is not known here
+            reason = str(error) if isinstance(error, SpaceError) else f"{type(error).__name__}: {error}"
+            cause = " ".join(reason.split())
+            line = (
+                f"kernel family {name!r} cannot be used: {cause}; upgrade or uninstall the package {package}"
+            )
+            unusable.append((name, line))
+            _log.warning(line)
+    return _PlugIns(found, unusable)
+
+
+def _package(entry: EntryPoint) -> str:
+    return str(entry.dist.name) if entry.dist is not None else "without a name"
+
+
+def _load(entry: EntryPoint) -> Family:
+    loaded = entry.load()
+    return getattr(loaded, "FAMILY", loaded)
+
+
+def _checked(name: str, family: Family) -> Family:
+    """The family, if it is one. Raises SpaceError; and whatever its code raises."""
+    if missing := [member for member in vars(Family) if member[0] != "_" and not hasattr(family, member)]:
+        raise SpaceError(f"it has no {', '.join(missing)} (see tunegemm.generate.families.Family)")
+    if family.name != name or not name.isidentifier():
+        raise SpaceError(f"its name is {family.name!r}, and has to be the entry point's, an identifier")
+    space = _space_of(family)
+    if space.family != name:
+        raise SpaceError(f"{space.source} is of family {space.family!r}")
+    if family.compiled and not hash_of_code(family.sources):
+        raise SpaceError("it names no sources of its kernels")
+    return family
+
+
+@cache
+def kernel_source_hash(name: str) -> str:
+    """SHA-256 (16 hex digits) over the code that ends up in a family's kernels: what records and objects hold
+    for. Empty for a library's kernels, and for a family that is not known here.
+    """
+    if name in SHIPPED:  # not imported for that: a first dispatch asks for those of all records
+        return hash_of_code(kernel_sources(Path(__file__).with_name(name)))
+    family = _plug_ins().families.get(name)
+    return hash_of_code(family.sources) if family is not None else ""
+
+
+def refusal_by_all(problem: Problem, names: Iterable[str] | None = None) -> str:
+    """Why no generator of these, by default of all, can ever have a kernel for the problem, by the first one;
+    empty where one may.
+    """
+    first = ""
+    for family in map(get, _each_name() if names is None else names):
+        if family.compiled:
+            if not (reason := refusal(family.rules, family.name, problem)):
+                return ""
+            first = first or reason
+    return first
 
 
 def load_space(name: str, path: Path | None = None) -> SearchSpace:
     """The search space of a family, checked against the parameters it knows and the values they take."""
-    space = SearchSpace.load(path or name, parameters=get(name).parameters)
+    space = _space_of(get(name), path)
     for parameter, values in {**space.compile_values, **space.launch_values}.items() if path else ():
         for value in values:
             if (allowed := expected(name, parameter, value)) is not None:
                 raise SpaceError(f"{path}: {parameter} has {value!r}; {allowed}")
     return space
+
+
+def _space_of(family: Family, path: Path | None = None) -> SearchSpace:
+    try:
+        return SearchSpace.load(path or family.space_file, parameters=family.parameters)
+    except FileNotFoundError as error:
+        raise SpaceError(f"no search space of family {family.name!r}: {error}") from None
 
 
 def expected(family: str, parameter: str, value: Value) -> str | None:

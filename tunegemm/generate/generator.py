@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
-from tunegemm.describe.device import Device, kernel_source_hash
+from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem, swapped_dtype
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import ArtifactError
 from tunegemm.generate.feasibility import Rule, Verdict, apply_rules
+from tunegemm.generate.launching import Launcher, Workspace
 from tunegemm.generate.ptxas import Resources
+from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.generate.tiles import majors
+from tunegemm.resources import data_path
 
-if TYPE_CHECKING:
-    from tunegemm.generate.families import Launcher
-    from tunegemm.generate.launching import Workspace
+Key = Mapping[str, str | int | bool]
 
 #: Fields of a config that come from the problem.
 _OF_PROBLEM = ("in_dtype", "out_dtype", "accumulation", "a_major", "b_major", "out_major")
+
+#: What a label says of a launch parameter; nothing where it stands for what kernels do without it.
+_LAUNCH_WORDS: Mapping[str, Callable[[Any], str]] = {
+    "raster_order": lambda order: "rm" if order == "along_m" else "rn",
+    "swizzle_size": lambda size: f"w{size}",
+    "cluster_order": lambda order: "" if order == "index" else str(order),
+    "ctas": str,
+    "split_k": lambda splits: f"k{splits}" if splits > 1 else "",
+    "reduction": lambda how: "second" if how == "second_kernel" else "",
+    "l2_hint": lambda hint: "" if hint == "none" else f"h{hint.removesuffix('_first')}",
+}
 
 
 class Config(Protocol):
@@ -86,99 +97,120 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
     return config_of
 
 
-class Generator(ABC):
-    """The part of `tunegemm.generate.families.Family` that is the same for every generator."""
+@dataclass(frozen=True)
+class Package:
+    """A package that a family needs."""
 
-    compiled = True
+    module: str
+    """One of its modules."""
     name: str
-    packages: tuple[tuple[str, str], ...]
-    """A module of each package that loading and launching an object needs, and the package's name."""
-    compiler_packages: tuple[tuple[str, str], ...] = ()
-    """As `packages`: what only compiling needs."""
+    """As pip installs it."""
+    oldest: tuple[int, ...] = ()
+    """The oldest version that will do; empty for any."""
+
+    def missing(self) -> str | None:
+        """Why it cannot be used, and the remedy; None where it can."""
+        try:
+            found = find_spec(self.module)
+        except ModuleNotFoundError:  # of the parent, such as `cuda`
+            found = None
+        if found is None:
+            return f"{self.name} is not installed; pip install {self.name}"
+        version = package_version(self.name)
+        if self.oldest and tuple(map(int, version.split(".")[: len(self.oldest)])) < self.oldest:
+            oldest = ".".join(map(str, self.oldest))
+            return f"{self.name} {version} is older than {oldest}; pip install '{self.name}>={oldest}'"
+        return None
+
+
+TRITON = Package("triton", "triton", (3, 6))
+CUDA_BINDINGS = Package("cuda.bindings", "cuda-bindings")
+CUTE_DSL = Package("cutlass", "nvidia-cutlass-dsl")
+TVM_FFI = Package("tvm_ffi", "apache-tvm-ffi")
+
+
+def no_workspace(
+    problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
+) -> Workspace | None:
+    """Of launches that need no memory beside their operands."""
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """A `tunegemm.generate.families.Family`, which has the docstrings, put together from what is its own."""
+
+    name: str
+    parameters: Mapping[str, tuple[str, ...]]
+    folder: Path
+    """Where its `kernel_sources` are."""
     config: type[Config]
+    config_of: Callable[[Problem, Candidate], Config]
+    """The compile-time choices of a candidate for a problem: a `config_maker` of `config`."""
     rules: Sequence[Rule]
-    unlisted: Mapping[str, tuple[Value, ...]] = {}
-    fuses = False
+    extent_rules: frozenset[str]
+    compile: Callable[[Key, Path], Resources]
+    launcher: Callable[[Problem, Candidate, Device, Path, Workspace | None], Launcher]
+    """As `load`, with an object, and a workspace if one is needed."""
+    workspace: Callable[[Problem, Candidate, Device, Path | None], Workspace | None] = no_workspace
+    toolchain: Callable[[], Mapping[str, str | int]]
+    """What of the compiler an object depends on."""
+    packages: Sequence[Package]
+    """What loading and launching an object needs."""
+    compiler_packages: Sequence[Package] = ()
+    """What only compiling needs."""
+    space: Path | None = None
+    """Its search space; None for the shipped one of its name."""
+    unlisted: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    limited_launch: Sequence[str] = ()
+    tma: bool = False
+    edges_inside: bool = False
+    fuses: bool = False
     """Whether kernels take an epilogue."""
-    edges_inside = False
+    compiled: ClassVar[bool] = True
 
-    @abstractmethod
-    def config_of(self, problem: Problem, candidate: Candidate) -> Config:
-        """The compile-time choices of a candidate for a problem."""
+    @property
+    def space_file(self) -> Path:
+        return self.space or data_path("search_spaces", f"{self.name}.toml")
 
-    @abstractmethod
-    def toolchain(self) -> Mapping[str, str | int]:
-        """What of the compiler an object depends on."""
-
-    @abstractmethod
-    def launcher(
-        self,
-        problem: Problem,
-        candidate: Candidate,
-        device: Device,
-        artifact: Path,
-        workspace: Workspace | None,
-    ) -> Launcher:
-        """See `load`, which calls it with an object and a workspace, if one is needed."""
-
-    @abstractmethod
-    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources: ...
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        return kernel_sources(self.folder)
 
     def unavailable(self, *, launching: bool = False) -> str | None:
-        for module, package in self.packages if launching else (*self.compiler_packages, *self.packages):
-            try:
-                found = find_spec(module)
-            except ModuleNotFoundError:  # of the parent, such as `cuda`
-                found = None
-            if found is None:
-                return f"{package} is not installed; pip install {package}"
-        return None
+        packages = self.packages if launching else (*self.compiler_packages, *self.packages)
+        return next(filter(None, (package.missing() for package in packages)), None)
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
         if problem.epilogue and not self.fuses:
             return Verdict("epilogue", f"{self.name} stores products as they are, without {problem.epilogue}")
         return apply_rules(self.rules, problem, candidate, device)
 
-    def kernel_key(
-        self, problem: Problem, candidate: Candidate, device: Device
-    ) -> Mapping[str, str | int | bool]:
-        return {
+    def kernel_key(self, problem: Problem, candidate: Candidate, device: Device) -> Key:
+        key: dict[str, str | int | bool] = {
             **asdict(self.config_of(problem, candidate)),
             "family": self.name,
             "target": device.architecture.compile_target,
             **self.toolchain(),
-            "source": kernel_source_hash(self.name),
+            "source": hash_of_code(self.sources),
         }
+        if (function := problem.fused.function) is not None:
+            key["epilogue_source"] = function.source
+        return key
 
     def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
         return self.config_of(problem, candidate).smem_bytes
 
     def label(self, candidate: Candidate) -> str:
-        params = candidate.params
         kernel = self.config.from_mapping(
             dict(candidate.compile_params) | dict.fromkeys(_OF_PROBLEM, "")
         ).label
-        if params.get("swap_ab", False):
+        if candidate.params.get("swap_ab", False):
             kernel = kernel.replace(" ", "S ", 1)
-        if not candidate.launch_params:
-            return kernel
-        raster = "m" if params["raster_order"] == "along_m" else "n"
-        words = [kernel, f"r{raster}", f"w{params['swizzle_size']}"]
-        if params.get("cluster_order", "index") != "index":
-            words.append(str(params["cluster_order"]))
-        words.append(str(params["ctas"]))
-        if int(params.get("split_k", 1)) > 1:
-            words.append(f"k{params['split_k']}")
-        if params.get("reduction", "pairs") == "second_kernel":
-            words.append("second")
-        if (hint := params.get("l2_hint", "none")) != "none":
-            words.append(f"h{str(hint).removesuffix('_first')}")
-        return " ".join(words)
-
-    def workspace(
-        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
-    ) -> Workspace | None:
-        return None
+        launch = dict(candidate.launch_params)
+        words = [word(launch[name]) for name, word in _LAUNCH_WORDS.items() if name in launch]
+        words += [f"{name}={value}" for name, value in launch.items() if name not in _LAUNCH_WORDS]
+        return " ".join(filter(None, [kernel, *words]))
 
     def load(
         self,

@@ -14,7 +14,9 @@ from tunegemm.describe.problem import DTYPE_BYTES, Problem, normalize_dtype
 if TYPE_CHECKING:
     import torch
 
-    from tunegemm.generate.families import Launcher
+#: Launches one product on the current stream: (a, b, out), operands as in torch.matmul, and what the
+#: problem's epilogue takes: tensors and numbers, in the order of `Epilogue.operands`.
+Launcher = Callable[..., None]
 
 _FP32, _FP32_BITS = struct.Struct("f"), struct.Struct("I")
 

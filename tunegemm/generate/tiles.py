@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem, default_out_dtype, swapped_dtype
 from tunegemm.describe.space import Candidate
+from tunegemm.generate.launching import Workspace
 
 _SWAP_MAX_M = 128
-_MIN_K_TILES_PER_PART = 4
+_MIN_K_TILES_PER_SPLIT = 4
 _MAX_WORK_PER_SM = 2
 
 
@@ -79,14 +81,25 @@ def swap_fits(problem: Problem, candidate: Candidate, device: Device) -> str | N
 
 
 def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Parts of k need k tiles of their own and multiprocessors that are idle without them."""
-    parts = int(candidate.params.get("split_k", 1))
-    if parts == 1:
+    """Splits of k need k tiles of their own and multiprocessors that are idle without them."""
+    splits = int(candidate.params.get("split_k", 1))
+    if splits == 1:
         return None
     k_tiles = -(-problem.k // candidate["tile_k"])
-    if parts * _MIN_K_TILES_PER_PART > k_tiles:
-        return f"split_k {parts} leaves a part less than {_MIN_K_TILES_PER_PART} of {k_tiles} k tiles"
+    if splits * _MIN_K_TILES_PER_SPLIT > k_tiles:
+        return f"split_k {splits} leaves a split less than {_MIN_K_TILES_PER_SPLIT} of {k_tiles} k tiles"
     tiles = tile_count(problem, candidate)
-    if tiles * parts > _MAX_WORK_PER_SM * device.sm_count:
-        return f"split_k {parts} x {tiles} tiles > {_MAX_WORK_PER_SM} x {device.sm_count} multiprocessors"
+    if tiles * splits > _MAX_WORK_PER_SM * device.sm_count:
+        return f"split_k {splits} x {tiles} tiles > {_MAX_WORK_PER_SM} x {device.sm_count} multiprocessors"
     return None
+
+
+def split_workspace(
+    problem: Problem, candidate: Candidate, device: Device, artifact: Path | None = None
+) -> Workspace | None:
+    """Where the last block of a tile adds its k splits: their fp32 partial sums, and a counter per tile."""
+    split_k = int(candidate["split_k"])
+    if split_k == 1:
+        return None
+    tiles, index = tile_count(problem, candidate), device.index if device.is_real else 0
+    return Workspace(tiles * split_k * candidate["tile_m"] * candidate["tile_n"] * 4, tiles * 4, index)

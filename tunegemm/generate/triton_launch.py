@@ -11,11 +11,13 @@ import functools
 import hashlib
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, Workspace, tma_reader
 from tunegemm.generate.triton_object import Header, TensorMap, read_object
 
 #: (address, extents, strides) of a tensor map: both in elements, outermost first; the last stride is 1.
@@ -126,12 +128,70 @@ class Kept(dict[Any, Arguments]):
         return arguments
 
 
-def batch_view(
-    address: int, batch: int, rows: int, columns: int, leading: int, step: int, contiguous: bool
-) -> View:
-    """A batch of matrices whose columns, if `contiguous`, else its rows are contiguous in memory."""
-    extents = (batch, rows, columns) if contiguous else (batch, columns, rows)
-    return address, extents, (step, leading, 1)
+def load_launcher(
+    problem: Problem,
+    candidate: Candidate,
+    artifact: Path,
+    index: int,
+    ctas: int,
+    values: Callable[..., Mapping[str, int | View]],
+    workspace: Workspace | None = None,
+) -> Launcher:
+    """A launcher of an object, for a grid of so many blocks on the GPU of that index.
+
+    values: the kernel's arguments for the addresses of A, B, D and six strides as in `launching.Places`, as
+    the kernel sees them: with swap_ab B first. A workspace's memory goes to the arguments ``partials`` and
+    ``counters``; in an object with scratch memory it is that.
+    """
+    from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
+
+    kernel, swap = load(artifact, index), bool(candidate.params.get("swap_ab", False))
+    scratch = kernel.header.scratch_bytes > 0
+
+    def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
+        strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
+        kept = Kept()
+
+        def arguments(a: int, b: int, d: int, partials: int, counters: int) -> Arguments:
+            memory = {"partials": partials, "counters": counters}
+            return Arguments(
+                kernel.header, {**values(a, b, d, *strides), **memory}, partials if scratch else 0
+            )
+
+        def launch(a: int, b: int, d: int) -> None:
+            if swap:
+                a, b = b, a
+            stream = current_stream(index)
+            memory = (0, 0) if workspace is None else workspace.addresses(stream)
+            key = (a, b, d, *memory)
+            found = kept.get(key)
+            if found is None:
+                kernel.ensure_context()
+                found = kept.keep(key, arguments(*key))
+            kernel.launch(ctas, stream, found)
+
+        return launch
+
+    return AddressLauncher(tma_reader(problem), make)
+
+
+def matrix_views(seen: Problem, a: int, b: int, d: int, *strides: int) -> dict[str, int | View]:
+    """The tensor maps of A, B and D for the product that a kernel sees, by the names of its arguments."""
+    m, n, k, (lda, ldb, ldd, a_step, b_step, d_step) = seen.m, seen.n, seen.k, strides
+    return {
+        "a_desc": (a, *_batch(seen.batch, m, k, lda, a_step, seen.a_major == "k")),
+        "b_desc": (b, *_batch(seen.batch, k, n, ldb, b_step, seen.b_major == "n")),
+        "d_desc": (d, *_batch(seen.batch, m, n, ldd, d_step, seen.out_major == "n")),
+    }
+
+
+def _batch(
+    batch: int, rows: int, columns: int, leading: int, step: int, contiguous: bool
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Extents and strides of a batch of matrices whose columns, if `contiguous`, else its rows are contiguous
+    in memory.
+    """
+    return (batch, rows, columns) if contiguous else (batch, columns, rows), (step, leading, 1)
 
 
 def encode(tensor_map: TensorMap, view: View) -> bytes:

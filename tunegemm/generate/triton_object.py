@@ -23,13 +23,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tunegemm.describe.device import package_version
 from tunegemm.errors import ArtifactError
 from tunegemm.generate.ptxas import Resources, output_to, read_report
 
 FORMAT = 1
-"""Of the object file and the compile options here; part of every kernel key."""
+"""Of the object file and the compile options here."""
 _TENSOR_MAP = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]")
 _ENTRY = re.compile(r"\.visible \.entry \w+\((.*?)\)", re.DOTALL)
+
+
+def toolchain() -> dict[str, str | int]:
+    """What of the compiler an object depends on: part of every kernel key."""
+    return {"triton": package_version("triton"), "object_format": FORMAT}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Evidence(IntEnum):
 
 
 #: Words that say under which policy a measurement was taken, as they are stored, and what each proves.
-SCREEN, RACE, QUALIFYING, FINAL, STEADY_FINAL = "screen", "race", "heat", "final", "alone"
+SCREEN, RACE, QUALIFYING, FINAL, STEADY_FINAL = "screen", "race", "qualifying", "final", "steady_final"
 _EVIDENCE = {
     SCREEN: Evidence.SCREEN,
     RACE: Evidence.RACE,
@@ -37,8 +37,16 @@ _EVIDENCE = {
 }
 POLICIES = tuple(_EVIDENCE)
 
+#: Words of files and databases of before schema 0006, and those that took their place.
+_FORMER = {"heat": QUALIFYING, "alone": STEADY_FINAL}
+
 #: Policies of steady-state timing.
 STEADY_POLICIES = (QUALIFYING, STEADY_FINAL)
+
+
+def policy_word(word: str) -> str:
+    """The word for a policy, where a file may have a former one."""
+    return _FORMER.get(word, word)
 
 
 def evidence_of(policy: str, *, confirmed: bool = False) -> Evidence:
@@ -46,7 +54,7 @@ def evidence_of(policy: str, *, confirmed: bool = False) -> Evidence:
 
     confirmed: it won a final race, and is the record for that.
     """
-    return Evidence.FINAL if confirmed else _EVIDENCE.get(policy, Evidence.SCREEN)
+    return Evidence.FINAL if confirmed else _EVIDENCE.get(policy_word(policy), Evidence.SCREEN)
 
 
 class Result(Protocol):

@@ -14,12 +14,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
-from tunegemm.describe.device import ARCHITECTURES, PARTS, Device, Fingerprint, kernel_source_hash
+from tunegemm.describe.device import ARCHITECTURES, PARTS, Device, Fingerprint
 from tunegemm.describe.problem import DTYPE_BYTES, Problem, default_out_dtype
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import DeviceError, ProblemError
 from tunegemm.files import replacing
-from tunegemm.generate.families import completed
+from tunegemm.generate.families import completed, kernel_source_hash
 from tunegemm.measure.outcome import Failure, Measurement, Outcome, Stage
 
 FORMAT = 3

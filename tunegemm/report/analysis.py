@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tunegemm.report.evidence import Trial, Winner
+from tunegemm.measure.statistics import NOISE_FLOOR
+from tunegemm.report.evidence import Details, Trial, Winner
 from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.search.importance import Importance, importance
 
@@ -31,10 +32,34 @@ def best_so_far(trials: Sequence[Trial]) -> list[tuple[int, float]]:
     return steps
 
 
-def tile_grids(trials: Iterable[Trial]) -> list[Grid]:
-    """The best of each tile per family and schedule; the fastest grid first. Libraries have no tiles."""
+def gap(details: Details) -> str:
+    """Why the record's ratio is not where the curve of its search ends; empty where the two agree."""
+    record = details.winner
+    tried = [trial for trial in details.sequence if trial.stage != "race"]
+    if not tried or tie_of(best_so_far(tried)[-1][1], record.ratio):
+        return ""
+    own = [trial.ratio for trial in tried if trial.candidate == record.candidate]
+    if not own:
+        return f"The record, at {record.ratio:.3f}, is a candidate that this search did not try."
+    race = "its final race" if record.settled else "a later measurement"
+    return (
+        f"The search measured the record's candidate at {own[-1]:.3f}, in few rounds beside many others; its "
+        f"{record.ratio:.3f} is of {race}, of {record.rounds} rounds. The two do not compare."
+    )
+
+
+def tie_of(one: float, other: float) -> bool:
+    """Whether two ratios look the same in a figure."""
+    return abs(math.log(one / other)) <= math.log1p(NOISE_FLOOR)
+
+
+def tile_grids(trials: Sequence[Trial]) -> list[Grid]:
+    """The best of each tile per family and schedule; the fastest grid first. Libraries have no tiles.
+
+    Of the search alone, where there is one: ratios of its trials and of a race do not compare.
+    """
     found: dict[tuple[str, str], dict[tuple[int, int], Trial]] = {}
-    for trial in trials:
+    for trial in [trial for trial in trials if trial.stage != "race"] or trials:
         params = trial.candidate.params
         tile_m, tile_n = params.get("tile_m"), params.get("tile_n")
         if (
@@ -78,17 +103,6 @@ def ratio_limits(winners: Sequence[Winner]) -> tuple[float, float]:
     high = min(high * reach, max(max(winner.high for winner in winners), high))
     margin = (high / low) ** 0.04
     return low / margin, high * margin
-
-
-def log_ticks(low: float, high: float, most: int = 8) -> list[float]:
-    """Round values between two ends of a logarithmic axis."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
-        ticks = [step * 10.0**decade for decade in decades for step in steps]
-        ticks = [tick for tick in ticks if low <= tick * 1.0000001 and tick <= high * 1.0000001]
-        if len(ticks) <= most:
-            return ticks
-    return ticks
 
 
 def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:

@@ -24,7 +24,7 @@ from tunegemm.report.leaderboard import VENDOR_FAMILY, known_device
 
 if TYPE_CHECKING:
     from tunegemm.measure.replay import ReplayDevice
-    from tunegemm.store import Database
+    from tunegemm.store import Database, Record
 
 Verdict = Literal["faster", "equal", "slower"]
 
@@ -193,25 +193,24 @@ def from_database(
     if shapes:
         stored = [record for record in stored if record.problem.shape in shapes]
     part = known_device(stored[0].fingerprint)
-    winners = {record.key: _winner_of(record, part) for record in stored}
+    winners = {record.problem: _winner_of(record, part) for record in stored}
     latest = sorted(stored, key=lambda record: record.measured_at, reverse=True)
     details = []
     for record in stored if shapes else latest[:detailed]:
-        rows = queries.trials(database, record.key, MOST_TRIALS)
+        rows = queries.trials(database, record, MOST_TRIALS)
         trials = tuple(
             Trial(row.candidate, row.label or str(row.candidate), row.ratio, row.median_us,
                   _stage(row.candidate, row.policy))
             for row in rows
         )  # fmt: skip
-        details.append(Details(winners[record.key], trials, trials))
-    counts = queries.measurement_counts(database, name)
+        details.append(Details(winners[record.problem], trials, trials))
     return Evidence(
         "recorded" if any(record.replayed for record in stored) else "measured",
         place,
         part,
         _ordered(winners.values()),
         tuple(sorted(details, key=lambda one: -one.winner.ratio)),
-        sum(count for key, count in counts.items() if not shapes or key in winners),
+        queries.measurement_count(database, name, shapes),
         _grouped(queries.failure_counts(database, name)),
         tuple(other for other in names if other != name),
     )
@@ -283,15 +282,12 @@ def _ordered(winners: Iterable[Winner]) -> tuple[Winner, ...]:
     return tuple(sorted(winners, key=lambda winner: -winner.ratio))
 
 
-def _winner_of(record: object, part: Device) -> Winner:
-    from tunegemm.store.queries import RecordEvidence
-
-    assert isinstance(record, RecordEvidence)
-    measurement = Measurement(record.candidate, record.samples_us, record.baseline_us, 0.0, record.noise)
+def _winner_of(record: Record, part: Device) -> Winner:
+    told = record.telemetry
     return _winner(
-        record.problem, measurement, record.label, record.fingerprint, record.measured_at, part,
-        settled=record.settled, sm_clock_mhz=record.sm_clock_mhz, power_w=record.power_w,
-        temperature_c=record.temperature_c, throttle_reasons=record.throttle_reasons,
+        record.problem, record.measurement, record.label, record.fingerprint, record.measured_at, part,
+        settled=record.confirmed, sm_clock_mhz=told.get("sm_clock_mhz"), power_w=told.get("power_w"),
+        temperature_c=told.get("temperature_c"), throttle_reasons=tuple(told.get("throttle_reasons") or ()),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
 
+from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
@@ -19,18 +20,17 @@ from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ProblemEr
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
-from tunegemm.report.leaderboard import significant
+from tunegemm.measure.evidence import leaders
+from tunegemm.report.text import significant
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_mode, read_policy
 from tunegemm.serve.neighbours import Near
-from tunegemm.serve.planning import tune_command
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.selection import Outcome, Selection, read_rivals, select
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
 from tunegemm.store import Record as StoredRecord
 from tunegemm.store.layers import read_records
-from tunegemm.store.record import Entry
 from tunegemm.store.validity import judge_stored
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Explanation:
                 "median_us": self.record.median_us,
                 "ratio": self.record.ratio,
                 "noise": self.record.noise,
-                "settled": self.record.settled,
+                "confirmed": self.record.confirmed,
                 "measured_at": self.record.measured_at.isoformat(timespec="seconds"),
                 "percent_of_roofline": self.percent_of_roofline,
                 "percent_of_peak": self.percent_of_peak,
@@ -192,7 +192,8 @@ class Explanation:
             yield (
                 "evidence",
                 f"{record.median_us:.1f} us, torch.mm {record.baseline_median_us:.1f} us, noise "
-                f"{record.noise:.1%}, {'won a final race' if record.settled else 'of an unfinished search'}, "
+                f"{record.noise:.1%}, "
+                f"{'won a final race' if record.confirmed else 'of an unfinished search'}, "
                 f"{record.measured_at:%Y-%m-%d}" + (f"  [{record.layer} layer]" if record.layer else ""),
             )
         if (second := self.runner_up) is not None:
@@ -262,7 +263,7 @@ def explain_problem(
     )
     near = selection.nears[0] if selection.nears else None
     chosen = selection.options[0] if selection.options else None
-    record = _stored(near.origin if near is not None else chosen, records, entries)
+    record = near.origin if near is not None else chosen
     why_not = "; ".join([selection.why, *warnings]) if chosen is None else ""
     if mode in ("off", "record"):
         why_not = f"TUNEGEMM_MODE={mode}"
@@ -350,7 +351,7 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
     )
 
 
-def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], list[Entry], list[str]]:
+def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], list[StoredRecord], list[str]]:
     """Records and further measurements of the problem, in all layers or in one database; what went wrong."""
     if location is None:
         records, warnings = read_records()
@@ -362,22 +363,9 @@ def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], l
         return [], [], [str(error)]
 
 
-def _stored(chosen: Any, records: Sequence[StoredRecord], entries: Sequence[Entry]) -> StoredRecord | None:
-    """The stored record that was chosen; a rival that a policy prefers to it is made one."""
-    if chosen is None or isinstance(chosen, StoredRecord):
-        return chosen
-    entry = max(
-        (entry for entry in entries if entry.candidate == chosen.candidate), key=lambda entry: entry.rank
-    )
-    measured = entry.measurement
-    return StoredRecord(
-        entry.problem, entry.candidate, entry.fingerprint, entry.label, measured.median_us,
-        measured.baseline_median_us, measured.ratio, measured.noise, measured.relative_error,
-        entry.policy != "screen", entry.measured_at, entry.kernel_source,
-    )  # fmt: skip
-
-
-def _runner_up(record: StoredRecord | None, entries: Sequence[Entry], device: Device) -> RunnerUp | None:
+def _runner_up(
+    record: StoredRecord | None, entries: Sequence[StoredRecord], device: Device
+) -> RunnerUp | None:
     others = [
         entry for entry in entries
         if record is not None and entry.candidate != record.candidate
@@ -385,8 +373,8 @@ def _runner_up(record: StoredRecord | None, entries: Sequence[Entry], device: De
     ]  # fmt: skip
     if not others:
         return None
-    best = max(others, key=lambda entry: entry.rank)
-    return RunnerUp(best.label, best.candidate.family, best.measurement.ratio, best.measurement.median_us)
+    best = leaders(others)[0]
+    return RunnerUp(best.label, best.candidate.family, best.ratio, best.median_us)
 
 
 def _object_refusal(record: Any, device: Device) -> str:
@@ -407,6 +395,6 @@ def _change(problem: Problem, selection: Selection, record: StoredRecord | None,
         return f"{command}: compiles what is missing"
     if selection.why.startswith("to be verified"):
         return f"tunegemm verify: {selection.why}"
-    if not record.settled:
+    if not record.confirmed:
         return f"{command}: a final race"
     return f"{command} --effort full: a wider search; another driver, toolchain or kernel source"

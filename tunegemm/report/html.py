@@ -1,10 +1,11 @@
 """`tunegemm report`: the evidence for one device as a page to read, sort, filter and print.
 
-The words are in `assets/report.html`, the figures in `figures`; here is what the two need.
+The words are in `assets/report.html`, the figures in `charts`; here is what the two need.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,11 +16,12 @@ from markupsafe import Markup
 import tunegemm
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.report import analysis, figures
+from tunegemm.measure.statistics import NOISE_FLOOR
+from tunegemm.report import analysis, charts
 from tunegemm.report.analysis import Grid
 from tunegemm.report.evidence import Details, Evidence, Trial, Winner
-from tunegemm.report.leaderboard import significant
 from tunegemm.report.page import render
+from tunegemm.report.text import significant
 from tunegemm.search.importance import Importance
 
 #: Rows of the table and of the failures; the roofline and the figures at the top count all.
@@ -42,6 +44,8 @@ class _Shape:
     """Number of the trial that was best."""
     raced: bool
     convergence: Markup
+    gap: str
+    """Why the record's ratio is not where the search ended."""
     importances: Mapping[str, Importance]
     grids: list[Grid]
     top: Trial | None
@@ -51,7 +55,7 @@ class _Shape:
 def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
     """The whole page. command: how it was made, for the footer."""
     winners, listed = evidence.winners, evidence.winners[:MOST_ROWS]
-    scale = figures.forest_scale(listed)
+    limits = analysis.ratio_limits(listed)
     roofs = [w.percent_of_roofline for w in winners if w.percent_of_roofline is not None]
     stages = Counter[str]()
     for group in evidence.failures:
@@ -64,8 +68,8 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
         headline=_headline(evidence),
         days=evidence.days,
         settled=any(winner.settled for winner in winners),
-        symbols=figures.SYMBOLS,
-        words=figures.WORDS,
+        symbols=charts.SYMBOLS,
+        words=charts.WORDS,
         failed=sum(stages.values()),
         stages=stages.most_common(),
         most_reasons=MOST_REASONS,
@@ -75,13 +79,13 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
         families=_choices(winner.candidate.family for winner in listed),
         dtypes=_choices(winner.dtypes for winner in listed),
         layouts=_choices(winner.problem.layout for winner in listed),
-        axis=Markup(figures.forest_axis(scale)),
-        forest=lambda winner: Markup(figures.forest(winner, scale)),
+        ticks=_ticks(limits),
+        forest=lambda winner: _forest(winner, limits),
         significant=significant,
-        heat=figures.heat_class,
-        told=figures.trial_told,
-        roofline=Markup(figures.roofline(evidence.device, winners)),
-        named=len(winners) <= figures.NAMED_MARKS,
+        heat=charts.heat_class,
+        told=charts.trial_told,
+        roofline=Markup(charts.inline_roofline(evidence)),
+        named=len(winners) <= charts.NAMED_MARKS,
         replayed=any(details.sequence != details.trials for details in evidence.details),
         shapes=[_shape(details) for details in evidence.details],
         facts=_facts(evidence),
@@ -115,22 +119,49 @@ def _shape(details: Details) -> _Shape:
         len(tried),
         analysis.best_so_far(tried)[-1][0] if tried else 0,
         len(tried) < len(details.sequence),
-        Markup(figures.convergence(details) if tried else ""),
+        Markup(charts.inline_convergence(details)),
+        analysis.gap(details),
         analysis.importances(details.trials),
         grids,
         max(tiles, key=lambda trial: trial.ratio, default=None),
     )
 
 
+def _place(value: float, limits: tuple[float, float]) -> float:
+    """Percent of the way along a logarithmic axis, at most to its ends."""
+    low, high = limits
+    return 100 * min(max(math.log(value / low) / math.log(high / low), 0.0), 1.0)
+
+
+def _forest(winner: Winner, limits: tuple[float, float]) -> dict[str, float]:
+    """Where a speed-up, its interval and the noise around 1 lie, in percent of the axis."""
+    noise = max(winner.noise, NOISE_FLOOR)
+    ends = {
+        "tie": 1 / (1 + noise), "tie_end": 1 + noise, "low": winner.low, "high": winner.high,
+        "ratio": winner.ratio, "unity": 1.0,
+    }  # fmt: skip
+    return {name: _place(value, limits) for name, value in ends.items()}
+
+
+def _ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
+    """Places and names of the ticks, 1 first, none closer than its name is wide."""
+    found: list[tuple[float, str]] = []
+    for tick in (1.0, *analysis.linear_ticks(*limits)):
+        place = _place(tick, limits)
+        if all(abs(place - other) >= 14 for other, _ in found):
+            found.append((place, f"{tick:g}"))
+    return found
+
+
 def _facts(evidence: Evidence) -> list[tuple[str, str]]:
     device, winners = evidence.device, evidence.winners
     facts = [("GPU", f"{device.name}, {winners[0].fingerprint.sm_count} multiprocessors")]
     if device.peak_tflops:
-        figures_told = (
+        sizes = (
             f"{device.peak_tflops:g} TFLOP/s dense bf16", f"{device.bandwidth_gbps / 1000:g} TB/s",
             f"{device.memory_bytes / 1e9:.0f} GB", f"L2 {device.l2_bytes / 2**20:.0f} MiB",
         )  # fmt: skip
-        facts.append(("Datasheet", ", ".join(figures_told)))
+        facts.append(("Datasheet", ", ".join(sizes)))
     throttled = Counter(reason for winner in winners for reason in winner.throttle_reasons)
     limits = ", ".join(f"{reason} ({count} records)" for reason, count in throttled.most_common())
     facts += [

@@ -1,16 +1,17 @@
 """Leaderboards: candidates of one problem, or the best of many problems, as pandas frames with renderers.
 
-Rank is by the ratio to torch.mm. Times of different interleaves are not comparable, since the chip's
-clock moves between them; each ratio is to the baseline in the same rounds. The candidate that won the
-final race comes first whatever a screening of few rounds says of others, because it is what is dispatched.
+Rank is by evidence, and within the same by the ratio to torch.mm (`tunegemm.measure.evidence`): each ratio
+is to the baseline in the same rounds, and ratios of unlike evidence do not compare. What is dispatched comes
+first.
 """
 
 from __future__ import annotations
 
 import functools
 import io
-import json
 import math
+import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.files import replacing
+from tunegemm.measure.evidence import Evidence, evidence_of
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
-from tunegemm.store.record import ALONE
+from tunegemm.report.text import clean, markdown, significant, to_json
 
 if TYPE_CHECKING:
     import pandas
@@ -54,12 +56,17 @@ class _Row:
     ratio: float
     spread: float
     noise: float
-    stage: str = ""
+    evidence: Evidence = Evidence.SCREEN
     chosen: bool = False
     baseline_median_us: float = math.nan
     baseline_spread: float = math.nan
-    alone: bool = False
-    """Whether it had the chip to itself: at the power cap no other ratio compares with such a one."""
+    origin: str = ""
+    """What it was imported or merged from: such a row goes behind all that was measured here."""
+
+    @property
+    def standing(self) -> tuple[bool, Evidence]:
+        """What its ratio may be compared within, better for more."""
+        return not self.origin, self.evidence
 
 
 @dataclass(frozen=True)
@@ -111,8 +118,9 @@ class Leaderboard:
     frame: pandas.DataFrame = field(compare=False)
     """The rows. Columns of one problem: ``rank``, ``tie`` (closer to the first of its rank than the noise),
     ``problem``, ``candidate`` (its label), ``median_us``, ``tflops``, ``ratio_to_torch_mm``,
-    ``percent_of_roofline``, ``spread_percent``, ``family``, ``device``, ``stage``, ``chosen`` (what is
-    dispatched), ``alone`` (timed with the chip to itself; such rows come first).
+    ``percent_of_roofline``, ``spread_percent``, ``family``, ``device``, ``evidence`` (``screen``
+    to ``final``; the better comes first), ``chosen`` (what is dispatched),
+    ``origin`` (what it was imported from).
     A modelled one has ``predicted_us`` in place of all figures, since a model only ranks."""
 
     @classmethod
@@ -147,7 +155,7 @@ class Leaderboard:
                 chosen=candidate == best,
                 baseline_median_us=measurement.baseline_median_us,
                 baseline_spread=replace(measurement, samples_us=measurement.baseline_us).spread,
-                alone=measurement.alone,
+                evidence=Evidence.STEADY if measurement.alone else Evidence.SCREEN,
             )
             for candidate, measurement in latest.items()
         ]
@@ -206,7 +214,8 @@ class Leaderboard:
     def summary(cls, frame: pandas.DataFrame, device: Device | None = None) -> Leaderboard:
         """The best candidate of every problem in `Database.frame`, and the best of the vendor's beside it.
 
-        `best_vendor_ratio` is at least that of torch.mm itself, 1. The note has the geometric mean.
+        `best_vendor_ratio` is at least that of torch.mm itself, 1, and missing where none of the vendor's
+        algorithms was measured. The note has the geometric means.
         """
         import pandas
 
@@ -214,16 +223,24 @@ class Leaderboard:
         for problem in sorted(set(_problems(frame))):
             for shown, group in _groups(_only(frame, problem), device):
                 board = _ranked(_stored_rows(group), problem, shown)
-                vendors = board[board["family"] == VENDOR_FAMILY]
-                vendor = vendors.sort_values(["alone", "ratio_to_torch_mm"]).iloc[-1]
-                best = board.iloc[0].to_dict()
-                rows.append(
-                    {name: best[name] for name in _SUMMARY_COLUMNS[:-2]}
-                    | {"best_vendor": vendor["candidate"], "best_vendor_ratio": vendor["ratio_to_torch_mm"]}
-                )
-        table = pandas.DataFrame(rows, columns=list(_SUMMARY_COLUMNS))
-        title = f"Best per problem on {_names(table)}" if rows else "Best per problem"
-        return cls(title, "measured", _mean_note(table), table)
+                row = {name: board.iloc[0][name] for name in _SUMMARY_COLUMNS[:-2]}
+                vendors = board[(board["family"] == VENDOR_FAMILY) & (board["candidate"] != BASELINE)]
+                if len(vendors):
+                    label, ratio = vendors.iloc[0][["candidate", "ratio_to_torch_mm"]]
+                    row["best_vendor"], row["best_vendor_ratio"] = (
+                        (label, ratio) if ratio >= 1 else (BASELINE, 1.0)
+                    )
+                rows.append(row)
+        return cls._of_best(pandas.DataFrame(rows, columns=list(_SUMMARY_COLUMNS)))
+
+    @classmethod
+    def _of_best(cls, table: pandas.DataFrame) -> Leaderboard:
+        """The best of each problem; without the vendor's columns where most would be empty."""
+        title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
+        note = _mean_note(table)
+        if not table["best_vendor_ratio"].notna().mean() >= 0.5:  # or of no rows, where it is not a number
+            table = table.drop(columns=["best_vendor", "best_vendor_ratio"])
+        return cls(title, "measured", note, table)
 
     @classmethod
     def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
@@ -240,7 +257,7 @@ class Leaderboard:
             for problem, name in zip(problems, found["device_name"], strict=True)
         ]
         # Where nothing beat torch.mm, that is the best, and the vendor's best is at least that.
-        lost = ~found["settled"] & (found["ratio"] < 1)
+        lost = ~found["confirmed"] & (found["ratio"] < 1)
         vendor_lost = ~(found["vendor_ratio"] >= 1)
         median_us = found["median_us"].where(~lost, found["baseline_median_us"])
         label = found["label"].where(found["label"] != "", found["family"] + " " + found["candidate"])
@@ -257,8 +274,7 @@ class Leaderboard:
             best_vendor=found["vendor_label"].where(~vendor_lost, BASELINE),
             best_vendor_ratio=found["vendor_ratio"].where(~vendor_lost, 1.0),
         )[list(_SUMMARY_COLUMNS)].reset_index(drop=True)
-        title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
-        return cls(title, "measured", _mean_note(table), table)
+        return cls._of_best(table)
 
     @classmethod
     def standings(cls, frame: pandas.DataFrame, by: By) -> Leaderboard:
@@ -286,7 +302,7 @@ class Leaderboard:
             | {
                 "shapes": len(ratios),
                 **({"won": sum(won for _, won in ratios)} if by == "family" else {}),
-                "mean_ratio": math.exp(math.fsum(math.log(ratio) for ratio, _ in ratios) / len(ratios)),
+                "mean_ratio": _mean(ratio for ratio, _ in ratios),
                 "lowest_ratio": min(ratio for ratio, _ in ratios),
                 "highest_ratio": max(ratio for ratio, _ in ratios),
             }
@@ -319,7 +335,8 @@ class Leaderboard:
         from rich.text import Text
 
         board = self.top(top)
-        table = Table(title=board.title, caption=board.note, caption_justify="left", title_justify="left")
+        title, caption = Text(clean(board.title)), Text(clean(board.note, 2000))
+        table = Table(title=title, caption=caption, caption_justify="left", title_justify="left")
         rows = board.frame.to_dict("records")
         widths = {name: _least_width(name, rows) for name in board._shown()}
         for name in _DISPENSABLE:
@@ -347,13 +364,14 @@ class Leaderboard:
         rules = ("---" if COLUMNS[name].decimals is None else "---:" for name in shown)
         lines.append("|" + "|".join(rules) + "|")
         for row in board.frame.to_dict("records"):
-            cells = [_cell(name, row).replace("|", "\\|") for name in shown]
+            cells = [markdown(_cell(name, row)) for name in shown]
             lines.append("| " + " | ".join(cells) + " |")
-        return f"**{board.title}**\n\n" + "\n".join(lines) + f"\n\n{board.note}\n"
+        return f"**{markdown(board.title)}**\n\n" + "\n".join(lines) + f"\n\n{markdown(board.note)}\n"
 
     def csv(self, top: int | None = None) -> str:
         """Comma-separated, one header line, plain numbers; the column ``source`` tells what they are."""
         frame = self.top(top).frame.assign(source=self.source)
+        frame = frame.map(lambda value: clean(value) if isinstance(value, str) else value)
         return str(frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
     def html(self, top: int | None = None) -> str:
@@ -370,7 +388,7 @@ class Leaderboard:
 
     def json(self, top: int | None = None) -> str:
         """`as_dict` as JSON, units in the names."""
-        return json.dumps(self.as_dict(top), indent=2, ensure_ascii=False) + "\n"
+        return to_json(self.as_dict(top)) + "\n"
 
     def render(self, format: str = "table", top: int | None = None) -> str:
         """As text in one of the formats `table`, `csv`, `json`, `md`, `html`. TunegemmError for any other."""
@@ -442,8 +460,9 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
     """The frame of one problem on one device."""
     import pandas
 
-    def place(row: _Row) -> tuple[bool, bool, float, str]:
-        return not row.chosen, not row.alone, -row.ratio, row.label
+    def place(row: _Row) -> tuple[bool, bool, int, float, str]:
+        own, evidence = row.standing
+        return not row.chosen, not own, -evidence, -row.ratio, row.label
 
     ordered = sorted(rows, key=place)
     if ordered and not any(row.label == BASELINE for row in ordered):
@@ -456,14 +475,14 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
             1.0,
             leader.baseline_spread,
             leader.noise,
-            leader.stage,
-            alone=leader.alone,
+            leader.evidence,
+            origin=leader.origin,
         )
         ordered = sorted([*ordered, baseline], key=place)
     ranks: list[int] = []
     for position, row in enumerate(ordered):
         first = ordered[ranks[-1] - 1] if ranks else row
-        tied = bool(ranks) and row.alone == first.alone and tie(row, first)
+        tied = bool(ranks) and row.standing == first.standing and tie(row, first)
         ranks.append(ranks[-1] if tied else position + 1)
     roofline_us = device.roofline_us(problem) if device else 0.0
     return pandas.DataFrame(
@@ -481,9 +500,9 @@ def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas
             "spread_percent": [100 * row.spread for row in ordered],
             "family": [row.family for row in ordered],
             "device": [device.name if device else ""] * len(ordered),
-            "stage": [row.stage for row in ordered],
+            "evidence": [row.evidence.name.lower() for row in ordered],
             "chosen": [row.chosen for row in ordered],
-            "alone": [row.alone for row in ordered],
+            "origin": [row.origin for row in ordered],
         }
     )
 
@@ -497,11 +516,11 @@ def _stored_rows(frame: pandas.DataFrame) -> list[_Row]:
             row["ratio"],
             row["spread"],
             row["noise"],
-            row["policy"],
-            bool(row["settled"]),
+            evidence_of(row["policy"], confirmed=bool(row["confirmed"])),
+            bool(row["confirmed"]),
             row["baseline_median_us"],
             row["baseline_spread"],
-            row["policy"] in ALONE,
+            str(row.get("origin") or ""),
         )
         for row in frame.to_dict("records")
     ]
@@ -565,19 +584,19 @@ def _note(source: Source, device: Device, rows: list[_Row]) -> str:
         "measured": f"Measured on {device.name}.",
         "replayed": f"Replayed from a recording of {device.name}; nothing was measured here.",
     }[source]
-    notes = _noise_note([row.noise for row in rows]), _shared_note([row.alone for row in rows])
+    notes = _noise_note([row.noise for row in rows]), _unlike_note(row.evidence for row in rows)
     return " ".join(filter(None, [origin, *notes]))
 
 
-def _shared_note(alone: Sequence[bool]) -> str:
-    """What to make of the last rows, where the first had the chip to themselves."""
-    shared = len(alone) - sum(alone)
-    if shared in (0, len(alone)):
+def _unlike_note(evidence: Iterable[Evidence]) -> str:
+    """What to make of rows whose ratios do not compare with those before them."""
+    found = Counter(evidence)
+    if len(found) < 2:
         return ""
-    return (
-        f"At the power cap: the last {shared} were timed at clocks that all shared, "
-        "and do not compare with those before."
+    counts = ", ".join(
+        f"{count} {level.name.lower()}" for level, count in sorted(found.items(), reverse=True)
     )
+    return f"Ordered by evidence ({counts}): ratios compare among rows of the same only."
 
 
 def _noise_note(noises: list[float]) -> str:
@@ -593,10 +612,15 @@ def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | Non
         return "Nothing was measured for this device and software."
     parts = [
         f"Measured on {shown.name}, driver {shown.fingerprint.driver}, torch {shown.fingerprint.torch}."
-        for shown, _ in groups
+        if not group["origin"].astype(bool).all()
+        else f"Imported from {', '.join(sorted(set(group['origin'])))}; measured on another {shown.name}."
+        for shown, group in groups
     ]
+    imported = sum(int(group["origin"].astype(bool).sum()) for _, group in groups)
+    if 0 < imported < sum(len(group) for _, group in groups):
+        parts.append(f"Imported: {imported} of the rows.")
     parts.append(_noise_note([noise for _, group in groups for noise in group["noise"]]))
-    parts.append(_shared_note([policy in ALONE for _, group in groups for policy in group["policy"]]))
+    parts.append(_unlike_note(row.evidence for _, group in groups for row in _stored_rows(group)))
     left_out = len(rows) - sum(len(group) for _, group in groups)
     if left_out:
         parts.append(f"Rows of other devices or software versions, left out: {left_out}.")
@@ -606,28 +630,28 @@ def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | Non
 def _mean_note(table: pandas.DataFrame) -> str:
     if table.empty:
         return "Nothing was measured for this device and software."
-    mean = math.exp(sum(map(math.log, table["ratio_to_torch_mm"])) / len(table))
-    vendor = math.exp(sum(map(math.log, table["best_vendor_ratio"])) / len(table))
-    return (
-        f"Geometric mean over {len(table)} rows, to torch.mm: {mean:.3f}; "
-        f"the best of the vendor's algorithms per row: {vendor:.3f}."
-    )
+    note = f"Geometric mean over {len(table)} rows, to torch.mm: {_mean(table['ratio_to_torch_mm']):.3f}."
+    vendors = table["best_vendor_ratio"].dropna()
+    if vendors.empty:
+        return f"{note} None of the vendor's other algorithms was measured."
+    which = "each row" if len(vendors) == len(table) else f"the {len(vendors)} rows where one was measured"
+    return f"{note} The best of the vendor's algorithms on {which}: {_mean(vendors):.3f}."
+
+
+def _mean(ratios: Iterable[float]) -> float:
+    """The geometric mean."""
+    return statistics.geometric_mean(ratios)
 
 
 def _cell(name: str, row: Mapping[Any, Any]) -> str:
     value, decimals = row[name], COLUMNS[name].decimals
     if decimals is None:
-        return str(value)
+        return clean(value) if isinstance(value, str) else ""
     if math.isnan(value):
         return ""
     if name == "rank":
         return f"{value}=" if row.get("tie") else str(value)
     return significant(value) if decimals < 0 else f"{value:.{decimals}f}"
-
-
-def significant(value: float, digits: int = 4) -> str:
-    """A positive number with so many significant digits, whole numbers above."""
-    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"
 
 
 def _longest(name: str, rows: list[dict[Any, Any]]) -> int:
@@ -643,7 +667,7 @@ def _least_width(name: str, rows: list[dict[Any, Any]]) -> int:
 def _plain(value: Any) -> Any:
     value = _python(value)
     if isinstance(value, float):
-        return None if math.isnan(value) else float(f"{value:.6g}")
+        return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
 
 

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunegemm.report.text import clean
+
 if TYPE_CHECKING:
     from jinja2 import Environment
 
@@ -33,7 +35,13 @@ def _environment() -> Environment:
     return Environment(
         loader=FileSystemLoader(_ASSETS),
         autoescape=True,
+        finalize=_shown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def _shown(value: Any) -> Any:
+    """What a template prints: text from elsewhere as `clean` has it, and then escaped."""
+    return clean(value, 2000) if type(value) is str and not value.isprintable() else value

@@ -17,7 +17,7 @@ from tunegemm.generate.launching import tma_takes
 from tunegemm.serve.operands import ALIGNMENT
 
 if TYPE_CHECKING:
-    from tunegemm.serve.snapshot import Record
+    from tunegemm.store.record import Record
 
 
 @dataclass(frozen=True)

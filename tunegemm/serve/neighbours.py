@@ -44,10 +44,10 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError
 from tunegemm.generate import families, model
-from tunegemm.store.lookup import Found
 
 if TYPE_CHECKING:
-    from tunegemm.serve.snapshot import Record, Snapshot
+    from tunegemm.serve.snapshot import Snapshot
+    from tunegemm.store.record import Record
 
 #: Least gain over torch by witnesses of the same n and k, and what each doubling between them adds. Two
 #: sessions of one H200 disagree in the ratio of one kernel by 0.2 to 0.3 % (medians of 9 and 39 kernels), at
@@ -90,7 +90,7 @@ _FEW_ROWS = 128
 class Near:
     """A recorded kernel for a problem that has no record."""
 
-    record: Found
+    record: Record
     """The kernel as it would be launched here; `ratio` is what is expected, not what was measured."""
     origin: Record
     """The record that it is taken from."""
@@ -242,7 +242,7 @@ def _offer(witness: Record, problem: Problem, device: Device, least: float, marg
         return f"kernel of {witness.problem.shape}: {error}"
     torch = library_us(problem, device) / library_us(witness.problem, device)
     expected = min(witness.ratio * torch * there.total_us / here.total_us, least)
-    found = Found(problem, candidate, witness.fingerprint, expected, witness.kernel_source, witness.layer)
+    found = replace(witness, problem=problem, candidate=candidate, ratio=expected)
     return Near(found, witness, (there.waves, here.waves), margin)
 
 

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device, find_device, package_version
-from tunegemm.describe.problem import Problem, default_out_dtype
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning, WorkloadError
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.launching import AddressLauncher, words_binder
@@ -36,9 +37,10 @@ from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen
 from tunegemm.serve.plans import Plan, State, expanding, views_of_operands
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.selection import Rival, read_rivals, select
-from tunegemm.serve.snapshot import Record, Snapshot, read_snapshot
+from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.serve.worth import least_ratio
 from tunegemm.store.layers import modified
+from tunegemm.store.record import Record
 
 #: Keys kept before all plans are dropped: a bound for programs whose shapes never repeat.
 MAX_PLANS = 65536
@@ -406,26 +408,6 @@ def _advice(problem: Problem, words: str) -> str:
     if reason := families.refusal_by_all(problem):
         return f"It can have no tuned kernel: {reason}"
     return f"{words}: {tune_command(problem)}"
-
-
-def tune_command(problem: Problem) -> str:
-    """What tunes the problem: a command line; for a user's epilogue a call, as only its program knows it."""
-    options = {
-        "shape": problem.shape,
-        "dtype": problem.in_dtype,
-        "out-dtype": "" if problem.out_dtype == default_out_dtype(problem.in_dtype) else problem.out_dtype,
-        "layout": problem.layout,
-        "alignment": "" if problem.alignment == problem.packed_alignment else str(problem.alignment),
-        "epilogue": problem.epilogue,
-        "accumulation": "" if problem.accumulation == "fast" else problem.accumulation,
-    }
-    if problem.fused.function is not None:
-        _, *named = [
-            f'{name.replace("-", "_")}={int(value) if name == "alignment" else repr(value)}'
-            for name, value in options.items() if value
-        ]  # fmt: skip
-        return f"tunegemm.tune(Problem.parse({problem.shape!r}, {', '.join(named)}))"
-    return "tunegemm tune " + " ".join(f"--{name} {value}" for name, value in options.items() if value)
 
 
 def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
+from tunegemm.measure.evidence import leaders, standing
 from tunegemm.serve.policies import FASTEST, Policy
-from tunegemm.serve.snapshot import Record, Snapshot
+from tunegemm.serve.snapshot import Snapshot
+from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
 
 if TYPE_CHECKING:
@@ -19,23 +20,8 @@ if TYPE_CHECKING:
 Outcome = Literal["hit", "near", "miss"]
 
 
-class Rival(Protocol):
-    """A measured candidate of a problem, as a database keeps it beside the record; `Entry` has it."""
-
-    @property
-    def candidate(self) -> Candidate: ...
-
-    @property
-    def fingerprint(self) -> Any: ...
-
-    @property
-    def kernel_source(self) -> str: ...
-
-    @property
-    def measurement(self) -> Any: ...
-
-    @property
-    def rank(self) -> tuple[int, float]: ...
+#: A measured candidate of a problem, as a database keeps it beside the record.
+Rival = Record
 
 
 @dataclass(frozen=True)
@@ -56,18 +42,6 @@ class Selection:
     def advises_tuning(self) -> bool:
         """Whether torch is a stopgap. It is the answer where recorded neighbours speak for it."""
         return self.outcome == "miss" and not self.witnesses
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A rival as a record."""
-
-    problem: Problem
-    candidate: Candidate
-    fingerprint: Any
-    ratio: float
-    kernel_source: str
-    layer: str
 
 
 def select(
@@ -110,10 +84,7 @@ def _by_policy(
     record: Record, problem: Problem, device: Device, policy: Policy, rivals: Sequence[Rival]
 ) -> Selection:
     """The record or the best of its rivals that the policy allows; torch where that is slower than torch."""
-    usable = [
-        rival for rival in sorted(rivals, key=lambda rival: rival.rank, reverse=True)
-        if judge_stored(rival, device.fingerprint).usable
-    ]  # fmt: skip
+    usable = [rival for rival in rivals if judge_stored(rival, device.fingerprint).usable]
     refusal = policy.refusal(problem, record.candidate)
     if policy.prefer == "min_energy" and not refusal:
         return _least_energy(record, problem, usable)
@@ -121,10 +92,10 @@ def _by_policy(
         return Selection("hit", (record,), _grade(record, device))
     # torch cannot be told to leave multiprocessors free, so that a slower kernel may be what was asked for.
     enough = 0.0 if policy.max_sms is not None else 1.0
-    for rival in usable:
-        if not policy.refusal(problem, rival.candidate) and rival.measurement.ratio >= enough:
+    for rival in leaders(usable):
+        if not policy.refusal(problem, rival.candidate) and rival.ratio >= enough:
             why = f"{policy} refuses the record ({refusal})"
-            return Selection("hit", (_as_record(rival, problem),), why)
+            return Selection("hit", (rival,), why)
     return Selection(
         "miss",
         (),
@@ -133,32 +104,27 @@ def _by_policy(
 
 
 def _least_energy(record: Record, problem: Problem, usable: Sequence[Rival]) -> Selection:
+    fast = {best.candidate for best in leaders(usable) if best.ratio >= 1}
     measured = {
         rival.candidate: (energy_mj, rival)
-        for rival in reversed(usable)  # the better evidence of a candidate comes last
-        if (energy_mj := _energy_mj(rival)) and rival.measurement.ratio >= 1
+        for rival in sorted(usable, key=standing)  # the better evidence of a candidate comes last
+        if rival.candidate in fast and (energy_mj := _energy_mj(rival))
     }
     if not measured:
         return Selection(
             "hit", (record,), "the energy of its candidates was not measured (`tunegemm tune --energy`)"
         )
     energy_mj, best = min(measured.values(), key=lambda pair: pair[0])
-    return Selection("hit", (_as_record(best, problem),), f"{energy_mj:.3g} mJ each, the least measured")
+    return Selection("hit", (best,), f"{energy_mj:.3g} mJ each, the least measured")
 
 
 def _energy_mj(rival: Rival) -> float:
     """Of one product; 0 where it was not measured."""
-    found = rival.measurement.evidence.get("energy_mj")
+    found = rival.telemetry.get("energy_mj")
     return float(found) if isinstance(found, int | float) and found > 0 else 0.0
 
 
-def _as_record(rival: Rival, problem: Problem) -> Record:
-    return _Choice(
-        problem, rival.candidate, rival.fingerprint, rival.measurement.ratio, rival.kernel_source, ""
-    )
-
-
-def read_rivals(problem: Problem) -> list[Any]:
+def read_rivals(problem: Problem) -> list[Record]:
     """Every measurement of a problem in the user's and the project's database. Loads SQLAlchemy."""
     from tunegemm.store.layers import of_databases
 

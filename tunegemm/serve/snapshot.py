@@ -10,36 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
+from tunegemm.measure.evidence import rank
 from tunegemm.store.layers import NARROWNESS
 from tunegemm.store.lookup import Lookup, problem_fields
+from tunegemm.store.record import Record
 from tunegemm.store.validity import Judgement, judge_stored
-
-
-class Record(Protocol):
-    """What dispatch needs of a stored record; `tunegemm.store.Record` has it."""
-
-    @property
-    def problem(self) -> Problem: ...
-
-    @property
-    def candidate(self) -> Candidate: ...
-
-    @property
-    def fingerprint(self) -> Fingerprint: ...
-
-    @property
-    def ratio(self) -> float: ...
-
-    @property
-    def kernel_source(self) -> str: ...
-
-    @property
-    def layer(self) -> str: ...
 
 
 class Snapshot:
@@ -109,14 +88,16 @@ class Snapshot:
     def judged(self, problem: Problem, fingerprint: Fingerprint) -> list[tuple[Judgement, Record]]:
         """The problem's records and what each is worth on a device of that fingerprint, best first.
 
-        The better grade comes first, then the narrower layer, then the faster.
+        The better grade comes first, then the narrower layer, then the better evidence, then the faster.
         """
         records = [*self._records.get(problem, ())]
         for lookup in self._lookups:
             records += lookup.find(problem)
         judged = [(judge_stored(record, fingerprint), record) for record in records]
         return sorted(
-            judged, key=lambda pair: (-pair[0].grade, -NARROWNESS.get(pair[1].layer, 0), -pair[1].ratio)
+            judged,
+            key=lambda pair: (pair[0].grade, NARROWNESS.get(pair[1].layer, 0), rank(pair[1])),
+            reverse=True,
         )
 
     def find(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:

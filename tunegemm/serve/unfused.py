@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import linear
 
 from tunegemm.errors import ProblemError
-from tunegemm.generate.cublaslt.baseline import INT8_LEAST_ROWS
 from tunegemm.generate.cublaslt.eager import step_of
+from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve.forms import LINEAR, Form
 
 #: Functions in the place of torch's: a product of (a, b) as the form's kind means it; one with a column bias.

@@ -19,9 +19,10 @@ from sqlalchemy import Connection, Table, case, delete, exists, func, literal, o
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.store.database import Database, _readable, fingerprint_values
+from tunegemm.store.database import Database
 from tunegemm.store.models import ClaimRow, FingerprintRow, ProblemRow, TaskRow
 from tunegemm.store.publishing import fingerprint_key, insert_missing, problem_key
+from tunegemm.store.rows import fingerprint_values, readable
 
 #: A problem that this many workers died of, or gave back, is called failed: it would end the others too.
 MAX_ATTEMPTS = 3
@@ -201,7 +202,7 @@ class Claims:
             )
             rows = session.execute(query).all()
         count = len(_PROBLEM_COLUMNS)
-        return _readable(rows, lambda row: Holding(Problem(*row[:count]), *row[count:]), "claim")
+        return readable(rows, lambda row: Holding(Problem(*row[:count]), *row[count:]), "claim")
 
     def _change(self, claim: Claim, values: Callable[[datetime], Mapping[str, Any]]) -> bool:
         mine = (

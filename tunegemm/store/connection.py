@@ -18,6 +18,7 @@ from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event,
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from tunegemm.errors import DatabaseError
+from tunegemm.files import cause, kind
 from tunegemm.store.layers import project_location, user_location
 
 #: How long a statement waits for others' transactions. One publication takes a millisecond; of eight writers
@@ -59,7 +60,15 @@ def resolve(location: str | Path | None) -> Path | URL:
         if not url.database or url.database == ":memory:":
             raise DatabaseError(f"database {location}: a database in memory is lost at exit; give a path")
         location = url.database
-    return Path(location).expanduser().absolute()
+    try:
+        if "\0" in str(location):
+            raise ValueError("a path has no NUL")
+        return Path(location).expanduser().absolute()
+    except (ValueError, RuntimeError, OSError) as error:  # of NUL, of ~nobody, of a deleted working directory
+        reason = getattr(error, "strerror", None) or error
+        raise DatabaseError(
+            f"database {str(location)!r}: {reason}; give the full path of a file that is or can be there"
+        ) from None
 
 
 def connect(location: Path | URL, *, read_only: bool) -> Engine:
@@ -92,10 +101,14 @@ def _server_engine(url: URL) -> Engine:
 
 
 def _check_readable(path: Path) -> None:
-    if not _exists(path):
-        raise DatabaseError(f"{path}: no such database; `tunegemm tune` creates it")
-    if path.is_dir():
-        raise DatabaseError(f"{path}: a folder, not a database file; give the file's path")
+    try:
+        found = kind(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DatabaseError(f"{path}: no such database; `tunegemm tune` creates it") from None
+    except OSError as error:
+        raise DatabaseError(f"{path}: {cause(error, 'choose another path')}") from None
+    if found is not None:  # opening a pipe would wait for ever
+        raise DatabaseError(f"{path}: {found}, not a database file; give the file's path")
     if not os.access(path, os.R_OK):
         raise DatabaseError(f"{path}: you may not read it; change its permissions or choose another path")
 
@@ -110,14 +123,6 @@ def check_writable(path: Path) -> None:
         connection.execute("ROLLBACK")
 
 
-def _exists(path: Path) -> bool:
-    try:
-        path.stat()
-    except OSError:  # not there, or in a folder one may not search, where Path.exists raises
-        return False
-    return True
-
-
 def _make_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +131,13 @@ def _make_writable(path: Path) -> None:
             f"{path}: {error.strerror} while creating its folder; choose another path"
         ) from None
     places = [path.parent]
-    if _exists(path):
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise DatabaseError(f"{path}: {cause(error, 'choose another path')}") from None
+    else:
         _check_readable(path)
         places.append(path)
     for place in places:
@@ -177,7 +188,7 @@ def _open(path: Path, options: str) -> sqlite3.Connection:
     # isolation_level=None: BEGIN is ours to send (see `_begin`), and DDL joins the transaction.
     # A pooled connection may serve another thread than the one that opened it, one at a time.
     connection = sqlite3.connect(
-        f"file:{quote(str(path))}?{options}",
+        f"file:{quote(os.fsencode(path))}?{options}",
         uri=True,
         timeout=BUSY_TIMEOUT_S,
         isolation_level=None,

@@ -20,24 +20,14 @@ from typing import Any, get_args
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
-from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import DatabaseError
+from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.outcome import Failure, Measurement, Stage
-from tunegemm.store import database as store
 from tunegemm.store import publishing
-from tunegemm.store.checks import (
-    BAD,
-    candidate_of,
-    moment_of,
-    number_of,
-    one_line,
-    text_of,
-    times_of,
-    typed,
-)
+from tunegemm.store.checks import BAD, candidate_of, check_roofline, one_line, times_of, typed
 from tunegemm.store.database import Database
 from tunegemm.store.models import (
     CandidateRow,
@@ -48,7 +38,18 @@ from tunegemm.store.models import (
     ProblemRow,
     RecordRow,
 )
+from tunegemm.store.record import FORMER_CONFIRMED
+from tunegemm.store.rows import (
+    FINGERPRINT_FIELDS,
+    PROBLEM_FIELDS,
+    TELEMETRY_NUMBERS,
+    THROTTLE,
+    key_values,
+    outcome_values,
+    where_problem,
+)
 from tunegemm.store.schema import FASTEST
+from tunegemm.untrusted import decoded, line, listed, members, moment, number, shown, tree, whole
 
 Row = dict[str, Any]
 
@@ -70,7 +71,7 @@ class Conflict:
     labels: tuple[str, str]
     """Of `kept` and `other`."""
     reason: str
-    """What settled it."""
+    """What decided it."""
 
 
 @dataclass
@@ -87,11 +88,27 @@ class Report:
 
 
 def dump(database: Database, problem: Problem | None = None) -> Iterator[Row]:
-    """Every measurement, failure and choice, oldest first; of one problem, if given. Without damaged ones."""
+    """Every measurement, failure and choice, oldest first; of one problem, if given. Damaged ones, too."""
     with database._reading() as session:
         for result in (_measurements(session, problem), _failures(session, problem)):
             yield from result
         yield from _choices(session, problem)
+
+
+def sound(rows: Iterable[Row], skipped: list[str]) -> Iterator[Row]:
+    """The rows that could be loaded; a line for each other one is added to `skipped`."""
+    kept: dict[str, int] = {}
+    for number_, row in enumerate(rows, 1):
+        try:
+            if row["kind"] == "choice":
+                _parse_choice(row, kept)
+            else:
+                parse(row)
+                kept[row.get("id", "")] = number_
+        except BAD as error:
+            skipped.append(f"row {number_}{_name(row)}: {one_line(error)}")
+        else:
+            yield row
 
 
 def select_rows(
@@ -120,33 +137,35 @@ def select_rows(
             yield row
 
 
-def load(database: Database, rows: Iterable[Row], *, origin: str) -> Report:
+def load(database: Database, rows: Iterable[Row | BadValueError], *, origin: str) -> Report:
     """Add rows to a database. Loading the same rows twice changes nothing the second time.
 
-    origin: named by the added rows that name none. A record of the same problem and fingerprint is replaced
-    where the new one has the better evidence: a final race before a screen, then more samples, then the
-    later. Raises DatabaseError when the database cannot be written; what was loaded before is kept.
+    Each row stands alone: it is added, or named in the report. An error among the rows stands for one that
+    could not be read. origin: named by the added rows that name none. A record of the same problem and
+    fingerprint is replaced where the new one has the better evidence (`publishing.adopt`).
+    Raises DatabaseError when the database cannot be written; what was loaded before is kept.
     """
     report = Report()
+    origin = printable(origin)
     measurement_ids: dict[str, int] = {}
     choices: list[tuple[int, Row]] = []
     numbered = enumerate(rows, 1)
     while batch := list(islice(numbered, _BATCH)):
         with database._writing() as connection, Session(connection) as session, session.begin():
-            for number, row in batch:
+            for position, row in batch:
                 if isinstance(row, dict) and row.get("kind") == "choice":
-                    choices.append((number, row))
+                    choices.append((position, row))
                     continue
                 try:
                     parsed = parse(row)
                 except BAD as error:
-                    report.skipped.append(f"row {number}{_name(row)}: {one_line(error)}")
+                    report.skipped.append(f"row {position}{_name(row)}: {one_line(error)}")
                     continue
                 key, is_new = _insert(session, parsed, origin)
                 report.added += is_new
                 report.known += not is_new
-                if "id" in row and isinstance(parsed.outcome, Measurement):
-                    measurement_ids[str(row["id"])] = key
+                if parsed.id and isinstance(parsed.outcome, Measurement):
+                    measurement_ids[parsed.id] = key
     _load_choices(database, choices, measurement_ids, report)
     return report
 
@@ -156,11 +175,11 @@ def _load_choices(
 ) -> None:
     """The history of records; the last choice of each problem and fingerprint competes with the record."""
     choices = []
-    for number, row in rows:
+    for position, row in rows:
         try:
             choices.append(_parse_choice(row, measurement_ids))
         except BAD as error:
-            report.skipped.append(f"row {number} (choice): {one_line(error)}")
+            report.skipped.append(f"row {position} (choice): {one_line(error)}")
     choices.sort(key=lambda choice: choice.chosen_at)
     pending = iter(choices)
     last: dict[tuple[int, int, str], _Choice] = {}
@@ -168,8 +187,12 @@ def _load_choices(
         with database._writing() as connection, Session(connection) as session, session.begin():
             for choice in batch:
                 measured = session.get_one(MeasurementRow, choice.measurement_id)
-                if _remember(session, choice, measured):
-                    last[measured.problem_id, measured.fingerprint_id, choice.policy] = choice
+                key = measured.problem_id, measured.fingerprint_id, choice.policy
+                if _is_known(session, choice, measured):
+                    continue
+                if key in last:  # a later one competes
+                    _remember(session, last[key])
+                last[key] = choice
     pending = iter(last.values())
     while batch := list(islice(pending, _BATCH)):
         with database._writing() as connection, Session(connection) as session, session.begin():
@@ -204,6 +227,8 @@ def merge(sources: Sequence[str], into: str) -> Report:
 class Parsed:
     """A row that was checked."""
 
+    id: str
+    """What the choices of the same file call it; empty when they cannot."""
     problem: Problem
     fingerprint: Fingerprint
     outcome: Measurement | Failure
@@ -216,78 +241,89 @@ class Parsed:
 
 
 def parse(row: Any) -> Parsed:
-    """A measurement or failure from its JSON object. Raises one of several errors for what is neither."""
+    """A measurement or failure from its JSON object. Raises BadValueError or another one of `BAD`."""
+    if isinstance(row, BadValueError):
+        raise row
     if not isinstance(row, dict) or row.get("kind") not in ("measurement", "failure"):
-        raise ValueError("its kind is none of measurement, failure, choice")
-    candidate = candidate_of(row["candidate"])
-    outcome: Measurement | Failure
-    if row["kind"] == "failure":
-        if row["stage"] not in get_args(Stage):
-            raise ValueError(f"stage {row['stage']!r} is not known")
-        outcome = Failure(candidate, row["stage"], text_of(row, "reason"))
-    else:
-        evidence = row.get("evidence") or {}
-        if not isinstance(evidence, dict):
-            raise ValueError("its evidence is no object")
-        if evidence.get("source") == "replayed":
-            raise ValueError("its times are replayed, so never stored as measured")
-        outcome = Measurement(
-            candidate,
-            times_of(row, "samples_us"),
-            times_of(row, "baseline_us"),
-            number_of(row, "relative_error"),
-            number_of(row, "noise"),
-            evidence,
-        )
-        store._measurement_values(outcome)
-    resources = row.get("resources")
+        raise BadValueError("its kind is not one of measurement, failure, choice")
+    texts = {
+        name: line(row.get(name) or "", name, longest)
+        for name, longest in {
+            "id": 64,
+            "label": 200,
+            "kernel_source": 16,
+            "origin": 4096,
+            "policy": 16,
+        }.items()
+    }
+    problem, fingerprint = typed(Problem, row.get("problem")), typed(Fingerprint, row.get("fingerprint"))
     return Parsed(
-        typed(Problem, row["problem"]),
-        typed(Fingerprint, row["fingerprint"]),
-        outcome,
-        None if resources is None else _resources(resources),
-        text_of(row, "label", longest=200),
-        text_of(row, "kernel_source", longest=16),
-        text_of(row, "origin"),
-        text_of(row, "policy", longest=16) or "screen",
-        moment_of(row["measured_at"]),
+        **{**texts, "policy": texts["policy"] or "screen"},
+        problem=problem,
+        fingerprint=fingerprint,
+        outcome=_outcome(row, problem, fingerprint),
+        resources=None if row.get("resources") is None else _resources(row["resources"]),
+        measured_at=moment(row.get("measured_at"), "measured_at"),
     )
 
 
+def _outcome(row: Row, problem: Problem, fingerprint: Fingerprint) -> Measurement | Failure:
+    candidate = candidate_of(row.get("candidate"))
+    if row["kind"] == "failure":
+        if row.get("stage") not in list(get_args(Stage)):
+            raise BadValueError(f"stage {shown(row.get('stage'))} is not one of {', '.join(get_args(Stage))}")
+        return Failure(candidate, row["stage"], line(row.get("reason") or "", "reason"))
+    evidence = tree(row.get("evidence") or {}, "evidence")
+    if not isinstance(evidence, dict):
+        raise BadValueError("its evidence is not an object")
+    if evidence.get("source") == "replayed":
+        raise BadValueError("its times are replayed, so never stored as measured")
+    samples_us, baseline_us = times_of(row, "samples_us"), times_of(row, "baseline_us")
+    if not samples_us or len(samples_us) != len(baseline_us):
+        raise BadValueError(
+            f"{len(samples_us)} samples and {len(baseline_us)} of the baseline; as many of both are needed"
+        )
+    error, noise = (number(row.get(name), name, 0, 1e6) for name in ("relative_error", "noise"))
+    measurement = Measurement(candidate, samples_us, baseline_us, error, noise, evidence)
+    check_roofline(problem, fingerprint, measurement.median_us, measurement.baseline_median_us)
+    return measurement
+
+
 def _resources(data: Any) -> Resources:
-    if not isinstance(data, dict) or set(data) != set(_RESOURCES):
-        raise ValueError(f"its resources need exactly the fields {', '.join(_RESOURCES)}")
-    counts = ("registers", "spill_bytes", "smem_bytes")
-    if not all(type(data[name]) is int for name in counts) or not isinstance(data["warnings"], list):
-        raise ValueError("its resources are no numbers")
-    return Resources(**{**data, "warnings": tuple(map(str, data["warnings"]))})
+    data = members(data, "its resources", _RESOURCES)
+    registers, spill_bytes, smem_bytes = (whole(data[name], name) for name in _RESOURCES[:3])
+    warnings = tuple(line(entry, "a warning", 200) for entry in listed(data["warnings"], "warnings", 1000))
+    seconds = number(data["compile_seconds"], "compile_seconds", 0, 1e7)
+    return Resources(registers, spill_bytes, smem_bytes, warnings, seconds)
 
 
 @dataclass(frozen=True)
 class _Choice:
     measurement_id: int
     policy: str
-    settled: bool
+    confirmed: bool
     chosen_at: datetime
 
 
 def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> _Choice:
-    reference = row["measurement"]
+    reference = line(row.get("measurement"), "measurement", 64)
     if reference not in measurement_ids:
-        raise ValueError(f"measurement {reference!r} is not among the rows that were taken")
-    if type(row["settled"]) is not bool:
-        raise ValueError(f"settled {row['settled']!r} is neither true nor false")
-    policy = text_of(row, "policy", longest=32) or FASTEST
-    return _Choice(measurement_ids[reference], policy, row["settled"], moment_of(row["chosen_at"]))
+        raise BadValueError(f"measurement {shown(reference)} is not among the rows that were taken")
+    confirmed = row.get("confirmed", row.get(FORMER_CONFIRMED))
+    if type(confirmed) is not bool:
+        raise BadValueError(f"confirmed {shown(confirmed)} is neither true nor false")
+    policy = line(row.get("policy") or "", "policy", 32) or FASTEST
+    chosen_at = moment(row.get("chosen_at"), "chosen_at")
+    return _Choice(measurement_ids[reference], policy, confirmed, chosen_at)
 
 
 def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
     """The key of the row and whether it is new."""
     connection, outcome = session.connection(), parsed.outcome
-    values = store._outcome_values(outcome, parsed.resources, parsed.policy)
+    values = outcome_values(outcome, parsed.resources, parsed.policy)
     values |= {"kernel_source": parsed.kernel_source, "origin": parsed.origin or origin}
     keys = publishing.row_keys(
-        connection, *store.key_values(parsed.problem, parsed.fingerprint, outcome.candidate, "")
+        connection, *key_values(parsed.problem, parsed.fingerprint, outcome.candidate, "")
     )
     table, alike, add = (
         (FailureRow, "stage", publishing.add_failure)
@@ -304,14 +340,18 @@ def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
     return add(connection, keys, values, at=parsed.measured_at), True
 
 
-def _remember(session: Session, choice: _Choice, row: MeasurementRow) -> bool:
-    """Enter a choice into the history; False when it is there already."""
-    values = _values(choice, row)
-    if session.scalar(select(ChoiceRow.id).filter_by(**values).limit(1)) is not None:
-        return False
-    session.add(ChoiceRow(**values))
-    session.flush()
-    return True
+def _is_known(session: Session, choice: _Choice, row: MeasurementRow) -> bool:
+    """Whether a choice is in the history already."""
+    found = select(ChoiceRow.id).filter_by(**_values(choice, row)).limit(1)
+    return session.scalar(found) is not None
+
+
+def _remember(session: Session, choice: _Choice) -> None:
+    """Enters a choice into the history, once."""
+    row = session.get_one(MeasurementRow, choice.measurement_id)
+    if not _is_known(session, choice, row):
+        session.add(ChoiceRow(**_values(choice, row)))
+        session.flush()
 
 
 def _values(choice: _Choice, row: MeasurementRow) -> dict[str, Any]:
@@ -320,73 +360,70 @@ def _values(choice: _Choice, row: MeasurementRow) -> dict[str, Any]:
         "fingerprint_id": row.fingerprint_id,
         "policy": choice.policy,
         "measurement_id": row.id,
-        "settled": choice.settled,
+        "confirmed": choice.confirmed,
         "chosen_at": choice.chosen_at,
     }
 
 
 def _choose(session: Session, choice: _Choice) -> Conflict | None:
-    """Make it the record if there is none or its evidence is the better."""
-    new, settled = session.get_one(MeasurementRow, choice.measurement_id), choice.settled
-    values = _values(choice, new)
-    key = {name: values[name] for name in ("problem_id", "fingerprint_id", "policy")}
-    copied = {"candidate_id": new.candidate_id, "ratio": new.ratio, "kernel_source": new.kernel_source}
-    record = session.scalar(select(RecordRow).filter_by(**key).with_for_update())
-    if record is None:
-        session.add(RecordRow(**values, **copied))
-        session.flush()
+    """Lets another database's record compete with the one here (`publishing.adopt`)."""
+    new = session.get_one(MeasurementRow, choice.measurement_id)
+    pair = {"problem_id": new.problem_id, "fingerprint_id": new.fingerprint_id}
+    find = select(RecordRow.measurement_id, RecordRow.confirmed).filter_by(**pair, policy=FASTEST)
+    before = session.execute(find).one_or_none()
+    if choice.policy == FASTEST:
+        publishing.adopt(
+            session.connection(), {**pair, "candidate_id": new.candidate_id}, new.id,
+            confirmed=choice.confirmed, at=choice.chosen_at,
+        )  # fmt: skip
+    after = session.execute(find).one_or_none()
+    _remember(session, choice)
+    if before is None or after is None:
         return None
-    old = session.get_one(MeasurementRow, record.measurement_id)
-    new_wins, reason = _compare(session, old, record.settled, new, settled)
-    loser = old if new_wins else new
-    if new_wins:
-        for name, value in (values | copied).items():
-            setattr(record, name, value)
-    if old.candidate_id == new.candidate_id:
+    was, now = (session.get(MeasurementRow, key) for key in (before.measurement_id, after.measurement_id))
+    other = was if now is new else new
+    if was is None or now is None or other is None or other.candidate_id == now.candidate_id:
         return None
-    candidates = {row.id: session.get_one(CandidateRow, row.candidate_id) for row in (old, new)}
-    kept, other = candidates[new.id if new_wins else old.id], candidates[loser.id]
+    confirmed = {new.id: choice.confirmed, was.id: before.confirmed, now.id: after.confirmed}
+    kept, lost = (session.get_one(CandidateRow, row.candidate_id) for row in (now, other))
     problem, fingerprint = (
         session.get_one(ProblemRow, new.problem_id),
         session.get_one(FingerprintRow, new.fingerprint_id),
     )
-    return Conflict(
-        Problem(*(getattr(problem, name) for name in store._PROBLEM_FIELDS)),
-        Fingerprint(*(getattr(fingerprint, name) for name in store._FINGERPRINT_FIELDS)),
-        Candidate.from_json(kept.json),
-        Candidate.from_json(other.json),
-        (kept.label or kept.digest, other.label or other.digest),
-        reason,
-    )
+    try:
+        return Conflict(
+            Problem(*(getattr(problem, name) for name in PROBLEM_FIELDS)),
+            Fingerprint(*(getattr(fingerprint, name) for name in FINGERPRINT_FIELDS)),
+            Candidate.from_json(kept.json),
+            Candidate.from_json(lost.json),
+            (kept.label or kept.digest, lost.label or lost.digest),
+            _why(now, other, confirmed[now.id], confirmed[other.id]),
+        )
+    except BAD:  # a damaged row of this database, against which there is nothing to compare
+        return None
 
 
-def _compare(
-    session: Session, old: MeasurementRow, old_settled: bool, new: MeasurementRow, new_settled: bool
-) -> tuple[bool, str]:
-    """Whether the new record is the better, and by what."""
-    current = []
-    for row in (old, new):
-        family = session.get_one(CandidateRow, row.candidate_id).family
-        current.append(row.kernel_source == kernel_source_hash(family))
-    if current[0] != current[1]:
-        return current[1], "the other is of older kernel sources; both stay in the history"
-    if old_settled != new_settled:
-        return new_settled, "it won a final race"
-    counts = len(old.samples_us or ()), len(new.samples_us or ())
-    if counts[0] != counts[1]:
-        return counts[1] > counts[0], f"{max(counts)} samples, the other has {min(counts)}"
-    return new.created_at > old.created_at, "as many samples, measured later"
+def _why(kept: MeasurementRow, other: MeasurementRow, kept_confirmed: bool, other_confirmed: bool) -> str:
+    """What decided between two results, in words; `tunegemm.measure.evidence` decides."""
+    if bool(kept.origin) != bool(other.origin):
+        return "it was measured here, the other was brought"
+    if kept_confirmed != other_confirmed:
+        return "it won a final race"
+    if kept.ratio == other.ratio:
+        return "as good, and the record before"
+    return "its ratio is the higher" if kept.ratio > other.ratio else "its evidence is the better"
 
 
 def _measurements(session: Session, problem: Problem | None) -> Iterator[Row]:
     query = select(MeasurementRow, ProblemRow, FingerprintRow, CandidateRow).select_from(MeasurementRow)
     for row, shared in _joined(session, query, MeasurementRow, problem):
-        evidence = dict(row.evidence or {})
-        evidence |= {
-            name: getattr(row, name)
-            for name in (*store._EVIDENCE_NUMBERS, store._THROTTLE)
-            if getattr(row, name) is not None
-        }
+        evidence = row.evidence if row.evidence is not None else {}
+        if isinstance(evidence, dict):
+            evidence = evidence | {
+                name: getattr(row, name)
+                for name in (*TELEMETRY_NUMBERS, THROTTLE)
+                if getattr(row, name) is not None
+            }
         resources = {name: getattr(row, name) for name in _RESOURCES}
         full = {
             "kind": "measurement",
@@ -405,7 +442,8 @@ def _measurements(session: Session, problem: Problem | None) -> Iterator[Row]:
 def _failures(session: Session, problem: Problem | None) -> Iterator[Row]:
     query = select(FailureRow, ProblemRow, FingerprintRow, CandidateRow).select_from(FailureRow)
     for row, shared in _joined(session, query, FailureRow, problem):
-        yield {"kind": "failure", **shared, "stage": row.stage, "reason": row.reason}
+        reason = printable(row.reason) if isinstance(row.reason, str) else row.reason
+        yield {"kind": "failure", **shared, "stage": row.stage, "reason": reason}
 
 
 def _joined(session: Session, query: Any, table: Any, problem: Problem | None) -> Iterator[tuple[Any, Row]]:
@@ -413,33 +451,41 @@ def _joined(session: Session, query: Any, table: Any, problem: Problem | None) -
     query = query.join(FingerprintRow, FingerprintRow.id == table.fingerprint_id)
     query = query.join(CandidateRow, CandidateRow.id == table.candidate_id).order_by(table.id)
     if problem is not None:
-        query = store._where_problem(query, problem)
+        query = where_problem(query, problem)
     for row, problem_row, fingerprint_row, candidate_row in session.execute(
         query.execution_options(yield_per=1000)
     ):
-        try:
-            candidate = json.loads(candidate_row.json)
-        except ValueError:
-            continue
-        if row.created_at is None:
-            continue
         yield (
             row,
             {
-                "problem": {name: getattr(problem_row, name) for name in store._PROBLEM_FIELDS},
-                "fingerprint": {name: getattr(fingerprint_row, name) for name in store._FINGERPRINT_FIELDS},
-                "candidate": candidate,
+                **_shared(row, problem_row, fingerprint_row, candidate_row),
                 "label": candidate_row.label,
-                "kernel_source": row.kernel_source,
                 "origin": row.origin,
-                "measured_at": row.created_at.isoformat(timespec="microseconds"),
             },
         )
 
 
+def _shared(row: Any, problem: Any, fingerprint: Any, candidate: Any) -> Row:
+    try:
+        parameters = decoded(candidate.json)
+    except (BadValueError, TypeError):
+        parameters = None
+    return {
+        "problem": {name: getattr(problem, name) for name in PROBLEM_FIELDS},
+        "fingerprint": {name: getattr(fingerprint, name) for name in FINGERPRINT_FIELDS},
+        "candidate": parameters,
+        "kernel_source": row.kernel_source,
+        "measured_at": _iso(row.created_at),
+    }
+
+
+def _iso(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat(timespec="microseconds")
+
+
 def _choices(session: Session, problem: Problem | None) -> Iterator[Row]:
     query: Select[*tuple[Any, ...]] = select(
-        ChoiceRow.policy, ChoiceRow.settled, ChoiceRow.chosen_at, MeasurementRow,
+        ChoiceRow.policy, ChoiceRow.confirmed, ChoiceRow.chosen_at, MeasurementRow,
         ProblemRow, FingerprintRow, CandidateRow,
     ).select_from(ChoiceRow)  # fmt: skip
     query = query.join(MeasurementRow, MeasurementRow.id == ChoiceRow.measurement_id)
@@ -447,37 +493,24 @@ def _choices(session: Session, problem: Problem | None) -> Iterator[Row]:
     query = query.join(FingerprintRow, FingerprintRow.id == MeasurementRow.fingerprint_id)
     query = query.join(CandidateRow, CandidateRow.id == MeasurementRow.candidate_id).order_by(ChoiceRow.id)
     if problem is not None:
-        query = store._where_problem(query, problem)
-    for policy, settled, chosen_at, row, problem_row, fingerprint_row, candidate_row in session.execute(
+        query = where_problem(query, problem)
+    for policy, confirmed, chosen_at, row, problem_row, fingerprint_row, candidate_row in session.execute(
         query
     ):
-        if chosen_at is None or row.created_at is None:
-            continue
-        try:
-            candidate = json.loads(candidate_row.json)
-        except ValueError:
-            continue
-        measured = {
-            "problem": {name: getattr(problem_row, name) for name in store._PROBLEM_FIELDS},
-            "fingerprint": {name: getattr(fingerprint_row, name) for name in store._FINGERPRINT_FIELDS},
-            "candidate": candidate,
-            "kernel_source": row.kernel_source,
-            "measured_at": row.created_at.isoformat(timespec="microseconds"),
-            "samples_us": row.samples_us,
-        }
+        shared = _shared(row, problem_row, fingerprint_row, candidate_row)
         yield {
             "kind": "choice",
-            "measurement": _identity(measured),
+            "measurement": _identity(shared | {"samples_us": row.samples_us}),
             "policy": policy,
-            "settled": bool(settled),
-            "chosen_at": chosen_at.isoformat(timespec="microseconds"),
+            "confirmed": bool(confirmed),
+            "chosen_at": _iso(chosen_at),
         }
 
 
 def _identity(row: Row) -> str:
     """A measurement's name within an export: a hash of what tells it from every other."""
     names = ("problem", "fingerprint", "candidate", "kernel_source", "measured_at", "samples_us")
-    text = json.dumps([row[name] for name in names], sort_keys=True, separators=(",", ":"))
+    text = json.dumps([row[name] for name in names], sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -486,5 +519,10 @@ def _name(row: Any) -> str:
     problem = row.get("problem") if isinstance(row, dict) else None
     if not isinstance(problem, dict):
         return ""
-    extents = "x".join(str(problem.get(name)) for name in ("m", "n", "k"))
-    return f" ({row.get('kind')} of {extents})"
+    extents = "x".join(shown(problem.get(name)) for name in ("m", "n", "k"))
+    return f" ({shown(row.get('kind'))[1:-1]} of {extents})"
+
+
+def printable(text: str) -> str:
+    """Text of ours, such as what a compiler printed, as a line that `parse` takes."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)[:4096]

@@ -1,27 +1,29 @@
-"""Rows of `exchange` as files: JSON, CSV, Parquet, Kernel Tuner's T4 and vLLM's configuration files.
+"""Rows of `exchange` as files: JSON, CSV and Parquet. Each holds every row, and each can be imported.
 
-The first three hold every row. T4 and vLLM's hold what those programs read; the rest goes into fields
-of our own that they ignore, so that a file made here can be imported here, too.
+A file is read row by row, so that a damaged row costs no other: in its place comes the error that says
+what is wrong with it. A line of CSV is a row, whatever quotes are in it: no cell of ours has a line break.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import DatabaseError
-from tunegemm.files import replacing
-from tunegemm.store.exchange import Row
+from tunegemm.errors import BadValueError, DatabaseError
+from tunegemm.files import read_bytes, replacing
+from tunegemm.store.exchange import FORMER_CONFIRMED, Row
+from tunegemm.untrusted import decoded, listed, members, shown
 
 FORMAT = "tunegemm-database/1"
-T4_VERSION = "1.0.0"
 
 _PROBLEM = tuple(Problem.__dataclass_fields__)
 _FINGERPRINT = tuple(Fingerprint.__dataclass_fields__)
@@ -30,18 +32,13 @@ _LISTS = ("samples_us", "baseline_us")
 _OBJECTS = ("candidate", "evidence", "resources")
 _NUMBERS = ("relative_error", "noise")
 _TEXTS = ("label", "kernel_source", "origin", "policy", "measured_at", "stage", "reason")
-_CHOICE = ("measurement", "settled", "chosen_at")
+_CHOICE = ("measurement", "confirmed", "chosen_at")
 #: For the reader of a table only; computed anew from the samples on import.
 _DERIVED = ("median_us", "baseline_median_us", "ratio")
 COLUMNS = (
     "kind", "id", *_PROBLEM, *_FINGERPRINT, *_TEXTS, *_DERIVED, *_NUMBERS, *_LISTS, *_OBJECTS, *_CHOICE,
 )  # fmt: skip
-
-#: What T4 calls a failure at each of our stages.
-_INVALIDITY = {
-    "compile": "compile", "load": "runtime", "launch": "runtime", "wrong": "correctness",
-    "timeout": "timeout", "crash": "runtime",
-}  # fmt: skip
+_KNOWN = frozenset({*COLUMNS, FORMER_CONFIRMED})
 
 
 class Format(StrEnum):
@@ -50,84 +47,118 @@ class Format(StrEnum):
     json = "json"
     csv = "csv"
     parquet = "parquet"
-    t4 = "t4"
-    vllm = "vllm"
 
 
-def write(rows: Iterable[Row], path: Path, format: Format) -> list[Path]:
-    """Write rows to a file, or for `vllm` to a folder with one file per N, K and device. Returns the files.
+def write(rows: Iterable[Row], path: Path, format: Format) -> None:
+    """Write rows to a file. Raises DatabaseError when it cannot be written; then it is as it was."""
+    writers = {Format.json: _write_json, Format.csv: _write_csv, Format.parquet: _write_parquet}
+    with replacing(path, DatabaseError) as part:
+        writers[format](rows, part)
 
-    Raises DatabaseError when it cannot be written, and for T4, which describes one problem and device,
-    when the rows are of several.
+
+def read(path: Path, format: Format) -> Iterator[Row | BadValueError]:
+    """The rows of a file, unchecked, and for one that cannot be read the reason.
+
+    Raises DatabaseError for a file that is not of that format, before the first row.
     """
+    readers = {Format.json: _read_json, Format.csv: _read_csv, Format.parquet: _read_parquet}
+    content = read_bytes(path, DatabaseError)
     try:
-        if format is Format.vllm:
-            return _write_vllm(rows, path)
-        writers: dict[Format, Callable[[Iterable[Row], Path], None]] = {
-            Format.json: _write_json, Format.csv: _write_csv, Format.parquet: _write_parquet,
-            Format.t4: _write_t4,
-        }  # fmt: skip
-        with replacing(path) as part:
-            writers[format](rows, part)
-    except OSError as error:
-        raise DatabaseError(f"{path}: {error.strerror}; choose another --out") from None
-    return [path]
-
-
-def read(path: Path, format: Format) -> Iterator[Row]:
-    """The rows of a file, unchecked. Raises DatabaseError for a file that is not of that format."""
-    readers: dict[Format, Callable[[Path], Iterator[Row]]] = {
-        Format.json: _read_json, Format.csv: _read_csv, Format.parquet: _read_parquet,
-        Format.t4: _read_t4, Format.vllm: _read_vllm,
-    }  # fmt: skip
-    try:
-        yield from readers[format](path)
-    except OSError as error:
-        raise DatabaseError(f"{path}: {error.strerror}; give a file that can be read") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DatabaseError(f"{path}: not a {format} export ({reason}); check --format") from None
+        yield from readers[format](content)
+    except (BadValueError, UnicodeDecodeError) as error:
+        raise DatabaseError(f"{path}: not a {format} export ({error}); check --format") from None
 
 
 def _write_json(rows: Iterable[Row], path: Path) -> None:
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         file.write(f'{{"format": "{FORMAT}", "rows": [')
         for number, row in enumerate(rows):
             file.write(("," if number else "") + "\n" + json.dumps(row, sort_keys=True, allow_nan=False))
         file.write("\n]}\n")
 
 
-def _read_json(path: Path) -> Iterator[Row]:
-    data = json.loads(path.read_text())
-    if data["format"] != FORMAT:
-        raise ValueError(f"format {data['format']!r}, not {FORMAT}")
-    yield from data["rows"]
+_HEAD = re.compile(r'\s*\{\s*"format"\s*:\s*"([^"]*)"\s*,\s*"rows"\s*:\s*\[')
+_BETWEEN = re.compile(r"[\s,]*")
+_TAIL = re.compile(r"\]\s*\}?\s*\Z")
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
+
+
+def _read_json(content: bytes) -> Iterator[Row | BadValueError]:
+    text = _text(content)
+    head = _HEAD.match(text)
+    if head is None or head[1] != FORMAT:  # in another order than we write, or none of ours
+        data = members(decoded(text), "the file", ("format", "rows"))
+        if data["format"] != FORMAT:
+            raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
+        yield from listed(data["rows"], "rows", len(content))
+        return
+    decode, at = json.JSONDecoder().raw_decode, head.end()
+    while (at := _BETWEEN.match(text, at).end()) < len(text):  # type: ignore[union-attr]
+        if _TAIL.match(text, at):
+            return
+        try:
+            row, at = decode(text, at)
+        except (ValueError, RecursionError):
+            end = _end(text, at)
+            try:
+                yield decoded(text[at:end])
+            except BadValueError as error:
+                yield error
+            at = end
+        else:
+            yield row
+    yield BadValueError("the file is cut off here")
+
+
+def _end(text: str, start: int) -> int:
+    """Where a value that cannot be decoded ends: at its closing bracket, or before the next line's row."""
+    next_row = text.find("\n{", start + 1)
+    stop, depth = len(text) if next_row < 0 else next_row, 0
+    for token in _TOKEN.finditer(text, start, stop):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
+        if depth <= 0 and token[0][0] != '"':
+            return token.end()
+    return stop
 
 
 def _write_csv(rows: Iterable[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for row in rows:
             flat = _flat(row)
-            for name in (*_LISTS, *_DERIVED, *_NUMBERS, "settled"):
+            for name in (*_LISTS, *_DERIVED, *_NUMBERS, "confirmed"):
                 if flat.get(name) is not None:
                     flat[name] = json.dumps(flat[name])
             writer.writerow(flat)
 
 
-def _read_csv(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(1 << 24)
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if not reader.fieldnames or "kind" not in reader.fieldnames:
-            raise ValueError("it has no column `kind`")
-        for texts in reader:
-            flat: Row = {name: text for name, text in texts.items() if name in COLUMNS and text != ""}
-            for name in (*_INTEGERS, *_LISTS, *_NUMBERS, "settled"):
-                if name in flat:
-                    flat[name] = _from_text(flat[name])
-            yield _nested(flat)
+def _read_csv(content: bytes) -> Iterator[Row | BadValueError]:
+    csv.field_size_limit(len(content) + 1)  # a cell of 131,072 letters would end the reading
+    lines = (line.rstrip("\r") for line in _text(content).rstrip("\r\n").split("\n"))
+    names = _cells(next(lines))
+    if "kind" not in names:
+        raise BadValueError("it has no column `kind`")
+    for line in lines:
+        try:
+            cells = _cells(line)
+        except BadValueError as error:
+            yield error
+            continue
+        if len(cells) != len(names):
+            yield BadValueError(f"{len(cells)} cells for {len(names)} columns")
+            continue
+        flat = {name: cell for name, cell in zip(names, cells, strict=True) if name in _KNOWN and cell != ""}
+        yield _nested(
+            flat, json_in=(*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", FORMER_CONFIRMED, *_OBJECTS)
+        )
+
+
+def _cells(line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error as error:
+        raise BadValueError(str(error)) from None
 
 
 def _write_parquet(rows: Iterable[Row], path: Path) -> None:
@@ -135,24 +166,38 @@ def _write_parquet(rows: Iterable[Row], path: Path) -> None:
     types = dict.fromkeys(COLUMNS, pyarrow.string())
     types |= dict.fromkeys(_INTEGERS, pyarrow.int64())
     types |= dict.fromkeys((*_NUMBERS, *_DERIVED), pyarrow.float64())
-    types |= dict.fromkeys(_LISTS, pyarrow.list_(pyarrow.float64())) | {"settled": pyarrow.bool_()}
+    types |= dict.fromkeys(_LISTS, pyarrow.list_(pyarrow.float64())) | {"confirmed": pyarrow.bool_()}
     schema = pyarrow.schema(list(types.items()))
-    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        batch: list[Row] = []
-        for row in rows:
-            batch.append(_flat(row))
-            if len(batch) == 10_000:
-                writer.write_table(pyarrow.Table.from_pylist(batch, schema))
-                batch = []
-        writer.write_table(pyarrow.Table.from_pylist(batch, schema))
+    remaining = map(_flat, rows)
+    with parquet.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True) as writer:
+        while batch := list(islice(remaining, 10_000)):
+            writer.write_table(pyarrow.Table.from_pylist(batch, schema))
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
-    _, parquet = _pyarrow()
-    with path.open("rb") as file:
-        for batch in parquet.ParquetFile(file).iter_batches():
-            for flat in batch.to_pylist():
-                yield _nested({name: value for name, value in flat.items() if value is not None})
+def _read_parquet(content: bytes) -> Iterator[Row | BadValueError]:
+    pyarrow, parquet = _pyarrow()
+    broken = (OSError, ValueError, MemoryError, pyarrow.ArrowException)
+    try:
+        file = parquet.ParquetFile(pyarrow.BufferReader(content), page_checksum_verification=True)
+        if "kind" not in file.schema_arrow.names:
+            raise BadValueError("it has no column `kind`")
+    except broken as error:
+        raise BadValueError(_first_line(error)) from None
+    for group in range(file.num_row_groups):
+        try:
+            table = file.read_row_group(group)
+        except broken as error:
+            yield BadValueError(f"the {file.metadata.row_group(group).num_rows} rows of a group are damaged: "
+                                f"{_first_line(error)}")  # fmt: skip
+            continue
+        for number in range(table.num_rows):
+            try:
+                (flat,) = table.slice(number, 1).to_pylist()
+            except broken as error:
+                yield BadValueError(_first_line(error))
+                continue
+            given = {name: cell for name, cell in flat.items() if name in _KNOWN and cell is not None}
+            yield _nested(given, json_in=_OBJECTS)
 
 
 def _pyarrow() -> tuple[Any, Any]:
@@ -162,6 +207,15 @@ def _pyarrow() -> tuple[Any, Any]:
     except ModuleNotFoundError:
         raise DatabaseError("Parquet needs pyarrow: pip install 'tunegemm[parquet]'") from None
     return pyarrow, parquet
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _text(content: bytes) -> str:
+    """Bytes that are not UTF-8 stay in the cell or row that they are in, which is then refused."""
+    return content.decode("utf-8-sig", "surrogateescape")
 
 
 def _flat(row: Row) -> Row:
@@ -179,131 +233,16 @@ def _flat(row: Row) -> Row:
     return flat
 
 
-def _nested(flat: Row) -> Row:
+def _nested(flat: Row, json_in: Iterable[str]) -> Row | BadValueError:
+    for name in json_in:
+        if name in flat:
+            try:
+                flat[name] = decoded(flat[name]) if isinstance(flat[name], str) else flat[name]
+            except BadValueError as error:
+                return BadValueError(f"{name} {shown(flat[name])}: {error}")
     row = {name: value for name, value in flat.items() if name not in (*_PROBLEM, *_FINGERPRINT, *_DERIVED)}
     if row.get("kind") != "choice":
         row["problem"] = {name: flat[name] for name in _PROBLEM if name in flat}
         # A table does not tell an empty text from none; of a device's facts any may be empty.
         row["fingerprint"] = {name: flat.get(name, "") for name in _FINGERPRINT}
-    for name in _OBJECTS:
-        if name in row:
-            row[name] = _from_text(row[name])
     return row
-
-
-def _from_text(text: Any) -> Any:
-    """JSON's value, or the text itself, which the checks will then name."""
-    try:
-        return json.loads(text)
-    except (ValueError, TypeError):
-        return text
-
-
-def _write_t4(rows: Iterable[Row], path: Path) -> None:
-    shared: Row = {}
-    results = []
-    for row in rows:
-        if row["kind"] == "choice":
-            continue
-        of = {name: row[name] for name in ("problem", "fingerprint")}
-        if shared and of != shared:
-            raise DatabaseError(
-                "T4 describes one problem on one device and software, this export has several; "
-                "narrow it with --shape, --dtype, --layout and --fingerprint"
-            )
-        shared = of
-        results.append(_t4_result(row))
-    if not results:
-        raise DatabaseError("nothing to export: no measurement and no failure of that shape")
-    metadata = {"timeunit": "milliseconds", "tunegemm": shared}
-    document = {"schema_version": T4_VERSION, "metadata": metadata, "results": results}
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-
-
-def _t4_result(row: Row) -> Row:
-    candidate = row["candidate"]
-    correct = row["kind"] == "measurement"
-    times: Row = {"runtimes": [sample / 1e3 for sample in row["samples_us"]] if correct else []}
-    resources = row.get("resources") or {}
-    if resources.get("compile_seconds") is not None:
-        times["compilation_time"] = 1e3 * resources["compile_seconds"]
-    measurements = []
-    if correct:
-        milliseconds = [sample / 1e3 for sample in row["baseline_us"]]
-        measurements = [
-            {"name": "time", "value": statistics.median(times["runtimes"]), "unit": "ms"},
-            {"name": "torch_mm_time", "value": statistics.median(milliseconds), "unit": "ms"},
-            {"name": "relative_error", "value": row["relative_error"], "unit": ""},
-        ]
-    return {
-        "timestamp": row["measured_at"],
-        "configuration": {"family": candidate["family"], **candidate["compile"], **candidate["launch"]},
-        "objectives": ["time"],
-        "times": times,
-        "invalidity": "correct" if correct else _INVALIDITY[row["stage"]],
-        "correctness": 1 if correct else 0,
-        "measurements": measurements,
-        "tunegemm": {name: value for name, value in row.items() if name not in ("problem", "fingerprint")},
-    }
-
-
-def _read_t4(path: Path) -> Iterator[Row]:
-    data = json.loads(path.read_text())
-    shared = data.get("metadata", {}).get("tunegemm")
-    for result in data["results"]:
-        if shared is None or "tunegemm" not in result:
-            # T4 names neither the operands nor the device: what another tuner measured cannot be placed.
-            yield {"kind": "a result of another tuner, without problem, device and baseline"}
-        else:
-            yield {**result["tunegemm"], **shared}
-
-
-def _write_vllm(rows: Iterable[Row], folder: Path) -> list[Path]:
-    """As in vLLM's tuned configurations: a file per N, K and device, in it the best per M."""
-    everything = list(rows)
-    records = {row["measurement"] for row in everything if row["kind"] == "choice"}
-    files: dict[str, dict[int, Row]] = {}
-    for row in everything:
-        if row["kind"] != "measurement" or (records and row["id"] not in records):
-            continue
-        problem, params = row["problem"], {**row["candidate"]["compile"], **row["candidate"]["launch"]}
-        if problem["batch"] != 1 or "tile_m" not in params:
-            continue  # a library's algorithm has no tile
-        layout = Problem(**problem).layout
-        device = row["fingerprint"]["device_name"].replace(" ", "_")
-        accumulation = problem.get("accumulation", "fast")
-        words = (
-            [problem["in_dtype"]] + [layout] * (layout != "tn") + [accumulation] * (accumulation != "fast")
-        )
-        dtype = "_".join(words)
-        name = f"N={problem['n']},K={problem['k']},device_name={device},dtype={dtype}.json"
-        known = files.setdefault(name, {}).get(problem["m"])
-        if known is None or _ratio(row) > _ratio(known["tunegemm"]):
-            files[name][problem["m"]] = _vllm_config(params) | {"tunegemm": row}
-    if not files:
-        raise DatabaseError("nothing to export: no record of a kernel with tiles among those rows")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, by_m in files.items():
-        text = json.dumps({str(m): config for m, config in sorted(by_m.items())}, indent=4)
-        with replacing(folder / name) as part:
-            part.write_text(text + "\n")
-    return [folder / name for name in sorted(files)]
-
-
-def _vllm_config(params: Row) -> Row:
-    names = {
-        "BLOCK_SIZE_M": "tile_m", "BLOCK_SIZE_N": "tile_n", "BLOCK_SIZE_K": "tile_k",
-        "GROUP_SIZE_M": "swizzle_size", "num_warps": "num_warps", "num_stages": "stages",
-    }  # fmt: skip
-    return {theirs: params[ours] for theirs, ours in names.items() if ours in params}
-
-
-def _ratio(row: Row) -> float:
-    return statistics.median(b / s for b, s in zip(row["baseline_us"], row["samples_us"], strict=True))
-
-
-def _read_vllm(path: Path) -> Iterator[Row]:
-    for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-        for config in json.loads(file.read_text()).values():
-            # A file of vLLM's own has tiles but no times: there is nothing to store.
-            yield config.get("tunegemm", {"kind": "a configuration without times"})

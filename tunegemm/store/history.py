@@ -14,8 +14,9 @@ from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.measure import evidence
+from tunegemm.measure.evidence import STEADY_POLICIES, Evidence
 from tunegemm.measure.statistics import NOISE_FLOOR, median_interval, ratio_interval
-from tunegemm.store.record import ALONE, Choice, Entry, Record
+from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
 
 if TYPE_CHECKING:
@@ -27,14 +28,14 @@ TOP = 5
 Verdict = Literal["faster", "slower", "same"]
 
 
-def leaders(entries: Iterable[Entry], top: int = TOP) -> list[Entry]:
+def leaders(entries: Iterable[Record], top: int = TOP) -> list[Record]:
     """The best candidates of one problem, each by its best evidence. entries: oldest first."""
     return evidence.leaders(entries)[:top]
 
 
 def seeds(database: Database, problem: Problem, fingerprint: Fingerprint, top: int = TOP) -> list[Candidate]:
     """The problem's leaders under other software or on other GPUs of the kind, the nearest ones first."""
-    groups: dict[tuple[Grade, Fingerprint, str, str], list[Entry]] = {}
+    groups: dict[tuple[Grade, Fingerprint, str, str], list[Record]] = {}
     for entry in database.entries(problem):
         grade = judge_stored(entry, fingerprint).grade
         if grade in (Grade.SEED, Grade.VERIFY):
@@ -46,7 +47,7 @@ def seeds(database: Database, problem: Problem, fingerprint: Fingerprint, top: i
     return list(dict.fromkeys(e.candidate for _, group in nearest_first for e in leaders(group, top)))
 
 
-def kindred(
+def related(
     records: Iterable[Record], problem: Problem, fingerprint: Fingerprint, top: int = TOP
 ) -> list[Candidate]:
     """What records of any layer say of the same product, the most alike first: of the problem itself, then
@@ -66,6 +67,9 @@ def kindred(
     return list(dict.fromkeys(candidate for _, candidate in ordered))[:top]
 
 
+kindred = related  # the former name
+
+
 def _product(problem: Problem) -> tuple[int | str, ...]:
     """Which elements are multiplied with which, and how wide they are."""
     width = DTYPE_BYTES[problem.in_dtype]
@@ -77,8 +81,8 @@ class Comparison:
     """A problem's record before and after, on one kind of device."""
 
     problem: Problem
-    before: Entry
-    after: Entry
+    before: Record
+    after: Record
     by: Literal["ratio", "time"]
     """What was compared: the ratio to torch.mm where that is the same library, else the time itself."""
     verdict: Verdict
@@ -94,7 +98,7 @@ class Comparison:
         return ", ".join(facts) or "nothing"
 
 
-def compare(before: Entry, after: Entry) -> Comparison:
+def compare(before: Record, after: Record) -> Comparison:
     """Faster or slower only where the medians' 95 % intervals are apart, and by more than the noise."""
     old, new = before.measurement, after.measurement
     library = ("torch", "cuda")
@@ -119,35 +123,28 @@ def compare(before: Entry, after: Entry) -> Comparison:
 def regressions(database: Database, problem: Problem, since: datetime | str) -> list[Comparison]:
     """The problem's record since a moment, or under a fingerprint (its digest's start), and the one before.
 
-    One comparison per kind of device that has both. The screen's samples are too few for verdicts: only
-    final races are compared, and those in which each had the chip to itself only with their like.
+    One comparison per kind of device that has both. Only final races have samples enough for verdicts, and
+    interleaved ones do not compare with those in steady-state timing.
     """
-    evidence = {
-        (entry.candidate, entry.fingerprint, entry.measured_at): entry
-        for entry in database.entries(problem)
-        if entry.policy != "screen"
-    }
-    by_device: dict[tuple[str, str, int], list[tuple[Choice, Entry]]] = {}
-    for choice in database.history(problem):
-        record = choice.record
-        entry = evidence.get((record.candidate, record.fingerprint, record.measured_at))
-        if entry is not None:
+    by_device: dict[tuple[str, str, int], list[Record]] = {}
+    for record in database.history(problem, samples=True):
+        if record.evidence is Evidence.FINAL:
             one = record.fingerprint
-            by_device.setdefault((one.device_name, one.mig, one.sm_budget), []).append((choice, entry))
+            by_device.setdefault((one.device_name, one.mig, one.sm_budget), []).append(record)
     found = []
     for chosen in by_device.values():
-        is_later = [_is_since(choice, since) for choice, _ in chosen]
-        if True not in is_later:
+        later = [record for record in chosen if _is_since(record, since)]
+        if not later:
             continue
-        first = is_later.index(True)
-        after = [entry for (_, entry), later in zip(chosen, is_later, strict=True) if later][-1]
-        before = [entry for _, entry in chosen[:first] if (entry.policy in ALONE) == (after.policy in ALONE)]
+        after, steady = later[-1], later[-1].policy in STEADY_POLICIES
+        earlier = chosen[: chosen.index(later[0])]
+        before = [record for record in earlier if (record.policy in STEADY_POLICIES) == steady]
         if before:
             found.append(compare(before[-1], after))
     return found
 
 
-def _is_since(choice: Choice, since: datetime | str) -> bool:
+def _is_since(choice: Record, since: datetime | str) -> bool:
     if isinstance(since, datetime):
         return choice.chosen_at >= since
-    return choice.record.fingerprint.digest.startswith(since)
+    return choice.fingerprint.digest.startswith(since)

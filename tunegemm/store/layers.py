@@ -36,8 +36,11 @@ def project_location() -> str | None:
     configured = os.environ.get("TUNEGEMM_DB")
     if configured:
         return configured
-    here = Path.cwd() / _FILE_NAME
-    return str(here) if here.is_file() else None
+    try:
+        here = Path.cwd() / _FILE_NAME
+        return str(here) if here.is_file() else None
+    except OSError:  # a working directory that was deleted, or that one may not search
+        return None
 
 
 def user_location() -> Path:
@@ -82,7 +85,7 @@ def read_lookups() -> tuple[list[Record], list[Lookup], list[str]]:
     records, warnings = read_texts()
     lookups = []
     for layer, location in _databases():
-        found = None if "://" in str(location) else read_file(Path(location).expanduser(), layer)
+        found = None if "://" in str(location) else read_file(location, layer)
         if found is not None:
             lookups.append(found)
         else:
@@ -96,9 +99,7 @@ def read_texts() -> tuple[list[Record], list[str]]:
 
     records, warnings = read_shipped()
     for pack in packs.loaded(warnings):
-        found, bad = read_shipped(pack.records, layer="pack")
-        records += found
-        warnings += bad
+        records += pack.records
     return records, warnings
 
 

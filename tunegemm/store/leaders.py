@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from sqlalchemy import case, func, select
+from sqlalchemy import func, select
 
-from tunegemm.describe.problem import Problem
+from tunegemm.measure.evidence import evidence_of
 from tunegemm.store.database import Database
+from tunegemm.store.frames import sound
 from tunegemm.store.models import (
     CandidateRow,
     FingerprintRow,
@@ -16,22 +16,23 @@ from tunegemm.store.models import (
     ProblemRow,
     RecordRow,
 )
-from tunegemm.store.record import ALONE
+from tunegemm.store.rows import PROBLEM_COLUMNS
 from tunegemm.store.schema import FASTEST
 
 if TYPE_CHECKING:
     import pandas
 
-_PROBLEM_COLUMNS = [getattr(ProblemRow, field.name) for field in fields(Problem)]
 _PAIR = ["problem_id", "fingerprint_id"]
+#: What is read of the vendor's measurements.
+_VENDOR = ("problem_id", "fingerprint_id", "candidate_id", "policy", "origin", "ratio", "id")
 
 
 def leaders(database: Database, family: str, *, device_name: str | None = None) -> pandas.DataFrame:
     """One row per problem and device name: the record chosen last there, and the best of the vendor's family.
 
     Columns: the fields of the problem; device_name, family, label, candidate (digest), median_us,
-    baseline_median_us, ratio, spread, baseline_spread, settled; vendor_label and vendor_ratio, missing where
-    the vendor's family was not measured. Its final races count, or else its screening.
+    baseline_median_us, ratio, spread, baseline_spread, confirmed; vendor_label and vendor_ratio, missing
+    where the vendor's family was not measured. Unreadable rows are left out.
 
     family: the vendor's. device_name: only this device.
     """
@@ -54,10 +55,10 @@ def leaders(database: Database, family: str, *, device_name: str | None = None) 
     )
     row = MeasurementRow
     best = (
-        select(*_PROBLEM_COLUMNS, RecordRow.problem_id, RecordRow.fingerprint_id, FingerprintRow.device_name)
+        select(*PROBLEM_COLUMNS, RecordRow.problem_id, RecordRow.fingerprint_id, FingerprintRow.device_name)
         .add_columns(CandidateRow.family, CandidateRow.label, CandidateRow.digest.label("candidate"))
         .add_columns(row.median_us, row.baseline_median_us, row.ratio, row.spread, row.baseline_spread)
-        .add_columns(RecordRow.settled)
+        .add_columns(RecordRow.confirmed)
         .select_from(ranked)
         .join(RecordRow, RecordRow.id == ranked.c.id)
         .join(FingerprintRow, FingerprintRow.id == RecordRow.fingerprint_id)
@@ -72,24 +73,39 @@ def leaders(database: Database, family: str, *, device_name: str | None = None) 
         frame = pandas.DataFrame(read(best), columns=[column.key for column in best.selected_columns])
         vendors = select(CandidateRow.id, CandidateRow.label)
         labels: dict[int, str] = dict(read(vendors.where(CandidateRow.family == family)))
-        # The best evidence that there is, as `Entry.rank` has it.
-        alone = func.max(case((row.policy.in_(ALONE), row.ratio)))
-        raced = func.max(case((row.policy != "screen", row.ratio)))
         # All its columns are in one index, which starts with these: of a million rows only those are read.
-        compared = (
-            select(row.problem_id, row.fingerprint_id, row.candidate_id)
-            .add_columns(func.coalesce(alone, raced, func.max(row.ratio)), alone.is_not(None))
+        latest = (
+            func.row_number()
+            .over(
+                partition_by=(row.candidate_id, row.fingerprint_id, row.problem_id, row.policy),
+                order_by=((row.origin == "").desc(), row.id.desc()),
+            )
+            .label("place")
+        )
+        ranked_vendor = (
+            select(*(getattr(row, name) for name in _VENDOR), latest)
             .where(
                 row.candidate_id.in_(labels), row.fingerprint_id.in_(set(frame["fingerprint_id"].tolist()))
             )
-            .group_by(row.problem_id, row.fingerprint_id, row.candidate_id)
+            .subquery()
         )
-        vendor = pandas.DataFrame(
-            read(compared), columns=[*_PAIR, "vendor_label", "vendor_ratio", "vendor_alone"]
-        )
-    frame["settled"] = frame["settled"].astype(bool)
-    # What had the chip to itself is not outdone by a ratio at shared clocks.
-    vendor = vendor.sort_values(["vendor_alone", "vendor_ratio"], kind="stable")
-    vendor = vendor.drop_duplicates(_PAIR, keep="last").drop(columns="vendor_alone")
-    vendor["vendor_label"] = vendor["vendor_label"].map(labels)
-    return frame.merge(vendor, on=_PAIR, how="left").drop(columns=_PAIR)
+        compared = select(*(ranked_vendor.c[name] for name in _VENDOR)).where(ranked_vendor.c.place == 1)
+        vendor = pandas.DataFrame(read(compared), columns=list(_VENDOR))
+    frame = sound(frame)
+    frame["confirmed"] = frame["confirmed"].astype(bool)
+    return frame.merge(_best_of_vendor(vendor, labels), on=_PAIR, how="left").drop(columns=_PAIR)
+
+
+def _best_of_vendor(rows: pandas.DataFrame, labels: dict[int, str]) -> pandas.DataFrame:
+    """Per problem and fingerprint the vendor's best, each candidate by its best evidence."""
+    rows = rows[
+        rows["ratio"].map(lambda cell: isinstance(cell, int | float) and 0 < cell < 1e300).astype(bool)
+    ]
+    levels = {word: int(evidence_of(str(word))) for word in rows["policy"].unique()}
+    rows = rows.assign(here=rows["origin"].eq(""), level=rows["policy"].map(levels))
+    rows = rows.sort_values(["here", "level", "id"], kind="stable")
+    rows = rows.drop_duplicates([*_PAIR, "candidate_id"], keep="last")
+    rows = rows.sort_values(["here", "level", "ratio"], kind="stable").drop_duplicates(_PAIR, keep="last")
+    return rows.assign(vendor_label=rows["candidate_id"].map(labels), vendor_ratio=rows["ratio"])[
+        [*_PAIR, "vendor_label", "vendor_ratio"]
+    ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,25 +17,14 @@ from urllib.parse import quote
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import SpaceError
+from tunegemm.errors import SpaceError, TunegemmError
+from tunegemm.store.record import Record
 from tunegemm.store.schema import FASTEST, SCHEMA_VERSION, VERSION_TABLE
 
 #: A problem as the tuple of its fields, as rows have it.
 problem_fields: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(field.name for field in fields(Problem)))
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Found:
-    """A record without its evidence."""
-
-    problem: Problem
-    candidate: Candidate
-    fingerprint: Fingerprint
-    ratio: float
-    kernel_source: str
-    layer: str
 
 
 class Lookup:
@@ -53,14 +44,15 @@ class Lookup:
     ) -> None:
         """
         problems: key and fields of each. records: keys of problem, fingerprint and candidate, ratio, hash of
-        the kernel sources. fingerprints: fields by key. candidates: JSON and digest by key.
+        the kernel sources, the policy it was measured by, whether it is confirmed. fingerprints: digest and
+        fields by key. candidates: JSON and digest by key.
         """
         self._keys = {tuple(row[1:]): row[0] for row in problems}
-        self._records: dict[int, list[tuple[int, int, float, str]]] = {}
-        sources: dict[str, str] = {}  # the few that there are, each kept once
-        for problem, fingerprint, candidate, ratio, source in records:
-            row = fingerprint, candidate, ratio, sources.setdefault(source, source)
-            self._records.setdefault(problem, []).append(row)
+        self._records: dict[int, list[tuple[Any, ...]]] = {}
+        words: dict[str, str] = {}  # the few that there are, each kept once
+        for problem, fingerprint, candidate, ratio, source, policy, confirmed in records:
+            texts = words.setdefault(source, source), words.setdefault(policy, policy)
+            self._records.setdefault(problem, []).append((fingerprint, candidate, ratio, *texts, confirmed))
         self._fingerprints, self._candidates, self._layer = fingerprints, candidates, layer
 
     def __len__(self) -> int:
@@ -70,24 +62,34 @@ class Lookup:
         """The fields of every problem that has a record."""
         return [fields for fields, key in self._keys.items() if key in self._records]
 
-    def find(self, problem: Problem) -> list[Found]:
+    def find(self, problem: Problem) -> list[Record]:
         """The problem's records under all fingerprints. One that cannot be read is left out and logged."""
         found = []
-        for fingerprint, candidate, ratio, source in self._records.get(
-            self._keys.get(problem_fields(problem), 0), ()
-        ):
+        key = self._keys.get(problem_fields(problem), 0)
+        for fingerprint, candidate, ratio, source, policy, confirmed in self._records.get(key, ()):
             try:
+                if not 0 < ratio < math.inf:
+                    raise ValueError(f"its ratio is {ratio!r:.40}")
                 found.append(
-                    Found(
+                    Record(
                         problem,
                         checked_candidate(*self._candidates[candidate]),
-                        Fingerprint(*self._fingerprints[fingerprint]),
-                        float(ratio),
-                        source,
-                        self._layer,
+                        checked_fingerprint(*self._fingerprints[fingerprint]),
+                        ratio=float(ratio),
+                        confirmed=confirmed in (True, 1),
+                        kernel_source=str(source),
+                        layer=self._layer,
+                        policy=str(policy),
                     )
                 )
-            except (SpaceError, KeyError, TypeError, ValueError) as error:
+            except (
+                TunegemmError,
+                ArithmeticError,
+                AttributeError,
+                LookupError,
+                TypeError,
+                ValueError,
+            ) as error:
                 _log.warning("skipped an unreadable record of %s: %s", problem, error)
         return found
 
@@ -97,10 +99,10 @@ def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> L
     return Lookup(
         read(f"SELECT id, {_columns(Problem)} FROM problems"),
         read(
-            "SELECT problem_id, fingerprint_id, candidate_id, ratio, kernel_source FROM records "
-            f"WHERE policy = '{FASTEST}'"
+            "SELECT problem_id, fingerprint_id, candidate_id, ratio, kernel_source, measured_by, confirmed "
+            f"FROM records WHERE policy = '{FASTEST}'"
         ),
-        {key: facts for key, *facts in read(f"SELECT id, {_columns(Fingerprint)} FROM fingerprints")},
+        {key: facts for key, *facts in read(f"SELECT id, digest, {_columns(Fingerprint)} FROM fingerprints")},
         {
             key: (text, digest)
             for key, text, digest in read(
@@ -111,26 +113,37 @@ def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> L
     )
 
 
-def read_file(path: Path, layer: str) -> Lookup | None:
+def read_file(location: str | Path, layer: str) -> Lookup | None:
     """The same of a SQLite file, without SQLAlchemy, whose import is a fifth of a second.
 
     None where anything is unusual: of an older schema, damaged, locked, in a folder where its write-ahead log
     cannot be read. `tunegemm.store.Database` can read some of it, and says what is wrong with the rest.
     """
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
+        path = Path(location).expanduser()
+        if not path.is_file():  # opening a pipe would wait for ever
+            return None
+        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro", uri=True)) as connection:
             connection.execute("BEGIN")  # all queries see one state of the database
             if connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() != [
                 (SCHEMA_VERSION,)
             ]:
                 return None
             return read_lookup(lambda query: connection.execute(query).fetchall(), layer)
-    except (sqlite3.Error, UnicodeDecodeError, TypeError):
+    except (sqlite3.Error, OSError, RuntimeError, ValueError, TypeError):
         return None
 
 
 def _columns(kind: type) -> str:
     return ", ".join(field.name for field in fields(kind))
+
+
+def checked_fingerprint(digest: str, *facts: Any) -> Fingerprint:
+    """A stored fingerprint. Raises ValueError for one that is damaged."""
+    fingerprint = Fingerprint(*facts)
+    if fingerprint.digest != digest:
+        raise ValueError(f"fingerprint {digest} holds the facts of {fingerprint.digest}")
+    return fingerprint
 
 
 def checked_candidate(text: str, digest: str) -> Candidate:

@@ -30,7 +30,7 @@ from tunegemm.store.schema import FASTEST
 
 
 class JsonText(TypeDecorator[Any]):
-    """JSON kept as text. Text that is no JSON reads as None: one damaged row must not fail a whole query.
+    """JSON kept as text. Text that is not JSON reads as None: one damaged row must not fail a whole query.
 
     A server's own JSON type would raise inside the driver, before the row could be skipped.
     """
@@ -44,7 +44,7 @@ class JsonText(TypeDecorator[Any]):
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         try:
             return None if value is None else json.loads(value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
 
 
@@ -59,8 +59,9 @@ class UtcTime(TypeDecorator[datetime]):
 
     def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
         try:
-            return None if value is None else datetime.fromisoformat(value)
-        except (ValueError, TypeError):
+            moment = None if value is None else datetime.fromisoformat(value)
+            return moment.astimezone(UTC) if moment is not None and moment.tzinfo else None
+        except (ValueError, TypeError, OverflowError):
             return None
 
 
@@ -184,7 +185,10 @@ class MeasurementRow(Base):
         CheckConstraint("baseline_median_us > 0", name="baseline_median_us"),
         Index(None, "problem_id", "fingerprint_id", "candidate_id"),
         # What a leaderboard compares of the vendor's few candidates, so that it reads no other rows.
-        Index("ix_measurements_compared", "candidate_id", "fingerprint_id", "problem_id", "policy", "ratio"),
+        Index(
+            *("ix_measurements_compared", "candidate_id", "fingerprint_id", "problem_id"),
+            *("policy", "origin", "ratio"),
+        ),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True, doc="Key; grows with time.")
@@ -203,8 +207,8 @@ class MeasurementRow(Base):
     )
     policy: Mapped[str] = mapped_column(
         String(16),
-        doc="screen: few rounds, while searching. Another word, such as race: a final race. Of long turns "
-        "heat before it and alone.",
+        doc="How it was measured. Interleaved: screen (few rounds, while searching), race (a final race's), "
+        "final (its winner's). In steady-state timing: qualifying (before a final race), steady_final.",
     )
     samples_us: Mapped[list[float]] = mapped_column(
         JsonText, doc="JSON list: device time of one product per round, microseconds."
@@ -270,7 +274,10 @@ class FailureRow(Base):
 
 
 class RecordRow(Base):
-    """The best measurement of a problem under a fingerprint by a policy: what dispatch launches."""
+    """The best measurement of a problem under a fingerprint by a policy: what dispatch launches.
+
+    There is none where the best evidence of every candidate says that torch.mm is faster.
+    """
 
     __tablename__ = "records"
     __table_args__ = (UniqueConstraint("problem_id", "fingerprint_id", "policy"),)
@@ -284,18 +291,24 @@ class RecordRow(Base):
     measurement_id: Mapped[int] = mapped_column(ForeignKey("measurements.id"), doc="The best one.")
     candidate_id: Mapped[int] = mapped_column(
         ForeignKey("candidates.id"),
-        doc="The measurement's, as are the next two: dispatch reads these rows without the wide ones.",
+        doc="The measurement's, as are the next three: dispatch reads these rows without the wide ones.",
     )
     ratio: Mapped[float] = mapped_column(doc="The measurement's.")
     kernel_source: Mapped[str] = mapped_column(String(16), doc="The measurement's.")
-    settled: Mapped[bool] = mapped_column(
+    measured_by: Mapped[str] = mapped_column(
+        String(16), server_default="screen", doc="The measurement's policy."
+    )
+    confirmed: Mapped[bool] = mapped_column(
         doc="True when it won a final race; false when it is the best so far of an unfinished search."
     )
     chosen_at: Mapped[datetime] = mapped_column(UtcTime, doc="When this measurement became the best, UTC.")
 
 
 class ChoiceRow(Base):
-    """History of records: every measurement that ever was one, and since when. The latest is in `records`."""
+    """History of records: every measurement that ever was one, and since when.
+
+    The latest is in `records`, unless its kernel turned out slower than torch.mm.
+    """
 
     __tablename__ = "choices"
     __table_args__ = (Index(None, "problem_id", "fingerprint_id", "policy"),)
@@ -305,7 +318,7 @@ class ChoiceRow(Base):
     fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), doc="The device.")
     policy: Mapped[str] = mapped_column(String(32), doc="As in records.")
     measurement_id: Mapped[int] = mapped_column(ForeignKey("measurements.id"), doc="What became the record.")
-    settled: Mapped[bool] = mapped_column(doc="As in records.")
+    confirmed: Mapped[bool] = mapped_column(doc="As in records.")
     chosen_at: Mapped[datetime] = mapped_column(UtcTime, doc="When, ISO 8601, UTC.")
 
 

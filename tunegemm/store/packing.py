@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -16,16 +17,16 @@ from tunegemm.describe.device import (
     Fingerprint,
     Part,
     device_from_part,
-    kernel_source_hash,
     package_version,
 )
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import PackError
+from tunegemm.errors import PackError, TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.cute_object import dsl_version
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.store import packs
 from tunegemm.store.layers import NARROWNESS
 from tunegemm.store.record import Record
@@ -92,10 +93,10 @@ def pack(
             source_there=record.kernel_source,
             source_here=kernel_source_hash(family),
         )
-        if judgement.usable:
-            usable.append(record)
+        if reason := (unfit(record) if judgement.usable else judgement.reason):
+            left_out[reason] += 1
         else:
-            left_out[judgement.reason] += 1
+            usable.append(record)
     keys = {record: _key(record) for record in usable}
     found = provide(usable, compile_missing=compile_missing, workers=workers)
     left_out.update(
@@ -106,20 +107,69 @@ def pack(
         why = "; ".join(left_out) or "none was given"
         raise PackError(f"no record to pack ({why}); see `tunegemm db layers` and `tunegemm leaderboard`")
     with tempfile.TemporaryDirectory() as folder:
-        staged = ArtifactStore(folder)
         objects = {_name(keys[record]): keys[record] for record in chosen if keys[record]}
         for name, key in objects.items():
-            _copy(staged, key, found.artifacts[name])
+            _copy(ArtifactStore(folder), key, found.artifacts[name])
         write_records(chosen, Path(folder, "records"))
         fingerprints = sorted({record.fingerprint for record in chosen}, key=lambda one: one.digest)
         digest = packs.write(
             Path(folder),
             out,
-            toolchain=versions | {"cutlass_dsl": dsl_version()},
+            toolchain=_toolchain(),
             fingerprints=[one.asdict() for one in fingerprints],
         )
     gpus = tuple(sorted({record.fingerprint.device_name for record in chosen}))
     return Packed(out, digest, len(chosen), gpus, len(objects), found.compiled, left_out)
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """The kernels that were put into the package."""
+
+    objects: int
+    num_bytes: int
+    failures: Mapping[str, str]
+    """Why a record's kernel is not among them, by the record's problem."""
+
+
+def ship(folder: Path, *, workers: int | None = None) -> Shipped:
+    """Compile the kernels of all shipped records into `folder`, which is replaced as a whole.
+
+    Kernels that the user's object store holds are not compiled again. Raises PackError where a record's
+    sources or compilers are not those that are here: its kernel would not be the one that was measured.
+    """
+    records = [record for record in read_shipped()[0] if families.get(record.candidate.family).compiled]
+    failures = {str(record.problem): reason for record in records if (reason := unfit(record))}
+    usable = [record for record in records if str(record.problem) not in failures]
+    outdated = [one for one in usable if one.kernel_source != kernel_source_hash(one.candidate.family)]
+    if outdated:
+        raise PackError(
+            f"{len(outdated)} shipped records are of other kernel sources, first {outdated[0].problem}; "
+            "tune them again, or re-key them if their kernels are the same"
+        )
+    found = provide(usable, workers=workers)
+    failures |= {str(record.problem): reason for record, reason in found.failures.items()}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as scratch:
+        fresh = Path(scratch, "kernels")
+        for key in {_name(key): key for record in usable if (key := _key(record))}.values():
+            if (artifact := found.artifacts.get(_name(key))) is not None:
+                _copy(ArtifactStore(fresh), key, artifact)
+        for path in fresh.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        packs.write_manifest(fresh, toolchain=_toolchain())
+        if folder.exists():
+            folder.rename(Path(scratch, "old"))
+        fresh.rename(folder)
+    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Shipped(len(found.artifacts), num_bytes, failures)
+
+
+def _toolchain() -> dict[str, str]:
+    """The compilers that are here, as kernel keys name them."""
+    return {name: package_version(package) for name, package in _COMPILERS.items()} | {
+        "cutlass_dsl": dsl_version()
+    }
 
 
 @dataclass(frozen=True)
@@ -160,16 +210,32 @@ def provide(
     return Provided({name: one for name, one in found.items() if one is not None}, failures, compiled)
 
 
-def contents(pack: packs.Pack) -> tuple[list[Record], list[str]]:
-    """The records of a loaded pack, and one line for each bad one."""
-    return read_shipped(pack.records, layer="pack")
-
-
 def cannot_launch(records: Iterable[Record]) -> dict[str, str]:
     """By family of the records, why its kernels cannot be launched by this installation."""
     names = {record.candidate.family for record in records if not is_torch(record.candidate)}
     reasons = {name: families.get(name).unavailable(launching=True) for name in sorted(names)}
     return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def unfit(record: Record) -> str:
+    """Why no kernel can be made of a record's candidate; empty where one can."""
+    candidate, family = record.candidate, families.get(record.candidate.family)
+    if not family.compiled:
+        return ""
+    known = {*family.parameters["compile"], *family.parameters["launch"]}
+    for name, value in candidate.params.items():
+        if name not in known:
+            return f"{family.name} has no parameter {name}"
+        if (allowed := families.expected(family.name, name, value)) is not None:
+            return f"{family.name}: {name}={value}; {allowed}"
+    try:
+        verdict = family.check(record.problem, candidate, _device(record.fingerprint))
+        _key(record)
+    except PackError as error:
+        return str(error)
+    except (KeyError, TypeError) as error:  # a family fills in what it got later, but not what it always had
+        return f"its candidate lacks a parameter of {family.name} ({error})"
+    return "" if verdict else str(verdict)
 
 
 def _distinct(records: Iterable[Record]) -> list[Record]:
@@ -192,10 +258,11 @@ def _device(fingerprint: Fingerprint) -> Device:
     """The device that was measured, as far as a kernel key asks: it need not be here."""
     part = next((part for part in PARTS.values() if part.device_name == fingerprint.device_name), None)
     if part is None:
-        major, _, minor = fingerprint.capability.partition(".")
-        capability = int(major), int(minor)
-        if capability not in ARCHITECTURES:
-            raise PackError(f"{fingerprint.device_name} is sm_{major}{minor}, which is not known here")
+        names = {".".join(map(str, capability)): capability for capability in ARCHITECTURES}
+        if (capability := names.get(fingerprint.capability)) is None:
+            raise PackError(
+                f"{fingerprint.device_name}: capability {fingerprint.capability!r} is not known here"
+            )
         part = Part(fingerprint.device_name, capability, fingerprint.sm_count, 0.0, 0.0, 0, 0)
     return device_from_part(f"model:{fingerprint.device_name}", part, fingerprint)
 
@@ -209,3 +276,23 @@ def _copy(staged: ArtifactStore, key: Key, artifact: Artifact) -> None:
     scratch = staged.scratch()
     scratch.write_bytes(artifact.path.read_bytes())
     staged.add(key, scratch, dataclasses.replace(artifact.resources, compile_seconds=0.0))
+
+
+def main() -> int:
+    """What `make kernels` runs: ``python -m tunegemm.store.packing FOLDER``."""
+    if len(sys.argv) != 2:
+        print("usage: python -m tunegemm.store.packing FOLDER", file=sys.stderr)
+        return 2
+    try:
+        shipped = ship(Path(sys.argv[1]))
+    except TunegemmError as error:
+        print(f"tunegemm: {error}", file=sys.stderr)
+        return 1
+    for problem, reason in shipped.failures.items():
+        print(f"left out: {problem}: {reason}", file=sys.stderr)
+    print(f"{sys.argv[1]}: {shipped.objects} kernels, {shipped.num_bytes / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import tarfile
@@ -27,9 +28,16 @@ from pathlib import Path
 from typing import IO, Any
 
 import tunegemm
-from tunegemm.errors import PackError
-from tunegemm.files import replacing
+from tunegemm.errors import BadValueError, PackError
+from tunegemm.files import cause, kind, replacing
 from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
+from tunegemm.resources import data_path
+from tunegemm.store.checks import one_line
+from tunegemm.store.record import Record
+from tunegemm.store.shipped import read_shipped
+from tunegemm.untrusted import decoded, line, shown, whole
+
+_log = logging.getLogger(__name__)
 
 FORMAT = "tunegemm-pack/1"
 _MANIFEST, _CLOSING = "manifest.json", "manifest.sha256"
@@ -50,21 +58,19 @@ class Pack:
     """Of the tunegemm that made it."""
     toolchain: Mapping[str, str]
     """Compilers of its objects, by their names in kernel keys, which hold these values."""
+    records: tuple[Record, ...]
+    is_package: bool = False
+    """Whether it lies in the package: `shipped`."""
 
     @property
     def name(self) -> str:
         """What `tunegemm unload` calls it."""
         return self.folder.name
 
-    @property
-    def records(self) -> Path:
-        """The folder of its record files, as `tunegemm.store.shipped` reads them."""
-        return self.folder / "records"
-
     def find(self, key: Key) -> Artifact | None:
         """Its object of a kernel key, whatever compilers are here. Raises as `ArtifactStore.find`."""
         compilers = {name: version for name, version in self.toolchain.items() if name in key}
-        return ArtifactStore(self.folder).find({**key, **compilers})
+        return ArtifactStore(self.folder, is_package=self.is_package).find({**key, **compilers})
 
     def objects(self) -> int:
         """How many kernels it holds."""
@@ -97,10 +103,33 @@ def loaded(warnings: list[str]) -> list[Pack]:
     return list({pack.name: pack for pack in found}.values())
 
 
+@functools.cache
+def shipped() -> Pack | None:
+    """The kernels of the shipped records, which `make kernels` compiles into the package; None without them.
+
+    Their records are those of the system layer. What is damaged is told once, and serves nothing.
+    """
+    try:
+        folder = data_path("db", "kernels")
+        facts = _parse((folder / _MANIFEST).read_bytes(), folder)
+    except FileNotFoundError:
+        return None
+    except (OSError, PackError) as error:
+        _log.warning("the kernels that ship with the package cannot be used: %s", error)
+        return None
+    return Pack(folder, facts["tunegemm"], facts["toolchain"], (), is_package=True)
+
+
 def find(key: Key) -> Artifact | None:
-    """The object of a kernel key in the user's store, or else in a pack. Raises as `ArtifactStore.find`."""
-    found = ArtifactStore().find(key)
-    return found or next((found for pack in loaded([]) if (found := pack.find(key)) is not None), None)
+    """The object of a kernel key in the user's store, or else in a pack, or in the package.
+
+    Raises as `ArtifactStore.find`.
+    """
+    if (found := ArtifactStore().find(key)) is not None:
+        return found
+    ours = shipped()
+    places = [*loaded([]), *([ours] if ours is not None else [])]
+    return next((found for pack in places if (found := pack.find(key)) is not None), None)
 
 
 def install(file: Path, root: Path | None = None, *, sha256: str | None = None) -> Pack:
@@ -120,11 +149,12 @@ def install(file: Path, root: Path | None = None, *, sha256: str | None = None) 
                 fresh = Path(scratch, "pack")
                 _make_folder(fresh)
                 _unpack(file, fresh)
+                _read_records(fresh, file)
                 if not final.is_dir():
                     fresh.rename(final)
         except OSError as error:
             if not final.is_dir():  # unless another process was first
-                raise PackError(f"{root}: {error.strerror}; nothing of {file} was loaded") from None
+                raise PackError(f"{root}: {cause(error, f'load {file} again')}") from None
     return _open(final)
 
 
@@ -147,12 +177,16 @@ def remove(name: str, root: Path | None = None) -> str:
     return chosen[0].name
 
 
-def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints: Iterable[Any]) -> str:
-    """Write the entries of a folder as a pack and return its SHA-256. `out` is replaced as a whole.
+def write_manifest(folder: Path, *, toolchain: Mapping[str, str], fingerprints: Iterable[Any] = ()) -> None:
+    """Make a folder of objects what `shipped` reads."""
+    _, text = _manifest(folder, folder, toolchain, fingerprints)
+    (folder / _MANIFEST).write_bytes(text)
 
-    fingerprints: JSON objects of those that records in it have. Raises PackError when it cannot be written;
-    what was there before is kept.
-    """
+
+def _manifest(
+    folder: Path, out: Path, toolchain: Mapping[str, str], fingerprints: Iterable[Any]
+) -> tuple[dict[str, bytes], bytes]:
+    """The entries of a folder, and the manifest that lists them."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     contents = {name: (folder / name).read_bytes() for name in names}
     if large := [name for name, content in contents.items() if len(content) > _LARGEST_BYTES]:
@@ -167,28 +201,35 @@ def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints
             for name, content in contents.items()
         ],
     }
-    text = json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
-    try:
-        with replacing(out) as part:
-            with part.open("wb") as stream:
-                closing = hashlib.sha256(text).hexdigest().encode()
-                for name, content in ((_MANIFEST, text), *contents.items(), (_CLOSING, closing)):
-                    padding = bytes(-len(content) % tarfile.BLOCKSIZE)
-                    stream.write(_header(name, len(content)) + content + padding)
-                stream.write(bytes(2 * tarfile.BLOCKSIZE))  # the end of a tar
-            digest = file_digest(part)
-    except OSError as error:
-        raise PackError(f"{out}: {error.strerror}; choose another --out") from None
-    return digest
+    return contents, json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints: Iterable[Any]) -> str:
+    """Write the entries of a folder as a pack and return its SHA-256. `out` is replaced as a whole.
+
+    fingerprints: JSON objects of those that records in it have. Raises PackError when it cannot be written;
+    what was there before is kept.
+    """
+    contents, text = _manifest(folder, out, toolchain, fingerprints)
+    with replacing(out, PackError) as part:
+        with part.open("wb") as stream:
+            closing = hashlib.sha256(text).hexdigest().encode()
+            for name, content in ((_MANIFEST, text), *contents.items(), (_CLOSING, closing)):
+                padding = bytes(-len(content) % tarfile.BLOCKSIZE)
+                stream.write(_header(name, len(content)) + content + padding)
+            stream.write(bytes(2 * tarfile.BLOCKSIZE))  # the end of a tar
+        return file_digest(part)
 
 
 def file_digest(file: Path) -> str:
     """SHA-256 of a file. Raises PackError when it cannot be read."""
     try:
         status = file.stat()
+        if found := kind(status.st_mode):
+            raise PackError(f"{file}: {found}, not a file; give a file that `tunegemm pack` made")
         return _digest(file.absolute(), status.st_mtime_ns, status.st_size)
     except OSError as error:
-        raise PackError(f"{file}: {error.strerror}; give a file that `tunegemm pack` made") from None
+        raise PackError(f"{file}: {cause(error, 'give a file that `tunegemm pack` made')}") from None
 
 
 @functools.lru_cache(maxsize=16)  # dispatch asks for each product that it meets
@@ -213,7 +254,16 @@ def _open(folder: Path) -> Pack:
         facts = _parse((folder / _MANIFEST).read_bytes(), folder)
     except OSError as error:
         raise PackError(f"{folder}: {error.strerror}; delete it and load the pack again") from None
-    return Pack(folder, facts["tunegemm"], facts["toolchain"])
+    return Pack(folder, facts["tunegemm"], facts["toolchain"], _read_records(folder, folder))
+
+
+def _read_records(folder: Path, where: Path) -> tuple[Record, ...]:
+    """All records of an unpacked pack. One that is not as it should be condemns the pack."""
+    records, problems = read_shipped(folder / "records", layer="pack")
+    if problems:
+        reason, more = problems[0].removeprefix(f"{folder}/"), len(problems) - 1
+        raise PackError(f"{where}: {reason}{f' ({more} more)' if more else ''}; the pack is not used")
+    return tuple(records)
 
 
 def _unpack(file: Path, folder: Path) -> None:
@@ -269,27 +319,24 @@ def _content(stream: IO[bytes], file: Path, name: str, num_bytes: int) -> bytes:
 def _parse(content: bytes, where: Path) -> dict[str, Any]:
     """A manifest whose names are those of entries and whose values are of the right kind."""
     try:
-        manifest = json.loads(content)
+        manifest = decoded(content)
         if manifest["format"] != FORMAT:
-            raise PackError(f"{where}: format {manifest['format']!r}; this tunegemm reads {FORMAT}")
-        names = [entry["name"] for entry in manifest["entries"]]
+            raise PackError(f"{where}: format {shown(manifest['format'])}; this tunegemm reads {FORMAT}")
+        names = [line(entry["name"], "the name of an entry", 200) for entry in manifest["entries"]]
         if bad := [name for name in names if not _ENTRY.fullmatch(name)]:
             raise PackError(f"{where}: entry {bad[0]!r} is no record and no object; a pack has no others")
-        texts = [manifest["tunegemm"], *manifest["toolchain"], *manifest["toolchain"].values()]
-        sizes = {entry["name"]: entry["bytes"] for entry in manifest["entries"]}
-        texts += [entry["sha256"] for entry in manifest["entries"]]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("a version or hash that is no text")
-        if len(sizes) != len(names):
-            raise ValueError("an entry twice")
-        for name, size in sizes.items():
-            if type(size) is not int or not 0 <= size <= _LARGEST_BYTES:
-                raise ValueError(f"{name} of {size} B; at most {_LARGEST_BYTES}")
+        if len(set(names)) != len(names):
+            raise BadValueError("an entry twice")
+        line(manifest["tunegemm"], "version", 64)
+        for name, version in manifest["toolchain"].items():
+            line(version, line(name, "compiler", 64), 64)
+        for entry in manifest["entries"]:
+            whole(entry["bytes"], f"bytes of {entry['name']}", 0, _LARGEST_BYTES)
+            line(entry["sha256"], "sha256", 64)
         return dict(manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise PackError(
-            f"{where}: entry {_MANIFEST} cannot be read ({reason}); copy the pack again"
+            f"{where}: entry {_MANIFEST} cannot be read ({one_line(error)}); copy the pack again"
         ) from None
 
 

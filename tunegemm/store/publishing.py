@@ -15,10 +15,10 @@ from typing import Any, cast
 from sqlalchemy import Connection, Select, Table, bindparam, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from tunegemm.describe.device import kernel_source_hash
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.evidence import Evidence, best_of_each, choose, evidence_of, may_be_record, rank
 from tunegemm.store.models import (
     Base,
@@ -155,6 +155,7 @@ class Standing:
     measurement_id: int
     ratio: float
     evidence: Evidence
+    policy: str
     kernel_source: str
     is_foreign: bool
     is_outdated: bool
@@ -169,7 +170,7 @@ def choose_if_better(connection: Connection, keys: Values) -> None:
     the record itself got worse: then the best of all results is looked for.
     """
     record, known = _record(connection, keys)
-    confirmed_id = record.measurement_id if record is not None and record.settled else None
+    confirmed_id = record.measurement_id if record is not None and record.confirmed else None
     own = next(iter(best_of_each(_standings(connection, _OF_CANDIDATE, keys, confirmed_id))), None)
     may = own is not None and may_be_record(own)
     best: Standing | None
@@ -196,19 +197,22 @@ def confirm(connection: Connection, keys: Values, measurement_id: int) -> None:
     if may_be_record(won):
         _replace(connection, keys, record, won, confirmed=True)
     else:
-        best = choose(_standings(connection, _OF_PAIR, keys, measurement_id))
+        best = choose(_standings(connection, _OF_PAIR, keys, None))
         _replace(connection, keys, record, best, confirmed=False)
 
 
-def adopt(connection: Connection, keys: Values, measurement_id: int, *, confirmed: bool) -> bool:
+def adopt(
+    connection: Connection, keys: Values, measurement_id: int, *, confirmed: bool, at: datetime | None = None
+) -> bool:
     """Lets what is another database's record compete with the record here; whether it is the record now.
 
     For rows that were imported or merged, which have an origin: the record yields only where it was not
     measured here, and the other's evidence is better, or alike and its ratio higher. confirmed: it won a
-    final race there. A row that was measured here needs nobody's word and is chosen as after a publication.
+    final race there. at: when it became the record there; now, if None. A row that was measured here needs
+    nobody's word and is chosen as after a publication.
     """
     record, known = _record(connection, keys)
-    confirmed_id = record.measurement_id if record is not None and record.settled else None
+    confirmed_id = record.measurement_id if record is not None and record.confirmed else None
     claimed = measurement_id if confirmed else confirmed_id
     new = next(_standings(connection, _OF_MEASUREMENT, {"key": measurement_id}, claimed), None)
     own = next(iter(best_of_each(_standings(connection, _OF_CANDIDATE, keys, claimed))), None)
@@ -217,7 +221,7 @@ def adopt(connection: Connection, keys: Values, measurement_id: int, *, confirme
     elif own.measurement_id == measurement_id and (
         known is None or rank(new) > rank(known) or (confirmed_id is None and rank(new) >= rank(known))
     ):
-        _replace(connection, keys, record, new, confirmed=True)
+        _replace(connection, keys, record, new, confirmed=True, at=at)
     after, _ = _record(connection, keys)
     return after is not None and after.measurement_id == measurement_id
 
@@ -232,7 +236,7 @@ def _record(connection: Connection, keys: Values) -> tuple[Any, Standing | None]
     record = connection.execute(_FIND_RECORD, {**keys, "policy": FASTEST}).one_or_none()
     if record is None:
         return None, None
-    confirmed_id = record.measurement_id if record.settled else None
+    confirmed_id = record.measurement_id if record.confirmed else None
     found = _standings(connection, _OF_MEASUREMENT, {"key": record.measurement_id}, confirmed_id)
     return record, next(found, None)
 
@@ -245,7 +249,8 @@ def _standings(
         confirmed = key == confirmed_id
         if isinstance(ratio, int | float) and 0 < ratio < math.inf:
             yield Standing(
-                candidate, key, float(ratio), evidence_of(str(policy), confirmed=confirmed), source,
+                candidate, key, float(ratio), evidence_of(str(policy), confirmed=confirmed), str(policy),
+                source,
                 is_foreign=origin != "",
                 is_outdated=not confirmed and source != kernel_source_hash(family),
                 is_torch=_is_torch(family, text),
@@ -260,19 +265,25 @@ def _is_torch(family: str, text: str) -> bool:
 
 
 def _replace(
-    connection: Connection, keys: Values, record: Any, best: Standing | None, *, confirmed: bool
+    connection: Connection,
+    keys: Values,
+    record: Any,
+    best: Standing | None,
+    *,
+    confirmed: bool,
+    at: datetime | None = None,
 ) -> None:
     """Makes a result the record; without one there is none, and torch.mm is launched."""
     if best is None:
         if record is not None:
             connection.execute(_FORGET, {"key": record.id})
         return
-    if record is not None and (record.measurement_id, record.settled) == (best.measurement_id, confirmed):
+    if record is not None and (record.measurement_id, record.confirmed) == (best.measurement_id, confirmed):
         return
     row = {
         **keys, "policy": FASTEST, "candidate_id": best.candidate, "measurement_id": best.measurement_id,
-        "ratio": best.ratio, "kernel_source": best.kernel_source, "settled": confirmed,
-        "chosen_at": datetime.now(UTC),
+        "ratio": best.ratio, "kernel_source": best.kernel_source, "measured_by": best.policy,
+        "confirmed": confirmed, "chosen_at": at or datetime.now(UTC),
     }  # fmt: skip
     if record is None:
         connection.execute(insert(_RECORDS), row)

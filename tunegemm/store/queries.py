@@ -2,65 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from sqlalchemy import func, select
 
-from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
-from tunegemm.store.database import Database, _readable
-from tunegemm.store.lookup import checked_candidate
-from tunegemm.store.models import (
-    CandidateRow,
-    FailureRow,
-    FingerprintRow,
-    MeasurementRow,
-    ProblemRow,
-    RecordRow,
+from tunegemm.store.database import Database
+from tunegemm.store.models import CandidateRow, FailureRow, FingerprintRow, MeasurementRow, ProblemRow
+from tunegemm.store.record import Record
+from tunegemm.store.rows import (
+    PROBLEM_COLUMNS,
+    readable,
+    record_builder,
+    records_query,
+    text,
+    where_fingerprint,
+    where_problem,
 )
-from tunegemm.store.schema import FASTEST
-
-_PROBLEM = [getattr(ProblemRow, field.name) for field in fields(Problem)]
-_FINGERPRINT = [getattr(FingerprintRow, field.name) for field in fields(Fingerprint)]
-
-
-@dataclass(frozen=True)
-class RecordEvidence:
-    """A record with the samples and telemetry of its measurement."""
-
-    key: tuple[int, int]
-    """Keys of its problem and fingerprint in this database, for `trials` and `failures`."""
-    problem: Problem
-    fingerprint: Fingerprint
-    candidate: Candidate
-    label: str
-    samples_us: tuple[float, ...]
-    baseline_us: tuple[float, ...]
-    ratio: float
-    noise: float
-    settled: bool
-    measured_at: datetime
-    sm_clock_mhz: float | None
-    power_w: float | None
-    temperature_c: float | None
-    throttle_reasons: tuple[str, ...]
-    replayed: bool
-    """Whether its evidence says that it was replayed from a recording."""
-
-
-@dataclass(frozen=True)
-class TrialEvidence:
-    """One measurement of a problem's history."""
-
-    candidate: Candidate
-    label: str
-    policy: str
-    median_us: float
-    ratio: float
 
 
 def latest_device(database: Database) -> str | None:
@@ -82,93 +43,53 @@ def device_names(database: Database) -> list[str]:
         return list(session.scalars(query))
 
 
-def records(database: Database, device_name: str) -> list[RecordEvidence]:
-    """The records of one device, of each problem the one measured last, smallest problem first."""
-    row = MeasurementRow
-    query = (
-        select(
-            *(RecordRow.problem_id, RecordRow.fingerprint_id, *_PROBLEM, *_FINGERPRINT),
-            *(CandidateRow.json, CandidateRow.digest, CandidateRow.label, row.samples_us, row.baseline_us),
-            *(row.ratio, row.noise, RecordRow.settled, row.created_at, row.sm_clock_mhz, row.power_w),
-            *(row.temperature_c, row.throttle_reasons, row.evidence),
-        )
-        .select_from(RecordRow)
-        .join(row, row.id == RecordRow.measurement_id)
-        .join(ProblemRow, ProblemRow.id == RecordRow.problem_id)
-        .join(FingerprintRow, FingerprintRow.id == RecordRow.fingerprint_id)
-        .join(CandidateRow, CandidateRow.id == row.candidate_id)
-        .where(FingerprintRow.device_name == device_name, RecordRow.policy == FASTEST)
-        .order_by(row.created_at, row.id)
-    )
+def records(database: Database, device_name: str) -> list[Record]:
+    """The records of one device with samples, of each problem the one measured last, smallest problem first.
+
+    Where times were replayed from a recording, the time is that of the recording.
+    """
+    query = records_query(samples=True).where(FingerprintRow.device_name == device_name)
     with database._reading() as session:
-        rows = session.execute(query).all()
-    first, second = 2 + len(_PROBLEM), 2 + len(_PROBLEM) + len(_FINGERPRINT)
+        rows = session.execute(
+            query.order_by(None).order_by(MeasurementRow.created_at, MeasurementRow.id)
+        ).all()
+    record_of = record_builder(database.layer, samples=True)
 
-    def build(values: Sequence[Any]) -> RecordEvidence:
-        (
-            text,
-            digest,
-            label,
-            samples,
-            baseline,
-            ratio,
-            noise,
-            settled,
-            at,
-            clock,
-            power,
-            heat,
-            throttle,
-            more,
-        ) = values[second:]
-        if not samples or not baseline or len(samples) != len(baseline) or at is None:
-            raise ValueError("its samples or its time are damaged")
-        more = more if isinstance(more, dict) else {}
-        if replayed := more.get("source") == "replayed":
-            at = datetime.fromisoformat(str(more.get("recorded_at")))
-        return RecordEvidence(
-            (values[0], values[1]), Problem(*values[2:first]), Fingerprint(*values[first:second]),
-            checked_candidate(text, digest), label, tuple(map(float, samples)), tuple(map(float, baseline)),
-            float(ratio), float(noise), bool(settled), at, clock, power, heat, tuple(throttle or ()),
-            replayed,
-        )  # fmt: skip
+    def build(row: Sequence[Any]) -> Record:
+        record = record_of(row)
+        if record.replayed:
+            return replace(
+                record, measured_at=datetime.fromisoformat(str(record.telemetry.get("recorded_at")))
+            )
+        return record
 
-    latest = {record.problem: record for record in _readable(rows, build, "record")}
+    latest = {record.problem: record for record in readable(rows, build, "record")}
     return [latest[problem] for problem in sorted(latest)]
 
 
-def trials(database: Database, key: tuple[int, int], limit: int) -> list[TrialEvidence]:
-    """The last `limit` measurements of a problem under a fingerprint, oldest first."""
-    row = MeasurementRow
-    query = (
-        select(
-            CandidateRow.json, CandidateRow.digest, CandidateRow.label, row.policy, row.median_us, row.ratio
-        )
-        .join(row, row.candidate_id == CandidateRow.id)
-        .where(row.problem_id == key[0], row.fingerprint_id == key[1])
-        .order_by(row.id.desc())
-        .limit(limit)
-    )
+def trials(database: Database, record: Record, limit: int) -> list[Record]:
+    """The last `limit` measurements of a record's problem under its fingerprint, oldest first."""
+    query = where_problem(where_fingerprint(records_query(None), record.fingerprint), record.problem)
+    query = query.order_by(None).order_by(MeasurementRow.id.desc()).limit(limit)
     with database._reading() as session:
         rows = session.execute(query).all()
-
-    def build(values: Sequence[Any]) -> TrialEvidence:
-        text, digest, label, policy, median_us, ratio = values
-        return TrialEvidence(checked_candidate(text, digest), label, policy, float(median_us), float(ratio))
-
-    return _readable(reversed(rows), build, "measurement")
+    return readable(reversed(rows), record_builder(database.layer), "measurement")
 
 
-def measurement_counts(database: Database, device_name: str) -> dict[tuple[int, int], int]:
-    """Measurements per key of problem and fingerprint; an index answers it."""
+def measurement_count(database: Database, device_name: str, shapes: Collection[str] = ()) -> int:
+    """Measurements on a device, or those of some shapes; an index answers it."""
     row = MeasurementRow
-    query = (
-        select(row.problem_id, row.fingerprint_id, func.count())
+    counts = (
+        select(row.problem_id, func.count().label("count"))
         .where(row.fingerprint_id.in_(select(FingerprintRow.id).filter_by(device_name=device_name)))
-        .group_by(row.problem_id, row.fingerprint_id)
+        .group_by(row.problem_id)
+        .subquery()
     )
+    query = select(*PROBLEM_COLUMNS, counts.c.count).join(counts, counts.c.problem_id == ProblemRow.id)
     with database._reading() as session:
-        return {(problem, fingerprint): count for problem, fingerprint, count in session.execute(query)}
+        rows = session.execute(query).all()
+    found = readable(rows, lambda row: (Problem(*row[:-1]), int(row[-1])), "problem")
+    return sum(count for problem, count in found if not shapes or problem.shape in shapes)
 
 
 def failure_counts(database: Database, device_name: str) -> list[tuple[str, str, str, int]]:
@@ -182,4 +103,12 @@ def failure_counts(database: Database, device_name: str) -> list[tuple[str, str,
         .order_by(count.desc(), FailureRow.stage, FailureRow.reason)
     )
     with database._reading() as session:
-        return [(family, stage, reason, count) for family, stage, reason, count in session.execute(query)]
+        rows = session.execute(query).all()
+    return readable(rows, lambda row: (text(row[0]), text(row[1]), text(row[2]), int(row[3])), "failure")
+
+
+def fingerprint_digests(database: Database) -> dict[str, str]:
+    """The digest of every fingerprint, and its device's name."""
+    query = select(FingerprintRow.digest, FingerprintRow.device_name).order_by(FingerprintRow.id)
+    with database._reading() as session:
+        return dict(session.execute(query).tuples())

@@ -1,106 +1,106 @@
-"""The stored best of one problem on one device, as a plain value."""
+"""The one type of a stored result: a measurement of a candidate, with where and how it was taken."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from math import nan
+from typing import Any
 
-from tunegemm.describe.device import Fingerprint, kernel_source_hash
+from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import is_torch
-from tunegemm.measure.evidence import STEADY_POLICIES, Evidence, Standing, evidence_of, rank
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.measure.evidence import FINAL, Evidence, evidence_of
 from tunegemm.measure.outcome import Measurement
 
-#: The same under its old name.
-ALONE = STEADY_POLICIES
+#: In files of before schema 0006, the word for `confirmed`.
+FORMER_CONFIRMED = "settled"
+
+#: Where a narrow reading leaves the time out.
+UNKNOWN_TIME = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True)
 class Record:
-    """Which candidate to launch for a problem under a fingerprint, and the evidence for it."""
+    """A measurement that is stored, as a rule the best one of its problem under its fingerprint.
+
+    Dispatch reads neither label nor times, and samples are read where they are asked for: a field that was
+    not read has its default.
+    """
 
     problem: Problem
     candidate: Candidate
     fingerprint: Fingerprint
-    """Device, driver, packages and kernel sources under which it was measured."""
-    label: str
+    """Device, driver and packages under which it was measured."""
+    label: str = ""
     """Short name for tables; the family's word for it."""
-    median_us: float
+    median_us: float = nan
     """Median device time of one product, microseconds."""
-    baseline_median_us: float
+    baseline_median_us: float = nan
     """torch.mm in the same interleave, microseconds."""
-    ratio: float
+    ratio: float = nan
     """Speed relative to torch.mm; above 1 is faster."""
-    noise: float
+    noise: float = nan
     """A/A noise of the interleave, relative: differences below it are ties."""
-    relative_error: float
+    relative_error: float = nan
     """||D - fp32 reference|| / ||fp32 reference||."""
-    settled: bool
-    """True when it won a final race; False when it is merely the best of an unfinished search."""
-    measured_at: datetime
+    confirmed: bool = False
+    """Whether it won a final race and is the record, or was one."""
+    measured_at: datetime = UNKNOWN_TIME
     """UTC."""
-    kernel_source: str
+    kernel_source: str = ""
     """Hash of the sources of the candidate's family when it was measured; empty for a library's kernels."""
     layer: str = ""
     """Where it was read from: system, pack, user or project; empty for a database that was opened by name."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One measurement of the history, with everything that the database has of it."""
-
-    problem: Problem
-    fingerprint: Fingerprint
-    kernel_source: str
-    """As in `Record`."""
-    label: str
-    policy: str
-    """``screen`` while searching, ``race`` for a final race; of long turns with the chip to oneself ``heat``
-    before it and ``alone``."""
-    measurement: Measurement
-    measured_at: datetime
-    """UTC."""
-    origin: str
-    """Empty when measured into this database, else what it was merged or imported from."""
-    confirmed: bool = False
-    """Whether it won a final race and is the record."""
+    policy: str = FINAL
+    """How it was measured: one of `tunegemm.measure.evidence.POLICIES`."""
+    origin: str = ""
+    """Empty when measured into the database that it was read from, else what it was imported from."""
+    samples_us: tuple[float, ...] = ()
+    """Device time of one product per round, microseconds."""
+    baseline_us: tuple[float, ...] = ()
+    """torch.mm in the same rounds, in the same order."""
+    telemetry: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """As `Measurement.evidence`: clocks, power, temperature, throttle reasons, rounds."""
+    chosen_at: datetime = UNKNOWN_TIME
+    """When it became the record, UTC."""
 
     @property
-    def candidate(self) -> Candidate:
-        return self.measurement.candidate
-
-    @property
-    def ratio(self) -> float:
-        return self.measurement.ratio
+    def measurement(self) -> Measurement:
+        """Its samples as they were measured, where they were read."""
+        error, noise = self.relative_error, self.noise
+        return Measurement(
+            self.candidate, self.samples_us, self.baseline_us, error, noise, dict(self.telemetry)
+        )
 
     @property
     def evidence(self) -> Evidence:
-        """How much it proves, for comparison with others: see `tunegemm.measure.evidence`."""
+        """How much it proves."""
         return evidence_of(self.policy, confirmed=self.confirmed)
 
     @property
     def is_foreign(self) -> bool:
+        """Whether it was imported or merged."""
         return self.origin != ""
 
     @property
     def is_outdated(self) -> bool:
+        """Whether it is of other kernel sources than this program's, and not confirmed."""
         return not self.confirmed and self.kernel_source != kernel_source_hash(self.candidate.family)
 
     @property
     def is_torch(self) -> bool:
+        """Whether the candidate is torch.mm itself."""
         return is_torch(self.candidate)
 
     @property
-    def rank(self) -> tuple[Standing, float]:
-        """For sorting: the better evidence first, then the speed relative to torch.mm."""
-        return rank(self)
+    def replayed(self) -> bool:
+        """Whether its times come from a recording."""
+        return self.telemetry.get("source") == "replayed"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One line in the history of a problem's record."""
-
-    chosen_at: datetime
-    """When it became the record; UTC."""
-    record: Record
+#: Former names.
+Entry = Record

@@ -6,6 +6,7 @@ a record whose object is not in the store is left to torch until `tunegemm verif
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -14,13 +15,34 @@ from typing import Any
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.files import replacing
+from tunegemm.errors import BadValueError
+from tunegemm.files import make_folder, read_text, write_text
 from tunegemm.resources import data_path
-from tunegemm.store.checks import BAD, candidate_of, moment_of, number_of, one_line, text_of, typed
-from tunegemm.store.record import Record
+from tunegemm.store.checks import (
+    BAD,
+    LONGEST_US,
+    SHORTEST_US,
+    candidate_of,
+    check_roofline,
+    one_line,
+    typed,
+)
+from tunegemm.store.record import FORMER_CONFIRMED, Record
+from tunegemm.untrusted import decoded, line, listed, members, moment, number, shown
 
 FORMAT = "tunegemm-records/1"
-_NUMBERS = ("median_us", "baseline_median_us", "ratio", "noise", "relative_error")
+#: The least and most that each may be.
+_NUMBERS = {
+    "median_us": (SHORTEST_US, LONGEST_US),
+    "baseline_median_us": (SHORTEST_US, LONGEST_US),
+    "ratio": (1e-12, 1e12),
+    "noise": (0, 1e6),
+    "relative_error": (0, 1e6),
+}
+
+_FIELDS = (
+    "problem", "label", "candidate", *_NUMBERS, "confirmed", "fingerprint", "kernel_source", "measured_at",
+)  # fmt: skip
 
 
 def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[list[Record], list[str]]:
@@ -33,40 +55,50 @@ def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[
         paths = []
     for path in paths:
         try:
-            data = json.loads(path.read_text())
+            data = members(decoded(read_text(path)), "it", ("format", "fingerprints", "records"))
             if data["format"] != FORMAT:
-                raise ValueError(f"format {data['format']!r}, not {FORMAT}")
-            fingerprints = {name: typed(Fingerprint, facts) for name, facts in data["fingerprints"].items()}
-            rows = list(data["records"])
-        except (OSError, *BAD) as error:
+                raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
+            facts = members(data["fingerprints"], "fingerprints", (), None)
+            fingerprints = {name: typed(Fingerprint, one) for name, one in facts.items()}
+            rows = listed(data["records"], "records")
+        except BAD as error:
             problems.append(f"{path}: not a file of records ({one_line(error)}); restore or delete it")
             continue
-        for number, row in enumerate(rows, 1):
+        for position, row in enumerate(rows, 1):
             try:
                 records.append(_record(row, fingerprints, layer))
             except BAD as error:
-                problems.append(f"{path}: record {number} is left out: {one_line(error)}")
+                problems.append(f"{path}: record {position} is left out: {one_line(error)}")
     return records, problems
 
 
-def latest_settled(records: Iterable[Record]) -> list[Record]:
-    """Per problem and GPU the record that was settled last: of older toolchains none is shipped."""
+def latest_confirmed(records: Iterable[Record]) -> list[Record]:
+    """Per problem and GPU the record that was confirmed last: of older toolchains none is shipped."""
     latest: dict[tuple[Problem, str], Record] = {}
     for record in records:
         key = record.problem, record.fingerprint.device_name
-        if record.settled and (key not in latest or record.measured_at > latest[key].measured_at):
+        if record.confirmed and (key not in latest or record.measured_at > latest[key].measured_at):
             latest[key] = record
     return list(latest.values())
 
 
 def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
-    """One sorted file per GPU, replaced as a whole: the same records give the same bytes."""
+    """One sorted file per GPU, replaced as a whole: the same records give the same bytes.
+
+    GPUs whose names differ only in what a file's name cannot have get files of their own. Without records
+    nothing is written. Raises FileError.
+    """
     by_device: dict[str, list[Record]] = {}
     for record in records:
         by_device.setdefault(record.fingerprint.device_name, []).append(record)
-    folder.mkdir(parents=True, exist_ok=True)
+    if not by_device:
+        return []
+    make_folder(folder)
+    names_of: dict[str, list[str]] = {}
+    for device in by_device:
+        names_of.setdefault(_file_name(device).lower(), []).append(device)
     written = []
-    for name, group in sorted(by_device.items()):
+    for device, group in sorted(by_device.items()):
         distinct = sorted(
             {record.fingerprint for record in group}, key=lambda one: sorted(one.asdict().items())
         )
@@ -83,11 +115,17 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
             + ",\n".join(f"  {line}" for _, line in lines)
             + "\n ]\n}\n"
         )
-        path = folder / (re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-") + ".json")
-        with replacing(path) as part:
-            part.write_text(text)
-        written.append(path)
+        name = _file_name(device)
+        if len(names_of[name.lower()]) > 1:
+            name += "-" + hashlib.sha256(device.encode("utf-8", "backslashreplace")).hexdigest()[:8]
+        write_text(folder / f"{name}.json", text)
+        written.append(folder / f"{name}.json")
     return written
+
+
+def _file_name(device: str) -> str:
+    """A device's name as that of a file, which begins with a letter or digit, as a pack's entries do."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", device[:100]).strip("-.") or "unnamed"
 
 
 def _line(record: Record, names: Mapping[Fingerprint, str]) -> str:
@@ -97,7 +135,7 @@ def _line(record: Record, names: Mapping[Fingerprint, str]) -> str:
         "label": record.label,
         "candidate": json.loads(record.candidate.to_json()),
         **{name: float(f"{getattr(record, name):.6g}") for name in _NUMBERS},
-        "settled": record.settled,
+        "confirmed": record.confirmed,
         "fingerprint": names[record.fingerprint],
         "kernel_source": record.kernel_source,
         "measured_at": record.measured_at.isoformat(timespec="seconds"),
@@ -106,21 +144,29 @@ def _line(record: Record, names: Mapping[Fingerprint, str]) -> str:
 
 
 def _record(row: Any, fingerprints: Mapping[str, Fingerprint], layer: str) -> Record:
-    median_us, baseline_median_us, ratio, noise, relative_error = (number_of(row, name) for name in _NUMBERS)
-    if not min(median_us, baseline_median_us, ratio) > 0:
-        raise ValueError("its times are not positive")
+    if isinstance(row, dict) and FORMER_CONFIRMED in row:
+        row = {"confirmed": row[FORMER_CONFIRMED]} | {k: v for k, v in row.items() if k != FORMER_CONFIRMED}
+    row = members(row, "it", _FIELDS)
+    median_us, baseline_median_us, ratio, noise, relative_error = (
+        number(row[name], name, *bounds) for name, bounds in _NUMBERS.items()
+    )
+    problem = typed(Problem, row["problem"])
+    toolchain = line(row["fingerprint"], "fingerprint", 64)
+    if toolchain not in fingerprints:
+        raise BadValueError(f"fingerprint {shown(toolchain)} is not one of the file's")
+    check_roofline(problem, fingerprints[toolchain], median_us, baseline_median_us)
     return Record(
-        typed(Problem, row["problem"]),
+        problem,
         candidate_of(row["candidate"]),
-        fingerprints[row["fingerprint"]],
-        text_of(row, "label", longest=200),
+        fingerprints[toolchain],
+        line(row["label"], "label", 200),
         median_us,
         baseline_median_us,
         ratio,
         noise,
         relative_error,
-        row["settled"] is True,
-        moment_of(row["measured_at"]),
-        text_of(row, "kernel_source", longest=16),
+        row["confirmed"] is True,
+        moment(row["measured_at"], "measured_at"),
+        line(row["kernel_source"], "kernel_source", 16),
         layer,
     )

@@ -10,10 +10,10 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
-from tunegemm.describe.device import Fingerprint, kernel_source_hash
-from tunegemm.describe.space import Candidate
+from tunegemm.describe.device import Fingerprint
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.store.record import Record
 
 
 class Grade(IntEnum):
@@ -41,19 +41,6 @@ class Judgement:
     def usable(self) -> bool:
         """Whether dispatch may launch the record."""
         return self.grade >= Grade.VERIFY
-
-
-class Stored(Protocol):
-    """What is judged: a record, or a row of the history."""
-
-    @property
-    def candidate(self) -> Candidate: ...
-
-    @property
-    def fingerprint(self) -> Fingerprint: ...
-
-    @property
-    def kernel_source(self) -> str: ...
 
 
 #: Packages that decide what a family's kernels are, by the start of its name. torch brings all baselines.
@@ -89,7 +76,7 @@ def judge(
     return Judgement(Grade.SAME)
 
 
-def judge_stored(stored: Stored, here: Fingerprint) -> Judgement:
+def judge_stored(stored: Record, here: Fingerprint) -> Judgement:
     """The grade of a record or row on a device of fingerprint `here`, with this program's kernel sources.
 
     A pack brings its kernels along. Triton's are launched without Triton, so that it does not matter which
@@ -97,7 +84,7 @@ def judge_stored(stored: Stored, here: Fingerprint) -> Judgement:
     """
     family = stored.candidate.family
     there = stored.fingerprint
-    if getattr(stored, "layer", "") == "pack":
+    if stored.layer == "pack":
         there = dataclasses.replace(there, triton=here.triton)
     return judge(
         there,

@@ -53,7 +53,7 @@ def confirm(trials: Trials, raced: Sequence[Measurement]) -> Measurement | None:
             "command again when it is free (nvidia-smi lists who uses it)"
         )
     elif trials.database is not None:
-        trials.database.settle(
+        trials.database.confirm(
             trials.problem,
             trials.device,
             best,

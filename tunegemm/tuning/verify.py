@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.measure.evidence import Evidence
+from tunegemm.measure.evidence import STEADY_POLICIES, Evidence, policy_word
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.statistics import tie
 from tunegemm.store.history import TOP, leaders
-from tunegemm.store.record import Entry, Record
+from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, Judgement, judge_stored
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.tuner import Tuner
@@ -72,7 +72,7 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
 
     Kernels that are not in the object store are compiled. Raises DeviceError where nothing can be timed.
     """
-    entries: Sequence[Entry] = tuner.database.entries(record.problem) if tuner.database else ()
+    entries: Sequence[Record] = tuner.database.entries(record.problem) if tuner.database else ()
     same = [e for e in entries if e.fingerprint == record.fingerprint]
     rivals = leaders((e for e in same if judge_stored(e, tuner.device.fingerprint).usable), top)
     stored = {entry.candidate: entry for entry in rivals}
@@ -81,11 +81,10 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
     outcomes = {outcome.candidate: outcome for outcome in result.outcomes}
     moves = []
     for candidate, now in candidates.items():
-        entry, outcome = stored.get(candidate), outcomes.get(now)
-        before: Entry | Record = entry or record
+        before, outcome = stored.get(candidate, record), outcomes.get(now)
         if isinstance(outcome, Measurement):
             alike = _is_alike(before, outcome)
-            moved = alike and not tie(entry.measurement if entry else record, outcome)
+            moved = alike and not tie(before, outcome)
             reason = "" if alike else "timed in another way then"
             moves.append(Move(candidate, before.label, before.ratio, outcome.ratio, moved, reason))
         else:
@@ -94,8 +93,7 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
     return Verification(record, judgement, result, tuple(moves))
 
 
-def _is_alike(before: Entry | Record, outcome: Measurement) -> bool:
+def _is_alike(before: Record, outcome: Measurement) -> bool:
     """Whether a stored result is of a final race, too, and of the same timing: only then ratios compare."""
-    if isinstance(before, Record):
-        return before.settled  # it has no more to tell
-    return before.evidence in (Evidence.RACE, Evidence.FINAL) and before.measurement.alone == outcome.alone
+    was_steady = policy_word(before.policy) in STEADY_POLICIES
+    return before.evidence in (Evidence.RACE, Evidence.FINAL) and was_steady == outcome.alone

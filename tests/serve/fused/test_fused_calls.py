@@ -16,11 +16,11 @@ from torch.nn import functional
 import tunegemm
 from tests.support.fusing import ACTIVATIONS, FP8, bent, close, layer
 from tests.support.serving import BF16, operands, quietly
+from tunegemm.describe.command import tune_command
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmWarning
 from tunegemm.serve import api
 from tunegemm.serve.launchers import TORCH
-from tunegemm.serve.planning import tune_command
 
 # Each call means what torch's functions do
 
@@ -120,9 +120,7 @@ def test_a_function_of_the_users_own(serve, kernel):
     close(tunegemm.matmul(x, weight.t(), **given), expected.to(BF16))
     assert len(kernel.calls) == 1 and snapshot.asked[0].epilogue == str(bent)
     monkey = Problem(32, 48, 64, epilogue=str(bent))
-    assert tune_command(monkey) == (
-        f"tunegemm.tune(Problem.parse('32x48x64', dtype='bf16', layout='tn', epilogue='{bent}'))"
-    )
+    assert tune_command(monkey) == f"tunegemm.tune(tunegemm.{monkey!r})"
 
 
 def test_amax_is_the_largest_so_far(serve, kernel):

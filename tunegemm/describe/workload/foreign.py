@@ -11,7 +11,6 @@ Neither says how often a product is computed: each counts once.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -22,12 +21,17 @@ from typing import Any
 from tunegemm.describe.problem import DTYPE_BYTES, LAYOUTS, MAX_ALIGNMENT, Problem
 from tunegemm.describe.workload.demand import Demand, demands
 from tunegemm.describe.workload.products import Workload
-from tunegemm.errors import ProblemError, WorkloadError
+from tunegemm.errors import BadValueError, ProblemError, WorkloadError
+from tunegemm.files import read_text
+from tunegemm.untrusted import decoded, line, number, shown, whole
 
 _TUNABLE_OPS = ("GemmTunableOp", "GemmAndBiasTunableOp", "GemmStridedBatchedTunableOp")
 _TUNABLE_DTYPES = {"BFloat16": "bf16", "Half": "fp16"}
 #: What PyTorch's `Signature` functions write (ATen/cuda/tunable/GemmCommon.h).
-_TUNABLE_EXTENTS = re.compile(r"([tn])([tn])_(\d+)_(\d+)_(\d+)(?:_B_(\d+))?_ld_(\d+)_(\d+)_(\d+)")
+_TUNABLE_EXTENTS = re.compile(
+    r"([tn])([tn])_(\d{1,10})_(\d{1,10})_(\d{1,10})(?:_B_(\d{1,10}))?_ld_(\d{1,19})_(\d{1,19})_(\d{1,19})",
+    re.ASCII,
+)
 
 _CUTLASS_DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32"}
 
@@ -37,27 +41,21 @@ def read(path: Path) -> tuple[list[Demand], list[str]]:
 
     Raises WorkloadError for a file that is none of the known ones, and for one without any problem.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no text"
-        raise WorkloadError(f"{path}: {reason}; give a file of shapes, as `tunegemm record` writes") from None
+    text = read_text(path, WorkloadError)
     if text.lstrip()[:1] in ("{", "["):
         try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise WorkloadError(f"{path}: {error.msg} in line {error.lineno}; write the file anew") from None
-        except RecursionError:
-            raise WorkloadError(f"{path}: nested too deep; write the file anew") from None
+            document = decoded(text)
+        except BadValueError as error:
+            raise WorkloadError(f"{path}: not JSON ({error}); write the file anew") from None
         if isinstance(document, dict):
             found, refused = demands(Workload.from_document(document, str(path)).products)
         else:
             found, refused = _collect(_cutlass, [(f"entry {i}", e) for i, e in enumerate(document, 1)])
-    elif any(line.startswith((*_TUNABLE_OPS, "ScaledGemm", "Validator")) for line in text.splitlines()):
-        lines = [(f"line {number}", line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    elif any(row.startswith((*_TUNABLE_OPS, "ScaledGemm", "Validator")) for row in text.splitlines()):
+        rows = [(f"line {position}", row.strip()) for position, row in enumerate(text.splitlines(), 1)]
         # A file of results begins with what it holds for.
         found, refused = _collect(
-            _tunable_op, [(at, line) for at, line in lines if line and not line.startswith("Validator,")]
+            _tunable_op, [(at, row) for at, row in rows if row and not row.startswith("Validator,")]
         )
     else:
         raise WorkloadError(
@@ -79,7 +77,7 @@ def _collect(
     for place, entry in entries:
         try:
             problem, has_extra = understand(entry)
-        except ValueError as error:  # a ProblemError is one
+        except (BadValueError, ProblemError) as error:
             refused.append(f"{place}: {error}")
             continue
         before = found.get(problem, Demand(problem, 0))
@@ -87,16 +85,17 @@ def _collect(
     return list(found.values()), refused
 
 
-def _tunable_op(line: str) -> tuple[Problem, bool]:
-    signature, _, rest = line.partition(",")
+def _tunable_op(text: str) -> tuple[Problem, bool]:
+    signature, _, rest = text.partition(",")
+    extents = rest.split(",")[0]
     parts = signature.split("_")
     if parts[0] not in _TUNABLE_OPS or len(parts) != 3:
-        raise ProblemError(f"operator {signature!r} has no kernels here")
+        raise ProblemError(f"operator {shown(signature)} has no kernels here")
     if parts[1] not in _TUNABLE_DTYPES:
-        raise ProblemError(f"dtype {parts[1]!r} has no kernels; bf16 and fp16 have")
-    match = _TUNABLE_EXTENTS.fullmatch(rest.split(",")[0])
+        raise ProblemError(f"dtype {shown(parts[1])} has no kernels; bf16 and fp16 have")
+    match = _TUNABLE_EXTENTS.fullmatch(extents)
     if match is None:
-        raise ProblemError(f"extents {rest.split(',')[0]!r} are not like tn_N_M_K_ld_LDA_LDB_LDC")
+        raise ProblemError(f"extents {shown(extents)} are not like tn_N_M_K_ld_LDA_LDB_LDC")
     b_letter, a_letter = match.group(1, 2)
     n, m, k, batch, b_leading, a_leading, _ = (int(group or 1) for group in match.groups()[2:])
     dtype = _TUNABLE_DTYPES[parts[1]]
@@ -111,31 +110,30 @@ def _tunable_op(line: str) -> tuple[Problem, bool]:
 
 def _cutlass(entry: Any) -> tuple[Problem, bool]:
     if not isinstance(entry, dict):
-        raise ProblemError(f"{entry!r} is no problem with m, n, k, layout and dtypes")
+        raise ProblemError(f"{shown(entry)} is not an object with m, n, k, layout and dtypes")
     if missing := [
         key for key in ("m", "n", "k", "layout", "dtype_a", "dtype_b", "dtype_d") if key not in entry
     ]:
         raise ProblemError(f"{', '.join(missing)} missing")
     if entry.get("operation", "gemm") != "gemm":
-        raise ProblemError(f"operation {entry['operation']!r} has no kernels; gemm has")
-    extents = [entry["m"], entry["n"], entry["k"], entry.get("batch_count", 1)]
-    if not all(type(extent) is int for extent in extents):
-        raise ProblemError(f"extents {extents} are not whole numbers")
-    layout = str(entry["layout"]).lower()
+        raise ProblemError(f"operation {shown(entry['operation'])} has no kernels; gemm has")
+    m, n, k = (whole(entry[name], name, 1) for name in "mnk")
+    batch = whole(entry.get("batch_count", 1), "batch_count", 1)
+    layout = line(entry["layout"], "layout", 64).lower()
     if len(layout) != 3 or layout[:2] not in LAYOUTS or layout[2] not in "nt":
-        raise ProblemError(f"layout {entry['layout']!r} is not three letters, of n and t, for A, B and D")
-    a, b, d = (str(entry[f"dtype_{name}"]).lower() for name in "abd")
-    accumulator = str(entry.get("dtype_acc", "f32")).lower()
+        raise ProblemError(f"layout {layout!r} is not three letters, of n and t, for A, B and D")
+    a, b, d = (line(entry[name], name, 64).lower() for name in ("dtype_a", "dtype_b", "dtype_d"))
+    accumulator = line(entry.get("dtype_acc", "f32"), "dtype_acc", 64).lower()
     if a != b or a not in _CUTLASS_DTYPES or d not in _CUTLASS_DTYPES or accumulator != "f32":
         raise ProblemError(f"dtypes {a} x {b} -> {d}, accumulated in {accumulator}, have no kernels")
     dtype = _CUTLASS_DTYPES[a]
     # In CUTLASS t is row-major and n column-major, of each operand by itself.
-    m, n, k, batch = extents
     a_major, b_major = LAYOUTS[layout[:2]]
     out_major = "n" if layout[2] == "t" else "m"
     problem = Problem(m, n, k, batch, dtype, _CUTLASS_DTYPES[d], a_major, b_major, out_major)
-    given = [entry.get(f"alignment_{name}", MAX_ALIGNMENT) for name in "ab"]
-    if not all(type(elements) is int and elements > 0 for elements in given):
-        raise ProblemError(f"alignments {given} are not whole numbers of elements from 1")
+    given = [whole(entry.get(name, MAX_ALIGNMENT), name, 1) for name in ("alignment_a", "alignment_b")]
     alignment = math.gcd(problem.alignment, *(elements * DTYPE_BYTES[dtype] for elements in given))
-    return replace(problem, alignment=alignment), float(entry.get("beta") or 0) != 0
+    beta = entry.get("beta")
+    return replace(problem, alignment=alignment), beta is not None and number(
+        beta, "beta", -1e300, 1e300
+    ) != 0

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tunegemm.errors import WorkloadError
-from tunegemm.files import replacing
+from tunegemm.errors import BadValueError, WorkloadError
+from tunegemm.files import write_text
+from tunegemm.untrusted import line, listed, members, number, shown, whole
 
 FORMAT = "tunegemm-shapes"
 VERSION = 1
+_MOST_CALLS = 2**53
+_LONGEST_WORD = 65_536
 
 
 @dataclass(frozen=True, order=True)
@@ -111,46 +114,49 @@ class Workload:
 
     def write(self, path: Path) -> None:
         """Replaces the file as a whole: a reader sees the old text or the new one. Raises WorkloadError."""
-        try:
-            with replacing(path) as part:
-                part.write_text(self.to_json())
-        except OSError as error:
-            raise WorkloadError(f"{path}: {error.strerror}; choose another file for the shapes") from None
+        write_text(path, self.to_json(), WorkloadError)
 
     @classmethod
     def from_document(cls, document: Any, where: str) -> Workload:
-        """From the parsed file. Raises WorkloadError, which names the row, for what is no such file."""
+        """From the parsed file. Raises WorkloadError, which names the product, for what is no such file."""
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise WorkloadError(f'{where}: no "format": "{FORMAT}"; write one with `tunegemm record`')
-        if document.get("version") != VERSION:
+        if (version := document.get("version")) != VERSION:
             raise WorkloadError(
-                f"{where}: version {document.get('version')!r} of the format, this tunegemm reads {VERSION}; "
+                f"{where}: version {shown(version)} of the format, this tunegemm reads {VERSION}; "
                 "record again, or update tunegemm"
             )
-        rows = document.get("products")
-        if not isinstance(rows, list):
-            raise WorkloadError(f"{where}: `products` is no list; record it again")
-        products = tuple(_product(row, f"{where}, product {number}") for number, row in enumerate(rows, 1))
-        head = {field.name: document[field.name] for field in fields(cls)[1:] if field.name in document}
-        head["program"] = tuple(head.get("program", ()))
-        return cls(products, **head)
+        place = where
+        try:
+            products = []
+            for position, row in enumerate(listed(document.get("products"), "`products`"), 1):
+                place = f"{where}, product {position}"
+                products.append(_product(row))
+            place = where
+            program = listed(document.get("program", []), "program")
+            return cls(
+                tuple(products),
+                tuple(line(word, "a word of program", _LONGEST_WORD) for word in program),
+                line(document.get("torch", ""), "torch"),
+                line(document.get("device", ""), "device"),
+                whole(document.get("processes", 1), "processes"),
+                whole(document.get("unknown_replays", 0), "unknown_replays", 0, _MOST_CALLS),
+            )
+        except BadValueError as error:
+            raise WorkloadError(f"{place}: {error}; record it again") from None
 
 
-def _product(row: Any, where: str) -> Product:
-    try:
-        kind = Kind(**{field.name: row[field.name] for field in fields(Kind)})
-        counts = {field.name: row[field.name] for field in fields(Product)[1:]}
-    except (KeyError, TypeError) as error:
-        raise WorkloadError(f"{where}: no field {error}; record it again") from None
-    if not all(isinstance(extent, int) and extent > 0 for extent in astuple(kind)[:4]):
-        raise WorkloadError(f"{where}: extents {astuple(kind)[:4]} must be whole numbers from 1")
-    whole = [counts[name] for name in ("calls", "replayed", "captured", "timed")]
-    median = counts["median_us"]
-    if not all(isinstance(count, int) and count >= 0 for count in whole) or not (
-        median is None or (isinstance(median, int | float) and median >= 0)
-    ):
-        raise WorkloadError(f"{where}: counts and times must be numbers from 0")
-    return Product(kind, **counts)
+def _product(row: Any) -> Product:
+    row = members(row, "it", [field.name for field in (*fields(Kind), *fields(Product)[1:])], None)
+    kind: dict[str, Any] = {name: whole(row[name], name, 1, _MOST_CALLS) for name in ("m", "n", "k", "batch")}
+    for field in fields(Kind)[len(kind) :]:
+        read = line if field.type == "str" else whole
+        kind[field.name] = read(row[field.name], field.name)
+    counts = {
+        name: whole(row[name], name, 0, _MOST_CALLS) for name in ("calls", "replayed", "captured", "timed")
+    }
+    median = None if row["median_us"] is None else number(row["median_us"], "median_us", 0, 1e12)
+    return Product(Kind(**kind), **counts, median_us=median)
 
 
 def merge(workloads: Sequence[Workload], program: Iterable[str] = ()) -> Workload:

@@ -9,18 +9,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import CompileError
 from tunegemm.generate.feasibility import Rule, Verdict, apply_rules
+from tunegemm.generate.launching import Launcher, Workspace
 from tunegemm.generate.ptxas import Resources
-
-if TYPE_CHECKING:
-    from tunegemm.generate.families import Launcher
-    from tunegemm.generate.launching import Workspace
+from tunegemm.resources import data_path
 
 #: What names one algorithm of cuBLASLt.
 ALGORITHM_PARAMETERS = (
@@ -112,6 +109,7 @@ class CublasLt:
         "compile": ("algorithm",),
         "launch": ("requested", "workspace_mib"),
     }
+    sources: tuple[Path, ...] = ()
     unlisted: Mapping[str, tuple[Value, ...]] = {}
     limited_launch = ()
     rules: tuple[Rule, ...] = ()
@@ -119,6 +117,10 @@ class CublasLt:
     compiled = False
     tma = False
     edges_inside = False
+
+    @property
+    def space_file(self) -> Path:
+        return data_path("search_spaces", "cublaslt.toml")
 
     def unavailable(self, *, launching: bool = False) -> str | None:
         """None when nvmath-python is installed. Without it torch.mm is the family's only candidate."""
@@ -135,10 +137,8 @@ class CublasLt:
 
         `space` gives the numbers asked for and the workspaces allowed; by default the shipped file.
         """
-        from tunegemm.generate.families import load_space
-
         found = [TORCH_MM]
-        space = space or load_space(self.name)
+        space = space or SearchSpace.load(self.space_file, parameters=self.parameters)
         # Whether the library can be asked at all does not depend on the algorithm.
         probe = Candidate.make(self.name, {"algorithm": "cublaslt"} | dict.fromkeys(ALGORITHM_PARAMETERS, 0))
         wanted = device.is_real and "heuristic" in space.compile_values["algorithm"]
@@ -181,8 +181,6 @@ class CublasLt:
         self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
     ) -> Workspace | None:
         """What the algorithm was chosen with; torch.mm has torch's own."""
-        from tunegemm.generate.launching import Workspace
-
         num_bytes = int(candidate.params.get("workspace_bytes", 0))
         return Workspace(num_bytes, 0, device.index if device.is_real else 0) if num_bytes else None
 
@@ -197,7 +195,7 @@ class CublasLt:
         """A launcher. ValueError where the installed library refuses the stored algorithm."""
         if verdict := self.check(problem, candidate, device):
             if candidate["algorithm"] == "torch.mm":
-                from tunegemm.generate.cublaslt.baseline import torch_mm
+                from tunegemm.generate.cublaslt.eager import torch_mm
 
                 return torch_mm(problem)
             from tunegemm.generate.cublaslt import library

@@ -1,24 +1,22 @@
-"""What a torch user would write for a fused product: the baseline of its interleave."""
+"""What a torch user would write for a product, with its epilogue: the baseline of every interleave."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
-from tunegemm.generate.cublaslt.baseline import (
+from tunegemm.generate.cublaslt.products import (
     fits_library,
     fp8_product,
     library_multiplies_fp8,
-    torch_mm,
+    plain_product,
     with_tf32,
 )
-
-if TYPE_CHECKING:
-    from tunegemm.generate.families import Launcher
+from tunegemm.generate.launching import Launcher
 
 #: (value so far, operands by name, where to put the result or None).
 Step = Callable[[Any, dict[str, Any], Any], Any]
@@ -26,8 +24,10 @@ Step = Callable[[Any, dict[str, Any], Any], Any]
 _FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
-def torch_fused(problem: Problem) -> Launcher:
-    """Eager torch, kernel by kernel, the last one into the given output."""
+def torch_mm(problem: Problem) -> Launcher:
+    """One call, or with an epilogue eager torch, kernel by kernel, the last one into the given output."""
+    if not problem.epilogue:
+        return plain_product(problem)
     compute = composed(problem)
     writes_amax = "amax" in problem.fused.steps
 
@@ -81,7 +81,7 @@ def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tu
     if problem.in_dtype.startswith("fp8"):
         return _fp8_product(problem, steps)
     if problem.in_dtype == "int8":
-        exact = torch_mm(replace(problem, out_dtype="int32", out_major="n", epilogue=""))
+        exact = plain_product(replace(problem, out_dtype="int32", out_major="n", epilogue=""))
 
         def of_int8(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
             sums = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=torch.int32, device=a.device)
@@ -165,9 +165,7 @@ def step_of(name: str, dtype: Any) -> Step:
             approximate = "tanh" if which == "gelu_tanh" else "none"
             if out is None:
                 return aten.gelu(x, approximate=approximate)
-            if (
-                not out.is_contiguous()
-            ):  # gelu.out leaves a transposed output unwritten on the CPU (torch 2.13)
+            if not out.is_contiguous():  # gelu.out does not write a transposed output (torch 2.13, CPU)
                 return out.copy_(aten.gelu(x, approximate=approximate))
             return aten.gelu.out(x, approximate=approximate, out=out)
         operation = getattr(aten, which)

@@ -15,12 +15,10 @@ import numpy as np
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.cublaslt.operands import Matrix, Product, Strides, column_major, packed_strides
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Workspace
+from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, Workspace
 
 if TYPE_CHECKING:
     import torch
-
-    from tunegemm.generate.families import Launcher
 
 #: Attributes of an algorithm: our name, the library's, the prefix of the enum's members (None: a number).
 COMPILE_ATTRIBUTES = {

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tunegemm.describe.clusters import places_of, usual_neighbours
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import MAX_WORDS, define
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate, Value
-from tunegemm.generate.cute_object import compile_object, dsl_version, load_function
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.cute_object import compile_object, load_function, toolchain
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.cute_sm90.rules import RULES, config_of, resident_clusters
-from tunegemm.generate.generator import Generator
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
 from tunegemm.generate.launching import (
     AddressLaunch,
     AddressLauncher,
+    Launcher,
     Workspace,
     through_aligned_copies,
     tma_reader,
@@ -30,91 +30,36 @@ from tunegemm.generate.model import stream_clusters, stream_tiles
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.tiles import balanced, seen_by_kernel, streams, tile_count
 
-if TYPE_CHECKING:
-    from tunegemm.generate.families import Launcher
+
+def compile_kernel(key: Key, out: Path) -> Resources:
+    if source := key.get("epilogue_source"):
+        define(str(source))
+    config = KernelConfig.from_mapping(key)
+    takes_words = config.fused.words > 0
+
+    def make() -> Any:
+        from tunegemm.generate.cute_sm90.kernel import FusedGemm, Gemm
+
+        return FusedGemm(config) if takes_words else Gemm(config)
+
+    words = MAX_WORDS if takes_words else 0
+    return compile_object(make, 8, str(key["target"]), out, addresses=3, words=words)
 
 
-class CuteSm90(Generator):
-    """The generator behind `tunegemm.generate.families.Family`."""
-
-    name = "cute_sm90"
-    tma = True
-    parameters: Mapping[str, tuple[str, ...]] = {
-        "compile": (
-            "schedule", "tile_scheduler", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n",
-            "epi_n", "occupancy", "wgmma_in_flight", "swap_ab",
-        ),
-        "launch": (
-            "raster_order", "swizzle_size", "cluster_order", "ctas", "split_k", "reduction", "l2_hint",
-        ),
-    }  # fmt: skip
-
-    unlisted: Mapping[str, tuple[Value, ...]] = {"epi_n": (0,), "wgmma_in_flight": (0,)}
-    limited_launch = ("split_k", "reduction", "cluster_order")
-    extent_rules = frozenset({"cluster_fits", "swap_fits", "split_fits", "reduction_fits", "stream_fits"})
-    packages = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi"))
-    config = KernelConfig
-    rules = RULES
-    fuses = True
-    edges_inside = True
-
-    def toolchain(self) -> Mapping[str, str | int]:
-        return {"cutlass_dsl": dsl_version()}
-
-    def config_of(self, problem: Problem, candidate: Candidate) -> KernelConfig:
-        return config_of(problem, candidate)
-
-    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
-        if source := key.get("epilogue_source"):
-            define(str(source))
-        config = KernelConfig.from_mapping(key)
-        takes_words = config.fused.words > 0
-
-        def make() -> Any:
-            from tunegemm.generate.cute_sm90.kernel import FusedGemm, Gemm
-
-            return FusedGemm(config) if takes_words else Gemm(config)
-
-        return compile_object(
-            make, 8, str(key["target"]), out, addresses=3, words=MAX_WORDS if takes_words else 0
-        )
-
-    def kernel_key(
-        self, problem: Problem, candidate: Candidate, device: Device
-    ) -> Mapping[str, str | int | bool]:
-        key = super().kernel_key(problem, candidate, device)
-        if (function := problem.fused.function) is not None:
-            return {**key, "epilogue_source": function.source}
-        return key
-
-    def workspace(
-        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
-    ) -> Workspace | None:
-        """Partial sums of every part of a tile; where they meet in pairs, as many counters, by warpgroup."""
-        division = Division.of(problem, candidate, device)
-        if division.pieces == 0:
-            return None
-        config = config_of(problem, candidate)
-        blocks = division.pieces * config.cluster_m * config.cluster_n
-        return Workspace(
-            blocks * config.tile_m * config.tile_n * 4,
-            0 if division.second_kernel else blocks * config.tile_warpgroups * 4,
-            device.index if device.is_real else 0,
-        )
-
-    def launcher(
-        self,
-        problem: Problem,
-        candidate: Candidate,
-        device: Device,
-        artifact: Path,
-        workspace: Workspace | None,
-    ) -> Launcher:
-        launch = _launcher(problem, candidate, device, load_function(artifact), workspace)
-        return launch if tma_takes(problem) else through_aligned_copies(problem, launch)
-
-
-FAMILY = CuteSm90()
+def workspace(
+    problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
+) -> Workspace | None:
+    """Partial sums of every k split of a tile; where they meet in pairs, as many counters, by warpgroup."""
+    division = Division.of(problem, candidate, device)
+    if division.pieces == 0:
+        return None
+    config = config_of(problem, candidate)
+    blocks = division.pieces * config.cluster_m * config.cluster_n
+    return Workspace(
+        blocks * config.tile_m * config.tile_n * 4,
+        0 if division.second_kernel else blocks * config.tile_warpgroups * 4,
+        device.index if device.is_real else 0,
+    )
 
 
 @dataclass(frozen=True)
@@ -215,11 +160,12 @@ def l2_hint(candidate: Candidate) -> int:
     return 3 - operand if operand and candidate["swap_ab"] else operand
 
 
-def _launcher(
-    problem: Problem, candidate: Candidate, device: Device, function: Any, workspace: Workspace | None
+def launcher(
+    problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
 ) -> Launcher:
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
+    function = load_function(artifact)
     seen, swap = seen_by_kernel(problem, candidate), bool(candidate["swap_ab"])
     extents = (seen.m, seen.n, problem.k, problem.batch)
     division = Division.of(problem, candidate, device)
@@ -249,4 +195,36 @@ def _launcher(
 
         return launch
 
-    return AddressLauncher(tma_reader(problem), make, words_reader(problem) if problem.fused.words else None)
+    launch = AddressLauncher(
+        tma_reader(problem), make, words_reader(problem) if problem.fused.words else None
+    )
+    return launch if tma_takes(problem) else through_aligned_copies(problem, launch)
+
+
+FAMILY = Generator(
+    name="cute_sm90",
+    parameters={
+        "compile": (
+            "schedule", "tile_scheduler", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n",
+            "epi_n", "occupancy", "wgmma_in_flight", "swap_ab",
+        ),
+        "launch": (
+            "raster_order", "swizzle_size", "cluster_order", "ctas", "split_k", "reduction", "l2_hint",
+        ),
+    },
+    folder=Path(__file__).parent,
+    config=KernelConfig,
+    config_of=config_of,
+    rules=RULES,
+    extent_rules=frozenset({"cluster_fits", "swap_fits", "split_fits", "reduction_fits", "stream_fits"}),
+    unlisted={"epi_n": (0,), "wgmma_in_flight": (0,)},
+    limited_launch=("split_k", "reduction", "cluster_order"),
+    tma=True,
+    edges_inside=True,
+    fuses=True,
+    compile=compile_kernel,
+    workspace=workspace,
+    launcher=launcher,
+    toolchain=toolchain,
+    packages=(CUTE_DSL, TVM_FFI),
+)  # fmt: skip

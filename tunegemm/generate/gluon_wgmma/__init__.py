@@ -6,78 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunegemm.describe.device import Device, package_version
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.generator import Generator
+from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator, Key
 from tunegemm.generate.gluon_wgmma.config import KernelConfig
 from tunegemm.generate.gluon_wgmma.rules import RULES, config_of
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, tma_reader
+from tunegemm.generate.launching import Launcher, Workspace
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.tiles import balanced, seen_by_kernel, tile_count
-from tunegemm.generate.triton_object import FORMAT
+from tunegemm.generate.triton_object import toolchain
 
 if TYPE_CHECKING:
-    from tunegemm.generate.families import Launcher
-    from tunegemm.generate.launching import Workspace
-    from tunegemm.generate.triton_launch import Kernel, View
-
-_OLDEST_TRITON = (3, 6)
+    from tunegemm.generate.triton_launch import View
 
 
-class GluonWgmma(Generator):
-    """The generator behind `tunegemm.generate.families.Family`."""
+def compile_kernel(key: Key, out: Path) -> Resources:
+    from tunegemm.generate.gluon_wgmma.build import build
 
-    name = "gluon_wgmma"
-    tma = True
-    parameters: Mapping[str, tuple[str, ...]] = {
-        "compile": (
-            "schedule", "tile_m", "tile_n", "tile_k", "stages", "warps", "instr_n", "lhs_in_registers",
-            "occupancy", "swap_ab",
-        ),
-        "launch": ("raster_order", "swizzle_size", "ctas"),
-    }  # fmt: skip
-    limited_launch = ("ctas",)
-    extent_rules = frozenset({"tma_alignment", "swap_fits", "grid_fits"})
-    packages = (("cuda.bindings", "cuda-bindings"),)
-    compiler_packages = (("triton", "triton"),)
-    config = KernelConfig
-    rules = RULES
-
-    def unavailable(self, *, launching: bool = False) -> str | None:
-        if (missing := super().unavailable(launching=launching)) is not None or launching:
-            return missing
-        version = package_version("triton")
-        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TRITON:
-            return f"triton {version} has another Gluon; pip install 'triton>=3.6'"
-        return None
-
-    def toolchain(self) -> Mapping[str, str | int]:
-        return {"triton": package_version("triton"), "object_format": FORMAT}
-
-    def config_of(self, problem: Problem, candidate: Candidate) -> KernelConfig:
-        return config_of(problem, candidate)
-
-    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
-        from tunegemm.generate.gluon_wgmma.build import build
-
-        return build(KernelConfig.from_mapping(key), out)
-
-    def launcher(
-        self,
-        problem: Problem,
-        candidate: Candidate,
-        device: Device,
-        artifact: Path,
-        workspace: Workspace | None,
-    ) -> Launcher:
-        from tunegemm.generate.triton_launch import load
-
-        index = device.index if device.is_real else 0
-        return _launcher(problem, candidate, load(artifact, index), grid(problem, candidate, device), index)
-
-
-FAMILY = GluonWgmma()
+    return build(KernelConfig.from_mapping(key), out)
 
 
 def grid(problem: Problem, candidate: Candidate, device: Device) -> int:
@@ -92,44 +39,47 @@ def grid(problem: Problem, candidate: Candidate, device: Device) -> int:
     return balanced(work, resident) if candidate["ctas"] == "balanced" else min(work, resident)
 
 
-def _launcher(problem: Problem, candidate: Candidate, kernel: Kernel, ctas: int, index: int) -> Launcher:
-    from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
-
-    from tunegemm.generate.triton_launch import Arguments, Kept, batch_view
+def launcher(
+    problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
+) -> Launcher:
+    from tunegemm.generate.triton_launch import load_launcher, matrix_views
 
     config, seen = config_of(problem, candidate), seen_by_kernel(problem, candidate)
-    swap = bool(candidate.params.get("swap_ab", False))
-    m, n, k, batch = seen.m, seen.n, seen.k, seen.batch
     scalars = {
-        "k_tiles": -(-k // config.tile_k),
-        "tiles_m": -(-m // config.tile_m),
-        "tiles_n": -(-n // config.tile_n),
-        "batch": batch,
+        "k_tiles": -(-seen.k // config.tile_k),
+        "tiles_m": -(-seen.m // config.tile_m),
+        "tiles_n": -(-seen.n // config.tile_n),
+        "batch": seen.batch,
         "raster_along_m": int(candidate["raster_order"] == "along_m"),
         "swizzle_size": int(candidate["swizzle_size"]),
     }
 
-    def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
-        kept = Kept()
+    def values(*places: int) -> Mapping[str, int | View]:
+        return {**scalars, **matrix_views(seen, *places)}
 
-        def arguments(a: int, b: int, d: int) -> Arguments:
-            maps: dict[str, int | View] = {
-                "a_desc": batch_view(a, batch, m, k, lda, a_step, config.a_major == "k"),
-                "b_desc": batch_view(b, batch, k, n, ldb, b_step, config.b_major == "n"),
-                "d_desc": batch_view(d, batch, m, n, ldd, d_step, config.out_major == "n"),
-            }
-            return Arguments(kernel.header, scalars | maps)
+    index, ctas = device.index if device.is_real else 0, grid(problem, candidate, device)
+    return load_launcher(problem, candidate, artifact, index, ctas, values)
 
-        def launch(a: int, b: int, d: int) -> None:
-            key = (b, a, d) if swap else (a, b, d)
-            found = kept.get(key)
-            if found is None:
-                kernel.ensure_context()
-                found = kept.keep(key, arguments(*key))
-            kernel.launch(ctas, current_stream(index), found)
 
-        if swap:
-            lda, ldb, a_step, b_step = ldb, lda, b_step, a_step
-        return launch
-
-    return AddressLauncher(tma_reader(problem), make)
+FAMILY = Generator(
+    name="gluon_wgmma",
+    parameters={
+        "compile": (
+            "schedule", "tile_m", "tile_n", "tile_k", "stages", "warps", "instr_n", "lhs_in_registers",
+            "occupancy", "swap_ab",
+        ),
+        "launch": ("raster_order", "swizzle_size", "ctas"),
+    },
+    folder=Path(__file__).parent,
+    config=KernelConfig,
+    config_of=config_of,
+    rules=RULES,
+    extent_rules=frozenset({"tma_alignment", "swap_fits", "grid_fits"}),
+    limited_launch=("ctas",),
+    tma=True,
+    compile=compile_kernel,
+    launcher=launcher,
+    toolchain=toolchain,
+    packages=(CUDA_BINDINGS,),
+    compiler_packages=(TRITON,),
+)  # fmt: skip

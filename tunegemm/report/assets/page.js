@@ -104,3 +104,13 @@ for (const figure of all("[data-marks]")) {
     });
   });
 }
+
+// What is wider than the screen says so, until its end is seen.
+for (const box of all(".scroll")) {
+  const hint = Object.assign(document.createElement("p"), {className: "hint", textContent: "Wider than the screen: scroll sideways \u2192"});
+  hint.setAttribute("aria-hidden", "true");
+  box.after(hint);
+  const look = () => box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 4);
+  box.addEventListener("scroll", look, {passive: true});
+  new ResizeObserver(look).observe(box);
+}

@@ -16,6 +16,8 @@ class KernelConfig:
     tile_k: int
     stages: int
     warps: int
+    in_dtype: str
+    out_dtype: str
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
@@ -28,5 +30,9 @@ class KernelConfig:
 
     @property
     def accumulators(self) -> int:
-        """fp32 registers of one thread for its part of the tile."""
+        """fp32 registers of one thread for its share of the tile."""
         return self.tile_m * self.tile_n // (self.warps * 32)
+
+    @property
+    def label(self) -> str:
+        return f"plain{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} w{self.warps}"

@@ -11,10 +11,10 @@ def gemm(
 ):  # fmt: skip
     """d[m, n] = a[m, k] times b[n, k] transposed. Leading dimensions of a and b count 8 elements each."""
     rows_of_tiles, columns_of_tiles = tl.cdiv(m, tile_m), tl.cdiv(n, tile_n)
-    band = swizzle * columns_of_tiles
-    first = tl.program_id(0) // band * swizzle
+    group = swizzle * columns_of_tiles
+    first = tl.program_id(0) // group * swizzle
     height = min(rows_of_tiles - first, swizzle)
-    within = tl.program_id(0) % band
+    within = tl.program_id(0) % group
     rows = (first + within % height) * tile_m + tl.arange(0, tile_m)
     columns = within // height * tile_n + tl.arange(0, tile_n)
     depth = tl.arange(0, tile_k)

@@ -10,11 +10,9 @@ import pytest
 from tests.support.recorded import SHAPES, fill
 from tunegemm.errors import TunegemmError
 from tunegemm.measure.replay import open_replay
+from tunegemm.report.charts import KINDS, save
 from tunegemm.report.evidence import Evidence, from_database, from_recording
-from tunegemm.report.plots import KINDS, save
 from tunegemm.store import Database
-
-pytest.importorskip("matplotlib")
 
 
 @pytest.fixture(scope="module")

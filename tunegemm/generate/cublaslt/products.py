@@ -1,4 +1,4 @@
-"""torch's own product as a launcher: the baseline of every interleave, and a candidate of its own."""
+"""torch's own products as launchers, of every dtype."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.problem import Problem
+from tunegemm.generate.launching import Launcher
 
 if TYPE_CHECKING:
     import torch
-
-    from tunegemm.generate.families import Launcher
 
 #: Extents that torch's 8-bit products take: multiples of these; and `_int_mm` more rows than 16.
 _FP8_UNIT = 16
@@ -18,8 +17,8 @@ _INT8_UNIT = 8
 INT8_LEAST_ROWS = 17
 
 
-def torch_mm(problem: Problem) -> Launcher:
-    """The call that a torch user would write for this problem, into a given output.
+def plain_product(problem: Problem) -> Launcher:
+    """The call that a torch user would write for a problem without an epilogue, into a given output.
 
     16-bit operands: ``torch.mm(a, b, out=out)``. fp32 out: its `out_dtype` overload (torch >= 2.8,
     CUDA only), which lets cuBLAS write its accumulators. The other 16-bit dtype: torch has no single
@@ -27,12 +26,8 @@ def torch_mm(problem: Problem) -> Launcher:
 
     fp8: ``torch._scaled_mm`` with scales of 1; int8: ``torch._int_mm``; on padded copies where they refuse
     the extents. What cuBLAS does not multiply, two e5m2 operands or any that are not k-major, is converted to
-    the output's dtype first. With an epilogue: see `eager`.
+    the output's dtype first.
     """
-    if problem.epilogue:
-        from tunegemm.generate.cublaslt.eager import torch_fused
-
-        return torch_fused(problem)
     if problem.in_dtype == "tf32":
         return with_tf32(_plain(problem))
     if problem.in_dtype.startswith("fp8"):

@@ -1,0 +1,294 @@
+"""What every kernel family has to keep, shipped or of another package. No GPU needed.
+
+`TUNEGEMM_TEST_SAMPLE=N` compiles N accepted candidates of each in place of the default.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.generate import test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_plug_ins, test_triton_tma
+from tests.support.examples import OTHERWISE, TOO_LARGE, Change, Examples, Rejection, compile_all
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import ArtifactError, SpaceError
+from tunegemm.generate import families
+from tunegemm.generate.compile import CompilePool
+from tunegemm.generate.feasibility import refusal
+from tunegemm.generate.sources import hash_of_code
+
+MODULES = (test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_triton_tma, test_plug_ins)
+EXAMPLES = {
+    module.EXAMPLES.family: module.EXAMPLES for module in MODULES if module.EXAMPLES.family in families.NAMES
+}
+COMPILED = [name for name in families.NAMES if families.get(name).compiled]
+SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "14"))
+SHAPES = ("4096x4096x4096", "8x16x24", "128x128x128x7")
+
+every_family = pytest.mark.parametrize("name", families.NAMES)
+every_generator = pytest.mark.parametrize("name", COMPILED)
+
+
+def drawn(name: str, count: int) -> list[Candidate]:
+    """Kernels of the space, feasible or not, without listing it."""
+    values, generator = families.load_space(name).compile_values, random.Random(0)
+    return [
+        Candidate.make(name, {parameter: generator.choice(list_) for parameter, list_ in values.items()})
+        for _ in range(count)
+    ]
+
+
+def accepted(name: str, problem: Problem, device: Device, count: int) -> list[Candidate]:
+    """Kernels that the rules accept, all of them different."""
+    found: dict[Candidate, None] = {}
+    for kernel in drawn(name, 100_000):
+        if families.get(name).check(problem, kernel, device):
+            found[kernel] = None
+            if len(found) == count:
+                break
+    return list(found)
+
+
+def launches(name: str, kernel: Candidate) -> list[Candidate]:
+    """The kernel with the first launch, and with each other value of each parameter."""
+    values = families.load_space(name).launch_values
+    first = kernel.with_launch(**{parameter: list_[0] for parameter, list_ in values.items()})
+    others = [first.with_launch(**{p: value}) for p, list_ in values.items() for value in list_[1:]]
+    return [first, *others]
+
+
+@every_family
+def test_it_is_what_its_entry_point_says(name: str) -> None:
+    family, space = families.get(name), families.load_space(name)
+    assert family.name == space.family == name
+    assert {table: tuple(sorted(names)) for table, names in family.parameters.items()} == {
+        "compile": tuple(sorted(space.compile_values)),
+        "launch": tuple(sorted(space.launch_values)),
+    }
+    assert set(family.limited_launch) <= set(space.launch_values)
+    assert family.extent_rules <= {rule.__name__ for rule in family.rules}
+    assert all(rule.__doc__ for rule in family.rules), "each says its cause"
+    assert family.unavailable() is None and family.unavailable(launching=True) is None
+
+
+@every_family
+def test_its_listed_values_are_expected_and_others_are_not(name: str) -> None:
+    space = families.load_space(name)
+    for parameter, values in {**space.compile_values, **space.launch_values}.items():
+        assert all(families.expected(name, parameter, value) is None for value in values)
+        assert families.expected(name, parameter, "no such word"), parameter
+        assert families.expected(name, parameter, 2**31), parameter
+
+
+@every_family
+def test_a_space_with_another_parameter_is_refused(name: str, tmp_path: Path) -> None:
+    text = families.get(name).space_file.read_text()
+    parameter = families.get(name).parameters["compile"][0]
+    bad = tmp_path / "space.toml"
+    bad.write_text(text.replace(f"\n{parameter} = ", f"\n{parameter}x = ", 1))
+    with pytest.raises(SpaceError, match=f"did you mean '{parameter}'"):
+        families.load_space(name, bad)
+
+
+@every_family
+def test_its_hash_is_of_the_sources_that_it_names(name: str) -> None:
+    family = families.get(name)
+    assert families.kernel_source_hash(name) == hash_of_code(family.sources)
+    assert bool(family.sources) == family.compiled
+    others = {families.kernel_source_hash(other) for other in COMPILED if other != name}
+    assert families.kernel_source_hash(name) not in others
+
+
+@every_generator
+def test_its_sources_import_no_file_of_its_own_that_is_not_hashed(name: str) -> None:
+    """But for itself as a package, whose names are of the host's side."""
+    sources = families.get(name).sources
+    folder = next(path.parent for path in sources if path.name == "config.py")
+    package = families.SHIPPED.get(name, name)
+    hashed = {".".join([package, *path.relative_to(folder).with_suffix("").parts]) for path in sources}
+    hashed |= {module.removesuffix(".__init__") for module in hashed}
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
+                assert node.module in hashed, path
+
+
+@every_family
+def test_rules_answer_for_every_problem(name: str, h200: Device) -> None:
+    """With a verdict of one line, whatever is asked; and what a rule refuses for all, it refuses for each."""
+    family, kernels = families.get(name), drawn(name, 40)
+    names = {rule.__name__ for rule in family.rules} | {"epilogue"}
+    problems = [
+        Problem.parse(SHAPES[number % len(SHAPES)], dtype=dtype, out_dtype=out_dtype, layout=layout)
+        for number, layout in enumerate(LAYOUTS)
+        for dtype, out_dtypes in OUTPUT_DTYPES.items()
+        for out_dtype in out_dtypes[:2]
+    ]
+    problems.append(Problem.parse(SHAPES[0], epilogue="bias_n+gelu"))
+    for problem in problems:
+        never = refusal(family.rules, name, problem)
+        for kernel in kernels:
+            verdict = family.check(problem, kernel, h200)
+            assert "\n" not in str(verdict)
+            if not verdict and family.rules:
+                assert verdict.rule in names
+            assert not (never and verdict), (problem, never)
+
+
+@every_generator
+def test_other_gpus_are_refused_with_their_name(name: str, h200: Device) -> None:
+    a100 = find_device("model:a100-sxm-80gb")
+    (kernel,) = accepted(name, Problem.parse(SHAPES[0]), h200, 1)
+    verdict = families.get(name).check(Problem.parse(SHAPES[0]), kernel, a100)
+    assert verdict or verdict.rule in ("architecture", "shared_memory", "smem"), verdict
+
+
+@every_generator
+def test_extent_rules_are_those_that_depend_on_extents(name: str, h200: Device) -> None:
+    """A search rejects kernels by the others once for all problems."""
+    family = families.get(name)
+    rules = [rule for rule in family.rules if rule.__name__ not in family.extent_rules]
+    large, small = Problem.parse("4096x4096x4096"), Problem.parse("64x128x256")
+    for kernel in drawn(name, 300):
+        for rule in rules:
+            told = [rule(problem, kernel, h200) is None for problem in (large, small)]
+            assert told[0] == told[1] or rule.__name__ in _ALIGNED, (rule.__name__, kernel)
+
+
+#: Rules on alignment look at what extents make of it, which is the problem's `alignment`.
+_ALIGNED = ("alignment", "vector_fits", "tma_alignment")
+
+
+@every_generator
+def test_launch_parameters_that_are_not_limited_are_free(name: str, h200: Device) -> None:
+    family, problem = families.get(name), Problem.parse(SHAPES[0])
+    for kernel in accepted(name, problem, h200, 20):
+        first, *others = launches(name, kernel)
+        for launch in others:
+            changed = {p for p, v in launch.launch_params if first[p] != v}
+            if not changed & set(family.limited_launch):
+                assert family.check(problem, launch, h200) == family.check(problem, first, h200)
+
+
+@every_generator
+def test_one_object_serves_every_shape(name: str, h200: Device) -> None:
+    family = families.get(name)
+    for kernel in accepted(name, Problem.parse(SHAPES[0]), h200, 5):
+        keys = [family.kernel_key(Problem.parse(shape), kernel, h200) for shape in SHAPES]
+        assert keys[0] == keys[1] == keys[2]
+        assert json.loads(json.dumps(keys[0])) == keys[0]
+        assert keys[0]["family"] == name and keys[0]["source"] == families.kernel_source_hash(name)
+        assert not {"m", "n", "k", "batch"} & set(keys[0])
+
+
+@every_generator
+def test_labels_are_short_and_distinct(name: str, h200: Device) -> None:
+    family = families.get(name)
+    kernels = accepted(name, Problem.parse(SHAPES[0]), h200, 1000)
+    labels = {family.label(kernel) for kernel in kernels}
+    assert len(labels) == len(kernels) and max(map(len, labels)) < 40
+    named = [family.label(launch) for launch in launches(name, kernels[0])]
+    assert len(set(named)) == len(named), "launches are told apart, too"
+
+
+@every_generator
+def test_load_without_an_object_names_the_remedy(name: str, h200: Device) -> None:
+    (kernel,) = accepted(name, Problem.parse(SHAPES[0]), h200, 1)
+    with pytest.raises(ArtifactError, match="run tunegemm tune"):
+        families.get(name).load(Problem.parse(SHAPES[0]), launches(name, kernel)[0], h200, None)
+
+
+def compiles_clean(pool: CompilePool, pairs: list[tuple[Problem, Candidate]], device: Device) -> None:
+    """And into just as much shared memory as was computed."""
+    for (problem, kernel), result in zip(pairs, compile_all(pool, pairs, device), strict=True):
+        family = families.get(kernel.family)
+        assert (verdict := family.check(problem, kernel, device)), (problem, kernel, verdict)
+        assert result.failure == "", (problem, kernel)
+        assert result.artifact is not None
+        resources = result.artifact.resources
+        assert resources.spill_bytes == 0 and resources.warnings == ()
+        assert resources.smem_bytes == family.smem_bytes(problem, kernel), (problem, kernel)
+
+
+@every_generator
+def test_a_good_kernel_compiles(pool: CompilePool, h200: Device, name: str) -> None:
+    examples = EXAMPLES[name]
+    compiles_clean(pool, [(examples.problems[0], examples.candidate())], h200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@every_generator
+def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200: Device, name: str) -> None:
+    examples = EXAMPLES[name]
+    each = -(-SAMPLE // len(examples.problems))
+    pairs = [(p, kernel) for p in examples.problems for kernel in accepted(name, p, h200, each)]
+    assert len(pairs) == each * len(examples.problems)
+    compiles_clean(pool, pairs + [(p, examples.candidate(corner)) for p, corner in examples.corners], h200)
+
+
+def _rejections() -> list[object]:
+    """Of each family the first is tried always, the others by the slow tests."""
+    return [
+        pytest.param(
+            examples,
+            case,
+            marks=[pytest.mark.slow] if number else [],
+            id=f"{examples.family}-{case.rule}-{number}",
+        )
+        for examples in EXAMPLES.values()
+        for number, case in enumerate(examples.rejected)
+    ]
+
+
+@pytest.mark.parametrize(("examples", "case"), _rejections())
+def test_what_is_rejected_fails(pool: CompilePool, h200: Device, examples: Examples, case: Rejection) -> None:
+    problem, kernel = case.problem or examples.problems[0], examples.candidate(case.change)
+    family = families.get(examples.family)
+    assert family.check(problem, kernel, h200).rule == case.rule
+    (result,) = compile_all(pool, [(problem, kernel)], h200)
+    if case.outcome not in (TOO_LARGE, OTHERWISE):
+        assert case.outcome in result.failure
+    elif case.outcome == OTHERWISE and result.artifact is None:
+        assert "spills" in result.failure
+    else:
+        assert result.artifact is not None, result.failure
+        smem_bytes, limits = result.artifact.resources.smem_bytes, h200.architecture
+        blocks = kernel.params.get("occupancy", kernel.params.get("ctas_per_sm", 1))
+        if case.outcome == OTHERWISE:
+            assert smem_bytes != family.smem_bytes(problem, kernel)
+        else:
+            assert smem_bytes > limits.smem_bytes_per_block or (
+                int(blocks) * (smem_bytes + 1024) > limits.smem_bytes_per_sm
+            )
+
+
+@pytest.mark.parametrize(
+    ("examples", "rule", "problem", "change"),
+    [
+        pytest.param(examples, *objection, id=f"{examples.family}-{objection[0]}-{number}")
+        for examples in EXAMPLES.values()
+        for number, objection in enumerate(examples.objections)
+    ],
+)
+def test_each_rule_names_its_numbers(
+    h200: Device, examples: Examples, rule: str, problem: Problem, change: Change
+) -> None:
+    verdict = families.get(examples.family).check(problem, examples.candidate(change), h200)
+    assert verdict.rule == rule
+    assert any(character.isdigit() for character in verdict.reason)
+
+
+@every_generator
+def test_every_rule_can_object(name: str) -> None:
+    """No dead rule: each has an example, here or in a test of its own."""
+    examples = EXAMPLES[name]
+    seen = {case.rule for case in examples.rejected} | {rule for rule, *_ in examples.objections}
+    assert {rule.__name__ for rule in families.get(name).rules} == seen | examples.elsewhere

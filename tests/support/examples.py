@@ -1,0 +1,74 @@
+"""A family's kernels at the borders of its rules: what `tests/generate/test_conformance.py` tries of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate, Value
+from tunegemm.generate import families
+from tunegemm.generate.compile import CompilePool, CompileResult
+
+Change = Mapping[str, Value]
+
+OTHERWISE = "another kernel"
+"""Stands for what the compiler takes, into more or less shared memory than the formula says: it does not
+pipeline, specialize or subtile as asked. With one version of it, it may spill as well."""
+TOO_LARGE = ""
+"""Stands for an object that exceeds a limit of the hardware."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A kernel that one rule objects to, and what comes of compiling it."""
+
+    rule: str
+    change: Change
+    """To `Examples.good`."""
+    outcome: str
+    """A part of the compiler's complaint, or `OTHERWISE`, or `TOO_LARGE`."""
+    problem: Problem | None = None
+    """None for the family's first."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of one family."""
+
+    family: str
+    good: Change
+    """Compile-time parameters of a kernel that is feasible for the first problem."""
+    launch: Change
+    """A launch of it, without what may be left out."""
+    problems: Sequence[Problem]
+    """Of all dtypes and majors that kernels have."""
+    corners: Sequence[tuple[Problem, Change]]
+    """Feasible kernels at the borders of the rules on registers and memory, where a spill shows first."""
+    rejected: Sequence[Rejection]
+    objections: Sequence[tuple[str, Problem, Change]]
+    """Rules, and what else they object to, kernels and launches that may well run."""
+    elsewhere: frozenset[str] = frozenset()
+    """Rules that other tests have examples of."""
+
+    def candidate(self, change: Change | None = None) -> Candidate:
+        """The good kernel with changes; where one is of a launch parameter, with a launch."""
+        change = change or {}
+        launch_names = families.get(self.family).parameters["launch"]
+        launch = {name: value for name, value in change.items() if name in launch_names}
+        kernel = {name: value for name, value in change.items() if name not in launch_names}
+        return Candidate.make(
+            self.family, {**self.good, **kernel}, {**self.launch, **launch} if launch else {}
+        )
+
+
+def compile_all(
+    pool: CompilePool, pairs: Sequence[tuple[Problem, Candidate]], device: Device
+) -> list[CompileResult]:
+    """Each candidate compiled for its problem, as many at once as the pool has workers."""
+    futures = [
+        pool.submit(one.family, families.get(one.family).kernel_key(problem, one, device))
+        for problem, one in pairs
+    ]
+    return [future.result() for future in futures]

@@ -1,0 +1,427 @@
+"""The report's figures, drawn by matplotlib: inline in the HTML page, or as image files.
+
+In the page colours are the variables of `assets/page.css`, so that figures follow it into the dark and onto
+paper, and each mark of the roofline is an element of its own that the page's script explains.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.errors import TunegemmError
+from tunegemm.files import replacing
+from tunegemm.report import analysis
+from tunegemm.report.evidence import Details, Evidence, Trial, Verdict, Winner
+from tunegemm.report.text import clean, significant
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SYMBOLS: Mapping[Verdict, str] = {"faster": "\u25b2", "equal": "\u25cb", "slower": "\u25bc"}
+WORDS: Mapping[Verdict, str] = {
+    "faster": "faster than torch.mm", "equal": "equal within the noise", "slower": "slower than torch.mm",
+}  # fmt: skip
+
+_INK, _MUTED, _LINE, _GROUND = "#16191d", "#565e68", "#e3e6ea", "#ffffff"
+_COLOURS: Mapping[Verdict, str] = {"faster": "#1257b8", "equal": "#5d6570", "slower": "#a8420b"}
+_MARKERS: Mapping[Verdict, str] = {"faster": "^", "equal": "o", "slower": "v"}
+_STYLE: dict[Any, Any] = {
+    "font.size": 10, "axes.edgecolor": _MUTED, "axes.labelcolor": _INK, "text.color": _INK,
+    "xtick.color": _MUTED, "ytick.color": _MUTED, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.color": _LINE, "grid.linewidth": 0.8, "axes.axisbelow": True,
+    "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "svg.hashsalt": "tunegemm", "svg.fonttype": "none", "figure.facecolor": _GROUND,
+    "axes.facecolor": _GROUND,
+    "text.parse_math": False,  # a name from a database may hold $
+}  # fmt: skip
+
+#: The page's variables for the colours above.
+_VARIABLES = {
+    _INK: "ink", _MUTED: "muted", _LINE: "grid", _GROUND: "surface", "#000000": "ink",
+    **{colour: verdict for verdict, colour in _COLOURS.items()},
+}  # fmt: skip
+
+#: Above so many records, marks of the roofline are plain dots without names: some 20 bytes each.
+NAMED_MARKS = 600
+_LABELLED = 24
+#: Above so many trials a dot each would only blacken the figure: every n-th is drawn.
+_MOST_DOTS = 1500
+#: Rows of a figure of speed-ups; more would be an image that nothing shows.
+_MOST_ROWS = 400
+
+#: Where a name may stand beside its mark, best first: alignment, and offset in points.
+_PLACES = (
+    ("left", 8, -3), ("right", -8, -3), ("left", 5, 7), ("right", -5, 7), ("left", 5, -13),
+    ("right", -5, -13), ("center", 0, 11), ("center", 0, -18), ("left", 5, 17), ("right", -5, 17),
+    ("left", 5, -23), ("right", -5, -23),
+)  # fmt: skip
+
+
+def save(kind: str, evidence: Evidence, out: Path) -> None:
+    """Draws one figure into a .png or .svg file; the same evidence gives the same file.
+
+    Kinds: see `KINDS`; those of one shape take the first of `Evidence.details`. Raises TunegemmError for
+    another ending, and where there is nothing to draw.
+    """
+    if out.suffix.lower() not in (".png", ".svg"):
+        raise TunegemmError(f"{out}: plots are .png or .svg; name such a file with --out")
+    with _style():
+        figure = _figure()
+        if kind in OF_ONE_SHAPE:
+            details = next((one for one in evidence.details if one.trials), None)
+            if details is None:
+                raise TunegemmError("there are no trials to draw; run `tunegemm tune` first")
+            OF_ONE_SHAPE[kind](figure, details)
+        else:
+            OF_ALL[kind](figure, evidence)
+        note = clean(f"{evidence.origin} {evidence.days}.")
+        figure.supxlabel(note, fontsize=8, color=_MUTED, x=0.01, ha="left")
+        metadata = {"Date": None} if out.suffix.lower() == ".svg" else {"Software": "tunegemm"}
+        try:
+            with replacing(out) as part:
+                figure.savefig(part, dpi=160, metadata=metadata)
+        except OSError as error:
+            raise TunegemmError(f"{out}: {error.strerror}; choose another --out") from None
+
+
+def inline_roofline(evidence: Evidence) -> str:
+    """The roofline as an SVG element, whose marks tell their record and belong to its row of the table."""
+    device, winners = evidence.device, evidence.winners
+    known = f"datasheet peaks {_peaks(evidence)}" if device.peak_tflops else "peaks of this device unknown"
+    words = f"Roofline of {device.name}: {len(winners)} records, {known}. The table above lists every value."
+    text = _inline(
+        lambda figure: _roofline(figure, evidence),
+        words,
+        'role="group" data-marks="" style="min-width:640px"',
+    )
+
+    def attributes(match: re.Match[str]) -> str:
+        kind, row = match[1], int(match[2])
+        if kind != "mark":
+            return f'<g data-row="{row}"'
+        told = escape(_told(winners[row]))
+        verdict = winners[row].verdict
+        return (
+            f'<g class="mark m-{verdict}" data-row="{row}" data-tip="{told}" role="img" aria-label="{told}"'
+        )
+
+    return re.sub(r'<g id="(mark|base|name)-(\d+)"', attributes, text)
+
+
+def inline_convergence(details: Details) -> str:
+    """The search of one shape as an SVG element; empty where nothing but a race was measured."""
+    tried = [trial for trial in details.sequence if trial.stage != "race"]
+    if not tried:
+        return ""
+    steps = analysis.best_so_far(tried)
+    words = (
+        f"{len(tried)} trials; the best so far rises from {steps[0][1]:.3f} to {steps[-1][1]:.3f} times "
+        f"torch.mm, last at trial {steps[-1][0]}"
+    )
+    return _inline(lambda figure: _convergence(figure, details), words, 'role="img" style="min-width:440px"')
+
+
+def heat_class(ratio: float) -> str:
+    """One of eight steps around torch.mm; the number stands in the cell as well."""
+    for limit, kind in ((1.03, "h3"), (1.01, "h2"), (1.0, "h1"), (0.95, "h-1"), (0.85, "h-2"), (0.7, "h-3")):
+        if ratio >= limit:
+            return kind
+    return "h-4"
+
+
+def trial_told(trial: Trial) -> str:
+    return f"{clean(trial.label)}\n{trial.ratio:.3f} \u00d7 torch.mm, {significant(trial.median_us)} \u00b5s"
+
+
+def _told(winner: Winner) -> str:
+    share = f", {winner.percent_of_roofline:.0f} % of the roofline" if winner.percent_of_roofline else ""
+    return (
+        f"{clean(winner.problem)}\n{clean(winner.label)}\n"
+        f"{significant(winner.median_us)} \u00b5s, {winner.tflops:.0f} TFLOP/s{share}\n"
+        f"{winner.ratio:.3f} \u00d7 torch.mm ({winner.low:.3f} to {winner.high:.3f}), {WORDS[winner.verdict]}"
+    )
+
+
+def _style() -> AbstractContextManager[None]:
+    import matplotlib
+
+    return matplotlib.rc_context(_STYLE)
+
+
+def _figure() -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(layout="constrained", dpi=72)
+
+
+def _inline(draw: Callable[[Figure], None], words: str, attributes: str) -> str:
+    """A figure as an SVG element of the page: the page's colours, short numbers, each id once."""
+    with _style():
+        figure, file = _figure(), io.StringIO()
+        draw(figure)
+        figure.savefig(
+            file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
+    text = file.getvalue()
+    body = re.sub(
+        r"<metadata>.*?</metadata>|<!--.*?-->|<clipPath.*?</clipPath>",
+        "",
+        text[text.index("<svg") :],
+        flags=re.S,
+    )
+    body = re.sub(
+        r' clip-path="[^"]*"| (?:xmlns(?::\w+)?|version|width|height)="[^"]*"(?=[^<]*viewBox)', "", body
+    )
+    body = re.sub(r' xmlns(:\w+)?="[^"]*"', "", body).replace("xlink:href", "href")
+    prefix = f"f{zlib.crc32(words.encode()):x}-"
+    used = set(re.findall(r'href="#([^"]+)"', body))
+    body = re.sub(r'href="#', f'href="#{prefix}', body)
+    body = re.sub(
+        r' id="([^"]+)"',
+        lambda m: (
+            f' id="{prefix}{m[1]}"' if m[1] in used else m[0] if re.match(r"(mark|base|name)-", m[1]) else ""
+        ),
+        body,
+    )
+    body = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d)\d+", r"\1", tag[0]), body)
+    body = re.sub(r" font-family: [^;]*;| transform=\"rotate\(-0 [^)]*\)\"", "", body)
+    body = re.sub("|".join(_VARIABLES), lambda m: f"var(--{_VARIABLES[m[0]]})", body)
+    body = re.sub(r">\s+<", "><", body)
+    return body.replace("<svg", f'<svg aria-label="{escape(clean(words))}" {attributes}', 1)
+
+
+def _peaks(evidence: Evidence) -> str:
+    return f"{evidence.device.peak_tflops:g} TFLOP/s and {evidence.device.bandwidth_gbps / 1000:g} TB/s"
+
+
+def _roofline(figure: Figure, evidence: Evidence) -> None:
+    """Throughput over arithmetic intensity, under the device's peaks where those are known."""
+    figure.set_size_inches(9, 5)
+    axes, device, winners = figure.add_subplot(), evidence.device, evidence.winners
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of device memory", ylabel="TFLOP/s")
+    axes.set_title(clean(f"Records of {device.name} under its roofline", 90))
+    intensities = [winner.problem.arithmetic_intensity for winner in winners]
+    rates = [rate for winner in winners for rate in (winner.tflops, winner.baseline_tflops)]
+    peak, memory = device.peak_tflops, device.bandwidth_gbps / 1000
+    ridge = peak / memory if peak else max(intensities)
+    low, high = min(*intensities, ridge) / 1.7, max(*intensities, ridge) * 1.7
+    axes.set(xlim=(low, high), ylim=(min(rates) / 1.6, max(*rates, peak) * 1.35))
+    texts = []
+    if peak:
+        axes.plot([low, ridge, high], [low * memory, peak, peak], color=_INK, lw=2)
+        beside: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
+        texts.append(
+            axes.annotate(f"{peak:g} TFLOP/s, tensor cores", (high, peak), (0, 9), ha="right", **beside)
+        )
+        middle = (max(low, axes.get_ylim()[0] / memory) * ridge) ** 0.5
+        texts.append(axes.annotate(f"{memory:g} TB/s, memory", (middle, middle * memory), (9, 0), **beside))
+    if len(winners) > NAMED_MARKS:
+        for verdict, colour in _COLOURS.items():
+            found = [w for w in winners if w.verdict == verdict]
+            _dots(axes, [(w.problem.arithmetic_intensity, w.tflops) for w in found], colour)
+    else:
+        for row, winner in enumerate(winners):
+            at = winner.problem.arithmetic_intensity
+            axes.plot(at, winner.baseline_tflops, "_", ms=9, color=_MUTED, gid=f"base-{row}")
+        for row, winner in enumerate(winners):
+            at, colour = winner.problem.arithmetic_intensity, _COLOURS[winner.verdict]
+            axes.plot(
+                at, winner.tflops, _MARKERS[winner.verdict], ms=7, color=colour,
+                mfc=_GROUND if winner.verdict == "equal" else colour, mew=1.5, zorder=3, gid=f"mark-{row}",
+            )  # fmt: skip
+        _name_marks(figure, axes, winners[:_LABELLED], texts)
+    _legend(axes, winners)
+    from matplotlib.ticker import LogFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(LogFormatter(labelOnlyBase=False))
+        axis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+
+
+def _legend(axes: Axes, winners: Sequence[Winner]) -> None:
+    """Of the verdicts that occur, and of torch.mm."""
+    handles = [
+        axes.plot([], [], _MARKERS[verdict], ms=7, color=colour, label=WORDS[verdict],
+                  mfc=_GROUND if verdict == "equal" else colour)[0]
+        for verdict, colour in _COLOURS.items() if any(winner.verdict == verdict for winner in winners)
+    ]  # fmt: skip
+    if len(winners) <= NAMED_MARKS:
+        handles += axes.plot([], [], "_", ms=9, color=_MUTED, label="torch.mm")
+    axes.legend(handles=handles, frameon=False, loc="lower right")
+
+
+def _name_marks(figure: Figure, axes: Axes, winners: Sequence[Winner], texts: Iterable[Any]) -> None:
+    """The shape beside each mark where it covers neither marks nor names; else no name."""
+    figure.draw_without_rendering()
+    scale, frame = figure.dpi / 72, axes.bbox
+    marks, bases = (
+        [axes.transData.transform((w.problem.arithmetic_intensity, rate)) for w, rate in rates]
+        for rates in ([(w, w.tflops) for w in winners], [(w, w.baseline_tflops) for w in winners])
+    )
+    taken = [text.get_window_extent().extents for text in texts]
+    taken += [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in [*marks, *bases]]
+    for row, (winner, (x, y)) in enumerate(zip(winners, marks, strict=True)):
+        wide, tall = 5.2 * scale * len(winner.problem.shape), 9 * scale
+        for align, dx, dy in _PLACES:
+            left = x + dx * scale - {"left": 0.0, "right": wide, "center": wide / 2}[align]
+            box = (left, y + dy * scale, left + wide, y + dy * scale + tall)
+            inside = frame.x0 < box[0] and frame.y0 < box[1] and box[2] < frame.x1 and box[3] < frame.y1
+            if inside and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                at = winner.problem.arithmetic_intensity, winner.tflops
+                name = axes.annotate(winner.problem.shape, at, (dx, dy), textcoords="offset points",
+                                     fontsize=8, ha=align, gid=f"name-{row}")  # fmt: skip
+                name.set_in_layout(False)
+                break
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _dots(axes: Axes, points: Sequence[tuple[float, float]], colour: str) -> None:
+    """Many round dots as one path."""
+    if points:
+        from matplotlib.patches import PathPatch
+        from matplotlib.path import Path as Line
+
+        ends = [end for point in points for end in (point, point)]
+        codes = [Line.MOVETO, Line.LINETO] * len(points)
+        line = Line(ends, codes)
+        line.should_simplify = False  # which would leave out lines of no length
+        dots = PathPatch(line, lw=3.5, edgecolor=colour, fill=False, capstyle="round", alpha=0.75)
+        axes.add_patch(dots)
+
+
+def _speedup(figure: Figure, evidence: Evidence) -> None:
+    winners = evidence.winners[:_MOST_ROWS]
+    figure.set_size_inches(8, max(2.6, 1.5 + 0.3 * len(winners)))
+    axes = figure.add_subplot()
+    axes.set_title(clean(f"Speed relative to torch.mm on {evidence.device.name}", 90))
+    axes.set(
+        xscale="log",
+        xlabel="times the speed of torch.mm, with 95 % intervals",
+        ylim=(len(winners) - 0.4, -0.6),
+    )
+    for row, winner in enumerate(winners):
+        noise = max(winner.noise, 0.003)
+        axes.barh(row, 1 + noise - 1 / (1 + noise), left=1 / (1 + noise), height=0.9, color=_LINE, zorder=1)
+        colour = _COLOURS[winner.verdict]
+        axes.plot([winner.low, winner.high], [row, row], color=colour, lw=2, zorder=2)
+        axes.plot(winner.ratio, row, _MARKERS[winner.verdict], color=colour, ms=7, zorder=3,
+                  mfc=_GROUND if winner.verdict == "equal" else colour)  # fmt: skip
+    axes.axvline(1, color=_INK, lw=1.2, zorder=1.5)
+    axes.set_yticks(range(len(winners)), [clean(winner.problem, 60) for winner in winners])
+    axes.grid(axis="y", visible=False)
+    low, high = analysis.ratio_limits(winners)
+    axes.set_xlim(low, high)
+    from matplotlib.ticker import NullLocator
+
+    ticks = analysis.linear_ticks(low, high, 7)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+
+
+def _convergence(figure: Figure, details: Details) -> None:
+    """Every trial in order, and the best so far; the record's own ratio where a later race gave another."""
+    tried = [trial for trial in details.sequence if trial.stage != "race"]
+    if not tried:
+        raise TunegemmError(
+            f"{details.problem}: only final races are stored, no trial of a search; "
+            "use another --kind, or tune the shape into this database"
+        )
+    figure.set_size_inches(6.4, 4)
+    axes = figure.add_subplot()
+    axes.set_title(clean(f"Search on {details.problem}", 80))
+    axes.set(xlabel="trial", ylabel="speed relative to torch.mm", xlim=(0, len(tried) * 1.03 + 1))
+    steps = analysis.best_so_far(tried)
+    best, record = steps[-1][1], details.winner.ratio
+    low = max(0.0, min(0.97, max(0.35 * best, min(trial.ratio for trial in tried))) - 0.02)
+    axes.set_ylim(low, max(best, record, 1.0) * 1.03)
+    every = -(-len(tried) // _MOST_DOTS)
+    shown = [(n, t) for n, t in enumerate(tried, 1) if t.ratio >= low]
+    _dots(axes, [(n, t.ratio) for n, t in shown if t.stage == "search" and n % every == 0], _MUTED)
+    axes.plot([], [], ".", color=_MUTED, label="trial")
+    if library := [(n, t.ratio) for n, t in shown if t.stage == "library"]:
+        axes.plot(
+            *zip(*library, strict=True), "s", color=_MUTED, mfc=_GROUND, ms=5, label="the vendor's algorithm"
+        )
+    steps.append((len(tried), best))
+    axes.step(*zip(*steps, strict=True), where="post", color=_COLOURS["faster"], lw=2, label="best so far")
+    axes.axhline(1, color=_INK, lw=1.2)
+    if analysis.gap(details):
+        axes.axhline(record, color=_INK, lw=1.2, ls=(0, (5, 4)), label=f"the record, {record:.3f}")
+    if (below := len(tried) - len(shown)) > 0:
+        axes.text(0.01, 0.02, f"{below} slower trials are below this figure", color=_MUTED, fontsize=8,
+                  transform=axes.transAxes)  # fmt: skip
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _heat_map(figure: Figure, details: Details) -> None:
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+
+    grids = analysis.tile_grids(details.trials)
+    if not grids:
+        raise TunegemmError(
+            f"{details.problem}: no candidate with a tile was measured; tune with more --trials"
+        )
+    figure.set_size_inches(9.5, 1.2 + 2.3 * len(grids))
+    colours = LinearSegmentedColormap.from_list("tunegemm", ["#e2a585", _GROUND, "#7ea6df"])
+    for number, grid in enumerate(grids, 1):
+        axes = figure.add_subplot(len(grids), 1, number)
+        axes.set_title(clean(f"{details.problem}: {grid.title}", 90))
+        values = [
+            [grid.best[m, n].ratio if (m, n) in grid.best else float("nan") for n in grid.tile_n]
+            for m in grid.tile_m
+        ]
+        axes.imshow(values, cmap=colours, norm=TwoSlopeNorm(1.0, 0.5, 1.15), aspect="auto")
+        for row, line in enumerate(values):
+            for column, value in enumerate(line):
+                if value == value:  # a NaN, where no such tile was tried, differs from itself
+                    axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
+        axes.set_xticks(range(len(grid.tile_n)), [str(n) for n in grid.tile_n])
+        axes.set_yticks(range(len(grid.tile_m)), [str(m) for m in grid.tile_m])
+        axes.set(xlabel="tile_n" if number == len(grids) else "", ylabel="tile_m")
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+
+
+def _importance(figure: Figure, details: Details) -> None:
+    found = analysis.importances(details.trials)
+    if not found:
+        raise TunegemmError(f"{details.problem}: too few candidates were measured; tune with more --trials")
+    groups = [
+        (f"{family}, {words}", shares, hatch)
+        for family, one in found.items()
+        for words, shares, hatch in (("compile time", one.compile, ""), ("launch", one.launch, "////"))
+        if shares
+    ]
+    figure.set_size_inches(7, 1 + sum(0.5 + 0.28 * len(shares) for _, shares, _ in groups))
+    heights = [len(shares) + 1 for _, shares, _ in groups]
+    for axes, (title, shares, hatch) in zip(
+        figure.subplots(len(groups), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0], groups,
+        strict=True,
+    ):  # fmt: skip
+        names = [clean(name, 40) for name in shares]
+        axes.barh(names, [100 * share for share in shares.values()], height=0.6, hatch=hatch,
+                  color=_GROUND if hatch else _COLOURS["faster"], edgecolor=_COLOURS["faster"])  # fmt: skip
+        axes.invert_yaxis()
+        axes.set(xlim=(0, 100), title=clean(f"{details.problem}: {title}", 90))
+        axes.grid(axis="y", visible=False)
+    axes.set_xlabel("importance, % (PED-ANOVA)")
+
+
+#: What draws each kind, of all records and of one shape.
+OF_ALL: Mapping[str, Callable[[Figure, Evidence], None]] = {"roofline": _roofline, "speedup": _speedup}
+OF_ONE_SHAPE: Mapping[str, Callable[[Figure, Details], None]] = {
+    "heatmap": _heat_map, "convergence": _convergence, "importance": _importance,
+}  # fmt: skip
+KINDS = (*OF_ALL, *OF_ONE_SHAPE)

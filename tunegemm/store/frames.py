@@ -1,0 +1,144 @@
+"""Tables for reports: every candidate by its best evidence, and how damaged rows are left out of a table."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Select, select
+
+from tunegemm.describe.device import Fingerprint
+from tunegemm.describe.problem import Problem
+from tunegemm.measure.evidence import evidence_of
+from tunegemm.store.models import CandidateRow, FingerprintRow, MeasurementRow, ProblemRow, RecordRow
+from tunegemm.store.rows import (
+    FINGERPRINT_COLUMNS,
+    PROBLEM_COLUMNS,
+    PROBLEM_FIELDS,
+    UNREADABLE,
+    where_fingerprint,
+    where_problem,
+    with_keys,
+)
+from tunegemm.store.schema import FASTEST
+
+if TYPE_CHECKING:
+    import pandas
+
+_log = logging.getLogger(__name__)
+
+_KEY = ["problem_id", "fingerprint", "candidate"]
+#: Columns of a measurement, in the order of a frame; `created_at` is called `measured_at` there.
+_FACTS = (
+    "kernel_source", "origin", "policy", "median_us", "baseline_median_us", "ratio", "spread",
+    "baseline_spread", "noise", "relative_error", "sm_clock_mhz", "power_w", "temperature_c",
+    "throttle_reasons", "registers", "spill_bytes", "smem_bytes", "warnings", "compile_seconds",
+)  # fmt: skip
+_TIMES = ("median_us", "baseline_median_us", "ratio")
+_NUMBERS = ("spread", "baseline_spread", "noise", "relative_error")
+_OPTIONAL = (
+    "sm_clock_mhz", "power_w", "temperature_c", "registers", "spill_bytes", "smem_bytes", "compile_seconds",
+)  # fmt: skip
+_TEXTS = ("family", "label", "candidate", "device_name", "kernel_source", "origin", "policy", "fingerprint")
+
+
+def candidates_query(
+    problem: Problem | None, device_name: str | None, family: str | None, fingerprint: Fingerprint | None
+) -> Select[Any]:
+    """Every measurement, or those of one problem, device, family or fingerprint, and the record."""
+    row = MeasurementRow
+    query = with_keys(
+        select(
+            *(ProblemRow.id.label("problem_id"), *PROBLEM_COLUMNS),
+            *(FINGERPRINT_COLUMNS[0].label("fingerprint"), *FINGERPRINT_COLUMNS[1:]),
+            *(CandidateRow.digest.label("candidate"), CandidateRow.family, CandidateRow.label),
+            *(row.id.label("measurement_id"), *(getattr(row, name) for name in _FACTS)),
+            row.created_at.label("measured_at"),
+            *(RecordRow.measurement_id.label("record_measurement_id"), RecordRow.confirmed),
+        ).select_from(row),
+        row,
+    )
+    query = query.join(CandidateRow, CandidateRow.id == row.candidate_id).outerjoin(
+        RecordRow,
+        (RecordRow.problem_id == row.problem_id)
+        & (RecordRow.fingerprint_id == row.fingerprint_id)
+        & (RecordRow.policy == FASTEST),
+    )
+    if problem is not None:
+        query = where_problem(query, problem)
+    if device_name is not None:
+        query = query.where(FingerprintRow.device_name == device_name)
+    if family is not None:
+        query = query.where(CandidateRow.family == family)
+    if fingerprint is not None:
+        query = where_fingerprint(query, fingerprint)
+    return query.order_by(row.id)
+
+
+def best_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """Of the rows of `candidates_query` one per problem, fingerprint and candidate: `Database.frame`."""
+    frame = sound(frame)
+    is_record = frame["measurement_id"] == frame["record_measurement_id"]
+    frame["record"] = is_record
+    frame["confirmed"] = is_record & frame["confirmed"].eq(True)
+    frame["_here"] = frame["origin"].eq("")
+    words = {
+        (word, won): evidence_of(word, confirmed=won)
+        for word in frame["policy"].unique()
+        for won in (True, False)
+    }
+    pairs = zip(frame["policy"], frame["confirmed"], strict=True)
+    frame["_evidence"] = [int(words[pair]) for pair in pairs]
+    # The confirmed record's row is shown whatever follows: it is what is launched.
+    frame = frame.sort_values(["confirmed", "_here", "_evidence", "measurement_id"], kind="stable")
+    # A candidate measured again stays the record, though its row now shows the later evidence.
+    frame["record"] = frame.groupby(_KEY)["record"].transform("any") if len(frame) else frame["record"]
+    frame = frame.drop_duplicates(_KEY, keep="last")
+    hidden = ["problem_id", "measurement_id", "record_measurement_id", "_here", "_evidence"]
+    return frame.drop(columns=hidden).reset_index(drop=True)
+
+
+def sound(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """The rows whose cells are possible values of their columns; the log says how many are not."""
+    import pandas
+
+    keep = pandas.Series(True, index=frame.index)
+    for name in (*_TIMES, *_NUMBERS, *_OPTIONAL):
+        if name not in frame:
+            continue
+        cells = frame[name].map(_number).astype(float)
+        if name in _TIMES:
+            keep &= cells > 0
+        elif name in _NUMBERS:
+            keep &= cells.notna()
+        else:
+            keep &= cells.notna() | frame[name].isna()
+        frame[name] = cells
+    for name in _TEXTS:
+        if name in frame:
+            keep &= frame[name].map(lambda cell: isinstance(cell, str)).astype(bool)
+    if "measured_at" in frame:
+        keep &= frame["measured_at"].notna()
+    possible = functools.cache(_is_problem)
+    problems = frame[list(PROBLEM_FIELDS)].itertuples(index=False, name=None)
+    keep &= pandas.Series([possible(*cells) for cells in problems], index=frame.index, dtype=bool)
+    if not keep.all():
+        _log.warning("skipped %d unreadable row(s) of a table", (~keep).sum())
+    return frame[keep].copy()
+
+
+def _number(cell: Any) -> float:
+    """A finite number, or not a number."""
+    if not isinstance(cell, int | float) or not -1e300 < cell < 1e300:
+        return math.nan
+    return float(cell)
+
+
+def _is_problem(*cells: Any) -> bool:
+    try:
+        Problem(*cells)
+    except UNREADABLE:
+        return False
+    return True

@@ -1,0 +1,308 @@
+"""Rows of the database as values: which columns are read is said here once, and what is damaged is a miss.
+
+A cell may hold anything: SQLite keeps text in columns of numbers, and files are edited by hand. What cannot
+be understood, or is not a possible value of its column, fails for its own row alone, which is left out and
+named in the log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from typing import Any, TypeVar, get_args
+
+from sqlalchemy import Select, and_, or_, select
+
+from tunegemm.describe.device import Fingerprint
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import DatabaseError, TunegemmError
+from tunegemm.generate import families
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.generate.ptxas import Resources
+from tunegemm.measure.evidence import policy_word
+from tunegemm.measure.outcome import Failure, Measurement, Stage
+from tunegemm.store.lookup import checked_candidate, checked_fingerprint
+from tunegemm.store.models import (
+    CandidateRow,
+    ChoiceRow,
+    FailureRow,
+    FingerprintRow,
+    MeasurementRow,
+    ProblemRow,
+    RecordRow,
+    plain,
+)
+from tunegemm.store.record import UNKNOWN_TIME, Record
+from tunegemm.store.schema import FASTEST
+
+Value = TypeVar("Value")
+
+_log = logging.getLogger(__name__)
+
+PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
+FINGERPRINT_FIELDS = tuple(field.name for field in dataclasses.fields(Fingerprint))
+PROBLEM_COLUMNS = [getattr(ProblemRow, name) for name in PROBLEM_FIELDS]
+FINGERPRINT_COLUMNS = [FingerprintRow.digest, *(getattr(FingerprintRow, name) for name in FINGERPRINT_FIELDS)]
+CANDIDATE_COLUMNS = [CandidateRow.json, CandidateRow.digest]
+
+#: Telemetry that has columns of its own; the rest of it is kept as JSON.
+TELEMETRY_NUMBERS = ("sm_clock_mhz", "power_w", "temperature_c")
+THROTTLE = "throttle_reasons"
+
+_row = MeasurementRow
+_NUMBERS = [_row.median_us, _row.baseline_median_us, _row.ratio, _row.noise, _row.relative_error]
+_FACTS = [CandidateRow.label, _row.kernel_source, _row.policy, _row.origin, _row.created_at]
+_SAMPLES: list[Any] = [_row.samples_us, _row.baseline_us, _row.evidence, _row.throttle_reasons]
+_SAMPLES += [getattr(_row, name) for name in TELEMETRY_NUMBERS]
+
+#: What a cell that cannot be understood raises while values are made of its row.
+UNREADABLE = (
+    TunegemmError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+
+
+def records_query(
+    chosen: type[RecordRow | ChoiceRow] | None = RecordRow, *, samples: bool = False
+) -> Select[Any]:
+    """The records, or all that ever were one (`ChoiceRow`), or every measurement (None); oldest first.
+
+    samples: with samples and telemetry. `record_builder` makes values of the rows.
+    """
+    link = chosen or RecordRow
+    of_record = and_(
+        RecordRow.measurement_id == _row.id,
+        RecordRow.problem_id == _row.problem_id,
+        RecordRow.fingerprint_id == _row.fingerprint_id,
+        RecordRow.policy == FASTEST,
+    )
+    query = select(
+        *PROBLEM_COLUMNS, *FINGERPRINT_COLUMNS, *CANDIDATE_COLUMNS, *_NUMBERS, *_FACTS, link.confirmed,
+        link.chosen_at, *(_SAMPLES if samples else ()),
+    )  # fmt: skip
+    if chosen is None:
+        query = query.select_from(_row).outerjoin(RecordRow, of_record).order_by(_row.id)
+    else:
+        query = query.select_from(chosen).join(_row, _row.id == chosen.measurement_id)
+        query = query.where(chosen.policy == FASTEST)
+        query = query.order_by(*((ChoiceRow.chosen_at,) if chosen is ChoiceRow else ()), chosen.id)
+    return with_keys(query, chosen or _row).join(CandidateRow, CandidateRow.id == _row.candidate_id)
+
+
+def with_keys(
+    query: Select[*tuple[Any, ...]], row: type[MeasurementRow | FailureRow | RecordRow | ChoiceRow]
+) -> Select[Any]:
+    """The query with the rows of the problem and fingerprint that a row refers to."""
+    return query.join(ProblemRow, ProblemRow.id == row.problem_id).join(
+        FingerprintRow, FingerprintRow.id == row.fingerprint_id
+    )
+
+
+def failure(row: Sequence[Any]) -> Failure:
+    """Of the columns of a candidate, the stage and the reason."""
+    json, digest, stage, reason = row
+    if stage not in get_args(Stage):
+        raise ValueError(f"stage {stage!r:.40} is not known")
+    return Failure(checked_candidate(json, digest), stage, text(reason))
+
+
+def record_builder(layer: str, *, samples: bool = False) -> Callable[[Sequence[Any]], Record]:
+    """What makes a `Record` of a row of `records_query`. It raises one of `UNREADABLE` for a damaged one."""
+    # 100,000 records share few candidates and fewer fingerprints.
+    fingerprint_of = functools.cache(checked_fingerprint)
+    candidate_of = functools.cache(checked_candidate)
+    first, second = len(PROBLEM_COLUMNS), len(PROBLEM_COLUMNS) + len(FINGERPRINT_COLUMNS)
+
+    def build(row: Sequence[Any]) -> Record:
+        json, digest, median_us, baseline_us, ratio, noise, error, *facts = row[second:]
+        label, kernel_source, policy, origin, measured_at, confirmed, chosen_at, *more = facts
+        if confirmed is not None:  # and not a measurement that is no record
+            known(chosen_at)
+        return Record(
+            problem=Problem(*row[:first]),
+            candidate=candidate_of(json, digest),
+            fingerprint=fingerprint_of(*row[first:second]),
+            label=text(label),
+            median_us=positive(median_us),
+            baseline_median_us=positive(baseline_us),
+            ratio=positive(ratio),
+            noise=number(noise),
+            relative_error=number(error),
+            confirmed=flag(confirmed),
+            measured_at=known(measured_at),
+            kernel_source=text(kernel_source),
+            layer=layer,
+            policy=text(policy),
+            origin=text(origin),
+            chosen_at=chosen_at or UNKNOWN_TIME,
+            **(_samples(more) if samples else {}),
+        )
+
+    return build
+
+
+def _samples(cells: Sequence[Any]) -> dict[str, Any]:
+    samples, baseline, telemetry, throttle, *numbers = cells
+    if not isinstance(samples, list) or not isinstance(baseline, list) or len(samples) != len(baseline):
+        raise ValueError("its samples are incomplete")
+    if not samples:
+        raise ValueError("it has no samples")
+    if not isinstance(telemetry, dict | None):
+        raise ValueError("its evidence is not an object")
+    if not isinstance(throttle, list | None):
+        raise ValueError("its throttle reasons are not a list")
+    further: dict[str, Any] = {
+        name: number(value)
+        for name, value in zip(TELEMETRY_NUMBERS, numbers, strict=True)
+        if value is not None
+    }
+    if throttle is not None:
+        further[THROTTLE] = tuple(map(text, throttle))
+    return {
+        "samples_us": tuple(map(positive, samples)),
+        "baseline_us": tuple(map(positive, baseline)),
+        "telemetry": {**(telemetry or {}), **further},
+    }
+
+
+def where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
+    """Of one problem."""
+    return query.where(
+        *(
+            column == getattr(problem, name)
+            for column, name in zip(PROBLEM_COLUMNS, PROBLEM_FIELDS, strict=True)
+        )
+    )
+
+
+def where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[Any]:
+    """Of one fingerprint."""
+    return query.where(FingerprintRow.digest == fingerprint.digest)
+
+
+def where_current(query: Select[Any], row: type[MeasurementRow | FailureRow]) -> Select[Any]:
+    """Of kernels whose sources are those of this program."""
+    sources = {name: kernel_source_hash(name) for name in families.NAMES}
+    return query.where(
+        or_(
+            row.kernel_source == "",
+            *(
+                (CandidateRow.family == name) & (row.kernel_source == source)
+                for name, source in sources.items()
+            ),
+        )
+    )
+
+
+def readable(rows: Iterable[Any], build: Callable[[Any], Value], kind: str) -> list[Value]:
+    """What `build` makes of the rows it can read; the log says how many it could not, and why."""
+    values, skipped, reason = [], 0, ""
+    for row in rows:
+        try:
+            values.append(build(row))
+        except UNREADABLE as error:
+            skipped, reason = skipped + 1, str(error)
+    if skipped:
+        _log.warning("skipped %d unreadable %s row(s); the last one: %s", skipped, kind, reason)
+    return values
+
+
+def number(cell: Any) -> float:
+    """A finite number. Raises ValueError."""
+    if not isinstance(cell, int | float) or not math.isfinite(cell):
+        raise ValueError(f"{cell!r:.40} is not a number")
+    return float(cell)
+
+
+def positive(cell: Any) -> float:
+    """A finite number above zero. Raises ValueError."""
+    if not number(cell) > 0:
+        raise ValueError(f"{cell!r:.40} is not positive")
+    return float(cell)
+
+
+def text(cell: Any) -> str:
+    """Text. Raises ValueError."""
+    if not isinstance(cell, str):
+        raise ValueError(f"{cell!r:.40} is not text")
+    return cell
+
+
+def flag(cell: Any) -> bool:
+    """True or false; a row that is not there is false. Raises ValueError."""
+    if cell not in (True, False, None):
+        raise ValueError(f"{cell!r:.40} is neither true nor false")
+    return bool(cell)
+
+
+def known(moment: datetime | None) -> datetime:
+    """A moment that could be read. Raises ValueError."""
+    if moment is None:
+        raise ValueError("its time is not an ISO 8601 time")
+    return moment
+
+
+def key_values(
+    problem: Problem, fingerprint: Fingerprint, candidate: Candidate, label: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The columns of the three rows that a result refers to."""
+    text = candidate.to_json()
+    row = {"digest": candidate.digest, "family": candidate.family, "json": text, "label": label}
+    return dataclasses.asdict(problem), fingerprint_values(fingerprint), row
+
+
+def fingerprint_values(fingerprint: Fingerprint) -> dict[str, Any]:
+    """The columns of a fingerprint's row."""
+    return {"digest": fingerprint.digest, **fingerprint.asdict()}
+
+
+def outcome_values(
+    outcome: Measurement | Failure, resources: Resources | None, policy: str
+) -> dict[str, Any]:
+    """The columns of the row, without its keys and time."""
+    made = {"kernel_source": kernel_source_hash(outcome.candidate.family), "origin": ""}
+    if isinstance(outcome, Failure):
+        # What a crashed process last printed may hold NUL, which PostgreSQL's text may not.
+        return {**made, "stage": outcome.stage, "reason": outcome.reason.replace("\0", "")}
+    found = {} if resources is None else dataclasses.asdict(resources)
+    return {**made, "policy": policy_word(policy), **measurement_values(outcome), **found}
+
+
+def measurement_values(measurement: Measurement) -> dict[str, Any]:
+    """The columns of a measurement. Raises DatabaseError for what can be no measurement."""
+    samples, baseline = measurement.samples_us, measurement.baseline_us
+    if not samples or len(samples) != len(baseline):
+        raise DatabaseError(
+            f"{len(samples)} samples and {len(baseline)} of the baseline; as many of both are needed"
+        )
+    if not all(math.isfinite(time) and time > 0 for time in samples + baseline):
+        raise DatabaseError(
+            f"samples of {measurement.candidate} are not all positive times; measure it again"
+        )
+    if not math.isfinite(measurement.relative_error) or not math.isfinite(measurement.noise):
+        raise DatabaseError(
+            f"relative error or noise of {measurement.candidate} is not finite; measure it again"
+        )
+    evidence = plain(dict(measurement.evidence))
+    columns: dict[str, Any] = {}
+    for name in TELEMETRY_NUMBERS:
+        number = isinstance(evidence.get(name), int | float)
+        columns[name] = evidence.pop(name) if number else None
+    listed = isinstance(evidence.get(THROTTLE), list)
+    columns[THROTTLE] = evidence.pop(THROTTLE) if listed else None
+    return columns | {
+        "samples_us": samples,
+        "baseline_us": baseline,
+        "median_us": measurement.median_us,
+        "baseline_median_us": measurement.baseline_median_us,
+        "ratio": measurement.ratio,
+        "spread": measurement.spread,
+        "baseline_spread": dataclasses.replace(measurement, samples_us=baseline).spread,
+        "noise": float(measurement.noise),
+        "relative_error": float(measurement.relative_error),
+        "evidence": evidence,
+    }
