@@ -206,7 +206,7 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
 
     def compiled() -> Any:
         """As Inductor writes it, see `tunegemm.serve.torch.lowering`."""
-        return api._dispatcher.compiled(site, plain, a, view(weight, (k, n), (1, k), 0), (), (), out)
+        return api.dispatcher.compiled(site, plain, a, view(weight, (k, n), (1, k), 0), (), (), out)
 
     def fresh(product: Callable[..., Any]) -> Call:
         return lambda: product(a, weight.t())
@@ -245,18 +245,21 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
     import torch
 
     from tunegemm.serve import api, guards
+    from tunegemm.serve.forms import MATMUL, form_of
+    from tunegemm.serve.slow_path import SlowPath
 
     a = torch.rand(problem.m, problem.k, dtype=torch.bfloat16, device=device.spec)
     b = torch.rand(problem.n, problem.k, dtype=torch.bfloat16, device=device.spec).t()
     for _ in range(3):
         out = api.matmul(a, b)
-    served = api._dispatcher
-    recent = served._state.recent.get(b.data_ptr())
+    served = api.dispatcher
+    recent = served.planner.state.recent.get(b.data_ptr())
     if recent is None or recent.plan is None or recent.at is None:
         raise TunegemmError(f"{problem} was not launched by a tuned kernel; tune it first")
     plan, at, index = recent.plan, recent.at, device.index
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream
+    plain, slowly = form_of(MATMUL, ""), SlowPath(served.planner, served.product, served.fused).compute
     return {
         "nothing (a Python call)": lambda: None,
         "check of the operands": lambda: recent.check(a, b),
@@ -265,13 +268,13 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
             recent.index >= 0 and recent.index != guards.current_device(),
         ),
         "three addresses": lambda: (a.data_ptr(), b.data_ptr(), out.data_ptr()),
-        "output": lambda: served._empty(plan.out_shape, plan.out_strides, plan.out_dtype),
+        "output": lambda: served.planner.allocate(*plan.output),
         "output by torch.empty_like": lambda: torch.empty_like(out),
         "stream": lambda: stream(index),
         "launch": lambda: at(*addresses),
         "launch of tensors": lambda: plan.launch(a, b, out),
-        "dispatcher, known product": lambda: served.product(False, a, b),
-        "dispatcher, general way": lambda: served._general(False, a, b, None),
+        "dispatcher, known product": lambda: served.product(MATMUL, a, b),
+        "dispatcher, slow path": lambda: slowly(plain, a, b, (), (), None),
         "key": lambda: (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device),
     }
 

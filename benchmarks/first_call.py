@@ -67,17 +67,25 @@ times = [time.perf_counter()]
 import tunegemm
 tunegemm.matmul
 times.append(time.perf_counter())
+from tunegemm.describe.device import find_device
 from tunegemm.serve import api
-serving = api._dispatcher
-serving._find = timed("device_ms", serving._find)
-serving._read = timed("records_ms", serving._read)
-serving._prepare = timed("kernel_ms", serving._prepare)
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.launchers import prepare
+from tunegemm.serve.planning import Planner
+from tunegemm.serve.snapshot import read_snapshot
+planner = Planner(
+    find=timed("device_ms", find_device),
+    read=timed("records_ms", read_snapshot),
+    prepare=timed("kernel_ms", prepare),
+)
+serving = Dispatcher(planner)
+api.serve_by(serving)
 for _ in range(2):
     times.append(time.perf_counter())
     tunegemm.matmul(a, b)
     times.append(time.perf_counter())
 read = disk_bytes() - before
-kept = [plan for plan in serving._state.plans.values() if plan is not None]
+kept = [plan for plan in serving.planner.state.plans.values() if plan is not None]
 steps = [1e3 * (end - begin) for begin, end in zip(times, times[1:])]
 print(json.dumps({
     "import_and_matmul_ms": steps[0], **parts, "first_call_ms": steps[2],

@@ -323,8 +323,14 @@ class TestProgress:
 class TestExplain:
     CANDIDATE = "cute_sm80,tile_m=128,tile_n=128,tile_k=32,stages=3,warps_m=2,warps_n=2,smem_swizzle=2"
 
+    def empty(self, tmp_path: Path) -> str:
+        from tunegemm.store import Database
+
+        with Database.open(tmp_path / "empty.sqlite") as database:
+            return database.name
+
     def explain(self, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
-        where = ("--device", "model:h200", "--db", str(tmp_path / "none.db"), "--json")
+        where = ("--device", "model:h200", "--db", self.empty(tmp_path), "--json")
         return json.loads(tunegemm("explain", *arguments, *where).stdout)
 
     def test_the_seeds_figures(self, tmp_path: Path) -> None:
@@ -336,7 +342,7 @@ class TestExplain:
         assert found["tile"]["verdict"] == "feasible" and found["tile"]["waves"] == 8
         assert found["ridge_flops_per_byte"] == pytest.approx(206.125)
         assert found["bound"] == "compute" and found["roofline_tflops"] == pytest.approx(989.4)
-        assert found["record"] is None and "no such database" in found["why_not"]
+        assert found["record"] is None and found["why_not"]
 
     def test_a_memory_bound_shape_and_no_tile(self, tmp_path: Path) -> None:
         first, second = self.explain(tmp_path, "--shape", "16x4096x4096", "--shape", "64x64x64x2")
@@ -345,10 +351,15 @@ class TestExplain:
 
     def test_text(self, tmp_path: Path) -> None:
         run = tunegemm(
-            "explain", "--shape", "4096x4096x1001", "--device", "model:h200", "--db", str(tmp_path / "x")
+            "explain", "--shape", "4096x4096x1001", "--device", "model:h200", "--db", self.empty(tmp_path)
         )
         assert "4096x4096x1001 bf16 tn align2 on NVIDIA H200" in run.stdout
         assert "compute-bound" in run.stdout and "dispatch  torch:" in run.stdout
+
+    @pytest.mark.parametrize("place", ["/etc/passwd", "/nowhere.sqlite"])
+    def test_a_database_that_cannot_be_read_ends_it(self, place: str) -> None:
+        run = tunegemm("explain", "--shape", SHAPE, "--device", "model:h200", "--db", place, code=2)
+        assert run.stdout == "" and place in run.stderr and run.stderr.count("\n") == 1
 
     @pytest.mark.parametrize(
         ("candidate", "named"),

@@ -7,8 +7,8 @@ from tests.support.kernels import Kernels
 from tests.support.numerics import (
     TOLERANCE,
     Case,
+    Examples,
     check_bits,
-    check_refusals,
     difference,
     poisoned,
     untouched,
@@ -50,6 +50,16 @@ LAUNCHES = [
     ("along_m", 4, "all", 3),
     ("along_n", 16, "tiles", 2),
 ]
+EXAMPLES = Examples(
+    "cute_sm80",
+    NAMES,
+    KERNELS,
+    ("raster_order", "swizzle_size", "ctas", "split_k"),
+    LAUNCHES,
+    of_each_schedule=(0, 5, 8),
+    refusals=frozenset({"copies", "registers", "shared_memory"}),
+    fixed={"vector_bytes": 16, "acc_dtype": "fp32"},
+)
 # m, n, k, batch; gap between lines and offset of the first element, in elements
 SHAPES = [
     (512, 512, 512, 1, 0, 0),
@@ -191,7 +201,3 @@ def test_output_of_any_stride_and_major(kernels: Kernels) -> None:
             error = difference(out, expected)
             assert error < TOLERANCE["bf16"], (out_major, gap, offset, error)
             assert untouched(room, out)
-
-
-def test_refuses_what_its_vectors_cannot_read(kernels: Kernels) -> None:
-    check_refusals(kernels.load(Problem.parse("512x512x512"), candidate(KERNELS[0])))

@@ -25,6 +25,7 @@ from tunegemm.serve import dispatcher as dispatcher_module
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.operation import Operation
+from tunegemm.serve.planning import Planner
 from tunegemm.serve.snapshot import Snapshot
 
 pytestmark = pytest.mark.gpu
@@ -177,7 +178,9 @@ def test_dispatch_serves_one_matrix_for_a_batch(
         served = Prepared(operation._launch, tma=True)
         row = Row(operation.problem, device.fingerprint, candidate)
         dispatcher = Dispatcher(
-            read=lambda row=row: Snapshot([row]), prepare=lambda record, device, served=served: served
+            Planner(
+                read=lambda row=row: Snapshot([row]), prepare=lambda record, device, served=served: served
+            )
         )
         a_rows, b_rows = operation.problem.a_major == "k", operation.problem.b_major == "n"
         one_a, one_b = memory((M, K), a_rows), memory((K, N), b_rows)

@@ -53,7 +53,7 @@ def tuned() -> frozenset[Problem]:
 @pytest.fixture
 def only_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails a test that leaves a product to torch, or warns."""
-    monkeypatch.setattr("tunegemm.serve.dispatcher._torch_matmul", lambda *_: pytest.fail("left to torch"))
+    monkeypatch.setattr(torch, "matmul", lambda *_, **__: pytest.fail("fell back to torch"))
     with warnings.catch_warnings():
         warnings.simplefilter("error", TunegemmWarning)
         yield
@@ -204,9 +204,9 @@ def test_first_call_inside_a_capture_is_torchs_and_breaks_nothing(tuned):
             result = matmul(a, b)
     graph.replay()
     close(result, a, b)
-    assert not api._dispatcher._state.plans
+    assert not api.dispatcher.planner.state.plans
     matmul(a, b)
-    assert all(plan is not None for plan in api._dispatcher._state.plans.values())
+    assert all(plan is not None for plan in api.dispatcher.planner.state.plans.values())
 
 
 def test_threads_on_streams_of_their_own(tuned, only_ours):
@@ -309,7 +309,7 @@ if child == 0:
         if sys.argv[1] != "cuda":
             a = torch.ones(128, 64, dtype=torch.bfloat16, device="cuda")
         result = tunegemm.matmul(a, a.t())
-        hits = [plan for plan in api._dispatcher._state.plans.values() if plan is not None]
+        hits = [plan for plan in api.dispatcher.planner.state.plans.values() if plan is not None]
         os._exit(0 if bool((result == 64).all()) and hits else 1)
     except RuntimeError as error:  # torch's own: "Cannot re-initialize CUDA in forked subprocess", or like it
         os._exit(3)
@@ -340,7 +340,7 @@ import tunegemm
 result = tunegemm.matmul(a, b)
 seconds = time.process_time() - start
 from tunegemm.serve import api
-assert [plan.at is not None for plan in api._dispatcher._state.plans.values()] == [True]
+assert [plan.at is not None for plan in api.dispatcher.planner.state.plans.values()] == [True]
 torch.testing.assert_close(result, expected)
 assert not {"cutlass", "sqlalchemy", "alembic", "optuna", "pandas"} & set(sys.modules)
 print(seconds)
@@ -365,7 +365,7 @@ def test_a_foreign_process_publishes(tuned, monkeypatch):
     words = ["tune", "--shape", "96x80x64", "--families", "cute_sm90", "--trials", "4"]
     subprocess.run([sys.executable, "-m", "tunegemm", *words], check=True, timeout=300, capture_output=True)
     close(matmul(a, b), a, b, problem)
-    assert any(plan is not None for plan in api._dispatcher._state.plans.values())
+    assert any(plan is not None for plan in api.dispatcher.planner.state.plans.values())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

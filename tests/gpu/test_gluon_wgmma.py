@@ -1,16 +1,6 @@
-"""Numerics of the Gluon kernels on the GPU, against fp32, on ragged, strided, batched and tiny shapes."""
+"""Examples of Gluon kernels for the GPU's conformance suite."""
 
-import pytest
-import torch
-
-from tests.support.kernels import Kernels
-from tests.support.numerics import TOLERANCE, check_bits, check_product, check_refusals, relative_error
-from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import FEASIBLE
-from tunegemm.generate.gluon_wgmma import FAMILY
-
-pytestmark = pytest.mark.gpu
+from tests.support.numerics import Examples
 
 NAMES = (
     "schedule", "tile_m", "tile_n", "tile_k", "stages", "warps", "instr_n", "lhs_in_registers", "occupancy",
@@ -40,80 +30,12 @@ LAUNCHES = [
     ("along_m", 4, "balanced"),
     ("along_n", 16, "all"),
 ]
-# m, n, k, batch and the padding of each row, in elements
-SHAPES = [
-    (512, 512, 512, 1, 0),
-    (1000, 1032, 520, 1, 0),
-    (8, 8, 8, 1, 0),
-    (72, 264, 1096, 1, 8),
-    (304, 520, 136, 3, 0),
-    (2048, 2112, 1000, 1, 16),
-]
-KINDS = [
-    ("tn", "bf16", "bf16"), ("tt", "bf16", "bf16"), ("nn", "fp16", "fp16"), ("nt", "bf16", "fp32"),
-    ("tn", "fp16", "fp32"), ("tt", "fp16", "bf16"),
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def kernels(kernels: Kernels) -> Kernels:
-    for layout, in_dtype, out_dtype in KINDS:
-        problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
-        for kernel in KERNELS:
-            kernels.begin(problem, candidate(kernel))
-    return kernels
-
-
-def candidate(kernel: tuple[str | int, ...], launch: tuple[str | int, ...] = LAUNCHES[0]) -> Candidate:
-    return Candidate.make(
-        "gluon_wgmma",
-        dict(zip(NAMES, kernel, strict=True)),
-        dict(zip(("raster_order", "swizzle_size", "ctas"), launch, strict=True)),
-    )
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
-@pytest.mark.parametrize("kind", KINDS, ids="-".join)
-def test_right_on_every_shape(
-    kernels: Kernels, kernel: tuple[str | int, ...], kind: tuple[str, str, str]
-) -> None:
-    layout, in_dtype, out_dtype = kind
-    launched = 0
-    for i, (m, n, k, batch, pad) in enumerate(SHAPES):
-        problem = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
-        chosen = candidate(kernel, LAUNCHES[i % len(LAUNCHES)])
-        verdict = FAMILY.check(problem, chosen, kernels.device)
-        if verdict.rule == "narrow_lines":
-            pytest.skip(verdict.reason)
-        if (verdict.rule or "").endswith("_fits"):  # these look at speed: it must be right all the same
-            verdict = FEASIBLE
-        assert verdict, (problem, verdict)
-        check_product(kernels.load(problem, chosen), problem, FAMILY.label(chosen), pad=pad)
-        launched += 1
-    assert launched == len(SHAPES)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
-def test_back_to_back_runs_agree_bitwise(kernels: Kernels, kernel: tuple[str | int, ...]) -> None:
-    problem = Problem.parse("2048x2112x1000")
-    a = torch.randn(2048, 1000, device="cuda").bfloat16()
-    b = torch.randn(2112, 1000, device="cuda").bfloat16().t()
-    check_bits(kernels.load(problem, candidate(kernel)), a, b, FAMILY.label(candidate(kernel)))
-
-
-def test_refuses_what_tma_cannot_read(kernels: Kernels) -> None:
-    check_refusals(kernels.load(Problem.parse("512x512x512"), candidate(KERNELS[8])))
-
-
-def test_a_captured_launch_replays(kernels: Kernels) -> None:
-    problem = Problem.parse("512x512x512")
-    launch = kernels.load(problem, candidate(KERNELS[13]))
-    a, b = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(2))
-    out = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch(a, b.t(), out)
-    a.copy_(torch.randn(512, 512, device="cuda"))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert relative_error(out, a, b.t()) < TOLERANCE["bf16"]
+EXAMPLES = Examples(
+    "gluon_wgmma",
+    NAMES,
+    KERNELS,
+    ("raster_order", "swizzle_size", "ctas"),
+    LAUNCHES,
+    of_each_schedule=(0, 3, 5, 8, 13),
+    refusals=frozenset({"narrow_lines"}),
+)

@@ -10,6 +10,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.measure.outcome import Measurement
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.online import OnlineTuning
+from tunegemm.serve.planning import Planner
 from tunegemm.serve.policies import FASTEST, Policy
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
@@ -39,18 +40,18 @@ def operands(m: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("policy", [FASTEST, Policy("no_workspace"), Policy(max_sms=16), Policy(max_sms=1)])
 def test_one_kernel_serves_every_m(rows: list[Row], policy: Policy) -> None:
-    dispatcher = Dispatcher(read=lambda: Snapshot(rows))
-    dispatcher.use(policy)
+    dispatcher = Dispatcher(Planner(read=lambda: Snapshot(rows)))
+    dispatcher.planner.use(policy)
     for m in range(65, 256, 10):
         a, b = operands(m)
         result = dispatcher.matmul(a, b)
         torch.testing.assert_close(result, torch.matmul(a, b), rtol=2e-2, atol=1.0)
-        plans = dispatcher._state.plans.values()
+        plans = dispatcher.planner.state.plans.values()
     assert len(plans) == 20 and None not in plans, "all are near hits"
 
 
 def test_near_plans_are_not_made_during_capture(rows: list[Row]) -> None:
-    dispatcher, graph = Dispatcher(read=lambda: Snapshot(rows)), torch.cuda.CUDAGraph()
+    dispatcher, graph = Dispatcher(Planner(read=lambda: Snapshot(rows))), torch.cuda.CUDAGraph()
     a, b = operands(100)
     torch.matmul(a, b)
     torch.cuda.synchronize()
@@ -58,7 +59,7 @@ def test_near_plans_are_not_made_during_capture(rows: list[Row]) -> None:
         result = dispatcher.matmul(a, b)
     graph.replay()
     torch.testing.assert_close(result, torch.matmul(a, b))
-    assert not dispatcher._state.plans
+    assert not dispatcher.planner.state.plans
 
 
 def test_energy_of_the_finalists_is_stored(tmp_path) -> None:
@@ -80,7 +81,7 @@ def test_online_tunes_on_the_first_call(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TUNEGEMM_MODE", "online")
     monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "tuning.sqlite"))
     Database.open(tmp_path / "tuning.sqlite").close()
-    dispatcher = Dispatcher(online=OnlineTuning())
+    dispatcher = Dispatcher(Planner(online=OnlineTuning()))
     a, b = operands(96)
     for _ in range(2):
         torch.testing.assert_close(dispatcher.matmul(a, b), torch.matmul(a, b), rtol=2e-2, atol=1.0)

@@ -1,4 +1,4 @@
-"""Numerics of the Triton kernels on the GPU, against fp32, on ragged, strided, batched and tiny shapes."""
+"""What only Triton's kernels have, on the GPU."""
 
 import threading
 import time
@@ -9,17 +9,12 @@ import torch
 from tests.support.kernels import Kernels
 from tests.support.numerics import (
     TOLERANCE,
-    check_bits,
-    check_product,
-    check_refusals,
-    check_views,
+    Examples,
     operand,
     poisoned,
     relative_error,
 )
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import FEASIBLE
 from tunegemm.generate.triton_tma import FAMILY
 
 pytestmark = pytest.mark.gpu
@@ -46,91 +41,34 @@ LAUNCHES = [
     ("along_m", 4, "two_per_sm", 3),
     ("along_n", 16, "all", 2),
 ]
-# m, n, k, batch and the padding of each row, in elements
-SHAPES = [
-    (512, 512, 512, 1, 0),
-    (1000, 1032, 520, 1, 0),
-    (8, 8, 8, 1, 0),
-    (72, 264, 1096, 1, 8),
-    (304, 520, 136, 3, 0),
-    (2048, 2112, 1000, 1, 16),
-]
-KINDS = [
-    ("tn", "bf16", "bf16"), ("tt", "bf16", "bf16"), ("nn", "fp16", "fp16"), ("nt", "bf16", "fp32"),
-    ("tn", "fp16", "fp32"), ("tt", "fp16", "bf16"),
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def kernels(kernels: Kernels) -> Kernels:
-    for layout, in_dtype, out_dtype in KINDS:
-        problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
-        for kernel in KERNELS:
-            kernels.begin(problem, candidate(kernel))
-    return kernels
-
-
-def candidate(kernel: tuple[str | int, ...], launch: tuple[str | int, ...] = LAUNCHES[0]) -> Candidate:
-    return Candidate.make(
-        "triton_tma",
-        dict(zip(NAMES, kernel, strict=True)),
-        dict(zip(("raster_order", "swizzle_size", "ctas", "split_k"), launch, strict=True)),
-    )
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
-@pytest.mark.parametrize("kind", KINDS, ids="-".join)
-def test_right_on_every_shape(
-    kernels: Kernels, kernel: tuple[str | int, ...], kind: tuple[str, str, str]
-) -> None:
-    layout, in_dtype, out_dtype = kind
-    launched = 0
-    for i, (m, n, k, batch, pad) in enumerate(SHAPES):
-        problem = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
-        chosen = candidate(kernel, LAUNCHES[i % len(LAUNCHES)])
-        verdict = FAMILY.check(problem, chosen, kernels.device)
-        if verdict.rule in ("reduction", "two_fits"):
-            chosen = candidate(kernel, LAUNCHES[i % 2])
-            verdict = FAMILY.check(problem, chosen, kernels.device)
-        if verdict.rule == "shared_memory":  # an fp32 output stages twice the bytes
-            compile_params = dict(chosen.compile_params) | {"stages": 2}
-            chosen = Candidate.make(chosen.family, compile_params, dict(chosen.launch_params))
-            verdict = FAMILY.check(problem, chosen, kernels.device)
-        if verdict.rule in ("two_fits", "swap_fits", "split_fits"):
-            verdict = FEASIBLE  # these look at speed: the kernel must be right all the same
-        if verdict.rule == "warp_specialization" and batch > 1:
-            continue
-        assert verdict, (problem, verdict)
-        check_product(kernels.load(problem, chosen), problem, FAMILY.label(chosen), pad=pad, runs=2)
-        launched += 1
-    assert launched >= 5
+EXAMPLES = Examples(
+    "triton_tma",
+    NAMES,
+    KERNELS,
+    ("raster_order", "swizzle_size", "ctas", "split_k"),
+    LAUNCHES,
+    of_each_schedule=(0, 6, 10),
+)
+SQUARE = Problem.parse("512x512x512")
 
 
 @pytest.mark.parametrize("schedule", ["pipelined", "flattened", "warp_specialized"])
 def test_an_output_whose_columns_are_contiguous(kernels: Kernels, schedule: str) -> None:
     problem = Problem(520, 264, 512, out_major="m")
-    kernel = next(kernel for kernel in KERNELS if kernel[0] == schedule)
-    launch = kernels.load(problem, candidate(kernel))
+    kernel = next(place for place, kernel in enumerate(KERNELS) if kernel[0] == schedule)
+    launch = kernels.load(problem, EXAMPLES.launch(kernel))
     a, b = operand(True, 520, 512, 1, 0, "bf16")[0], operand(False, 512, 264, 1, 0, "bf16")[0]
     out = poisoned(264, 520).t()
     launch(a, b, out)
     assert relative_error(out, a, b) < TOLERANCE["bf16"]
 
 
-def test_back_to_back_runs_agree_bitwise(kernels: Kernels) -> None:
-    problem = Problem.parse("2048x2112x1000")
-    a = torch.randn(2048, 1000, device="cuda").bfloat16()
-    b = torch.randn(2112, 1000, device="cuda").bfloat16().t()
-    for kernel in KERNELS:
-        for launch_values in LAUNCHES if kernel[0] == "pipelined" else LAUNCHES[:2]:
-            chosen = candidate(kernel, launch_values)
-            check_bits(kernels.load(problem, chosen), a, b, FAMILY.label(chosen))
-
-
 def test_split_k_does_not_depend_on_who_is_last(kernels: Kernels) -> None:
     """A long k over many parts, on two streams at once and replayed from a graph: the same bits."""
     problem = Problem.parse("256x256x16384")
-    chosen = candidate(("pipelined", 128, 128, 64, 4, 8, 64, False), ("along_m", 1, "all", 16))
+    chosen = EXAMPLES.kernel(0, tile_n=128, stages=4).with_launch(
+        raster_order="along_m", swizzle_size=1, ctas="all", split_k=16
+    )
     assert FAMILY.check(problem, chosen, kernels.device)
     launch = kernels.load(problem, chosen)
     a = torch.randn(256, 16384, device="cuda").bfloat16()
@@ -153,17 +91,8 @@ def test_split_k_does_not_depend_on_who_is_last(kernels: Kernels) -> None:
     assert relative_error(outs[0], a, b) < TOLERANCE["bf16"]
 
 
-def test_refuses_what_tma_cannot_read(kernels: Kernels) -> None:
-    check_refusals(kernels.load(Problem.parse("512x512x512"), candidate(KERNELS[0])))
-
-
-def test_views_with_an_aligned_offset_are_right(kernels: Kernels) -> None:
-    for kernel in (KERNELS[0], KERNELS[6], KERNELS[10]):
-        check_views(kernels.load(Problem.parse("512x512x512"), candidate(kernel)))
-
-
 def test_a_thread_that_never_used_cuda_can_launch(kernels: Kernels) -> None:
-    launch = kernels.load(Problem.parse("512x512x512"), candidate(KERNELS[6]))
+    launch = kernels.load(SQUARE, EXAMPLES.launch(6))
     a, b = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(2))
     out = poisoned(512, 512)
     torch.cuda.synchronize()
@@ -185,7 +114,7 @@ def test_a_thread_that_never_used_cuda_can_launch(kernels: Kernels) -> None:
 
 def test_host_cost_of_a_launch(kernels: Kernels) -> None:
     """A launch with known operands is a look-up and one driver call; a generous bound for busy hosts."""
-    launch = kernels.load(Problem.parse("512x512x512"), candidate(KERNELS[6]))
+    launch = kernels.load(SQUARE, EXAMPLES.launch(6))
     a, b, out = (torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     b = b.t()
     best_us = float("inf")
@@ -195,5 +124,4 @@ def test_host_cost_of_a_launch(kernels: Kernels) -> None:
         for _ in range(200):
             launch(a, b, out)
         best_us = min(best_us, (time.perf_counter() - start) / 200 * 1e6)
-    print(f"launch: {best_us:.1f} us on the host")
     assert best_us < 30

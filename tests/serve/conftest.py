@@ -9,6 +9,7 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.planning import Planner
 from tunegemm.serve.snapshot import Snapshot
 
 
@@ -26,13 +27,15 @@ def kernel() -> Kernel:
 def serve(device, kernel):
     """A dispatcher on CPU tensors whose database holds the given problems."""
 
-    def make(*problems: Problem, prepared: Prepared | None = None) -> Dispatcher:
+    def make(*problems: Problem, prepared: Prepared | None = None, prepare=None) -> Dispatcher:
         rows = [Row(problem, device.fingerprint) for problem in problems]
         return Dispatcher(
-            device_type="cpu",
-            read=lambda: Snapshot(rows),
-            find=lambda spec: device,
-            prepare=lambda record, device: prepared or Prepared(kernel, tma=True),
+            Planner(
+                device_type="cpu",
+                read=lambda: Snapshot(rows),
+                find=lambda spec: device,
+                prepare=prepare or (lambda record, device: prepared or Prepared(kernel, tma=True)),
+            )
         )
 
     return make

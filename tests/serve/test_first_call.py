@@ -76,15 +76,17 @@ import tunegemm
 tunegemm.matmul
 from tunegemm.describe.device import find_device
 from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.planning import Planner
 from tunegemm.serve.launchers import Prepared, prepare
 launched = []
 def without_a_launch(record, device):
     assert prepare(record, device).launch is not None
     return Prepared(lambda *tensors: launched.append(tensors))
-serving = Dispatcher(device_type="cpu", find=lambda _: find_device("model:h200"), prepare=without_a_launch)
+planner = Planner(device_type="cpu", find=lambda _: find_device("model:h200"), prepare=without_a_launch)
+serving = Dispatcher(planner)
 serving.matmul(a, b)
 seconds = time.process_time() - start
-print(json.dumps({"launched": len(launched), "seconds": seconds, "records": len(serving._state.snapshot),
+print(json.dumps({"launched": len(launched), "seconds": seconds, "records": len(planner.state.snapshot),
                   "modules": sorted({name.partition(".")[0] for name in sys.modules})}))
 """
 

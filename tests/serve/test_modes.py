@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +14,12 @@ from tests.serve.test_neighbours import kernel as candidate
 from tests.support.serving import Kernel, Row, operands, quietly
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.workload import Workload
 from tunegemm.errors import ArtifactError, MeasureError, TunegemmWarning
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.modes import read_mode
 from tunegemm.serve.online import OnlineTuning
+from tunegemm.serve.planning import Planner
 from tunegemm.serve.snapshot import Snapshot
 
 N, K = 48, 64
@@ -50,10 +48,12 @@ class Store:
     def dispatcher(self, kernel: Kernel, **more) -> Dispatcher:
         defaults = {"prepare": lambda record, device: Prepared(kernel, tma=True)}
         return Dispatcher(
-            device_type="cpu",
-            read=lambda: Snapshot(self.rows),
-            find=lambda spec: self.device,
-            **defaults | more,
+            Planner(
+                device_type="cpu",
+                read=lambda: Snapshot(self.rows),
+                find=lambda spec: self.device,
+                **defaults | more,
+            )
         )
 
 
@@ -79,7 +79,14 @@ def test_an_unknown_mode_is_a_warning_and_near(monkeypatch):
     monkeypatch.setenv("TUNEGEMM_MODE", "fast")
     said: list[str] = []
     assert read_mode(said.append) == "near"
-    assert "'fast' is not known" in said[0] and "off, exact, near, record, online" in said[0]
+    assert "'fast' is not known" in said[0] and "off, exact, near, online" in said[0]
+
+
+def test_a_mode_that_was_names_what_counts_products_now(monkeypatch):
+    monkeypatch.setenv("TUNEGEMM_MODE", "record")
+    said: list[str] = []
+    assert read_mode(said.append) == "near"
+    assert "`tunegemm record -- PROGRAM`" in said[0] and "tunegemm.record(FILE)" in said[0]
 
 
 def test_a_near_hit_is_silent_and_takes_the_next_option_where_an_object_is_missing(device, kernel):
@@ -102,49 +109,6 @@ def test_what_neighbours_refuse_is_silently_torchs(device, kernel):
     store.rows[1] = Row(Problem(128, N, K), device.fingerprint, candidate(), 1.0)
     quietly(product, store.dispatcher(kernel), 112)
     assert kernel.calls == []
-
-
-# record
-
-
-def run(code: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True,
-        env=os.environ | {"TUNEGEMM_MODE": "record", "PYTHONPATH": str(root)} | environment,
-    )  # fmt: skip
-
-
-PROGRAM = """
-import torch, tunegemm
-a, b = torch.ones(32, 64, dtype=torch.bfloat16), torch.ones(64, 48, dtype=torch.bfloat16)
-for _ in range(3):
-    tunegemm.matmul(a, b)
-torch.mm(a, b)
-"""
-
-
-def test_record_counts_what_the_program_multiplies(tmp_path: Path) -> None:
-    done = run(PROGRAM, tmp_path, TUNEGEMM_RECORD=str(tmp_path / "shapes.json"))
-    assert "1 products in" in done.stderr and "tunegemm tune --from" in done.stderr
-    (found,) = Workload.from_document(json.loads((tmp_path / "shapes.json").read_text()), "").products
-    assert (found.kind.m, found.kind.n, found.kind.k, found.calls) == (32, 48, 64, 4)
-
-
-def test_record_prints_its_default_name_and_a_folder_takes_a_file_per_process(tmp_path: Path) -> None:
-    done = run(PROGRAM, tmp_path)
-    (path,) = tmp_path.glob("tunegemm-shapes-*.json")
-    assert path.name in done.stderr
-    folder = tmp_path / "ranks"
-    folder.mkdir()
-    for _ in range(2):
-        run(PROGRAM, tmp_path, TUNEGEMM_RECORD=str(folder))
-    assert len(list(folder.glob("*.json"))) == 2
-
-
-def test_a_file_that_cannot_be_written_does_not_end_the_program(tmp_path: Path) -> None:
-    done = run(PROGRAM + "print('went on')", tmp_path, TUNEGEMM_RECORD=str(tmp_path / "none" / "shapes.json"))
-    assert "went on" in done.stdout and "its folder does not exist" in done.stderr
 
 
 # online
@@ -177,7 +141,7 @@ def test_a_failed_tuning_is_a_warning_and_is_not_tried_again(monkeypatch, device
     dispatcher = Store(device).dispatcher(kernel, online=OnlineTuning(tune))
     with pytest.warns(TunegemmWarning, match="online failed .the GPU went away"):
         product(dispatcher, 96)
-    dispatcher.refresh()
+    dispatcher.planner.refresh()
     quietly(product, dispatcher, 96)
     assert len(attempts) == 1
 

@@ -23,6 +23,7 @@ from tunegemm.measure.replay import open_replay
 from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.planning import Planner
 from tunegemm.serve.policies import FASTEST, Policy, parse_policy
 from tunegemm.serve.selection import read_rivals, select
 from tunegemm.serve.snapshot import Snapshot
@@ -160,13 +161,15 @@ def dispatcher(device, request):
         baseline_us=(11.0,) * 3,
     )  # fmt: skip
     made = Dispatcher(
-        device_type="cpu",
-        read=lambda: Snapshot([Row(problem, device.fingerprint, split)]),
-        find=lambda spec: device,
-        prepare=lambda record, device: Prepared(
-            kernels["split" if record.candidate["split_k"] > 1 else "plain"], tma=True
-        ),
-        rivals=lambda problem: [rival],
+        Planner(
+            device_type="cpu",
+            read=lambda: Snapshot([Row(problem, device.fingerprint, split)]),
+            find=lambda spec: device,
+            prepare=lambda record, device: Prepared(
+                kernels["split" if record.candidate["split_k"] > 1 else "plain"], tma=True
+            ),
+            rivals=lambda problem: [rival],
+        )
     )
     return made, kernels
 
@@ -177,29 +180,29 @@ def test_each_policy_has_plans_of_its_own(dispatcher):
     counts = lambda: (len(kernels["split"].calls), len(kernels["plain"].calls))  # noqa: E731
     quietly(made.matmul, a, b)
     assert counts() == (1, 0)
-    assert made.use(Policy("no_workspace")) == FASTEST
+    assert made.planner.use(Policy("no_workspace")) == FASTEST
     for _ in range(2):
         quietly(made.matmul, a, b)
     assert counts() == (1, 2)
-    made.use(FASTEST)
-    made._prepare = lambda *_: pytest.fail("prepared anew")  # the plans were kept
+    made.planner.use(FASTEST)
+    plans = dict(made.planner.state.plans)
     quietly(made.matmul, a, b)
-    assert counts() == (2, 2)
-    made.refresh()
-    assert made.policy == FASTEST
+    assert counts() == (2, 2) and made.planner.state.plans == plans, "they were kept"
+    made.planner.refresh()
+    assert made.planner.policy == FASTEST
 
 
 def test_policy_is_a_call_and_a_context(monkeypatch, dispatcher):
     made, _ = dispatcher
-    monkeypatch.setattr(api, "_dispatcher", made)
+    monkeypatch.setattr(api, "dispatcher", made)
     with tunegemm.policy("deterministic", max_sms=120):
-        assert made.policy == Policy("deterministic", 120)
+        assert made.planner.policy == Policy("deterministic", 120)
         with pytest.raises(ZeroDivisionError), tunegemm.policy("no_workspace"):
             raise ZeroDivisionError
-        assert made.policy == Policy("deterministic", 120)
-    assert made.policy == FASTEST
+        assert made.planner.policy == Policy("deterministic", 120)
+    assert made.planner.policy == FASTEST
     tunegemm.policy("min_energy")
-    assert made.policy == Policy("min_energy")
+    assert made.planner.policy == Policy("min_energy")
     with pytest.raises(PolicyError, match="use one of fastest, deterministic"):
         tunegemm.policy("quickest")
 
@@ -207,9 +210,9 @@ def test_policy_is_a_call_and_a_context(monkeypatch, dispatcher):
 def test_the_environment_sets_the_first_policy(monkeypatch, dispatcher):
     made, kernels = dispatcher
     monkeypatch.setenv("TUNEGEMM_POLICY", "no_workspace")
-    assert made.policy == Policy("no_workspace")  # before any product, too: `explain` asks
+    assert made.planner.policy == Policy("no_workspace")  # before any product, too: `explain` asks
     quietly(made.matmul, *operands())
-    assert made.policy == Policy("no_workspace") and len(kernels["plain"].calls) == 1
+    assert made.planner.policy == Policy("no_workspace") and len(kernels["plain"].calls) == 1
 
 
 def test_an_unknown_policy_in_the_environment_is_a_warning(monkeypatch, dispatcher):
@@ -217,7 +220,7 @@ def test_an_unknown_policy_in_the_environment_is_a_warning(monkeypatch, dispatch
     monkeypatch.setenv("TUNEGEMM_POLICY", "quickest")
     with pytest.warns(TunegemmWarning, match="TUNEGEMM_POLICY: policy 'quickest' is not known"):
         made.matmul(*operands())
-    assert made.policy == FASTEST
+    assert made.planner.policy == FASTEST
 
 
 def test_rivals_are_read_of_the_users_databases(monkeypatch, tmp_path: Path):

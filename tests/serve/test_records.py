@@ -22,7 +22,7 @@ from tunegemm.measure.outcome import Measurement
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
 from tunegemm.serve.launchers import TORCH, Prepared, is_torch
-from tunegemm.serve.planning import LOOK_SECONDS
+from tunegemm.serve.planning import LOOK_SECONDS, Planner
 from tunegemm.serve.snapshot import Snapshot
 
 # Misses
@@ -45,7 +45,9 @@ def test_a_miss_warns_once_and_names_the_command(serve, kernel):
 
 
 def test_cpu_tensors_warn_once_with_the_command():
-    dispatcher = Dispatcher(read=lambda: pytest.fail("the database must not be read for CPU tensors"))
+    dispatcher = Dispatcher(
+        Planner(read=lambda: pytest.fail("the database must not be read for CPU tensors"))
+    )
     a, b = operands()
     with pytest.warns(TunegemmWarning) as caught:
         for _ in range(2):
@@ -123,10 +125,12 @@ def test_foreign_record_says_what_differs(device, kernel):
     foreign = replace(device.fingerprint, driver="1.2", sm_count=78, sm_budget=70)
     rows = [Row(Problem(32, 48, 64), foreign)]
     dispatcher = Dispatcher(
-        device_type="cpu",
-        read=lambda: Snapshot(rows),
-        find=lambda _: device,
-        prepare=lambda *_: Prepared(kernel),
+        Planner(
+            device_type="cpu",
+            read=lambda: Snapshot(rows),
+            find=lambda _: device,
+            prepare=lambda *_: Prepared(kernel),
+        )
     )
     with pytest.warns(TunegemmWarning, match=r"sm_count 78 \(here 132\), sm_budget 70 \(here 132\)"):
         dispatcher.matmul(*operands())
@@ -186,10 +190,12 @@ def test_a_kernel_that_cannot_be_prepared_is_a_miss(device, error):
         raise error
 
     dispatcher = Dispatcher(
-        device_type="cpu",
-        read=lambda: Snapshot([Row(Problem(32, 48, 64), device.fingerprint)]),
-        find=lambda _: device,
-        prepare=prepare,
+        Planner(
+            device_type="cpu",
+            read=lambda: Snapshot([Row(Problem(32, 48, 64), device.fingerprint)]),
+            find=lambda _: device,
+            prepare=prepare,
+        )
     )
     a, b = operands()
     with pytest.warns(TunegemmWarning, match=f"{str(error).splitlines()[0]}.*tunegemm tune"):
@@ -220,10 +226,10 @@ def test_unreadable_database_and_unknown_device_warn_once():
 
     device = find_device("model:h200")
     a, b = operands()
-    dispatcher = Dispatcher(device_type="cpu", read=broken, find=lambda _: device)
+    dispatcher = Dispatcher(Planner(device_type="cpu", read=broken, find=lambda _: device))
     with pytest.warns(TunegemmWarning, match="no such database"):
         assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
-    dispatcher = Dispatcher(device_type="cpu", read=broken, find=unknown)
+    dispatcher = Dispatcher(Planner(device_type="cpu", read=broken, find=unknown))
     with pytest.warns(TunegemmWarning, match="sm_75") as caught:
         dispatcher.matmul(a, b)
         dispatcher.matmul(a[:16], b)
@@ -233,10 +239,12 @@ def test_unreadable_database_and_unknown_device_warn_once():
 def test_refresh_reads_the_database_again(device, kernel):
     rows: list[Row] = []
     dispatcher = Dispatcher(
-        device_type="cpu",
-        read=lambda: Snapshot(rows),
-        find=lambda _: device,
-        prepare=lambda *_: Prepared(kernel),
+        Planner(
+            device_type="cpu",
+            read=lambda: Snapshot(rows),
+            find=lambda _: device,
+            prepare=lambda *_: Prepared(kernel),
+        )
     )
     a, b = operands()
     with pytest.warns(TunegemmWarning):
@@ -244,7 +252,7 @@ def test_refresh_reads_the_database_again(device, kernel):
     rows.append(Row(Problem(32, 48, 64), device.fingerprint))
     quietly(dispatcher.matmul, a, b)
     assert not kernel.calls
-    dispatcher.refresh()
+    dispatcher.planner.refresh()
     quietly(dispatcher.matmul, a, b)
     assert len(kernel.calls) == 1
 
@@ -252,13 +260,13 @@ def test_refresh_reads_the_database_again(device, kernel):
 def test_mode_off_reads_nothing(monkeypatch, kernel):
     monkeypatch.setenv("TUNEGEMM_MODE", "off")
     dispatcher = Dispatcher(
-        device_type="cpu", read=lambda: pytest.fail("read"), find=lambda _: pytest.fail("asked")
+        Planner(device_type="cpu", read=lambda: pytest.fail("read"), find=lambda _: pytest.fail("asked"))
     )
     a, b = operands()
     assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b))
     monkeypatch.setenv("TUNEGEMM_MODE", "of")
     with pytest.warns(TunegemmWarning, match="'of'"):
-        Dispatcher(read=lambda: Snapshot()).matmul(a, b)
+        Dispatcher(Planner(read=lambda: Snapshot())).matmul(a, b)
 
 
 def test_nothing_is_made_during_graph_capture(serve, kernel, monkeypatch):
@@ -288,9 +296,11 @@ def test_records_of_a_real_database_are_dispatched(monkeypatch, tmp_path, device
             database.settle(Problem(m, 48, 64), real, Measurement(candidate, samples, samples, 1e-3, 0.003))
     monkeypatch.setenv("TUNEGEMM_DB", str(path))
     dispatcher = Dispatcher(
-        device_type="cpu",
-        find=lambda _: real,
-        prepare=lambda record, _: TORCH if is_torch(record.candidate) else Prepared(kernel, tma=True),
+        Planner(
+            device_type="cpu",
+            find=lambda _: real,
+            prepare=lambda record, _: TORCH if is_torch(record.candidate) else Prepared(kernel, tma=True),
+        )
     )
     a, b = operands()
     for m, hits in ((32, 1), (16, 1), (32, 2)):
@@ -306,7 +316,7 @@ def test_missing_and_corrupt_databases_warn_once(monkeypatch, tmp_path, device, 
     if content is not None:
         path.write_bytes(content)
     monkeypatch.setenv("TUNEGEMM_DB", str(path))
-    dispatcher = Dispatcher(device_type="cpu", find=lambda _: device)
+    dispatcher = Dispatcher(Planner(device_type="cpu", find=lambda _: device))
     a, b = operands()
     with pytest.warns(TunegemmWarning, match=r"tuning\.sqlite") as caught:
         assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
@@ -325,7 +335,7 @@ def test_a_kernel_that_is_not_in_the_object_store_is_never_compiled(monkeypatch,
     candidate = next(space.launches(kernel))
     monkeypatch.setattr(type(family), "compile", lambda *_: pytest.fail("compiled"))
     rows = [Row(problem, device.fingerprint, candidate)]
-    dispatcher = Dispatcher(device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device)
+    dispatcher = Dispatcher(Planner(device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device))
     a, b = operands(256, 256, 256)
     with pytest.warns(TunegemmWarning, match="not in the object store.*tunegemm tune --shape 256x256x256"):
         assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
@@ -347,11 +357,13 @@ def test_records_published_meanwhile_are_found_by_products_left_to_torch(device,
         return len(rows)
 
     dispatcher = Dispatcher(
-        device_type="cpu",
-        read=lambda: Snapshot(rows),
-        find=lambda _: device,
-        prepare=lambda record, _: Prepared(known.launcher if record.problem == known.problem else later),
-        modified=modified,
+        Planner(
+            device_type="cpu",
+            read=lambda: Snapshot(rows),
+            find=lambda _: device,
+            prepare=lambda record, _: Prepared(known.launcher if record.problem == known.problem else later),
+            modified=modified,
+        )
     )
     a, b = operands()
     quietly(dispatcher.matmul, a, b)
@@ -364,21 +376,23 @@ def test_records_published_meanwhile_are_found_by_products_left_to_torch(device,
     for _ in range(3):
         quietly(dispatcher.matmul, a, b)
     assert looks == [0.0], "a known product never looks"
-    plans = dict(dispatcher._state.plans)
+    plans = dict(dispatcher.planner.state.plans)
     assert torch.equal(quietly(dispatcher.matmul, a[:16], b), torch.matmul(a[:16], b))
     assert len(later.calls) == 1 and len(looks) == 3
     kept = {key: plan for key, plan in plans.items() if plan is not None}
-    assert kept.items() <= dispatcher._state.plans.items(), "plans of tuned kernels stay"
+    assert kept.items() <= dispatcher.planner.state.plans.items(), "plans of tuned kernels stay"
 
 
 def test_nothing_is_looked_for_during_graph_capture(device, monkeypatch):
     looks, now = [], [0.0]
     monkeypatch.setattr("tunegemm.serve.planning.time.monotonic", lambda: now[0])
     dispatcher = Dispatcher(
-        device_type="cpu",
-        read=Snapshot,
-        find=lambda _: device,
-        modified=lambda: looks.append(now[0]),
+        Planner(
+            device_type="cpu",
+            read=Snapshot,
+            find=lambda _: device,
+            modified=lambda: looks.append(now[0]),
+        )
     )
     a, b = operands()
     with pytest.warns(TunegemmWarning, match="no record"):
@@ -419,7 +433,7 @@ def test_a_forked_child_starts_anew(by_address):
     held, done = threading.Event(), threading.Event()
 
     def hold():
-        with dispatcher._lock:
+        with dispatcher.planner.lock:
             held.set()
             done.wait()
 

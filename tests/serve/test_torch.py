@@ -10,7 +10,8 @@ import io
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from torch.nn.functional import linear as torch_linear
 
 import tunegemm
 from tests.support.serving import BF16, CANDIDATE, Kernel, Row, operands, serve_with
-from tunegemm.describe.device import find_device
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.launchers import TORCH, Prepared
+from tunegemm.serve.planning import Planner
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.serve.torch import ops, takeover
 
@@ -47,15 +49,16 @@ class Everything(Snapshot):
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """All problems of CPU tensors are served by it."""
-    kernel, device = Kernel(), find_device("model:h200")
-    dispatcher = Dispatcher(
-        device_type="cpu",
-        read=Everything,
-        find=lambda _: device,
-        prepare=lambda record, _: Prepared(kernel.of(record.problem)),
-    )
-    serve_with(monkeypatch, dispatcher)
+    kernel = Kernel()
+    serve_with(monkeypatch, serving(lambda record, _: Prepared(kernel.of(record.problem))))
     return kernel
+
+
+def serving(prepare: Callable[[Any, Device], Prepared]) -> Dispatcher:
+    """A dispatcher of CPU tensors with a record for every problem."""
+    device = find_device("model:h200")
+    planner = Planner(device_type="cpu", read=Everything, find=lambda _: device, prepare=prepare)
+    return Dispatcher(planner)
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +106,7 @@ def test_backward_names_the_problems_that_autograd_asks_for(kernel, monkeypatch,
     a = torch.ones(*lead, m, k, dtype=BF16) if a_major == "k" else torch.ones(*lead, k, m, dtype=BF16).mT
     b = torch.ones(*lead, k, n, dtype=BF16) if b_major == "n" else torch.ones(*lead, n, k, dtype=BF16).mT
     asked = []
-    monkeypatch.setattr(
-        api._dispatcher, "_search", lambda state, problem, *_: asked.append(problem) or Prepared(kernel)
-    )
+    serve_with(monkeypatch, serving(lambda record, _: asked.append(record.problem) or Prepared(kernel)))
     a.requires_grad_()
     b.requires_grad_()
     result = tunegemm.matmul(a, b)
@@ -270,7 +271,7 @@ def test_inductor_calls_by_a_function_and_leaves_the_untuned_to_aten(kernel, mon
     """Not through torch's dispatcher, which costs more than a small product; and nothing for nothing."""
     from torch._inductor.utils import run_and_get_code
 
-    monkeypatch.setattr(api._dispatcher, "serves", lambda *_, **__: served)
+    monkeypatch.setattr(api.dispatcher.planner, "serves", lambda *_, **__: served)
     a, b = batch() if lead else operands()
     function = torch.compile(lambda a, b: tunegemm.matmul(a, b).relu(), fullgraph=True)
     with (  # the caches know no records
@@ -293,10 +294,10 @@ def test_inductor_is_taught_by_every_traced_graph(monkeypatch):
     taught = []
     monkeypatch.setattr(lowering, "lower", taught.append)
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", False)
-    ops._teach_inductor(lambda: api._dispatcher)
+    ops._teach_inductor(lambda: api.dispatcher)
     assert not taught
     with tracing(TracingContext(FakeTensorMode())):
-        ops._teach_inductor(lambda: api._dispatcher)
+        ops._teach_inductor(lambda: api.dispatcher)
     assert taught
 
 
@@ -516,7 +517,7 @@ def test_enable_leaves_the_rest_to_torch(kernel):
 
 def test_a_miss_under_enable_is_torchs_own_kernel(kernel, monkeypatch):
     """Nothing recurses where dispatch falls back to torch."""
-    monkeypatch.setattr(api._dispatcher, "_search", lambda *_: None)
+    serve_with(monkeypatch, serving(lambda *_: TORCH))
     a, b = operands()
     a.requires_grad_()
     with tunegemm.enable():
@@ -676,11 +677,11 @@ def test_compiled_code_is_kept_by_the_records_that_decided(kernel):
 
     def run(*ratios: float) -> list[int]:
         rows = [Row(Problem(32, 48, 64), device.fingerprint, CANDIDATE, ratio) for ratio in ratios]
-        dispatcher = Dispatcher(
+        dispatcher = Dispatcher(Planner(
             device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device,
             prepare=lambda record, _: Prepared(kernel), modified=lambda: (),
-        )  # fmt: skip
-        api._dispatcher = dispatcher
+        ))  # fmt: skip
+        api.serve_by(dispatcher)
         torch._dynamo.reset()
         counters.clear()
         kernel.calls.clear()

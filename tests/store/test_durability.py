@@ -19,6 +19,7 @@ from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, meas
 from tests.support.processes import environment
 from tunegemm.errors import DatabaseError, TunegemmWarning
 from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.planning import Planner
 from tunegemm.store import Database
 from tunegemm.store.connection import on_network
 from tunegemm.store.schema import VERSION_TABLE
@@ -260,7 +261,7 @@ def test_dispatch_leaves_its_products_to_torch_with_one_warning(
         location = "postgresql://tunegemm:secret@127.0.0.1:9/nothing"
     monkeypatch.setenv("TUNEGEMM_DB", location)
     monkeypatch.setattr("platformdirs.user_data_dir", lambda name: str(path.parent / "none"))
-    dispatcher = Dispatcher(device_type="cpu", find=lambda _: benchmark.device())
+    dispatcher = Dispatcher(Planner(device_type="cpu", find=lambda _: benchmark.device()))
     a, b = torch.ones(16, 32, dtype=torch.bfloat16), torch.ones(32, 64, dtype=torch.bfloat16)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -80,8 +80,8 @@ class TestObjects:
         ("change", "named"),
         [
             (alter, "bytes changed"), (truncate, "bytes changed"), (let_all_write, "mode 0666"),
-            (let_group_write, "mode 0620"), (link, "a symbolic link"), (pipe, "no regular file"),
-            (folder, "no regular file"),
+            (let_group_write, "mode 0620"), (link, "a symbolic link"), (pipe, "not a regular file"),
+            (folder, "not a regular file"),
         ],
     )  # fmt: skip
     def test_an_object_that_is_not_as_it_was_made(

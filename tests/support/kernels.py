@@ -69,6 +69,7 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None]) -
     from tunegemm.serve import api, planning
     from tunegemm.serve.dispatcher import Dispatcher
     from tunegemm.serve.launchers import Prepared, prepare
+    from tunegemm.serve.planning import Planner
 
     def watched(record: Any, device: Device) -> Prepared:
         prepared = prepare(record, device)
@@ -83,6 +84,6 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None]) -
         return replace(prepared, launch=noted)
 
     monkeypatch.setattr(planning, "least_ratio", lambda problem, device: 0.0)
-    served = Dispatcher(prepare=watched)
-    monkeypatch.setattr(api, "_dispatcher", served)
-    monkeypatch.setattr(api, "_product", served.product)
+    served = Dispatcher(Planner(prepare=watched))
+    monkeypatch.setattr(api, "dispatcher", served)
+    monkeypatch.setattr(api, "product", served.product)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.generate.families import Launcher
 from tunegemm.measure import operands as data
 
@@ -123,3 +125,31 @@ class Case:
             launch(*self.operands.arguments)
             objection = self.objection()
             assert objection is None, (self.problem, label, objection)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Kernels and launches of a family, all of which `tests/gpu/test_conformance.py` runs."""
+
+    family: str
+    names: tuple[str, ...]
+    """Of the compile-time parameters, in the order of `kernels`."""
+    kernels: list[tuple[Any, ...]]
+    launch_names: tuple[str, ...]
+    launches: list[tuple[Any, ...]]
+    """The first is for every kernel."""
+    of_each_schedule: tuple[int, ...] = (0,)
+    """Places of kernels that differ most."""
+    refusals: frozenset[str] = frozenset()
+    """Rules by which a kernel may be without some layout or dtype."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Compile-time parameters that are the same for all."""
+
+    def kernel(self, kernel: int, **changes: Any) -> Candidate:
+        values = dict(zip(self.names, self.kernels[kernel], strict=True))
+        return Candidate.make(self.family, {**self.fixed, **values, **changes})
+
+    def launch(self, kernel: int, number: int = 0, **changes: Any) -> Candidate:
+        """The kernel with the launch of that number, which wraps around."""
+        values = self.launches[number % len(self.launches)]
+        return self.kernel(kernel, **changes).with_launch(**dict(zip(self.launch_names, values, strict=True)))

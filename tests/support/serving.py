@@ -1,6 +1,6 @@
 """Dispatch on CPU tensors: kernels that compute with torch, records that name them, operands.
 
-`Dispatcher(device_type="cpu")` serves CPU tensors, so that all of it but the CUDA launch runs for real.
+`Planner(device_type="cpu")` plans for CPU tensors, so that all of it but the CUDA launch runs for real.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ def Row(
 
 def serve_with(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> None:
     """Every call of the package goes to this dispatcher, those on CPU tensors too."""
-    monkeypatch.setattr(api, "_dispatcher", dispatcher)
-    monkeypatch.setattr(api, "_product", dispatcher.product)
-    monkeypatch.setattr(ops, "_DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(takeover, "_KEYS", ("CPU",))
+    before = api.dispatcher
+    monkeypatch.setattr(api, "dispatcher", before)  # which undoes the next line
+    monkeypatch.setattr(api, "product", before.product)
+    api.serve_by(dispatcher)
+    monkeypatch.setattr(ops, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
 
 
 class Kernel:
@@ -114,12 +116,12 @@ def at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.
 
 
 def calls_of(call) -> tuple[list[str], list[str]]:
-    """The Python and the C functions that a call enters."""
+    """The Python functions, by module and name, and the C functions that a call enters."""
     python, c = [], []
 
     def profile(frame, event, argument):
         if event == "call":
-            python.append(frame.f_code.co_name)
+            python.append(f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}")
         elif event == "c_call":
             c.append(argument.__name__)
 
@@ -129,3 +131,8 @@ def calls_of(call) -> tuple[list[str], list[str]]:
     finally:
         sys.setprofile(None)
     return python, c
+
+
+def is_slow(call) -> bool:
+    """Whether a call finds no plan without a key."""
+    return any("serve.slow_path." in name for name in calls_of(call)[0])

@@ -2,9 +2,9 @@
 
 A graphics processing cluster (GPC) merges its multiprocessors' reads of the same lines of L2, if they come at
 about the same time; not those of multicasts (H200, benchmarks/results/h200/gpc-2026-11-22.json). A grid's
-clusters are handed out to the GPCs in turn, always alike on an idle device, so that clusters of neighbouring
-indices lie apart. CUDA tells neither. What is measured here is only used to choose who computes which tile:
-where it does not hold, kernels are slower and as right.
+clusters are handed out to one GPC after the other, always alike on an idle device, so that clusters of
+neighbouring indices lie apart. CUDA reports neither. What is measured here only decides which cluster
+computes which tile: where it does not hold, kernels are slower and as right.
 
 By ctypes: to import cuda.bindings was 16 ms of a process's first call (H200 host, 2026-11-21).
 """
@@ -103,7 +103,7 @@ def gpcs_of_clusters(index: int, cluster_size: int, clusters: int, smem_bytes: i
 
 
 def places_of(gpcs: Sequence[int]) -> tuple[int, ...]:
-    """A place in the walk for each cluster, such that those of one GPC have places in a row.
+    """A place in the rasterization for each cluster, such that those of one GPC follow each other.
 
     GPCs with few clusters come first: what a chip has left over of several then fills whole blocks.
     """
@@ -142,7 +142,7 @@ def _gpcs_of_clusters(
 
 
 def groups(clusters: Sequence[Sequence[int]]) -> dict[int, int]:
-    """For each multiprocessor the least of those that it shares a GPC with, as far as clusters tell."""
+    """For each multiprocessor the least of those that it shares a GPC with, as far as clusters show."""
     least: dict[int, int] = {}
     for cluster in clusters:
         joined = {least.get(sm, sm) for sm in cluster}
@@ -156,7 +156,7 @@ def groups(clusters: Sequence[Sequence[int]]) -> dict[int, int]:
 def _multiprocessors(
     driver: Any, function: ctypes.c_void_p, index: int, size: int, smem_bytes: int, clusters: int = 0
 ) -> list[list[int]]:
-    """Where each cluster's blocks ran; as many as run at once unless told. Empty where none does."""
+    """Where each cluster's blocks ran; by default as many as run at once. Empty where none does."""
     import torch
 
     if not clusters:

@@ -146,9 +146,9 @@ class Device:
         if self.fingerprint.sm_budget < self.fingerprint.sm_count:  # so that no launch fills more
             return max(1, self.sm_count // cluster_size)
         if self.is_real:
-            told = active_clusters(self.index, cluster_size, self.architecture.smem_bytes_per_block)
-            if told is not None:
-                return told
+            counted = active_clusters(self.index, cluster_size, self.architecture.smem_bytes_per_block)
+            if counted is not None:
+                return counted
         return even_cut(self.sm_count, cluster_size)
 
     def gpcs_of_clusters(self, cluster_size: int, clusters: int) -> tuple[int, ...] | None:
@@ -201,7 +201,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """The chip's state at one moment, from NVML. What NVML cannot tell is None."""
+    """The chip's state at one moment, from NVML. What NVML does not report is None."""
 
     sm_clock_mhz: int | None
     power_w: float | None

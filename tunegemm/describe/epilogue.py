@@ -92,6 +92,8 @@ class Epilogue:
         Raises ProblemError for a step that is not known, twice or out of order, and for a user's function
         that this process has not defined.
         """
+        if not isinstance(text, str):
+            raise ProblemError(f"epilogue {text!r:.40} is not a text; give its steps, such as bias_n+relu")
         return _parse(text)
 
     @staticmethod
@@ -237,7 +239,7 @@ def _define(source: str) -> Custom:
     while lines and not lines[0].startswith("def "):
         lines.pop(0)  # decorators
     if not lines:
-        raise ProblemError(f"epilogue {source.strip()!r} is no function by name; give a plain def")
+        raise ProblemError(f"epilogue {source.strip()!r} is not a function by name; give a plain def")
     source = "\n".join(lines).rstrip() + "\n"
     known: dict[str, Any] = {name: globals()[name] for name in FUNCTIONS} | KINDS
     scope = dict(known)

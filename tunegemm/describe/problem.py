@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tunegemm.describe.epilogue import Epilogue, Operand, operand_dtype
 from tunegemm.errors import ProblemError
+from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,9 @@ LAYOUTS: dict[str, tuple[str, str]] = {
 #: Of at most 30 digits: Python refuses to read numbers of thousands.
 _SHAPE = re.compile(r"(\d{1,30})x(\d{1,30})x(\d{1,30})(?:x(\d{1,30}))?", re.ASCII)
 _MAX_EXTENT = 2**31 - 1  # TMA coordinates are signed 32-bit
+
+#: Fields of a problem that are words.
+_TEXTS = ("in_dtype", "out_dtype", "a_major", "b_major", "out_major", "epilogue", "accumulation")
 
 #: The widest load of one thread and what TMA wants: more alignment than this changes no kernel.
 MAX_ALIGNMENT = 16
@@ -143,16 +147,25 @@ class Problem:
     """How sums over k are kept: one of `ACCUMULATIONS`; ``two_level`` for fp8 only."""
 
     def __post_init__(self) -> None:
-        for name in ("m", "n", "k", "batch"):
-            extent = getattr(self, name)
+        for name in ("m", "n", "k", "batch", "alignment"):
+            number = getattr(self, name)
             try:
-                fits = 1 <= operator.index(extent) <= _MAX_EXTENT
+                whole = operator.index(number)
             except TypeError:
-                fits = False
-            if not fits:
-                raise ProblemError(
-                    f"{name}={extent!r} in {self.shape}: every extent must be from 1 to {_MAX_EXTENT}"
-                )
+                whole = -1
+            if not (name != "alignment") <= whole <= _MAX_EXTENT:
+                given = f"{name}={shown(number) if isinstance(number, int) else repr(number)[:40]}"
+                if name == "alignment":
+                    raise ProblemError(f"{given}: give a number of bytes, or 0 for that of packed operands")
+                extents = (self.m, self.n, self.k, *(self.batch,) * (self.batch != 1))
+                where = "x".join(shown(extent) for extent in extents)
+                raise ProblemError(f"{given} in {where}: every extent must be from 1 to {_MAX_EXTENT}")
+            object.__setattr__(self, name, whole)  # a NumPy integer becomes Python's
+        if isinstance(self.epilogue, Epilogue):
+            object.__setattr__(self, "epilogue", str(self.epilogue))
+        for name in _TEXTS:
+            if not isinstance(text := getattr(self, name), str):
+                raise ProblemError(f"{name}={text!r:.40}: give its name as a text")
         default_out_dtype(self.in_dtype)  # raises for dtypes without kernels
         allowed, scaled = OUTPUT_DTYPES[self.in_dtype], SCALED_OUTPUT_DTYPES.get(self.in_dtype, ())
         if self.out_dtype not in (allowed + scaled if self.fused.scales else allowed):
@@ -202,7 +215,7 @@ class Problem:
         """
         match = _SHAPE.fullmatch(str(shape).strip().lower())  # whatever it is, the error shows it
         if match is None:
-            raise ProblemError(f"shape {shape!r} is not MxNxK or MxNxKxL; for example 4096x4096x4096")
+            raise ProblemError(f"shape {shape!r:.60} is not MxNxK or MxNxKxL; for example 4096x4096x4096")
         if str(layout).lower() not in LAYOUTS:
             raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
         m, n, k, batch = (int(group) if group else 1 for group in match.groups())
@@ -222,9 +235,10 @@ class Problem:
         )
         if alignment is None:
             return problem
-        if alignment < 1:  # which `Problem` takes for that of packed operands
-            allowed = ", ".join(map(str, problem._alignments()))
-            raise ProblemError(f"alignment {alignment}: use one of {allowed} bytes")
+        allowed = problem._alignments()
+        if type(alignment) is not int or alignment not in allowed:
+            words = ", ".join(map(str, allowed))
+            raise ProblemError(f"alignment {alignment!r} of {problem.shape}: use one of {words} bytes")
         return replace(problem, alignment=alignment)
 
     @classmethod
@@ -245,6 +259,9 @@ class Problem:
         Raises ProblemError for other ranks, for extents that do not match, for mixed dtypes other than fp8's,
         and for an operand that has no contiguous mode.
         """
+        for operand in (a, b):
+            if not hasattr(operand, "stride"):
+                raise ProblemError(f"operand {operand!r:.40} is not a tensor; give two of torch's")
         if a.ndim not in (2, 3) or a.ndim != b.ndim:
             raise ProblemError(f"operands of {a.ndim} and {b.ndim} dimensions; both need 2 or both 3")
         if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:

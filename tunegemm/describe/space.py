@@ -39,7 +39,13 @@ class Candidate:
         compile_params: Mapping[str, Value],
         launch_params: Mapping[str, Value] | None = None,
     ) -> Candidate:
-        """From mappings, in any order."""
+        """From mappings, in any order. Raises SpaceError for other than a name and two mappings."""
+        given = (family, str), (compile_params, Mapping), (launch_params or {}, Mapping)
+        for value, kind in given:
+            if not isinstance(value, kind):
+                raise SpaceError(
+                    f"{value!r:.40}: a candidate is made of a family's name and mappings of values"
+                )
         return cls(
             family, tuple(sorted(compile_params.items())), tuple(sorted((launch_params or {}).items()))
         )

@@ -118,6 +118,12 @@ class ArtifactStore:
         except OSError as error:
             raise self.refuse_write(error) from None
 
+    def check(self) -> None:
+        """Raises ArtifactError, as `find` would, for a folder that another user owns or may write."""
+        for folder in (self.root, *(self.root.glob("??") if self.root.is_dir() else ())):
+            if folder.is_dir():
+                _refuse_foreign(folder, folder.stat())
+
     def _path(self, key: Key, suffix: str) -> Path:
         digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
         return self.root / digest[:2] / (digest[2:] + suffix)
@@ -148,7 +154,7 @@ class ArtifactStore:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise ArtifactError(f"{path}: no regular file; delete it and tune again")
+                raise ArtifactError(f"{path}: not a regular file; delete it and tune again")
             if not self._is_package:
                 _refuse_foreign(path, status)
                 for folder in (path.parent, self.root):

@@ -166,7 +166,7 @@ class CompilePool:
 
 
 def _refusal(resources: Resources) -> str:
-    """A kernel that spills or whose WGMMAs were serialized is no candidate: its rule should have said so."""
+    """A kernel that spills or whose WGMMAs were serialized is no use: its rule should have said so."""
     if resources.spill_bytes:
         return f"spills {resources.spill_bytes} B to local memory"
     if resources.warnings:

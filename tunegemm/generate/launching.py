@@ -84,8 +84,8 @@ def operand_reader(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Places]:
     """A function of (a, b, out) that says where they are.
 
-    It raises ValueError where addresses and strides of A and B are no multiples of `in_bytes`, or those of D
-    none of `out_bytes`: the kernel would fault there.
+    It raises ValueError where addresses and strides of A and B are not multiples of `in_bytes`, or those of D
+    of `out_bytes`: the kernel would fault there.
     """
     m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
     # Per operand: the strided mode, its extent, and the packed leading dimension. Where the mode has
@@ -100,7 +100,7 @@ def operand_reader(
         stride = -(-packed // unit) * unit if lines == 1 else tensor.stride(mode)
         if stride % unit:
             raise ValueError(
-                f"leading dimension {stride} is no multiple of the {unit} elements of one access"
+                f"leading dimension {stride} is not a multiple of the {unit} elements of one access"
             )
         return stride
 
@@ -108,7 +108,7 @@ def operand_reader(
         if tensor.ndim == 2 or batch == 1:
             return -(-packed // unit) * unit
         if tensor.stride(0) % unit:
-            raise ValueError(f"batch stride {tensor.stride(0)} is no multiple of {unit} elements")
+            raise ValueError(f"batch stride {tensor.stride(0)} is not a multiple of {unit} elements")
         return tensor.stride(0)
 
     def read(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Places:
@@ -281,7 +281,9 @@ def _word_reader(problem: Problem, operand: Operand) -> Callable[[Any, list[int]
         address = tensor.data_ptr()
         if operand.kind != "matrix":
             if address % address_bytes or (shape and extent > 1 and tensor.stride(0) != 1):
-                raise ValueError(f"{operand.name} of strides {tensor.stride()} is no packed, aligned vector")
+                raise ValueError(
+                    f"{operand.name} of strides {tensor.stride()} is not a packed, aligned vector"
+                )
             words.append(address)
             return
         leading = tensor.stride(-2 if mode == -1 else -1) if lines > 1 else -(-extent // unit) * unit

@@ -1,12 +1,12 @@
 """A predicted time for a tile candidate: waves, tensor cores, shared memory, L2, DRAM, epilogue.
 
-It only ever ranks: its microseconds order candidates of one problem and are no measurement, so nothing
+It only ever ranks: its microseconds order candidates of one problem and are not a measurement, so nothing
 stores or shows them as one. Every term is a closed formula of the problem, the candidate and the
 device; what is left out (power, clocks of a moment, bank conflicts) is what measuring is for.
 
 The terms of one product, in order:
 
-1. *waves*: a persistent grid of clusters walks the tiles; the slowest CTA computes ceil(tiles / resident).
+1. *waves*: a persistent grid of clusters takes the tiles; the slowest CTA computes ceil(tiles / resident).
 2. *compute*: WGMMA cycles of one k-step, or the shared-memory cycles of its operands where they are
    more, or the latency of a load that the ring of stages does not hide.
 3. *L2*: operand bytes of all CTAs at once; a cluster multicasts, and so asks for less.
@@ -65,7 +65,7 @@ _DRAM_EFFICIENCY = 0.77
 _L2_USABLE = 0.6
 # Epilogue: cycles per 64-row subtile beside its bytes (stmatrix, fence, TMA store, barrier).
 _SUBTILE_CYCLES = 185
-# Split-K: the last part of a tile waits for an atomic and reads the others' sums through L2.
+# Split-K: the last split of a tile waits for an atomic and reads the others' sums through L2.
 _REDUCTION_US = 1.5
 # Sums that meet in pairs, or in a second kernel: for each level of the tree, for the kernel, and the bytes a
 # microsecond in which sums are written and read. Fitted by hand to splits of five shapes on an H200,
@@ -75,7 +75,7 @@ _SECOND_KERNEL_US, _SECOND_BYTES_PER_US = 2.5, 7.0e6
 # Where stream-K's whole tiles follow, sums that meet do so under others' main loops; those of a second kernel
 # are out of L2 by the time that it reads them (four shapes, same file).
 _EARLY_PAIRS_BYTES_PER_US, _EARLY_SECOND_BYTES_PER_US = 7.0e6, 3.0e6
-# Clusters of stream-K walk through k out of step: that part of what L2 would else have shared is read again.
+# Clusters of stream-K go through k out of step: that share of what L2 would else have served is read again.
 _OUT_OF_STEP = 0.6
 _LAUNCH_US = 2.0
 _FILL_US = 1.0
@@ -85,12 +85,12 @@ _OVERLAP_POWER = 4.9
 _DEFAULT_CLOCK_MHZ = 1700.0
 _DEFAULT_BANDWIDTH_GBPS = 3000.0
 
-# At the power cap, with the chip to itself: how a lead at shared clocks shrinks, what it costs to fetch
+# In steady-state timing at the power cap: how a lead in interleaved timing shrinks, what it costs to fetch
 # operands from L2, and that two warpgroups work on tiles of their own. Fitted to our kernels that were timed
 # both ways on an H200 (benchmarks/results/h200/turns-2026-11-22.json), where m > 256: 2.3 % are left of 8 %.
-_LEAD_ALONE = 0.71
-_FETCH_ALONE = 9.0
-_PINGPONG_ALONE = 0.031
+_STEADY_LEAD = 0.71
+_STEADY_FETCH = 9.0
+_STEADY_PINGPONG = 0.031
 
 #: Stream-K gives no cluster fewer k tiles than that.
 _MIN_K_TILES_OF_SHARE = 4
@@ -98,7 +98,7 @@ _MIN_K_TILES_OF_SHARE = 4
 _REQUIRED = ("tile_m", "tile_n", "tile_k")
 _TILE_GRID = ("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
 #: How a kernel goes through the grid.
-_WALK = ("raster_order", "swizzle_size")
+_RASTERIZATION = ("raster_order", "swizzle_size")
 #: What decides on the best launch: the grid of tiles, and for a split of k also the length of the main loop.
 _GRID_PARAMETERS = (*_TILE_GRID, "tile_k", "schedule", "tile_scheduler")
 
@@ -164,7 +164,7 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     clock_mhz = _clock_mhz(device) * _SUSTAINED_CLOCK
     streams = params.get("tile_scheduler") == "stream_k"
 
-    # 1. Waves. Parts of k are tiles of their own.
+    # 1. Waves. Splits of k are tiles of their own.
     resident = device.resident_clusters(grid.cluster_size)
     waves = ceil(grid.clusters / resident)
     balanced = ceil(grid.clusters / waves)
@@ -206,13 +206,13 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     l2_bytes = active_ctas * waves * (operand_bytes + tile_m * tile_n * out_bytes)
     if streams:
         l2_bytes = grid.tiles * (operand_bytes + tile_m * tile_n * out_bytes)
-    pieces = (cut + launched if cut else 0) if streams else (grid.clusters if split_k > 1 else 0)
-    sum_bytes = pieces * grid.cluster_size * tile_m * tile_n * 4
+    work_units = (cut + launched if cut else 0) if streams else (grid.clusters if split_k > 1 else 0)
+    sum_bytes = work_units * grid.cluster_size * tile_m * tile_n * 4
     l2_bytes += 2 * sum_bytes  # partial sums are written once and read once
     l2_us = l2_bytes / (_L2_BYTES_PER_CYCLE_AND_SM * device.sm_count * _clock_mhz(device))
 
     # 4. DRAM.
-    read_bytes = operand_bytes_from_dram(problem, grid, resident, _usable_l2(device), *_walk(params))
+    read_bytes = operand_bytes_from_dram(problem, grid, resident, _usable_l2(device), *_rasterization(params))
     if streams:
         read_bytes += _OUT_OF_STEP * cut / grid.clusters * _unshared_bytes(problem, grid, _usable_l2(device))
     bandwidth = (device.bandwidth_gbps or _DEFAULT_BANDWIDTH_GBPS) * 1e3 * _DRAM_EFFICIENCY
@@ -232,10 +232,10 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
     else:
         epilogue_us = waves * tile_epilogue_us
 
-    if pieces and "reduction" in params:
-        parts = ceil(launched / cut) + 1 if streams else split_k
+    if work_units and "reduction" in params:
+        splits = ceil(launched / cut) + 1 if streams else split_k
         early = streams and grid.clusters > launched
-        epilogue_us += _sums_us(sum_bytes, parts, params["reduction"] == "second_kernel", early)
+        epilogue_us += _sums_us(sum_bytes, splits, params["reduction"] == "second_kernel", early)
     elif split_k > 1:
         epilogue_us += _REDUCTION_US + split_k * tile_m * tile_n * 4 / _SMEM_BYTES_PER_CYCLE / clock_mhz
 
@@ -262,16 +262,16 @@ def _transposed(problem: Problem) -> Problem:
     return replace(problem, m=problem.n, n=problem.m)
 
 
-def _sums_us(sum_bytes: float, parts: int, second_kernel: bool, early: bool) -> float:
-    """What it costs that the sums of a tile's parts become one. early: whole tiles follow the parts."""
+def _sums_us(sum_bytes: float, splits: int, second_kernel: bool, early: bool) -> float:
+    """What it costs to add the sums of a tile's k splits. early: whole tiles follow them."""
     if second_kernel:
         rate = _EARLY_SECOND_BYTES_PER_US if early else _SECOND_BYTES_PER_US
         return _SECOND_KERNEL_US + 2 * sum_bytes / rate
     # Of two that meet only one writes its sums, and the other reads them.
-    moved = 2 * sum_bytes * (parts - 1) / parts
+    moved = 2 * sum_bytes * (splits - 1) / splits
     if early:
         return _MEETING_US + moved / _EARLY_PAIRS_BYTES_PER_US
-    return ceil(log2(parts)) * _MEETING_US + moved / _PAIRS_BYTES_PER_US
+    return ceil(log2(splits)) * _MEETING_US + moved / _PAIRS_BYTES_PER_US
 
 
 def _unshared_bytes(problem: Problem, grid: TileGrid, l2_bytes: int) -> float:
@@ -340,9 +340,9 @@ def elementwise_us(num_bytes: int, device: Device) -> float:
 def operand_bytes_from_dram(
     problem: Problem, grid: TileGrid, resident: int, l2_bytes: int, raster: str, swizzle: int
 ) -> float:
-    """Operand bytes read from device memory, given how the grid is walked.
+    """Operand bytes read from device memory, given the rasterization of the grid.
 
-    The walk goes along M (or N) through groups of `swizzle` clusters of the other mode. A wave covers a
+    It goes along M (or N) through groups of `swizzle` clusters of the other mode. A wave covers a
     block of the grid; its rows of A and columns of B are read once, and a next wave finds again what
     L2 still holds. Where both operands fit, that is everything.
     """
@@ -364,7 +364,7 @@ def operand_bytes_from_dram(
     wave_across = min(across, max(group, ceil(resident / along)))
     wave_bytes = min(m, wave_along * extent_along) * k_bytes + min(n, wave_across * extent_across) * k_bytes
     waves = max(1.0, along * across / resident)
-    # Walking on within a group keeps its columns; where the walk wraps, the rows come round again.
+    # Within a group the columns stay; from one group to the next, the rows come round again.
     again = max(0.0, waves * wave_bytes - once)
     kept = min(1.0, l2_bytes / (once if wave_bytes < l2_bytes else wave_bytes))
     return batch * (once + again * (1 - kept))
@@ -375,7 +375,7 @@ def _usable_l2(device: Device) -> int:
 
 
 def _fits_l2(problem: Problem, device: Device) -> bool:
-    """Whether both operands of an entry stay in L2: the walk is free then."""
+    """Whether both operands of an entry stay in L2: the rasterization is free then."""
     return (problem.m + problem.n) * problem.k * DTYPE_BYTES[problem.in_dtype] <= _usable_l2(device)
 
 
@@ -408,7 +408,7 @@ def steady_ratio(candidate: Candidate, ratio: float) -> float:
     # Elements fetched from L2 for a multiply-add: CTAs of a cluster share what they read alike.
     fetched = 1 / (tile_m * int(params.get("cluster_m", 1))) + 1 / (tile_n * int(params.get("cluster_n", 1)))
     pingpong = params.get("schedule") == "pingpong"
-    return ratio**_LEAD_ALONE * exp(-_FETCH_ALONE * fetched - _PINGPONG_ALONE * pingpong)
+    return ratio**_STEADY_LEAD * exp(-_STEADY_FETCH * fetched - _STEADY_PINGPONG * pingpong)
 
 
 def low_power(ranked: Sequence[Prediction], count: int) -> list[Candidate]:
@@ -446,41 +446,42 @@ def best_launch(
     seen = [] if _fits_l2(problem, device) else ["raster_order", "swizzle_size"]
     for name in {*seen, "split_k"} & lists.keys():
         lists[name] += [v for v in launch_values[name][1:] if feasible(first.with_launch(**{name: v}))]
-    for reduction in launch_values.get("reduction", ())[1:]:  # a second kernel, where there are parts to add
-        parts = lists["split_k"][-1]
-        if feasible(first.with_launch(split_k=parts, reduction=reduction)):
+    for reduction in launch_values.get("reduction", ())[1:]:  # a second kernel, where there are splits to add
+        splits = lists["split_k"][-1]
+        if feasible(first.with_launch(split_k=splits, reduction=reduction)):
             lists["reduction"].append(reduction)
     if (hint := l2_hint(problem, kernel)) in launch_values.get("l2_hint", ()):
         lists["l2_hint"] = [hint]
-    names = [name for name in _WALK if len(lists.get(name, ())) > 1]
-    walks = [dict(zip(names, values, strict=True)) for values in itertools.product(*map(lists.pop, names))]
+    names = [name for name in _RASTERIZATION if len(lists.get(name, ())) > 1]
+    orders = [dict(zip(names, values, strict=True)) for values in itertools.product(*map(lists.pop, names))]
     launches: Iterable[Candidate] = _launches(first, lists)
     if names:
-        launches = (launch.with_launch(**_best_walk(problem, launch, walks, device)) for launch in launches)
+        launches = (launch.with_launch(**_best_order(problem, launch, orders, device)) for launch in launches)
     return min((predict(problem, launch, device) for launch in launches), key=lambda p: p.total_us)
 
 
-def _best_walk(
-    problem: Problem, launch: Candidate, walks: Iterable[Mapping[str, Value]], device: Device
+def _best_order(
+    problem: Problem, launch: Candidate, orders: Iterable[Mapping[str, Value]], device: Device
 ) -> Mapping[str, Value]:
-    """Of walks through the grid the one that reads least from device memory: nothing else depends on it."""
+    """The rasterization that reads least from device memory: nothing else depends on it."""
     seen, grid = _cut(problem, launch)
     resident, l2_bytes = device.resident_clusters(grid.cluster_size), _usable_l2(device)
 
-    def read_bytes(walk: Mapping[str, Value]) -> float:
-        return operand_bytes_from_dram(seen, grid, resident, l2_bytes, *_walk({**launch.params, **walk}))
+    def read_bytes(order: Mapping[str, Value]) -> float:
+        rasterization = _rasterization({**launch.params, **order})
+        return operand_bytes_from_dram(seen, grid, resident, l2_bytes, *rasterization)
 
-    return min(walks, key=read_bytes)
+    return min(orders, key=read_bytes)
 
 
-def _walk(params: Mapping[str, Value]) -> tuple[str, int]:
+def _rasterization(params: Mapping[str, Value]) -> tuple[str, int]:
     return str(params.get("raster_order", "along_m")), int(params.get("swizzle_size", 1))
 
 
 def l2_hint(problem: Problem, kernel: Candidate) -> str:
     """Which operand to let go from L2 first: the one that no second cluster reads, if any.
 
-    With one row of clusters every part of B is read by one cluster only, and lines kept for nobody push out
+    With one row of clusters all of B is read by one cluster only, and lines kept for no other push out
     those of A. On an H200 (one interleave per shape, kernel-log-2026-11-21.json) the hint took 128x6144x4096
     from 0.97 to 1.03 of torch.mm, 128x7168x16384 from 1.13 to 1.17 and 256x4096x4096 from 0.98 to 1.01; on
     operands that are read again it changed nothing or cost up to 1 %.

@@ -98,7 +98,7 @@ def write_object(out: Path, header: Header, cubin: bytes) -> None:
 
 
 def read_object(content: bytes) -> tuple[Header, bytes]:
-    """The parts of an object file. Raises ArtifactError when it is none of this format."""
+    """The parts of an object file. Raises ArtifactError when it is not of this format."""
     line, _, cubin = content.partition(b"\n")
     try:
         data = json.loads(line)
@@ -160,7 +160,7 @@ def build(
                     )
             except Exception as error:
                 raise RuntimeError(_first_error(log.read_text()) or f"{_root_cause(error)}") from error
-        report = read_report(log.read_text())
+        report = log.read_text()
         ptx, cubin, facts = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
     if facts.profile_scratch_size or facts.num_ctas != 1:
         raise RuntimeError(
@@ -179,13 +179,7 @@ def build(
     if (found := _parameters(ptx)) != header.parameters:
         raise RuntimeError(f"triton {triton.__version__} passes {found}, expected {header.parameters}")
     write_object(out, header, cubin)
-    return Resources(
-        registers=report.registers,
-        spill_bytes=report.spill_bytes,
-        smem_bytes=facts.shared,
-        warnings=report.warnings,
-        compile_seconds=time.perf_counter() - start,
-    )
+    return read_report(report, smem_bytes=facts.shared, compile_seconds=time.perf_counter() - start)
 
 
 def _source_type(function: Any) -> Any:

@@ -41,7 +41,7 @@ def gap(details: Details) -> str:
     own = [trial.ratio for trial in tried if trial.candidate == record.candidate]
     if not own:
         return f"The record, at {record.ratio:.3f}, is a candidate that this search did not try."
-    race = "its final race" if record.settled else "a later measurement"
+    race = "its final race" if record.confirmed else "a later measurement"
     return (
         f"The search measured the record's candidate at {own[-1]:.3f}, in few rounds beside many others; its "
         f"{record.ratio:.3f} is of {race}, of {record.rounds} rounds. The two do not compare."

@@ -49,7 +49,7 @@ class Winner:
     high: float
     noise: float
     rounds: int
-    settled: bool
+    confirmed: bool
     """Whether it won a final race."""
     measured_at: datetime
     fingerprint: Fingerprint
@@ -58,6 +58,8 @@ class Winner:
     power_w: float | None = None
     temperature_c: float | None = None
     throttle_reasons: tuple[str, ...] = ()
+    origin: str = ""
+    """What it was imported or merged from; empty when it was measured into this database."""
 
     @property
     def verdict(self) -> Verdict:
@@ -143,7 +145,14 @@ class Evidence:
         """One sentence: where the times come from."""
         if self.source == "recorded":
             return f"Recorded on an {self.device.name} ({self.location}); nothing was measured here."
-        return f"Measured on {self.device.name}."
+        origins = [winner.origin for winner in self.winners if winner.origin]
+        if not origins:
+            return f"Measured on {self.device.name}."
+        named = list(dict.fromkeys(origins))
+        sources = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if named[3:] else "")
+        if len(origins) == len(self.winners):
+            return f"Imported from {sources}; measured on another {self.device.name}."
+        return f"Measured on {self.device.name}, but {len(origins)} records imported from {sources}."
 
     @property
     def days(self) -> str:
@@ -275,7 +284,7 @@ def _check_shapes(shapes: Sequence[str], problems: Sequence[Problem], where: str
                 + (f" and {len(known) - len(some)} more" if len(known) > len(some) else "")
             )
     if not known:
-        raise TunegemmError(f"{where} has no record; run `tunegemm tune --shape MxNxK` first")
+        raise TunegemmError(f"{where} has no record; run `tunegemm tune --shape MxNxK` on a GPU first")
 
 
 def _ordered(winners: Iterable[Winner]) -> tuple[Winner, ...]:
@@ -286,24 +295,25 @@ def _winner_of(record: Record, part: Device) -> Winner:
     told = record.telemetry
     return _winner(
         record.problem, record.measurement, record.label, record.fingerprint, record.measured_at, part,
-        settled=record.confirmed, sm_clock_mhz=told.get("sm_clock_mhz"), power_w=told.get("power_w"),
+        confirmed=record.confirmed, sm_clock_mhz=told.get("sm_clock_mhz"), power_w=told.get("power_w"),
         temperature_c=told.get("temperature_c"), throttle_reasons=tuple(told.get("throttle_reasons") or ()),
+        origin=record.origin,
     )  # fmt: skip
 
 
 def _winner(
     problem: Problem, measurement: Measurement, label: str, fingerprint: Fingerprint, at: datetime,
-    device: Device, *, settled: bool, sm_clock_mhz: float | None, power_w: float | None,
-    temperature_c: float | None, throttle_reasons: tuple[str, ...],
+    device: Device, *, confirmed: bool, sm_clock_mhz: float | None, power_w: float | None,
+    temperature_c: float | None, throttle_reasons: tuple[str, ...], origin: str = "",
 ) -> Winner:  # fmt: skip
     low, high = ratio_interval(measurement)
     floor_us = device.roofline_us(problem)
     return Winner(
         problem, measurement.candidate, label or str(measurement.candidate), measurement.median_us,
         measurement.baseline_median_us, measurement.ratio, low, high, measurement.noise,
-        len(measurement.samples_us), settled, at, fingerprint,
+        len(measurement.samples_us), confirmed, at, fingerprint,
         100 * floor_us / measurement.median_us if floor_us else None,
-        sm_clock_mhz, power_w, temperature_c, throttle_reasons,
+        sm_clock_mhz, power_w, temperature_c, throttle_reasons, origin,
     )  # fmt: skip
 
 
@@ -314,7 +324,7 @@ def _recorded_winner(
     told = best.evidence
     return _winner(
         problem, best, _label(best.candidate), fingerprint, datetime.fromisoformat(at), device,
-        settled=False, sm_clock_mhz=told.get("sm_clock_mhz"), power_w=told.get("power_w"),
+        confirmed=False, sm_clock_mhz=told.get("sm_clock_mhz"), power_w=told.get("power_w"),
         temperature_c=told.get("temperature_c"), throttle_reasons=tuple(told.get("throttle_reasons") or ()),
     )  # fmt: skip
 

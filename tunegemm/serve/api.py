@@ -7,17 +7,41 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from tunegemm.describe.epilogue import Epilogue
+from tunegemm.describe.epilogue import ACTIVATIONS, GATED, Epilogue
 from tunegemm.errors import ProblemError
 from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.forms import GATE_OF, LINEAR, MATMUL, form_of
+from tunegemm.serve.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, form_of
+from tunegemm.serve.library import addmm_steps, scale_steps
 from tunegemm.serve.policies import Policy, Preference
 from tunegemm.serve.torch import ops
+from tunegemm.serve.torch.fx import node_of, rank, refuse_proxies
 
-_dispatcher = Dispatcher()
-ops.define(lambda: _dispatcher)
-_product = _dispatcher.product
-_WITH_BIAS = form_of(LINEAR, "bias_n")
+#: What computes all products of the process.
+dispatcher = Dispatcher()
+ops.define(lambda: dispatcher)
+product = dispatcher.product
+WITH_BIAS = form_of(LINEAR, "bias_n")
+
+#: The epilogue of keywords, by activation and by whether there is no bias and no residual.
+_TEXTS = {
+    (activation, no_bias, no_residual): "+".join(
+        ["bias_n"] * (not no_bias)
+        + ([] if activation is None else [activation])
+        + ["residual"] * (not no_residual)
+    )
+    for activation in (None, *ACTIVATIONS)
+    for no_bias in (True, False)
+    for no_residual in (True, False)
+}
+_GATE_OF = {activation: gate for gate, activation in GATED.items()}
+_GATES = tuple(GATED)
+
+
+def serve_by(other: Dispatcher) -> Dispatcher:
+    """All products are computed by this dispatcher from now on; the one before is returned."""
+    global dispatcher, product
+    before, dispatcher, product = dispatcher, other, other.product
+    return before
 
 
 class Extras(TypedDict, total=False):
@@ -55,18 +79,21 @@ def matmul(
     for torch. Everything else is `torch.matmul`: other dtypes, broadcasting between batches, gradients of
     a matrix that a batch shares, dispatch modes, views that the kernel cannot read, and deterministic
     mode. A problem without a record for this device warns once (`TunegemmWarning`) and names the command
-    that tunes it; a record that another process publishes is found within seconds. ``TUNEGEMM_MODE=off``,
-    read on the first call, leaves all to torch.
+    that tunes it; a record that another process publishes is found within seconds. With
+    ``TUNEGEMM_MODE=off``, read on the first call, torch computes everything.
 
     Runs on the current stream of the operands' device, and within CUDA-graph capture for shapes that
     were called before it. Raises what torch.matmul raises, and ProblemError for an epilogue that is not known
     or takes other operands.
     """
-    if extras:
-        return _matmul_and_more(a, b, out, **extras)
-    if torch.compiler.is_compiling():
-        return ops.traced_matmul(a, b, out)
-    return _product(MATMUL, a, b, out)
+    try:
+        if extras:
+            return _matmul_and_more(a, b, out, **extras)
+        if torch.compiler.is_compiling():
+            return ops.traced_matmul(a, b, out)
+        return product(MATMUL, a, b, out)
+    except TypeError:
+        return node_of(matmul, (a, b), extras if out is None else {"out": out, **extras})
 
 
 def linear(
@@ -81,15 +108,17 @@ def linear(
     `weight` is (n, k). Served as `matmul` is, each combination by kernels that were tuned for it. activation:
     relu, gelu, gelu_tanh or silu.
     """
-    if activation is None and residual is None:
-        if torch.compiler.is_compiling():
-            return ops.traced_linear(x, weight, bias)
-        if bias is None:
-            return _product(LINEAR, x, weight)
-        return _dispatcher.fused(_WITH_BIAS, x, weight, (bias,))
-    return _fused(
-        LINEAR, _text(bias is None, activation, residual is None), x, weight, _given(bias, residual)
-    )
+    try:
+        if activation is None and residual is None:
+            if torch.compiler.is_compiling():
+                return ops.traced_linear(x, weight, bias)
+            if bias is None:
+                return product(LINEAR, x, weight)
+            return dispatcher.fused(WITH_BIAS, x, weight, (bias,))
+        text = _text(activation, bias is None, residual is None)
+        return _fused(LINEAR, text, x, weight, _given(bias, residual))
+    except TypeError:
+        return node_of(linear, (x, weight, bias, activation, residual))
 
 
 def gated_linear(
@@ -100,24 +129,38 @@ def gated_linear(
     `weight`, and `bias` if any, have the rows of gate and up in turns, as `interleave` makes them.
     activation: silu, gelu, gelu_tanh or relu.
     """
-    if activation not in GATE_OF:
-        raise ProblemError(f"activation {activation!r} gates nothing; use one of {', '.join(GATE_OF)}")
-    text = _text(bias is None, GATE_OF[activation], True)
-    return _fused(LINEAR, text, x, weight, () if bias is None else (bias,))
+    if not isinstance(activation, str) or activation not in _GATE_OF:
+        raise ProblemError(f"activation {activation!r} has no gated form; use one of {', '.join(_GATE_OF)}")
+    text = _GATE_OF[activation] if bias is None else "bias_n+" + _GATE_OF[activation]
+    try:
+        return _fused(LINEAR, text, x, weight, () if bias is None else (bias,))
+    except TypeError:
+        return node_of(gated_linear, (x, weight, bias, activation))
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """The rows of two weights (or biases) in turns, as `gated_linear` wants them: gate[0], up[0], ..."""
-    if gate.shape != up.shape:
-        raise ProblemError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)}: give two of one shape")
+    shown = []
+    for name, tensor in (("gate", gate), ("up", up)):
+        if not isinstance(tensor, torch.Tensor) or not tensor.ndim:
+            raise ProblemError(f"{name} {tensor!r:.40} has no rows; give a tensor of at least one dimension")
+        shown.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}")
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
+        raise ProblemError(f"{' and '.join(shown)}; give two of one shape, dtype and device")
     return torch.stack((gate, up), 1).flatten(0, 1)
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """One product per entry of a batch, (l, m, k) x (l, k, n): ``torch.bmm``, served as `matmul` is."""
-    if a.ndim == 3 and b.ndim == 3 and a.shape[0] == b.shape[0]:
-        return matmul(a, b, out=out)
-    return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    try:
+        fits = rank(a) == 3 and rank(b) == 3 and a.shape[0] == b.shape[0]
+    except TypeError:
+        return node_of(bmm, (a, b), {} if out is None else {"out": out}, torch.bmm)
+    if not fits:
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    if torch.compiler.is_compiling():
+        return ops.traced_matmul(a, b, out)
+    return product(BMM, a, b, out)
 
 
 def addmm(
@@ -128,9 +171,13 @@ def addmm(
     Served as `matmul` is. Problems are told apart by their epilogue: ``bias_n`` for a row, ``beta_c`` for a
     matrix, with ``alpha+`` before it where alpha is not 1, and none where beta is 0, as C is not read then.
     """
-    if a.ndim == 2 and b.ndim == 2:
-        text, tensors, numbers = ops.addmm_steps(c, a, beta, alpha)
-        return _fused(MATMUL, text, a, b, tensors, numbers) if text else matmul(a, b)
+    try:
+        fits = rank(a) == 2 and rank(b) == 2
+        text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
+    except (TypeError, RuntimeError):
+        return node_of(addmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.addmm)
+    if fits:
+        return _fused(ADDMM, text, a, b, tensors, numbers)
     return torch.addmm(c, a, b, beta=beta, alpha=alpha)
 
 
@@ -138,9 +185,13 @@ def baddbmm(
     c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
     """`addmm` for each entry of a batch: ``torch.baddbmm``."""
-    if a.ndim == 3 and b.ndim == 3 and a.shape[0] == b.shape[0]:
-        text, tensors, numbers = ops.addmm_steps(c, a, beta, alpha)
-        return _fused(MATMUL, text, a, b, tensors, numbers) if text else matmul(a, b)
+    try:
+        fits = rank(a) == 3 and rank(b) == 3 and a.shape[0] == b.shape[0]
+        text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
+    except (TypeError, RuntimeError):
+        return node_of(baddbmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.baddbmm)
+    if fits:
+        return _fused(ADDMM, text, a, b, tensors, numbers)
     return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
 
 
@@ -162,15 +213,20 @@ def scaled_mm(
     int8 products are exact. Served as `matmul` is; the problems' epilogues are ``scale_tensor`` and
     ``scale_rowwise``, and ``+bias_n``.
     """
+    try:
+        text = scale_steps(a, b, scale_a, scale_b, bias is not None)
+    except TypeError:
+        words = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+        return node_of(scaled_mm, (a, b, scale_a, scale_b), words, torch._scaled_mm)
     if a.dtype == torch.int8:
         out_dtype, use_fast_accum = out_dtype or torch.bfloat16, True
-    text = ops.scale_steps(a, b, scale_a, scale_b, bias is not None)
     if not text:
         return torch._scaled_mm(
             a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
         )
     tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
-    return _fused(MATMUL, text, a, b, tensors, (), None, out_dtype, "fast" if use_fast_accum else "two_level")
+    accumulation = "fast" if use_fast_accum else "two_level"
+    return _fused(SCALED_MM, text, a, b, tensors, (), None, out_dtype, accumulation)
 
 
 def _matmul_and_more(
@@ -188,32 +244,35 @@ def _matmul_and_more(
     if epilogue is None:
         if operands:
             raise ProblemError("operands without an epilogue; give the epilogue that takes them")
-        text = _text(bias is None, activation, residual is None)
-        if not text and out_dtype in (None, a.dtype):
-            return matmul(a, b, out=out)
+        text = _text(activation, bias is None, residual is None)
+        if not text and out_dtype is not None and isinstance(a, torch.Tensor) and out_dtype == a.dtype:
+            out_dtype = None
         return _fused(MATMUL, text, a, b, _given(bias, residual), (), out, out_dtype)
     if bias is not None or activation is not None or residual is not None:
         raise ProblemError(
             f"epilogue {epilogue} beside bias, activation or residual; make them steps of the epilogue"
         )
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise ProblemError(
+            f"out_dtype {out_dtype!r:.40} is not a torch.dtype; give one such as torch.float32"
+        )
+    if isinstance(operands, str) or not isinstance(operands, Sequence):
+        raise ProblemError(f"operands {operands!r:.40} are not a sequence; give a tuple of them")
+    if not torch.compiler.is_compiling():
+        refuse_proxies((a, b, *operands))
+        form_of(MATMUL, str(epilogue), out_dtype).check(operands)
     tensors = tuple(each for each in operands if isinstance(each, torch.Tensor))
     numbers = tuple(float(each) for each in operands if not isinstance(each, torch.Tensor))
-    if not torch.compiler.is_compiling():
-        form_of(MATMUL, str(epilogue), out_dtype).check(operands)
     return _fused(MATMUL, str(epilogue), a, b, tensors, numbers, out, out_dtype)
 
 
-_WITHOUT_ACTIVATION = {
-    (True, True): "", (False, True): "bias_n", (True, False): "residual", (False, False): "bias_n+residual",
-}  # fmt: skip
-
-
-def _text(no_bias: bool, activation: str | None, no_residual: bool) -> str:
+def _text(activation: str | None, no_bias: bool, no_residual: bool) -> str:
     """The epilogue of keywords. Not cached by a decorator, which torch.compile would warn of."""
-    if activation is None:
-        return _WITHOUT_ACTIVATION[no_bias, no_residual]
-    text = activation if no_bias else "bias_n+" + activation
-    return text if no_residual else text + "+residual"
+    try:
+        return _TEXTS[activation, no_bias, no_residual]
+    except (KeyError, TypeError):  # unknown, or not even hashable
+        remedy = "gated_linear applies it" if activation in _GATES else f"use one of {', '.join(ACTIVATIONS)}"
+        raise ProblemError(f"activation {activation!r} is not known; {remedy}") from None
 
 
 def _given(bias: Any, residual: Any) -> tuple[Any, ...]:
@@ -234,17 +293,23 @@ def _fused(
     accumulation: str = "fast",
 ) -> torch.Tensor:
     if torch.compiler.is_compiling():
+        if not text and out_dtype is None:
+            return ops.traced_matmul(a, b, out)
         return ops.traced_fused(kind, text, a, b, tensors, numbers, out, out_dtype, accumulation)
-    return _dispatcher.fused(form_of(kind, text, out_dtype, accumulation), a, b, tensors, numbers, out)
+    try:
+        form = form_of(kind, text, out_dtype, accumulation)
+    except TypeError:  # not even hashable
+        raise ProblemError(f"out_dtype {out_dtype!r:.40} is not a torch.dtype") from None
+    return dispatcher.fused(form, a, b, tensors, numbers, out)
 
 
 def refresh() -> None:
     """Forget what was read: the next call reads the database again.
 
-    For products that run by a record and have a better one by now; those that are left to torch look for
+    For products that run by a record and have a better one by now; those that fall back to torch look for
     records by themselves, every few seconds.
     """
-    _dispatcher.refresh()
+    dispatcher.planner.refresh()
 
 
 class policy:
@@ -258,10 +323,10 @@ class policy:
     """
 
     def __init__(self, prefer: Preference = "fastest", *, max_sms: int | None = None) -> None:
-        self._before = _dispatcher.use(Policy(prefer, max_sms))
+        self._before = dispatcher.planner.use(Policy(prefer, max_sms))
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, *_: object) -> None:
-        _dispatcher.use(self._before)
+        dispatcher.planner.use(self._before)

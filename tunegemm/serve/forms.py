@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
 
-from tunegemm.describe.epilogue import GATED, Epilogue, check_operands
+from tunegemm.describe.epilogue import Epilogue, check_operands
 from tunegemm.errors import ProblemError
 
-#: Kinds of call: as of torch.matmul, of torch.nn.functional.linear, and one below autograd, transforms and
-#: modes, which is given None where torch shall compute.
-MATMUL, LINEAR, RECORDED = 0, 1, 4
+#: Kinds of call: of each function that users call, and one below autograd, transforms and modes, which is
+#: given None where torch is to compute. They fit beside 2, which marks an output, into the low bits of an
+#: aligned address. The second operand of LINEAR is (n, k); that of all others is (k, n).
+MATMUL, LINEAR, RECORDED, BMM, ADDMM, SCALED_MM = 0, 1, 4, 8, 12, 5
+
+#: How warnings name each kind; ATen's own functions, which RECORDED serves, have no name here.
+_NAMES = {
+    MATMUL: "matmul", LINEAR: "linear", RECORDED: "", BMM: "bmm", ADDMM: "addmm", SCALED_MM: "scaled_mm",
+}  # fmt: skip
 
 _numbers = itertools.count(1)
-
-#: The gated form of each activation.
-GATE_OF = {activation: gate for gate, activation in GATED.items()}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -34,14 +38,17 @@ class Form:
     out_dtype: torch.dtype | None
     """None: that of the first operand."""
     accumulation: str
-    place: int = field(default_factory=lambda: next(_numbers) << 64)
-    """Apart from every other form's, and above all bits of an identity."""
+    is_plain: bool
+    """Whether the product is stored as it is, in the operands' dtype."""
+    place: int
+    """Apart from every other form's: the kind of a plain one, else above all bits of an address."""
 
     def check(self, operands: Sequence[Any]) -> None:
         """Raises ProblemError unless these are what the epilogue takes, in number and kind."""
         check_operands(self.epilogue, operands)
         for operand, given in zip(self.epilogue.operands, operands, strict=True):
-            if (operand.kind == "number") == isinstance(given, torch.Tensor):
+            wants = Real if operand.kind == "number" else torch.Tensor
+            if not isinstance(given, wants):
                 kind = "a number" if operand.kind == "number" else "a tensor"
                 raise ProblemError(
                     f"operand {operand.name} of epilogue {self.text} is {kind}, not {given!r:.40}"
@@ -61,8 +68,18 @@ class Form:
         """Of the result for a first operand."""
         return a.dtype if self.out_dtype is None else self.out_dtype
 
+    def name(self, a: torch.Tensor) -> str:
+        """The function that was called; empty below torch's own functions."""
+        if self.kind == LINEAR and self.epilogue.gated:
+            return "gated_linear"
+        return "baddbmm" if self.kind == ADDMM and a.ndim == 3 else _NAMES[self.kind]
+
 
 @cache
 def form_of(kind: int, text: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast") -> Form:
-    """The form. Raises ProblemError for an epilogue that is not known."""
-    return Form(kind, Epilogue.parse(text), text, out_dtype, accumulation)
+    """The form. Raises ProblemError for an epilogue or an output dtype that is not known."""
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise ProblemError(f"out_dtype {out_dtype!r} is not a torch.dtype; give one such as torch.float32")
+    is_plain = not text and out_dtype is None
+    place = kind if is_plain else next(_numbers) << 64
+    return Form(kind, Epilogue.parse(text), text, out_dtype, accumulation, is_plain, place)

@@ -5,14 +5,12 @@ Everything here is on the hot path, or bound once for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-
-from tunegemm.serve.torch.autograd import PLAIN
 
 # Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
 grad_enabled = torch.is_grad_enabled
@@ -36,20 +34,21 @@ def allocation(device_type: str) -> Any:
     return getattr(_compiled, f"_empty_strided_{device_type}", None)
 
 
-#: What `cast_by_autocast` says where the product is torch's.
+#: What `cast_by_autocast` says where torch is to compute the product.
 TORCHS: Any = object()
 
 
-def is_ordinary(a: Any, b: Any) -> bool:
-    """Whether a launch means here what torch.matmul means.
+def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a launch means here what torch.matmul means; tensors: of an epilogue.
 
     It does not under autograd, forward-mode AD and functorch transforms (which are `autograd.Product`'s),
     dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
     """
+    for tensor in tensors:
+        if (tensor.requires_grad and grad_enabled()) or tensor.is_neg() or tensor.is_conj():
+            return False
     return (
-        type(a) in PLAIN
-        and type(b) in PLAIN
-        and not (grad_enabled() and (a.requires_grad or b.requires_grad))
+        not (grad_enabled() and (a.requires_grad or b.requires_grad))
         and not deterministic()
         and not dispatch_modes()
         and functorch_level() is None
@@ -68,15 +67,6 @@ def only_checks_operators() -> bool:
     if dispatch_modes() != 1:
         return False
     return type(_get_current_dispatch_mode()).__name__ == "_AnalyzeCustomOpInputOutputMode"
-
-
-def is_quiet(tensor: Any) -> bool:
-    """Whether an operand is none that autograd or a transform wants to know of."""
-    return (
-        type(tensor) in PLAIN
-        and not (tensor.requires_grad and grad_enabled())
-        and not (tensor.is_neg() or tensor.is_conj())
-    )
 
 
 def check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:

@@ -1,9 +1,8 @@
 """``TUNEGEMM_MODE``: how far dispatch goes to serve a product. Read once, on the first product.
 
-- ``off``: every product is torch's.
+- ``off``: torch computes every product.
 - ``exact``: recorded problems only.
 - ``near``, the default: also problems whose recorded neighbours promise a gain (`serve.neighbours`).
-- ``record``: products are torch's and are counted; the counts are written at exit.
 - ``online``: a problem without a record is tuned when it is first seen (`serve.online`); else as ``near``.
 """
 
@@ -11,13 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal, cast, get_args
 
 from tunegemm.errors import PolicyError
 from tunegemm.serve.policies import FASTEST, Policy, parse_policy
 
-Mode = Literal["off", "exact", "near", "record", "online"]
+Mode = Literal["off", "exact", "near", "online"]
 DEFAULT: Mode = "near"
 
 
@@ -25,10 +23,10 @@ def read_mode(warn: Callable[[str], None]) -> Mode:
     """The mode that the environment asks for; an unknown one is a warning and the default."""
     mode = os.environ.get("TUNEGEMM_MODE", "") or DEFAULT
     if mode not in get_args(Mode):
-        warn(
-            f"TUNEGEMM_MODE={mode!r} is not known and has no effect; "
-            f"use one of {', '.join(get_args(Mode))} or unset it"
-        )
+        remedy = f"use one of {', '.join(get_args(Mode))} or unset it"
+        if mode == "record":  # was a mode once
+            remedy = "`tunegemm record -- PROGRAM` or `with tunegemm.record(FILE):` counts products"
+        warn(f"TUNEGEMM_MODE={mode!r} is not known and has no effect; {remedy}")
         return DEFAULT
     return cast(Mode, mode)
 
@@ -40,18 +38,3 @@ def read_policy(warn: Callable[[str], None]) -> Policy:
     except PolicyError as error:
         warn(f"TUNEGEMM_POLICY: {error}; it has no effect")
         return FASTEST
-
-
-def begin_recording() -> None:
-    """Counts this process's products until it ends, and writes them then.
-
-    Into ``TUNEGEMM_RECORD``, a file or a folder, in which each process, forked ones too, has a file of its
-    own; else into ``tunegemm-shapes-PID.json`` here, which is printed.
-    """
-    from tunegemm.serve.torch.recording import record_process, record_until_exit
-
-    path = Path(os.environ.get("TUNEGEMM_RECORD") or f"tunegemm-shapes-{os.getpid()}.json")
-    if path.is_dir():
-        record_process(str(path))
-    else:
-        record_until_exit(path)

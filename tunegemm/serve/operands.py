@@ -63,6 +63,9 @@ def describe(
     a batch, where the matrix is a batch of stride 0. Never raises: what torch would reject is a Refusal too.
     Operands of 8 bits are none of torch.matmul's on a GPU: they need an `out_dtype`.
     """
+    for operand in (a, b):
+        if not hasattr(operand, "data_ptr"):
+            return Refusal(f"operand {operand!r:.40} is not a tensor")
     if out is not None and out.dtype != (a.dtype if out_dtype is None else out_dtype):
         return Refusal("")
     if a.dtype != b.dtype and (a.dtype.itemsize > 1 or out_dtype is None):

@@ -25,18 +25,19 @@ import torch
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning, WorkloadError
+from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.launching import AddressLauncher, words_binder
-from tunegemm.serve.forms import LINEAR, MATMUL, RECORDED, Form
+from tunegemm.serve.forms import LINEAR, RECORDED, Form
 from tunegemm.serve.guards import allocation, capturing, deterministic
 from tunegemm.serve.launchers import Prepared, prepare
-from tunegemm.serve.modes import Mode, begin_recording, read_mode, read_policy
+from tunegemm.serve.library import absorbed
+from tunegemm.serve.modes import Mode, read_mode, read_policy
 from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
 from tunegemm.serve.plans import Plan, State, expanding, views_of_operands
 from tunegemm.serve.policies import Policy
-from tunegemm.serve.selection import Rival, read_rivals, select
+from tunegemm.serve.selection import read_rivals, select
 from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.serve.worth import least_ratio
 from tunegemm.store.layers import modified
@@ -47,12 +48,9 @@ MAX_PLANS = 65536
 #: Seconds between looks at whether another process has published records.
 LOOK_SECONDS = 5.0
 
-#: How warnings call each kind of product.
-_NAMES = {MATMUL: "matmul", LINEAR: "linear", RECORDED: ""}
-
 
 class Planner:
-    """What is known of products, from records that are read once; the base of `Dispatcher`."""
+    """What is known of products, from records that are read once, and how it becomes plans."""
 
     def __init__(
         self,
@@ -62,78 +60,111 @@ class Planner:
         find: Callable[[str], Device] = find_device,
         prepare: Callable[[Record, Device], Prepared] = prepare,
         modified: Callable[[], Hashable] = modified,
-        rivals: Callable[[Problem], Sequence[Rival]] = read_rivals,
+        rivals: Callable[[Problem], Sequence[Record]] = read_rivals,
         online: OnlineTuning | None = None,
     ) -> None:
         """The arguments say where records, devices and launchers come from, what changes with records, and
         who tunes online.
         """
-        self._device_type = device_type
+        self.device_type = device_type
         self._read = read
         self._find = find
         self._prepare = prepare
         self._modified = modified
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._rivals = rivals
         self._online = online or OnlineTuning()
-        self._state = State()
+        self.state = State()
+        """What is known under the policy of now. Replaced as a whole, so that it is read without a lock."""
         self._others: dict[Policy, State] = {}
         """Of policies that were left: plans are kept for when one comes back."""
         self._mode: Mode | None = None
-        self._next_look = 0.0
-        self._empty: Any = allocation(device_type)
+        self.next_look = 0.0
+        """When it is time to look whether records were published."""
+        self.allocate: Any = allocation(device_type)
         """Of (shape, strides, dtype): where outputs come from."""
         _planners.add(self)
 
     def refresh(self) -> None:
         """Forget all plans; the database is read again on the next call."""
-        with self._lock:
+        with self.lock:
             self._others.clear()
-            self._state = State(self._state.policy)
+            self.state = State(self.state.policy)
 
     @property
     def policy(self) -> Policy:
         """By which products are served now."""
         if self._mode is None:
             self._begin()
-        return self._state.policy
+        return self.state.policy
 
     def use(self, policy: Policy) -> Policy:
         """Serve by this policy from now on; the one before is returned. A policy has plans of its own."""
         if self._mode is None:
             self._begin()
-        with self._lock:
-            before = self._state
-            if policy != before.policy:
+        with self.lock:
+            before = self.state
+            if policy != before.policy and self._mode == "off":
+                self.state = State(policy)
+            elif policy != before.policy:
                 self._others[before.policy] = before
                 known = self._others.pop(policy, None)
-                self._state = State(policy, before.snapshot, before.modified) if known is None else known
+                self.state = State(policy, before.snapshot, before.modified) if known is None else known
             return before.policy
 
-    def _plan(
+    def suspend(self) -> Callable[[], None]:
+        """From now on torch computes every product, until the function that is returned is called."""
+        if self._mode is None:
+            self._begin()
+        with self.lock:
+            mode, self._mode = self._mode, "off"
+            before = self._others[self.state.policy] = self.state
+            self.state = State(before.policy, before.snapshot, before.modified)
+
+        def resume() -> None:
+            with self.lock:
+                self._mode = mode
+                policy = self.state.policy
+                self.state = self._others.pop(policy) if policy in self._others else State(policy)
+
+        return resume
+
+    @property
+    def is_off(self) -> bool:
+        """Whether torch computes every product."""
+        if self._mode is None:
+            self._begin()
+        return self._mode == "off"
+
+    def plan(
         self,
-        state: State,
         key: tuple[Any, ...],
-        device: torch.device,
-        make: Callable[[State], Plan | None],
+        form: Form,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[float],
+        out: torch.Tensor | None,
     ) -> tuple[State, Plan | None]:
         """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded.
 
         Where the key is known to be torch's, this is but a look at the clock, and now and then at files.
         """
-        if self._mode is None:
-            self._begin()
+        state = self.state
         known = key in state.plans
-        if self._mode in ("off", "record") or (known and time.monotonic() < self._next_look):
+        if known and time.monotonic() < self.next_look:
             return state, None
-        if torch.cuda._is_in_bad_fork() or capturing(device):
+        if torch.cuda._is_in_bad_fork() or capturing(a.device):
             return state, None
-        with self._lock:
-            state = self._look() if known else self._state
+        with self.lock:
+            state = self._look() if known else self.state
             if key in state.plans:
                 return state, state.plans[key]
             with torch.inference_mode(False), torch.no_grad():
-                plan = make(state)
+                plan = self._make_plan(state, form, a, b, tensors, numbers, out)
+                composed = plan is None and not form.is_plain and form.kind != RECORDED
+                if composed and self._has_tuned_product(state, form, a, b):
+                    state.of_tuned_products.add(key)
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
                 state.of_tuned_products.clear()
@@ -142,7 +173,7 @@ class Planner:
             untuned, state.untuned = state.untuned, None
         if untuned is None or self._mode != "online" or not self._tune_online(state, key, *untuned):
             return state, plan
-        return self._plan(state, key, device, make)
+        return self.plan(key, form, a, b, tensors, numbers, out)
 
     def _tune_online(self, state: State, key: tuple[Any, ...], problem: Problem, device: Device) -> bool:
         """Whether the key's plan is to be made anew. Other threads go on meanwhile, with this key, too."""
@@ -150,7 +181,7 @@ class Planner:
         if self._online.warning:
             self._warn(state, self._online.warning)
         if tuned:
-            with self._lock:
+            with self.lock:
                 state.snapshot = self._snapshot(state, "matmul")
                 state.prepared = {place: one for place, one in state.prepared.items() if place[0] != problem}
                 state.plans.pop(key, None)
@@ -163,17 +194,17 @@ class Planner:
         Plans of tuned kernels and near hits stay, also for a thread that captures a graph meanwhile; a better
         record of theirs waits for `refresh`.
         """
-        if time.monotonic() < self._next_look:
-            return self._state
-        self._next_look = time.monotonic() + LOOK_SECONDS
-        old = self._state
+        if time.monotonic() < self.next_look:
+            return self.state
+        self.next_look = time.monotonic() + LOOK_SECONDS
+        old = self.state
         if old.snapshot is not None and self._modified() != old.modified:
             new = State(old.policy)
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
             new.devices, new.warned = old.devices, old.warned
-            self._state = new
-        return self._state
+            self.state = new
+        return self.state
 
     def _make_plan(
         self,
@@ -185,7 +216,9 @@ class Planner:
         numbers: Sequence[float],
         out: torch.Tensor | None,
     ) -> Plan | None:
-        name = _name(form, a)
+        name = form.name(a)
+        if form.kind == LINEAR and b.ndim != 2:
+            return None
         if any(tensor.device != a.device for tensor in (b, *tensors)):
             return None
         if out is not None and out.device != a.device:
@@ -195,16 +228,16 @@ class Planner:
         operands = _described(form, a, b, out)
         if isinstance(operands, Refusal):
             if operands.reason and name:
-                self._warn(state, f"{operands.reason}; tunegemm.{name} leaves it to torch")
+                self._warn(state, f"{operands.reason}; {_who(name)} falls back to torch")
             return None
         problem = operands.problem
         shapes = views_of_operands(problem, form, tensors, a.ndim > len(operands.views[0]))
         if shapes is None:
             return None
-        if a.device.type != self._device_type:
+        if a.device.type != self.device_type:
             self._warn(
                 state,
-                f"{problem} on {a.device.type}: tunegemm.{name} leaves it to torch. "
+                f"{problem} on {a.device.type}: {_who(name)} falls back to torch. "
                 + _advice(problem, "On a CUDA device, tune it with"),
             )
             return None
@@ -213,7 +246,7 @@ class Planner:
             return None
         if prepared.tma and operands.tma_refusal:
             if name:
-                self._warn(state, f"{problem}: {operands.tma_refusal}; tunegemm.{name} leaves it to torch")
+                self._warn(state, f"{problem}: {operands.tma_refusal}; {_who(name)} falls back to torch")
             return None
         if prepared.packed and not operands.packed:
             return None
@@ -229,27 +262,28 @@ class Planner:
                     seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
                     words = words_binder(problem, form.join(seen, numbers))
             except ValueError as error:
-                self._warn(state, f"{problem}: {_one_line(error)}; {_who(name)} leaves it to torch")
+                self._warn(state, f"{problem}: {_one_line(error)}; {_who(name)} falls back to torch")
                 return None
         if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
             launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
         return Plan(
             launch,
             at,
-            operands.out_shape,
-            tuple(example.stride()),
-            example.dtype,
+            (operands.out_shape, tuple(example.stride()), example.dtype),
             views,
             operands.spans,
             prepared.address_bytes,
             a.device,
-            self._device_type == "cuda" and torch.cuda.device_count() > 1,
+            self.device_type == "cuda" and torch.cuda.device_count() > 1,
             words,
             shapes,
         )
 
     def _has_tuned_product(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether a kernel of ours computes the product alone, where nothing is recorded of all together."""
+        """Whether a kernel of ours computes the product alone, where nothing is recorded of all together, and
+        the library takes no step along."""
+        if absorbed(form.epilogue.steps) or (form.kind == LINEAR and b.ndim != 2):
+            return False
         index = a.device.index or 0
         known, right = state.devices.get(index), b.t() if form.kind == LINEAR else b
         whole, operands = _described(form, a, right, None), describe(a, right)
@@ -267,26 +301,24 @@ class Planner:
     def serves(
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
     ) -> bool:
-        """Whether a kernel is recorded for what `fused` would be asked, by shapes, strides and dtypes alone,
-        and is worth it (`worth`).
+        """Whether a kernel is recorded for what `Dispatcher.fused` would be asked, by shapes, strides and
+        dtypes alone, and is worth it (`worth`).
 
         For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
         is enough. Warns where there is none.
         """
-        if self._mode is None:
-            self._begin()
-        if self._mode in ("off", "record") or deterministic():
+        if self.is_off or deterministic():
             return False
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self.lock, torch.inference_mode(False), torch.no_grad():
             operands = _described(form, a, b, None)
             if isinstance(operands, Refusal):
                 return False
-            state, name = self._state, _name(form, a)
+            state, name = self.state, form.name(a)
             if state.snapshot is None:
                 state.snapshot = self._snapshot(state, name)
             if any_m and self._mode != "exact" and state.snapshot.extents(operands.problem):
                 return True
-            device = torch.device(self._device_type, index)
+            device = torch.device(self.device_type, index)
             prepared = self._prepared(state, operands.problem, device, name)
             state.untuned = None
             known = state.devices.get(index)
@@ -298,8 +330,8 @@ class Planner:
         """Some letters that change with what `serves` goes by."""
         if self._mode is None:
             self._begin()
-        with self._lock:
-            state = self._state
+        with self.lock:
+            state = self.state
             if state.snapshot is None:
                 state.snapshot = self._snapshot(state, "")
             of_records = state.modified, state.snapshot.digest
@@ -332,7 +364,7 @@ class Planner:
         why = selection.why
         for record in selection.options:
             try:
-                with torch.cuda.device(index) if self._device_type == "cuda" else nullcontext():
+                with torch.cuda.device(index) if self.device_type == "cuda" else nullcontext():
                     return replace(self._prepare(record, state.policy.device(known)), ratio=record.ratio)
             except (TunegemmError, ValueError, RuntimeError) as error:
                 why = _one_line(error)
@@ -340,7 +372,7 @@ class Planner:
         if selection.options or (selection.advises_tuning and self._mode != "online"):
             self._warn(
                 state,
-                f"{problem} on {known.name}: {why}; {_who(name)} leaves it to torch. "
+                f"{problem} on {known.name}: {why}; {_who(name)} falls back to torch. "
                 + _advice(problem, "Tune it with"),
             )
         return None
@@ -348,52 +380,47 @@ class Planner:
     def _device(self, state: State, index: int, name: str) -> Device | None:
         if index not in state.devices:
             try:
-                state.devices[index] = self._find(f"{self._device_type}:{index}")
+                state.devices[index] = self._find(f"{self.device_type}:{index}")
             except DeviceError as error:
                 state.devices[index] = None
-                self._warn(state, f"{_one_line(error)}; {_who(name)} leaves its products to torch")
+                self._warn(state, f"{_one_line(error)}; {_who(name)} falls back to torch there")
         return state.devices[index]
 
     def _snapshot(self, state: State, name: str) -> Snapshot:
         state.modified = self._modified()
-        self._next_look = time.monotonic() + LOOK_SECONDS
+        self.next_look = time.monotonic() + LOOK_SECONDS
         try:
             snapshot = self._read()
         except DatabaseError as error:
-            self._warn(state, f"{_one_line(error)}; {_who(name)} leaves every product to torch")
+            self._warn(state, f"{_one_line(error)}; {_who(name)} falls back to torch for every product")
             return Snapshot()
         for warning in snapshot.warnings:
-            self._warn(state, f"{warning}; {_who(name)} does without its records")
+            self._warn(state, f"{warning}; {_who(name)} goes on without its records")
         return snapshot
 
-    def _drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
+    def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
         """A launch failed: products of this key are torch's from now on."""
         if capturing(plan.device):
             raise error
-        with self._lock:
+        with self.lock:
             state.plans[key] = None
             state.forget_checks()
         self._warn(
             state,
             f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "
-            f"({_one_line(error)}); left to torch",
+            f"({_one_line(error)}); tunegemm falls back to torch",
         )
 
     def _begin(self) -> None:
         """Read mode and policy: on the first product, or when a policy is chosen before it."""
 
         def warn(message: str) -> None:
-            self._warn(self._state, message)
+            self._warn(self.state, message)
 
-        with self._lock:
+        with self.lock:
             if self._mode is None:
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))
-                if self._mode == "record":
-                    try:
-                        begin_recording()
-                    except WorkloadError as error:
-                        warn(f"TUNEGEMM_MODE=record counts nothing: {error}")
 
     def _warn(self, state: State, message: str) -> None:
         if message not in state.warned:
@@ -417,18 +444,6 @@ def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor |
     return describe(
         a, b, out, out_dtype=form.out_dtype_of(a), epilogue=form.text, accumulation=form.accumulation
     )
-
-
-def _name(form: Form, a: torch.Tensor) -> str:
-    """The function that such a product is asked of, for warnings; empty below torch's own functions."""
-    steps = form.epilogue.steps
-    if form.kind == LINEAR and form.epilogue.gated:
-        return "gated_linear"
-    if form.kind == MATMUL and steps and steps[0] in ("scale_tensor", "scale_rowwise"):
-        return "scaled_mm"
-    if form.kind == MATMUL and "beta_c" in steps:
-        return "addmm" if a.ndim == 2 else "baddbmm"
-    return _NAMES[form.kind]
 
 
 def _who(name: str) -> str:
@@ -455,8 +470,8 @@ def _after_fork() -> None:
     """A child starts anew: locks may have been held by threads it does not have, plans hold the parent's
     CUDA context. If the parent used CUDA, the child cannot, and gets torch's own error for CUDA tensors."""
     for planner in _planners:
-        planner._lock = threading.RLock()
-        planner._state, planner._others = State(planner._state.policy), {}
+        planner.lock = threading.RLock()
+        planner.state, planner._others = State(planner.state.policy), {}
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -31,9 +31,8 @@ class Plan:
     """Of tensors in the shapes of `views`."""
     at: AddressLaunch | None
     """The same of addresses; None where the launcher wants tensors."""
-    out_shape: tuple[int, ...]
-    out_strides: tuple[int, ...]
-    out_dtype: torch.dtype
+    output: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    """Shape, strides and dtype of the result."""
     views: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     """Shapes of a, b and the output as the kernel sees them."""
     spans: tuple[int, int, int]
@@ -62,7 +61,7 @@ class Recent:
     at: AddressLaunch | None
     """That of the plan; None where products are torch's."""
     trains: bool
-    """Whether an operand requires grad: torch's in grad mode."""
+    """Whether an operand requires grad: not for a launch alone in grad mode."""
     counts: bool
     """Whether a given output counts its versions: it is no inference tensor."""
     index: int
@@ -70,7 +69,7 @@ class Recent:
 
 
 class State:
-    """What is read from disk and made of it under one policy; replaced as a whole by `Dispatcher.refresh`."""
+    """What is read from disk and made of it under one policy; replaced as a whole by `Planner.refresh`."""
 
     def __init__(
         self, policy: Policy = FASTEST, snapshot: Snapshot | None = None, modified: Hashable = None
@@ -106,10 +105,11 @@ def launch_plan(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    form: Form | None = None,
-    tensors: Sequence[torch.Tensor] = (),
-    numbers: Sequence[float] = (),
+    form: Form,
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[float],
 ) -> None:
+    """Launches a kernel on the operands; its device is the current one meanwhile."""
     if plan.guarded and torch.cuda.current_device() != plan.device.index:
         with torch.cuda.device(plan.device):
             return _launch_here(plan, a, b, out, form, tensors, numbers)
@@ -121,7 +121,7 @@ def _launch_here(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    form: Form | None,
+    form: Form,
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[float],
 ) -> None:
@@ -133,7 +133,7 @@ def _launch_here(
         return
     a_shape, b_shape, out_shape = plan.views
     operands: Sequence[Any] = ()
-    if form is not None:
+    if plan.operand_views or numbers:
         seen = [tensor.view(shape) for tensor, shape in zip(tensors, plan.operand_views, strict=True)]
         operands = form.join(seen, numbers)
     plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape), *operands)

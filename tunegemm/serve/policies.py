@@ -29,7 +29,7 @@ class Policy:
             raise PolicyError(
                 f"policy {self.prefer!r} is not known; use one of {', '.join(get_args(Preference))}"
             )
-        if self.max_sms is not None and not (isinstance(self.max_sms, int) and self.max_sms > 0):
+        if self.max_sms is not None and not (type(self.max_sms) is int and self.max_sms > 0):
             raise PolicyError(f"max_sms {self.max_sms!r}: give a number of multiprocessors from 1, or None")
 
     def __str__(self) -> str:

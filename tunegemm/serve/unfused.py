@@ -16,6 +16,7 @@ from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.eager import step_of
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve.forms import LINEAR, Form
+from tunegemm.serve.library import absorbed
 
 #: Functions in the place of torch's: a product of (a, b) as the form's kind means it; one with a column bias.
 Multiply = Callable[[Any, Any], Any]
@@ -66,28 +67,12 @@ def unfused(
     return value if out is None else _into(out, value)
 
 
-def absorbs(form: Form) -> bool:
-    """Whether the library's own call takes a step of the form along with the product."""
-    return bool(_taken(form, list(form.epilogue.steps)))
-
-
 def taken_operands(form: Form, a: Any, b: Any) -> tuple[str, ...]:
     """The operands that go into the library's call, with which autocast casts them."""
-    taken = _taken(form, [step for step in form.epilogue.steps if step != "amax"])
+    taken = absorbed(form.epilogue.steps)
     if taken == ("bias_n",):
         return ("bias",) if form.kind == LINEAR or (a.ndim > 1 and b.ndim == 2) else ()
     return ("c",) if "beta_c" in taken and a.ndim == b.ndim else ()
-
-
-def _taken(form: Form, steps: list[str]) -> tuple[str, ...]:
-    """The leading steps that a call of the library takes."""
-    if steps[:1] == ["beta_c"] or steps[:2] == ["alpha", "beta_c"]:
-        return ("alpha", "beta_c")
-    if steps[:1] == ["bias_n"]:
-        return ("bias_n",)
-    if steps[:1] in (["scale_tensor"], ["scale_rowwise"]):
-        return (steps[0], "bias_n") if steps[1:2] == ["bias_n"] else (steps[0],)
-    return ()
 
 
 def _product(
@@ -100,7 +85,7 @@ def _product(
     biased: MultiplyAndAdd | None,
 ) -> tuple[Any, tuple[str, ...]]:
     """The product, and the steps that were taken along."""
-    taken, own_dtype = _taken(form, steps), form.out_dtype is None or form.out_dtype == a.dtype
+    taken, own_dtype = absorbed(steps), form.out_dtype is None or form.out_dtype == a.dtype
     if taken == ("bias_n",) and own_dtype:
         if biased is not None:
             return biased(a, b, named["bias"]), taken

@@ -14,16 +14,12 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.generate import model
+from tunegemm.serve.library import absorbed
 from tunegemm.serve.neighbours import library_us
 
 #: Least gain over what the compiler would do: sessions of one H200 disagree by 0.2 to 0.3 % in the ratio of
 #: one kernel (see `neighbours`).
 LEAST_GAIN = 0.01
-#: Steps that the library's call takes along, by the first of them.
-_ABSORBED = {
-    "bias_n": ("bias_n",), "alpha": ("alpha", "beta_c"), "beta_c": ("beta_c",),
-    "scale_tensor": ("scale_tensor", "bias_n"), "scale_rowwise": ("scale_rowwise", "bias_n"),
-}  # fmt: skip
 
 
 def least_ratio(problem: Problem, device: Device) -> float:
@@ -44,7 +40,7 @@ def kernels_after(problem: Problem) -> int:
     if fused.function is not None:
         nodes = ast.walk(ast.parse(fused.function.source))
         return sum(isinstance(node, ast.BinOp | ast.UnaryOp | ast.Call) for node in nodes)
-    of_int8 = problem.in_dtype == "int8"  # the library's product of which takes nothing along
-    absorbed = _ABSORBED.get(fused.steps[0], ()) if fused.steps and not of_int8 else ()
-    rest = [step for step in fused.steps if step not in absorbed]
+    # The library's product of int8 operands takes nothing along.
+    taken = () if problem.in_dtype == "int8" else absorbed(fused.steps)
+    rest = fused.steps[len(taken) :]
     return len(rest) + sum(step in GATED for step in rest)  # a gate is an activation and a product

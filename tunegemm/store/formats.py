@@ -20,7 +20,8 @@ from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.files import read_bytes, replacing
-from tunegemm.store.exchange import FORMER_CONFIRMED, Row
+from tunegemm.store.exchange import Row
+from tunegemm.store.record import FORMER_CONFIRMED
 from tunegemm.untrusted import decoded, listed, members, shown
 
 FORMAT = "tunegemm-database/1"

@@ -95,5 +95,7 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
 
 def _is_alike(before: Record, outcome: Measurement) -> bool:
     """Whether a stored result is of a final race, too, and of the same timing: only then ratios compare."""
+    if not before.samples_us:  # a shipped record, which has no more to say
+        return before.confirmed
     was_steady = policy_word(before.policy) in STEADY_POLICIES
     return before.evidence in (Evidence.RACE, Evidence.FINAL) and was_steady == outcome.alone

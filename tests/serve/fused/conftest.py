@@ -14,9 +14,9 @@ from tests.support.serving import Kernel, serve_with
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
-from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.planning import Planner
 
 
 @pytest.fixture
@@ -28,13 +28,15 @@ def kernel() -> Kernel:
 def serve(kernel, monkeypatch):
     """tunegemm's functions serve CPU tensors from records of the given problems, or of every problem."""
 
-    def make(*problems: Problem) -> Recorded:
+    def make(*problems: Problem, prepared: Prepared | None = None) -> Recorded:
         snapshot = Recorded(*problems)
         dispatcher = Dispatcher(
-            device_type="cpu",
-            read=lambda: snapshot,
-            find=lambda _: find_device("model:h200"),
-            prepare=lambda record, _: Prepared(kernel.of(record.problem)),
+            Planner(
+                device_type="cpu",
+                read=lambda: snapshot,
+                find=lambda _: find_device("model:h200"),
+                prepare=lambda record, _: prepared or Prepared(kernel.of(record.problem)),
+            )
         )
         serve_with(monkeypatch, dispatcher)
         return snapshot
@@ -56,13 +58,14 @@ def by_address(monkeypatch):
     def make(text: str) -> FusedByAddress:
         kernel = FusedByAddress(Problem(32, 48, 64, epilogue=text))
         dispatcher = Dispatcher(
-            device_type="cpu",
-            read=lambda: Recorded(kernel.problem),
-            find=lambda _: find_device("model:h200"),
-            prepare=lambda *_: Prepared(kernel.launcher, tma=True),
+            Planner(
+                device_type="cpu",
+                read=lambda: Recorded(kernel.problem),
+                find=lambda _: find_device("model:h200"),
+                prepare=lambda *_: Prepared(kernel.launcher, tma=True),
+            )
         )
-        monkeypatch.setattr(api, "_dispatcher", dispatcher)
-        monkeypatch.setattr(api, "_product", dispatcher.product)
+        serve_with(monkeypatch, dispatcher)
         return kernel
 
     return make

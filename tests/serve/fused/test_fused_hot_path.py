@@ -20,12 +20,13 @@ def test_a_known_call_is_one_check_one_allocation_and_one_launch(by_address):
     expected = functional.linear(x, weight, bias)
     for call in (lambda: tunegemm.linear(x, weight, bias), lambda: tunegemm.linear(x, weight, bias)):
         assert torch.equal(call(), expected)
-        dispatcher = api._dispatcher
-        lock, dispatcher._lock = dispatcher._lock, None
+        dispatcher = api.dispatcher
+        lock, dispatcher.planner.lock = dispatcher.planner.lock, None
         python, c = calls_of(call)
-        dispatcher._lock = lock
-        python = python[1 : python.index("launch")]
-        assert python == ["linear", "is_compiling", "is_scripting", "fused", "bind_one"]
+        dispatcher.planner.lock = lock
+        before_launch = python[: python.index("tests.support.fusing.launch")]
+        assert len(before_launch) <= 6
+        assert not any("slow_path" in name or "planning" in name for name in before_launch)
         before = c[: c.index("append")]
         assert len(before) <= 11 and "check" in before
         assert not {"stride", "acquire", "execute", "open", "format"} & set(before)
@@ -61,7 +62,7 @@ def test_a_bias_at_an_odd_address_is_torchs(by_address):
     odd = torch.cat((bias[:1], bias))[1:]
     assert odd.data_ptr() % 4 == 2
     expected = functional.linear(x, weight, bias)
-    with pytest.warns(TunegemmWarning, match="no packed, aligned vector"):
+    with pytest.warns(TunegemmWarning, match="not a packed, aligned vector"):
         assert torch.equal(tunegemm.linear(x, weight, odd), expected)
     assert not kernel.words
     for each, launches in ((bias, 1), (odd, 1), (bias, 2), (odd, 2)):

@@ -35,14 +35,14 @@ def is_torch(candidate: Candidate) -> bool:
 
 
 def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """`heuristic` of the space file stands for many algorithms and is none itself."""
+    """`heuristic` of the space file stands for many algorithms and is not one itself."""
     if (name := candidate.params.get("algorithm")) not in ("torch.mm", "cublaslt"):
-        return f"algorithm {name!r} is no single kernel; the library names its own on the GPU"
+        return f"algorithm {name!r} is not a single kernel; the library names its own on the GPU"
     return None
 
 
 def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """An algorithm of the library is told from its neighbours by all of its attributes."""
+    """An algorithm of the library is named by all of its attributes."""
     if candidate["algorithm"] == "cublaslt":
         missing = [name for name in ALGORITHM_PARAMETERS if name not in candidate.params]
         if missing:
@@ -92,7 +92,7 @@ def library_alignment(problem: Problem, candidate: Candidate, device: Device) ->
         ("D", problem.m * problem.n * out_bytes),
     ):
         if num_bytes % ALIGNMENT:
-            return f"{operand} batch entries of {num_bytes} B, no multiple of {ALIGNMENT} B"
+            return f"{operand} batch entries of {num_bytes} B, not a multiple of {ALIGNMENT} B"
     return None
 
 
@@ -162,7 +162,7 @@ class CublasLt:
         return {}
 
     def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
-        """0: the library does not tell."""
+        """0: the library does not report it."""
         return 0
 
     def label(self, candidate: Candidate) -> str:

@@ -6,11 +6,10 @@ No import of the compiler here: feasibility and dispatch need these numbers with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.generate.mapped import Mapped
 
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
@@ -70,7 +69,7 @@ class Copy:
     def objection(self, smem_swizzle: int) -> str | None:
         """Why the warps cannot copy such a tile; None when they can."""
         if self.extent % 32:
-            return f"lines of {self.extent} elements are no blocks of 32 or 64"
+            return f"lines of {self.extent} elements are not blocks of 32 or 64"
         if self.lines % (self.warps * self.lines_per_pass):
             return (
                 f"{self.lines} lines over {self.warps} warps: no whole passes of {self.lines_per_pass} lines"
@@ -78,7 +77,7 @@ class Copy:
         # The swizzle's period is 8 lines; a warp's share that is neither would mix their bits.
         share = self.lines_per_warp
         if share % 8 and share & (share - 1):
-            return f"{share} lines of a warp are no multiple of 8 and no power of 2"
+            return f"{share} lines of a warp are neither a multiple of 8 nor a power of 2"
         chunks = self.block // 8
         if 1 << smem_swizzle > chunks:
             return f"swizzle of {smem_swizzle} bits over the {chunks} chunks of a block"
@@ -86,7 +85,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Mapped):
     """All compile-time choices. Two problems with equal configs share one compiled object."""
 
     tile_m: int
@@ -112,11 +111,6 @@ class KernelConfig:
     a_major: str
     b_major: str
     out_major: str
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
-        """From any mapping that holds at least the fields."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     @property
     def warps(self) -> int:

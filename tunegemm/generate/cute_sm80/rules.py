@@ -6,19 +6,18 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_sm80.config import MMA_K, MMA_M, MMA_N, KernelConfig
-from tunegemm.generate.feasibility import half_operands
+from tunegemm.generate.feasibility import exceeded_smem, half_operands, ring_depth
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import split_fits
 
 #: Registers a thread needs beside accumulators and two steps of fragments: addresses of copies and of
 #: ldmatrix, extents, the ring's state. With 47 left nothing spilled, with 16 left most kernels did (ptxas for
-#: sm_90a, nvidia-cutlass-dsl 4.8.1; tests/test_cute_sm80.py). Where lines are shifted, the words on their way
-#: come on top: 56 were enough, but not for warps whose share of a tile is no power of 2, which spilled at 95.
+#: sm_90a, nvidia-cutlass-dsl 4.8.1; tests/generate/test_cute_sm80.py). Where lines are shifted, the words on
+#: their way come on top: 56 were enough, but not for warps whose share of a tile is not a power of 2, which
+#: spilled at 95.
 _OVERHEAD_REGISTERS = 46
 _SHIFT_REGISTERS = 10
 _UNEVEN_SHIFT_REGISTERS = 54
-#: Of each block's shared memory on a multiprocessor, beside its own (CUDA C++ Programming Guide).
-_RESERVED_BYTES = 1024
 #: Longest k that fp16 accumulators add up within the tolerance of a right fp16 result, 9.8e-4: rounding sums
 #: every 16 elements gives 8.4e-4 at 512, 1.2e-3 at 1024, 2.3e-3 at 4096 (uniform operands, on a CPU).
 _HALF_MAX_K = 512
@@ -35,7 +34,7 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 
 def alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """An access of so many bytes faults at an address that is no multiple of them."""
+    """An access of so many bytes faults at an address that is not a multiple of them."""
     if candidate["vector_bytes"] > problem.alignment:
         return f"vectors of {candidate['vector_bytes']} B > alignment {problem.alignment} B"
     return None
@@ -57,7 +56,7 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
         ("tile_k", config.tile_k, MMA_K, 2 * MMA_K),
     ):
         if tile % unit or tile < least:
-            return f"{name} {tile} is no multiple of {unit}" + (f" from {least}" if least else "")
+            return f"{name} {tile} is not a multiple of {unit}" + (f" from {least}" if least else "")
     return None
 
 
@@ -85,13 +84,6 @@ def copies(problem: Problem, candidate: Candidate, device: Device) -> str | None
     for operand in ("a", "b"):
         if (objection := config.copy(operand).objection(config.smem_swizzle)) is not None:
             return f"{operand.upper()}: {objection}"
-    return None
-
-
-def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """One stage is read while the others are filled: with 1 nothing could be loaded."""
-    if candidate["stages"] < 2:
-        return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
     return None
 
 
@@ -125,14 +117,8 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
 
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The ring, or the staged output in its place, must fit a block, and all blocks a multiprocessor."""
-    config, limits = config_of(problem, candidate), device.architecture
-    need, target = config.smem_bytes, limits.compile_target
-    if need > limits.smem_bytes_per_block:
-        return f"smem {need} B > {limits.smem_bytes_per_block} B on {target}"
-    together = config.ctas_per_sm * (need + _RESERVED_BYTES)
-    if together > limits.smem_bytes_per_sm:
-        return f"smem {together} B of {config.ctas_per_sm} blocks > {limits.smem_bytes_per_sm} B on {target}"
-    return None
+    config = config_of(problem, candidate)
+    return exceeded_smem(config.smem_bytes, device.architecture, config.ctas_per_sm)
 
 
 #: Cheapest first. Those named `..._fits` look at extents, alignment or accuracy: what they reject compiles

@@ -5,11 +5,10 @@ No import of the compiler here: feasibility and dispatch need these numbers with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.generate.mapped import Mapped
 
 WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = 128
@@ -32,7 +31,7 @@ SCHEDULES = ("blocking", "pipelined", "multistage", "cooperative", "pingpong")
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Mapped):
     """All compile-time choices. Two problems with equal configs share one compiled object."""
 
     schedule: str
@@ -57,11 +56,6 @@ class KernelConfig:
     a_major: str
     b_major: str
     out_major: str
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
-        """From any mapping that holds at least the fields."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     @property
     def specialized(self) -> bool:
@@ -151,7 +145,7 @@ class KernelConfig:
 
     @property
     def full_barriers(self) -> int:
-        """Barriers that tell of arrived loads: one per stage, or one in all where each load is awaited."""
+        """Barriers of arrived loads: one per stage, or one in all where each load is awaited."""
         return 1 if self.schedule in ("blocking", "pipelined") else self.stages
 
     @property
@@ -169,15 +163,15 @@ class KernelConfig:
 
     @property
     def epilogue_buffers(self) -> int:
-        """Staging buffers of a partition: two where it stores several pieces, so that stores overlap."""
-        piece, rows = (self.epilogue_rows, self.epilogue_columns), (self.group_rows, self.tile_n)
-        return 1 if piece == rows else 2
+        """Staging buffers of a partition: two where it stores several subtiles, so that stores overlap."""
+        subtile, rows = (self.epilogue_rows, self.epilogue_columns), (self.group_rows, self.tile_n)
+        return 1 if subtile == rows else 2
 
     @property
     def epilogue_bytes(self) -> int:
         """Staging buffers of all partitions."""
-        piece_bytes = self.epilogue_rows * self.epilogue_columns * DTYPE_BYTES[self.out_dtype]
-        return self.groups * self.epilogue_buffers * piece_bytes
+        subtile_bytes = self.epilogue_rows * self.epilogue_columns * DTYPE_BYTES[self.out_dtype]
+        return self.groups * self.epilogue_buffers * subtile_bytes
 
     @property
     def barrier_bytes(self) -> int:

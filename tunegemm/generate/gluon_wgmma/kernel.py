@@ -61,7 +61,7 @@ def gemm(
         one_tile(a_desc, b_desc, d_desc, a_ring, b_ring, full, walk, CONFIG)
 
 
-# ---- pieces -------------------------------------------------------------------------------------------
+# ---- device functions ---------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
@@ -91,8 +91,8 @@ def lhs_layout(config, dtype):
 def tile_of(work, walk):
     """(tile m, tile n, batch entry) for a work index.
 
-    Batch entries are outermost. The walk over one goes along the raster order's mode in bands `swizzle_size`
-    tiles wide; the last band may be narrower, so no index is a phantom tile.
+    Batch entries are outermost. The rasterization of one goes along the raster order's mode in groups
+    `swizzle_size` tiles wide; the last may be narrower, so no index is a phantom tile.
     """
     k_tiles, tiles_m, tiles_n, batch, raster_along_m, swizzle_size = walk
     length = tiles_n
@@ -158,7 +158,7 @@ def multiply(a, b, accumulators, first, GROUP: gl.constexpr, CONFIG: gl.constexp
 
 @gluon.jit
 def pieces(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The tile in pieces of that size, in the order of its rows, then columns. No data moves.
+    """The tile in subtiles of that size, in the order of its rows, then columns. No data moves.
 
     A warpgroup's tile is 64 rows after 64 rows, so that the halves of a split are other registers of the same
     threads.
@@ -181,7 +181,7 @@ def pieces(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def store(d_desc, accumulators, staging, tile, GROUP: gl.constexpr, CONFIG: gl.constexpr):
-    """Convert and store one partition's rows piece by piece: TMA reads one buffer while the next is filled.
+    """Convert and store one partition's rows by subtiles: TMA reads one buffer while the next is filled.
 
     Stores may be under way on return; their staging buffers are awaited before they are written again.
     """

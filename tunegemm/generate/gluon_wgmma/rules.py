@@ -10,13 +10,12 @@ from __future__ import annotations
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import half_operands, tma_alignment
+from tunegemm.generate.feasibility import exceeded_smem, half_operands, tma_alignment
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.gluon_wgmma.config import MMA_ATOM_M, SCHEDULES, WARPGROUP_WARPS, KernelConfig
 from tunegemm.generate.tiles import swap_fits
 
 _OVERHEAD_REGISTERS = 26
-_RESERVED_BYTES = 1024  # of shared memory, for each resident block (CUDA programming guide)
 
 
 config_of = config_maker(KernelConfig)
@@ -34,7 +33,7 @@ def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | 
     for name, least in (("tile_m", MMA_ATOM_M), ("tile_n", 8), ("tile_k", 16)):
         extent = candidate[name]
         if extent & (extent - 1) or not least <= extent <= 256:
-            return f"{name} {extent} is no power of two from {least} to 256"
+            return f"{name} {extent} is not a power of two from {least} to 256"
     return None
 
 
@@ -73,7 +72,7 @@ def instruction(problem: Problem, candidate: Candidate, device: Device) -> str |
     """One WGMMA has a multiple of 8 columns, up to 256, of which Gluon's tiles are whole powers of two."""
     instr_n = candidate["instr_n"]
     if instr_n & (instr_n - 1) or not 8 <= instr_n <= 256:
-        return f"instr_n {instr_n} is no power of two from 8 to 256"
+        return f"instr_n {instr_n} is not a power of two from 8 to 256"
     return None
 
 
@@ -110,7 +109,7 @@ def ring(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """How many buffers a schedule has: one that is loaded and multiplied in turn, two, or a ring."""
     stages, schedule = candidate["stages"], candidate["schedule"]
     if schedule not in SCHEDULES:
-        return f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}"
+        return f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}"
     exact = {"blocking": 1, "pipelined": 2}.get(schedule)
     if exact is not None and stages != exact:
         return f"{stages} stages: {schedule} has {exact}"
@@ -134,16 +133,8 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Ring, staging buffers and barriers must fit one block, and all blocks a multiprocessor."""
-    config, limits = config_of(problem, candidate), device.architecture
-    if config.smem_bytes > limits.smem_bytes_per_block:
-        return f"smem {config.smem_bytes} B > {limits.smem_bytes_per_block} B on {limits.compile_target}"
-    resident = config.occupancy * (config.smem_bytes + _RESERVED_BYTES)
-    if resident > limits.smem_bytes_per_sm:
-        return (
-            f"{config.occupancy} x ({config.smem_bytes} + {_RESERVED_BYTES}) B smem > "
-            f"{limits.smem_bytes_per_sm} B of a multiprocessor"
-        )
-    return None
+    config = config_of(problem, candidate)
+    return exceeded_smem(config.smem_bytes, device.architecture, config.occupancy)
 
 
 def occupancy_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:

@@ -5,21 +5,20 @@ No import of Triton here: feasibility and dispatch need these numbers without it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.generate.mapped import Mapped
 
 WARP_THREADS = 32
 _BARRIER_BYTES = 8
 #: Barriers and captured arguments of a warp-specialized kernel, by stages: what Triton 3.6 and 3.7 both
-#: allocate, for every tile (tests/test_triton_tma.py).
+#: allocate, for every tile (tests/generate/test_triton_tma.py).
 SPECIALIZED_BYTES = {2: 376, 3: 472, 4: 488, 5: 600, 6: 616, 7: 696, 8: 712}
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Mapped):
     """All compile-time choices. Two problems with equal configs share one compiled object."""
 
     schedule: str
@@ -39,11 +38,6 @@ class KernelConfig:
     a_major: str
     b_major: str
     out_major: str
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
-        """From any mapping that holds at least the fields."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     @property
     def specialized(self) -> bool:
@@ -66,17 +60,17 @@ class KernelConfig:
 
     @property
     def staging_bytes(self) -> int:
-        """The epilogue's piece on its way to TMA."""
+        """The epilogue's subtile on its way to TMA."""
         return self.tile_m * self.epi_n * DTYPE_BYTES[self.out_dtype]
 
     @property
     def moves_columns(self) -> bool:
-        """Whether pieces of the tile are not the warps' own columns: several warpgroups share 64 rows."""
+        """Whether subtiles are not the warps' own columns: several warpgroups share 64 rows."""
         return self.epi_n < self.tile_n and self.warps * 16 > self.tile_m
 
     @property
-    def piece_bytes(self) -> int:
-        """What moves through the ring while it is idle: a piece of split-K's sums, or columns of a tile."""
+    def subtile_bytes(self) -> int:
+        """What moves through the ring while it is idle: a subtile of split-K's sums, or columns of a tile."""
         return self.tile_m * (self.tile_n if self.moves_columns else self.epi_n) * 4
 
     @property

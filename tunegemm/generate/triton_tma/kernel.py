@@ -4,7 +4,7 @@ Three schedules of the same body: the main loop is pipelined tile by tile (`pipe
 loop over tiles, so that the next tile's loads run under this one's epilogue (`flattened`), or the compiler
 gives loads to a warp of their own (`warp_specialized`).
 
-With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. A block leaves its
+With split-K, a tile's k range is cut into equal splits, each a work unit of its own. A block leaves its
 partial sums in a workspace; the last to arrive adds all of them, in the order of k, and stores: the result
 does not depend on who was last, and nobody waits.
 
@@ -17,9 +17,9 @@ import triton.language as tl
 
 @triton.jit
 def tile_of(work, tiles_m, tiles_n, along_m, swizzle):
-    """(tile m, tile n) of a piece of work: along the raster order's mode in bands `swizzle` tiles wide.
+    """(tile m, tile n) of a work unit: along the raster order's mode in groups `swizzle` tiles wide.
 
-    The last band may be narrower, so no index is a phantom tile.
+    The last group may be narrower, so no index is a phantom tile.
     """
     length = tl.where(along_m != 0, tiles_m, tiles_n)
     width = tl.where(along_m != 0, tiles_n, tiles_m)
@@ -62,7 +62,7 @@ def store(desc, entry, row, column, tile, contiguous: tl.constexpr):
 
 @triton.jit
 def store_columns(desc, entry, row, column, tile, epi_n: tl.constexpr, contiguous: tl.constexpr):
-    """Store a tile in pieces of `epi_n` columns: one piece is staged in shared memory at a time."""
+    """Store a tile in subtiles of `epi_n` columns: one is staged in shared memory at a time."""
     rows: tl.constexpr = tile.shape[0]
     half: tl.constexpr = tile.shape[1] // 2
     if tile.shape[1] == epi_n:
@@ -75,7 +75,7 @@ def store_columns(desc, entry, row, column, tile, epi_n: tl.constexpr, contiguou
 
 @triton.jit
 def keep_columns(slot, tile, first: tl.constexpr, epi_n: tl.constexpr):
-    """Leave a tile's columns from `first` on in a slot of the workspace, a piece at a time."""
+    """Leave a tile's columns from `first` on in a slot of the workspace, a subtile at a time."""
     rows: tl.constexpr = tile.shape[0]
     half: tl.constexpr = tile.shape[1] // 2
     if tile.shape[1] == epi_n:
@@ -88,7 +88,7 @@ def keep_columns(slot, tile, first: tl.constexpr, epi_n: tl.constexpr):
 
 @triton.jit
 def piece(rows: tl.constexpr, columns: tl.constexpr):
-    """Offsets of a piece in the workspace, row after row."""
+    """Offsets of a subtile in the workspace, row after row."""
     return tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
 
 
@@ -115,7 +115,7 @@ def products(
     d_contiguous: tl.constexpr,
     schedule: tl.constexpr,
 ):
-    """All tiles of one block. `k_tiles` of one part of k; `*_contiguous`: whether columns are in memory."""
+    """All tiles of one block. `k_tiles` of one k split; `*_contiguous`: whether columns are in memory."""
     tiles_m = tl.cdiv(m, tile_m)
     tiles_n = tl.cdiv(n, tile_n)
     per_entry = tiles_m * tiles_n

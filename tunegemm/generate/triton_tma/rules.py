@@ -5,7 +5,13 @@ from __future__ import annotations
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import half_operands, tma_alignment
+from tunegemm.generate.feasibility import (
+    RESERVED_SMEM_BYTES,
+    exceeded_smem,
+    half_operands,
+    ring_depth,
+    tma_alignment,
+)
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import split_fits, swap_fits, tile_count
 from tunegemm.generate.triton_tma.config import SPECIALIZED_BYTES, KernelConfig
@@ -30,7 +36,7 @@ def block_shape(problem: Problem, candidate: Candidate, device: Device) -> str |
     for name, least in (("tile_m", 64), ("tile_n", 16), ("tile_k", 16)):
         extent = candidate[name]
         if extent & (extent - 1) or extent < least:
-            return f"{name} {extent} is no power of two from {least} on"
+            return f"{name} {extent} is not a power of two from {least} on"
     return None
 
 
@@ -38,19 +44,19 @@ def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """WGMMA is issued by groups of four warps, and Triton has powers of two of them."""
     count = candidate["warps"]
     if count & (count - 1) or count < 4:
-        return f"warps {count} is no power of two from 4 on"
+        return f"warps {count} is not a power of two from 4 on"
     return None
 
 
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The tile is halved down to pieces of epi_n columns; under 32 that would only double the barriers.
+    """The tile is halved down to subtiles of epi_n columns; under 32 that would only double the barriers.
 
     Where warpgroups share the same 64 rows, halving moves columns through shared memory: through the ring,
     which is idle then, unless the next tile's loads run already.
     """
     tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
     if epi_n & (epi_n - 1) or not min(32, tile_n) <= epi_n <= tile_n:
-        return f"epi_n {epi_n} is no power of two from {min(32, tile_n)} to tile_n {tile_n}"
+        return f"epi_n {epi_n} is not a power of two from {min(32, tile_n)} to tile_n {tile_n}"
     if candidate["schedule"] == "flattened" and config_of(problem, candidate).moves_columns:
         return f"epi_n {epi_n} < tile_n {tile_n}: {candidate['warps']} warps share {candidate['tile_m']} rows"
     return None
@@ -60,7 +66,7 @@ def warp_specialization(problem: Problem, candidate: Candidate, device: Device) 
     """What Triton 3.6 and 3.7 specialize on Hopper: two warpgroups on 64 rows or more each, one loading.
 
     With 8 warps the pass leaves the loop as it was. Under 128 rows it cuts the columns, and stages the
-    output twice; under 64 k its memory is laid out otherwise. It cannot cut pieces of the tile (3.6), nor a
+    output twice; under 64 k its memory is laid out otherwise. It cannot cut subtiles (3.6), nor a
     descriptor with a batch mode. With 16 columns, swapped, one of 20 runs on equal operands gave another
     result than the others, in one of two tries (H200, Triton 3.6, 2026-11-21): a race, not looked into.
     """
@@ -93,22 +99,15 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
-def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """One stage is being multiplied: with 1 nothing could be loaded meanwhile, and nothing is pipelined."""
-    if candidate["stages"] < 2:
-        return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
-    return None
-
-
 def reduction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Only the `pipelined` kernel has a reduction of split-K; a piece of its sums passes through the ring.
+    """Only the `pipelined` kernel has a reduction of split-K; a subtile of its sums passes through the ring.
 
     With a branch in its loop over tiles a kernel is neither flattened nor warp-specialized (Triton 3.6, 3.7).
     """
     config = config_of(problem, candidate)
     if config.schedule == "pipelined":
-        if config.piece_bytes > config.ring_bytes:
-            return f"a piece of sums of {config.piece_bytes} B > {config.ring_bytes} B of the ring"
+        if config.subtile_bytes > config.ring_bytes:
+            return f"a subtile of sums of {config.subtile_bytes} B > {config.ring_bytes} B of the ring"
     elif int(candidate.params.get("split_k", 1)) > 1:
         return f"split_k {candidate['split_k']} needs schedule pipelined, not {config.schedule}"
     return None
@@ -116,10 +115,7 @@ def reduction(problem: Problem, candidate: Candidate, device: Device) -> str | N
 
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Ring, staging buffer and barriers must fit one block's shared memory."""
-    need, limit = config_of(problem, candidate).smem_bytes, device.architecture.smem_bytes_per_block
-    if need > limit:
-        return f"smem {need} B > {limit} B on {device.architecture.compile_target}"
-    return None
+    return exceeded_smem(config_of(problem, candidate).smem_bytes, device.architecture)
 
 
 def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -128,9 +124,9 @@ def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | No
         return None
     work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
     if work <= device.sm_count:
-        return f"{work} pieces of work <= {device.sm_count} multiprocessors: one block each does the same"
+        return f"{work} work units <= {device.sm_count} multiprocessors: one block each does the same"
     config, limits = config_of(problem, candidate), device.architecture
-    need = 2 * (config.smem_bytes + 1024)  # each block costs 1 KiB more
+    need = 2 * (config.smem_bytes + RESERVED_SMEM_BYTES)
     if need > limits.smem_bytes_per_sm:
         return f"two blocks of {config.smem_bytes} B smem + 1 KiB > {limits.smem_bytes_per_sm} B"
     registers = config.accumulator_registers + _OTHER_REGISTERS

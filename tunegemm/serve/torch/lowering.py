@@ -13,14 +13,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
-
-if TYPE_CHECKING:
-    from tunegemm.serve.dispatcher import Dispatcher
 
 _NAME = "tunegemm_product"
 

@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import LINEAR, MATMUL, RECORDED, Form, form_of
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN, batched, gradients, is_simple
 from tunegemm.serve.unfused import unfused
 
-if TYPE_CHECKING:
-    from tunegemm.serve.dispatcher import Dispatcher
-
 #: Products of other devices stay torch's in a graph, where its compiler may fuse them.
-_DEVICE_TYPE = "cuda"
+DEVICE_TYPE = "cuda"
 
 #: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it
 #: keeps on disk is of any age.
@@ -72,7 +70,7 @@ _records_of: list[Callable[[], Dispatcher]] = []
 
 def _records() -> str:
     """What is served is decided by; nothing in exported programs, which other hosts run by other records."""
-    return "" if torch.compiler.is_exporting() else _records_of[-1]().fingerprint()
+    return "" if torch.compiler.is_exporting() else _records_of[-1]().planner.fingerprint()
 
 
 # For Dynamo a constant of the time of tracing, as torch.compiler.assume_constant_result makes it, which would
@@ -155,7 +153,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
         out_dtype: torch.dtype | None = None, accumulation: str = "fast", *, records: str = "",
     ) -> torch.Tensor:  # fmt: skip
         result = None
-        if a.device.type == _DEVICE_TYPE:
+        if a.device.type == DEVICE_TYPE:
             asked = form(epilogue, out_dtype, accumulation, RECORDED)
             result = serving().fused(asked, a, b, tuple(operands), numbers)
         if result is None:
@@ -204,14 +202,14 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
     torch.library.register_vmap("tunegemm::fused", vmap, lib=_library)
 
 
-def _is_served(dispatcher: Any, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_served(dispatcher: Dispatcher, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a kernel is recorded for operands that are being traced.
 
     Of symbolic extents what they were traced with is asked about, and any other m that is recorded.
     """
-    if a.ndim < 2 or b.ndim < 2 or a.device.type != _DEVICE_TYPE or b.device != a.device:
+    if a.ndim < 2 or b.ndim < 2 or a.device.type != DEVICE_TYPE or b.device != a.device:
         return False
-    if torch.is_autocast_enabled(_DEVICE_TYPE) and torch.get_autocast_dtype(_DEVICE_TYPE) != a.dtype:
+    if torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype:
         return False
     if getattr(sys.modules.get("torch._inductor.config"), "cpp_wrapper", False):
         return False  # C++ would call us through torch's dispatcher, and outlive the Python that we need
@@ -225,7 +223,7 @@ def _is_served(dispatcher: Any, form: Form, a: torch.Tensor, b: torch.Tensor) ->
             torch.empty_strided(shape, strides, dtype=dtype, device="meta")
             for shape, strides, dtype in places
         )
-        return bool(dispatcher.serves(form, left, right, a.device.index or 0, any_m=symbolic))
+        return dispatcher.planner.serves(form, left, right, a.device.index or 0, any_m=symbolic)
 
 
 def _hint(extent: Any) -> int:
@@ -257,37 +255,6 @@ def traced_fused(
     return result if out is None else out.copy_(result)
 
 
-def addmm_steps(
-    c: torch.Tensor, a: torch.Tensor, beta: float, alpha: float
-) -> tuple[str, tuple[torch.Tensor, ...], tuple[float, ...]]:
-    """The epilogue of ``beta * c + alpha * a @ b`` and its operands.
-
-    Whether C has a shape that a kernel takes is for dispatch to say: torch has more, which it broadcasts.
-    """
-    first, scalars = ("", ()) if alpha == 1 else ("alpha+", (float(alpha),))
-    if beta == 0:
-        return first[:-1], (), scalars
-    if beta == 1:
-        if c.ndim == 1:
-            return first + "bias_n", (c,), scalars
-        if c.ndim == a.ndim == 2 and c.stride(0) == 0:  # as Inductor expands a row
-            return first + "bias_n", (c[0],), scalars
-    return first + "beta_c", (c,), (*scalars, float(beta))
-
-
-def scale_steps(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: bool
-) -> str:
-    """The epilogue of ``torch._scaled_mm`` with these scales; empty for those that only torch has."""
-    if a.ndim != 2 or b.ndim != 2:
-        return ""
-    if scale_a.numel() == 1 and scale_b.numel() == 1:
-        return "scale_tensor+bias_n" if bias else "scale_tensor"
-    if scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]):
-        return "scale_rowwise+bias_n" if bias else "scale_rowwise"
-    return ""
-
-
 def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """`tunegemm.matmul` while a graph is traced."""
     if not (_is_servable(a, b) and is_simple(a, b)):
@@ -316,7 +283,7 @@ def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 def _is_servable(a: torch.Tensor, b: torch.Tensor) -> bool:
     kind = a.device.type
     return (
-        kind == _DEVICE_TYPE
+        kind == DEVICE_TYPE
         and b.device.type == kind
         and a.dtype == b.dtype
         and a.dtype in DTYPES

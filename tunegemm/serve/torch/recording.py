@@ -6,7 +6,6 @@ docs/recording.md says what is not seen.
 
 from __future__ import annotations
 
-import atexit
 import os
 import statistics
 import sys
@@ -29,16 +28,9 @@ from tunegemm.describe.workload import Product, Workload, merge
 from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import ProblemError, WorkloadError
 from tunegemm.serve import api
-from tunegemm.serve.forms import LINEAR, RECORDED, Form
-from tunegemm.serve.policies import Policy
+from tunegemm.serve.library import OPERATORS, added
 from tunegemm.serve.torch.aten import Layer, replacements
-from tunegemm.serve.unfused import unfused
 
-#: Operators, and where the first operand stands among their arguments.
-_FIRST_OPERAND = {
-    "mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1,
-    "_addmm_activation": 1,
-}  # fmt: skip
 #: Timed calls per product; the median of so many is stable, and later calls cost no events.
 _TIMED = 32
 #: Events that may wait for the GPU before those that are done are read.
@@ -160,10 +152,14 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
     Counts all threads' products, by shape, dtypes, majors, alignment and what is added, and times the first
     calls of each. At the end, after an exception, too, they are written to `path`, if one is given, for
     ``tunegemm tune --from``; `recording.products` has them at any time. Meanwhile `tunegemm.matmul` and
-    `linear` leave products to torch, so that theirs are seen, too. Raises WorkloadError when the file cannot
+    `linear` fall back to torch, so that theirs are seen, too. Raises WorkloadError when the file cannot
     be written, and TunegemmError when torch cannot do it.
     """
-    return Recording(Path(path) if path is not None else None)
+    if path is None:
+        return Recording()
+    if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
+        raise WorkloadError(f"path {path!r:.60} is not a file's; give one such as shapes.json")
+    return Recording(Path(path))
 
 
 def record_process(folder: str) -> None:
@@ -176,27 +172,6 @@ def record_process(folder: str) -> None:
     recording.__enter__()
     os.register_at_fork(after_in_child=writer.forked)
     writer.start()
-
-
-def record_until_exit(path: Path) -> None:
-    """Record this process, not its forked children, into a file that is written and named when it ends."""
-    recording = Recording(path)
-    recording.__enter__()
-
-    def finish() -> None:
-        try:
-            recording.__exit__()
-        except WorkloadError as error:
-            print(f"tunegemm: {error}", file=sys.stderr)
-            return
-        if os.getpid() == recording._pid:
-            print(
-                f"tunegemm: {len(recording.products)} products in {path}. "
-                f"Tune them: tunegemm tune --from {path}",
-                file=sys.stderr,
-            )
-
-    atexit.register(finish)
 
 
 class _Writer:
@@ -246,38 +221,6 @@ class _Writer:
             workload.write(self._folder / f"{os.getpid()}.json")
 
 
-class _Leave:
-    """Stands for the dispatcher during a recording: every product is torch's."""
-
-    def product(self, kind: int, a: Any, b: Any, out: Any = None) -> Any:
-        if kind == LINEAR:
-            return torch.nn.functional.linear(a, b)
-        return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
-
-    def recorded(self, a: Any, b: Any, out: Any = None) -> Any:
-        return None
-
-    def fused(self, form: Form, a: Any, b: Any, tensors: Any, numbers: Any = (), out: Any = None) -> Any:
-        return None if form.kind == RECORDED else unfused(form, a, b, tensors, numbers, out)
-
-    def compiled(
-        self, site: str, form: Form, a: Any, b: Any, tensors: Any, numbers: Any, out: Any
-    ) -> Any:  # fmt: skip
-        return unfused(form, a, b, tensors, numbers, out)
-
-    def serves(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    def fingerprint(self) -> str:
-        return "recording"
-
-    def refresh(self) -> None:
-        pass
-
-    def use(self, policy: Policy) -> Policy:
-        return policy
-
-
 class _Interception:
     """The wrapped kernels, while any recording runs."""
 
@@ -319,16 +262,10 @@ class _Interception:
         self._pending.clear()
 
     def _install(self) -> None:
-        layer = Layer(
-            tuple(_FIRST_OPERAND),
-            ("CPU", "CUDA"),
-            lambda name, kernel: self._wrap(name, _FIRST_OPERAND[name], kernel),
-        )
+        layer = Layer(tuple(OPERATORS), ("CPU", "CUDA"), self._wrap)
         replacements.put("recording", layer)
         self._undo.append(lambda: replacements.remove("recording"))
-        leave = _Leave()
-        self._replace(api, "_dispatcher", leave)
-        self._replace(api, "_product", leave.product)
+        self._undo.append(api.dispatcher.planner.suspend())  # our products are torch's, so that they are seen
         if torch.backends.cuda.is_built():
             self._watch_graphs()
 
@@ -337,7 +274,7 @@ class _Interception:
         setattr(owner, name, value)
         self._undo.append(lambda: setattr(owner, name, before))
 
-    def _wrap(self, name: str, first: int, original: Any) -> Callable[..., Any]:
+    def _wrap(self, name: str, original: Any) -> Callable[..., Any]:
         def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
             # Inductor runs candidates while it compiles, and some kernels call others: neither is a call of
             # the program.
@@ -345,18 +282,19 @@ class _Interception:
                 return original.call_boxed(keyset, *arguments, **keywords)
             self._inside.on = True
             try:
-                return self._count(name, first, original, keyset, arguments, keywords)
+                return self._count(name, original, keyset, arguments, keywords)
             finally:
                 self._inside.on = False
 
         return kernel
 
-    def _count(self, name: str, first: int, original: Any, keyset: Any, arguments: Any, keywords: Any) -> Any:
+    def _count(self, name: str, original: Any, keyset: Any, arguments: Any, keywords: Any) -> Any:
+        first = OPERATORS[name].first
         a, b = arguments[first : first + 2]
-        added = _added(name, arguments, keywords)
+        more = added(name, arguments, keywords)
         low = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT
         call = (
-            name, a.shape, a.stride(), b.shape, b.stride(), a.dtype, added, a.device.type, low & -low,
+            name, a.shape, a.stride(), b.shape, b.stride(), a.dtype, more, a.device.type, low & -low,
         )  # fmt: skip
         captured = a.is_cuda and torch.cuda.is_current_stream_capturing()
         clock = None if captured or self._timed[call] >= _TIMED else _Clock(a)
@@ -369,7 +307,7 @@ class _Interception:
         with self.lock:
             self._timed[call] += clock is not None
             if key not in self._kinds:
-                self._kinds[key] = _kind(name, a, b, result, added)
+                self._kinds[key] = _kind(name, a, b, result, more)
             for recording in self.recordings:
                 tally = recording._tallies.setdefault(key, _Tally(self._kinds[key]))
                 tally.calls += not captured
@@ -445,22 +383,7 @@ _interception = _Interception()
 os.register_at_fork(after_in_child=_interception.forget)
 
 
-def _added(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[str, str]:
-    """What an operator adds to the product, and the activation it applies."""
-    if name == "_scaled_mm":
-        bias = arguments[4] if len(arguments) > 4 else keywords.get("bias")
-        return "none" if bias is None else "vector", "none"
-    if _FIRST_OPERAND[name] == 0 or keywords.get("beta", 1) == 0:
-        return "none", "none"
-    added = arguments[0]
-    is_vector = added.ndim == 1 or added.stride(-2) == 0 or added.shape[-2] == 1
-    activation = "none"
-    if name == "_addmm_activation":
-        activation = "gelu" if keywords.get("use_gelu") else "relu"
-    return "vector" if is_vector else "matrix", activation
-
-
-def _kind(name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: tuple[str, str]) -> Kind:
+def _kind(name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, more: tuple[str, str]) -> Kind:
     a_major = _mode(a, row_mode="m", column_mode="k", prefer="k")
     b_major = _mode(b, row_mode="k", column_mode="n", prefer="k")
     return Kind(
@@ -475,8 +398,8 @@ def _kind(name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added:
         out_major=_mode(out, row_mode="m", column_mode="n", prefer="n"),
         alignment=alignment_of(a, b, a_major, b_major),
         op=name.strip("_"),
-        bias=added[0],
-        activation=added[1],
+        bias=more[0],
+        activation=more[1],
         device=a.device.type,
     )
 

@@ -12,11 +12,12 @@ from tunegemm.errors import ProblemError
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR, RECORDED, form_of
 from tunegemm.serve.guards import tf32_allowed
+from tunegemm.serve.library import OPERATORS, addmm_steps, scale_steps
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
-from tunegemm.serve.torch.ops import addmm_steps, scale_steps
 
-_KEYS = ("CUDA",)
+#: Whose products are taken over.
+DEVICE_KEYS = ("CUDA",)
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -45,14 +46,14 @@ def enable() -> Takeover:
     ``nn.Linear``, ``torch._scaled_mm`` and ``_int_mm``, eager, under autograd (all three products) and
     autocast, in the output of torch.compile, and in CUDA graphs captured meanwhile. ``with
     tunegemm.enable():`` ends with its block, a call by itself with `disable`. Blocks may be nested.
-    Meanwhile every product that is torch's after all costs a look-up more. Raises TunegemmError when this
+    Meanwhile every product that falls back to torch costs a look-up more. Raises TunegemmError when this
     torch cannot replace its kernels.
     """
     takeover = Takeover()
     with _lock:
         if not _active:
             replacements.put(
-                "takeover", Layer(tuple(_SERVED), _KEYS, lambda name, kernel: _SERVED[name](kernel))
+                "takeover", Layer(tuple(_SERVED), DEVICE_KEYS, lambda name, kernel: _SERVED[name](kernel))
             )
         _active.append(takeover)
     return takeover
@@ -72,10 +73,10 @@ def _plain(kernel: Any) -> Callable[..., Any]:
         # Overloads with further arguments (`out_dtype`) are torch's, and dtypes that have no kernels.
         if _is_served_dtype(a) and not more and (not keywords or (len(keywords) == 1 and "out" in keywords)):
             if a.ndim == 3 and a.shape[0] == 1 and not keywords:  # as einsum writes a single product
-                result = api._dispatcher.recorded(a[0], b[0])
+                result = api.dispatcher.recorded(a[0], b[0])
                 result = None if result is None else result[None]
             else:
-                result = api._dispatcher.recorded(a, b, keywords.get("out"))
+                result = api.dispatcher.recorded(a, b, keywords.get("out"))
             if result is not None:
                 return result
         return kernel.call_boxed(keyset, a, b, *more, **keywords)
@@ -90,9 +91,9 @@ def _adding(kernel: Any) -> Callable[..., Any]:
         keyset: Any, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any
     ) -> Any:
         if not more and _is_served_dtype(a):  # with more there is an `out_dtype`
-            text, tensors, numbers = addmm_steps(c, a, keywords.get("beta", 1), keywords.get("alpha", 1))
+            text, tensors, numbers = addmm_steps(c, a, b, keywords.get("beta", 1), keywords.get("alpha", 1))
             form, out = form_of(RECORDED, text), keywords.get("out")
-            result = api._dispatcher.fused(form, a, b, tensors, numbers, out)
+            result = api.dispatcher.fused(form, a, b, tensors, numbers, out)
             if result is not None:
                 return result
         return kernel.call_boxed(keyset, c, a, b, *more, **keywords)
@@ -112,7 +113,7 @@ def _scaling(kernel: Any) -> Callable[..., Any]:
         if text and scale_result is None:
             form = form_of(RECORDED, text, out_dtype, "fast" if use_fast_accum else "two_level")
             tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
-            result = api._dispatcher.fused(form, a, b, tensors, (), keywords.get("out"))
+            result = api.dispatcher.fused(form, a, b, tensors, (), keywords.get("out"))
             if result is not None:
                 return result
         return kernel.call_boxed(
@@ -127,22 +128,28 @@ def _of_int8(kernel: Any) -> Callable[..., Any]:
     form = form_of(RECORDED, "", torch.int32)
 
     def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, **keywords: Any) -> Any:
-        result = api._dispatcher.fused(form, a, b, (), (), keywords.get("out"))
+        result = api.dispatcher.fused(form, a, b, (), (), keywords.get("out"))
         return kernel.call_boxed(keyset, a, b, **keywords) if result is None else result
 
     return serve
 
 
 def _is_served_dtype(a: torch.Tensor) -> bool:
-    # Whoever enables tunegemm for a program wants to hear of shapes to be tuned, not of every fp32 product.
+    # A program that is served as a whole is to hear of shapes to be tuned, not of every fp32 product.
     return a.dtype in DTYPES or (a.dtype is torch.float32 and tf32_allowed())
 
 
-#: What is taken over. `linear` with a bias arrives at `addmm`.
-_SERVED = {
-    "mm": _plain, "bmm": _plain, "addmm": _adding, "baddbmm": _adding, "_scaled_mm": _scaling,
-    "_int_mm": _of_int8,
-}  # fmt: skip
+def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
+    """What makes the function in the place of an operator's kernel, by what the operator computes."""
+    operator = OPERATORS[name]
+    if any("scale_tensor" in steps for steps in operator.absorbs):
+        return _scaling
+    if operator.absorbs:
+        return _adding
+    return _of_int8 if name == "_int_mm" else _plain
+
+
+_SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served}
 
 
 class TunedLinear(torch.nn.Linear):
@@ -158,8 +165,8 @@ class TunedLinear(torch.nn.Linear):
         except KeyError:  # they are something else's to give, such as a parametrization's
             weight, bias = self.weight, self.bias
         if bias is None:
-            return api._product(LINEAR, input, weight)
-        return api._dispatcher.fused(api._WITH_BIAS, input, weight, (bias,))
+            return api.product(LINEAR, input, weight)
+        return api.dispatcher.fused(api.WITH_BIAS, input, weight, (bias,))
 
 
 def patch(model: torch.nn.Module) -> int:
@@ -181,7 +188,7 @@ def unpatch(model: torch.nn.Module) -> int:
 def _reclass(model: torch.nn.Module, before: type, after: type) -> int:
     if not isinstance(model, torch.nn.Module):
         raise ProblemError(
-            f"model {model!r:.40} is no torch.nn.Module; give the model whose layers are meant"
+            f"model {model!r:.40} is not a torch.nn.Module; give the model whose layers are meant"
         )
     layers = [module for module in model.modules() if type(module) is before]
     for layer in layers:

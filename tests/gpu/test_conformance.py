@@ -1,0 +1,135 @@
+"""Every family's kernels on the GPU, against fp32, on ragged, strided, batched and tiny shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu import test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_triton_tma
+from tests.support.kernels import Kernels
+from tests.support.numerics import (
+    TOLERANCE,
+    Examples,
+    check_bits,
+    check_product,
+    check_refusals,
+    check_views,
+    poisoned,
+    relative_error,
+)
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate import families
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLES = [module.EXAMPLES for module in (test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_triton_tma)]
+# m, n, k, batch and the padding of each row, in elements
+SHAPES = [
+    (512, 512, 512, 1, 0),
+    (1000, 1032, 520, 1, 0),
+    (8, 8, 8, 1, 0),
+    (72, 264, 1096, 1, 8),
+    (304, 520, 136, 3, 0),
+    (2048, 2112, 1000, 1, 16),
+]
+KINDS = [
+    ("tn", "bf16", "bf16"), ("tt", "bf16", "bf16"), ("nn", "fp16", "fp16"), ("nt", "bf16", "fp32"),
+    ("tn", "fp16", "fp32"), ("tt", "fp16", "bf16"),
+]  # fmt: skip
+SQUARE = Problem.parse("512x512x512")
+
+every_kernel = pytest.mark.parametrize(
+    ("examples", "kernel"),
+    [
+        pytest.param(one, kernel, id=f"{one.family}-{families.get(one.family).label(one.kernel(kernel))}")
+        for one in EXAMPLES
+        for kernel in range(len(one.kernels))
+    ],
+)
+every_family = pytest.mark.parametrize("examples", EXAMPLES, ids=lambda examples: examples.family)
+
+
+@pytest.fixture(scope="module")
+def kernels(kernels: Kernels) -> Kernels:
+    for layout, in_dtype, out_dtype in KINDS:
+        problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+        for examples in EXAMPLES:
+            for kernel in range(len(examples.kernels)):
+                kernels.begin(problem, examples.kernel(kernel))
+    return kernels
+
+
+def runs(kernels: Kernels, problem: Problem, candidate: Candidate) -> bool:
+    """Whether it can be launched; rules named `..._fits` look at speed: kernels are right all the same."""
+    verdict = families.get(candidate.family).check(problem, candidate, kernels.device)
+    return bool(verdict) or (verdict.rule or "").endswith("_fits")
+
+
+def chosen(
+    kernels: Kernels, examples: Examples, problem: Problem, kernel: int, number: int
+) -> Candidate | None:
+    """The kernel with its launch of that number, or one that it has; with fewer stages, where an fp32 output
+    leaves room for no more. None where no kernel of the family has the problem.
+    """
+    for fewer in ({}, {"stages": 2}):
+        for shift in range(len(examples.launches)):
+            candidate = examples.launch(kernel, number + shift, **fewer)
+            if runs(kernels, problem, candidate):
+                return candidate
+    return None
+
+
+@every_kernel
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_right_on_every_shape(
+    kernels: Kernels, examples: Examples, kernel: int, kind: tuple[str, str, str]
+) -> None:
+    layout, in_dtype, out_dtype = kind
+    launched = 0
+    for number, (m, n, k, batch, pad) in enumerate(SHAPES):
+        problem = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+        if (candidate := chosen(kernels, examples, problem, kernel, number)) is not None:
+            check_product(kernels.load(problem, candidate), problem, str(candidate), pad=pad, runs=2)
+            launched += 1
+    if launched < len(SHAPES) - 1:  # a kernel may be without a batch
+        square = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+        verdict = families.get(examples.family).check(square, examples.kernel(kernel), kernels.device)
+        assert launched == 0 and verdict.rule in examples.refusals, (launched, verdict)
+
+
+@every_kernel
+def test_back_to_back_runs_agree_bitwise(kernels: Kernels, examples: Examples, kernel: int) -> None:
+    problem = Problem.parse("2048x2112x1000")
+    a = torch.randn(2048, 1000, device="cuda").bfloat16()
+    b = torch.randn(2112, 1000, device="cuda").bfloat16().t()
+    candidates = [examples.launch(kernel, number) for number in range(len(examples.launches))]
+    launched = [candidate for candidate in candidates if runs(kernels, problem, candidate)]
+    assert launched
+    for candidate in launched:
+        check_bits(kernels.load(problem, candidate), a, b, str(candidate))
+
+
+@every_family
+def test_refuses_what_it_cannot_read(kernels: Kernels, examples: Examples) -> None:
+    check_refusals(kernels.load(SQUARE, examples.launch(0)))
+
+
+@every_family
+def test_views_with_an_aligned_offset_are_right(kernels: Kernels, examples: Examples) -> None:
+    for kernel in examples.of_each_schedule:
+        check_views(kernels.load(SQUARE, examples.launch(kernel)))
+
+
+@every_family
+def test_a_captured_launch_replays(kernels: Kernels, examples: Examples) -> None:
+    a, b = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(2))
+    for kernel in examples.of_each_schedule:
+        launch, out = kernels.load(SQUARE, examples.launch(kernel)), poisoned(512, 512)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch(a, b.t(), out)
+        a.copy_(torch.randn(512, 512, device="cuda"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert relative_error(out, a, b.t()) < TOLERANCE["bf16"], examples.launch(kernel)

@@ -1,0 +1,239 @@
+"""Products of any operands: what the entries of `dispatcher` do not know to be known.
+
+The first call of every key comes here, and so do operands that need more than a launch: gradients, autocast,
+unusual addresses, subclasses. A key holds all that a plan depends on; see `plans`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+
+from tunegemm.describe.problem import MAX_ALIGNMENT
+from tunegemm.errors import ProblemError
+from tunegemm.serve import guards
+from tunegemm.serve.forms import LINEAR, RECORDED, Form, form_of
+from tunegemm.serve.guards import TORCHS, autocast, cast_by_autocast, deterministic, functorch_level
+from tunegemm.serve.operands import ALIGNMENT
+from tunegemm.serve.planning import MAX_PLANS, Planner
+from tunegemm.serve.plans import Plan, Recent, State, is_apart_from, is_writable, launch_plan
+from tunegemm.serve.torch.autograd import (
+    DTYPES,
+    PLAIN,
+    add_differentiably,
+    is_simple,
+    multiply_differentiably,
+)
+from tunegemm.serve.torch.fx import refuse_proxies
+from tunegemm.serve.unfused import taken_operands, unfused
+
+_RECORDED_BIASED = form_of(RECORDED, "bias_n")
+
+
+class SlowPath:
+    """Computes what a form makes of a product, by a planner's plans or by torch."""
+
+    def __init__(self, planner: Planner, product: Callable[..., Any], fused: Callable[..., Any]) -> None:
+        """product, fused: the entries of `Dispatcher`, for the products that a call consists of."""
+        self._planner = planner
+        self._product = product
+        self._recorded = partial(product, RECORDED)
+        self._fused = fused
+
+    def compute(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any
+    ) -> Any:
+        """As `Dispatcher.fused`."""
+        planner, kind = self._planner, form.kind
+        if planner.is_off:
+            return by_torch(form, a, b, tensors, numbers, out)
+        are_plain = type(a) in PLAIN and type(b) in PLAIN
+        for tensor in tensors:
+            are_plain = are_plain and type(tensor) in PLAIN
+        if kind == RECORDED:
+            if not are_plain or deterministic():
+                return None
+        elif not are_plain:
+            _check_tensors(form, (a, b, *tensors))
+            return by_torch(form, a, b, tensors, numbers, out)
+        elif (
+            out is None  # torch.matmul(out=) is not cast
+            and guards.any_autocast()
+            and (form.is_plain or a.dtype.itemsize > 1)  # products of scaled operands are not cast
+            and (cast := cast_by_autocast(a, b, *tensors[: len(tensors) - form.writes])) is not None
+        ):
+            return self._cast(form, a, b, tensors, numbers, cast)
+        elif not guards.is_ordinary(a, b, tensors):
+            if out is None and self._is_differentiable(form, a, b, tensors):
+                return self._differentiably(form, a, b, tensors, numbers)
+            return by_torch(form, a, b, tensors, numbers, out)
+        if out is not None and type(out) not in PLAIN:
+            return by_torch(form, a, b, tensors, numbers, out)
+        others = tensors if out is None else (*tensors, out)
+        try:
+            low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
+            below = 0
+            for tensor in tensors:
+                below |= tensor.data_ptr() % MAX_ALIGNMENT
+            key: tuple[Any, ...] = (
+                form, low & -low, below & -below, a.dtype is torch.float32 and guards.tf32_allowed(),
+                a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device,
+            )  # fmt: skip
+            for tensor in others:
+                key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        except RuntimeError:  # sparse and nested tensors have no strides
+            return by_torch(form, a, b, tensors, numbers, out)
+        state = planner.state
+        plan = state.plans.get(key)
+        if plan is None:
+            state, plan = planner.plan(key, form, a, b, tensors, numbers, out)
+        if plan is None:
+            if key in state.of_tuned_products:
+                return unfused(form, a, b, tensors, numbers, out, multiply=partial(self._product, kind))
+            if not (low or below) and key in state.plans:
+                self._remember(state, key, None, form, (a, b, *others), out)
+            return by_torch(form, a, b, tensors, numbers, out)
+        result = out
+        if result is None:
+            shape, _, dtype = plan.output
+            result = a.new_empty(shape, dtype=dtype)
+        elif not (is_writable(plan, a, b, result) and is_apart_from(result, tensors)):
+            return by_torch(form, a, b, tensors, numbers, out)
+        elif not result.is_inference():  # inference tensors count no versions
+            increment_version(result)
+        try:
+            launch_plan(plan, a, b.t() if kind == LINEAR else b, result, form, tensors, numbers)
+        except (RuntimeError, ValueError) as error:
+            planner.drop(state, key, plan, a, b, error)
+            return by_torch(form, a, b, tensors, numbers, out)
+        if form.writes:
+            if not tensors[-1].is_inference():
+                increment_version(tensors[-1])
+        elif plan.at is not None and not low:
+            self._remember(state, key, plan, form, (a, b, *others), out)
+        return result
+
+    def _cast(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], cast: Any
+    ) -> Any:
+        """What torch's own calls would make of it: autocast casts what goes into the product's call, bias
+        and C, too; what is added afterwards keeps its dtype, which may be wider and then is the result's.
+        """
+        if cast is TORCHS or form.out_dtype not in (None, cast):
+            return by_torch(form, a, b, tensors, numbers, None)
+        names = [operand.name for operand in form.epilogue.operands if operand.kind != "number"]
+        # A user's function gives the product's dtype, whatever its operands have.
+        taken = taken_operands(form, a, b) if form.epilogue.function is None else names
+        a, b = autocast(a, cast), autocast(b, cast)
+        seen = [
+            autocast(tensor, cast) if name in taken else tensor
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+        wide = [
+            name for name, tensor in zip(names, seen, strict=True)
+            if tensor.dtype is not cast and name != "amax"
+        ]  # fmt: skip
+        if not wide:
+            return self._fused(form, a, b, seen, numbers)
+        if wide == ["residual"] and form.epilogue.steps[-1] == "residual":
+            text = form.text.removesuffix("residual").removesuffix("+")
+            before = form_of(form.kind, text, form.out_dtype, form.accumulation)
+            return self._fused(before, a, b, seen[:-1], numbers) + seen[-1]
+        return by_torch(form, a, b, seen, numbers, None)
+
+    def _differentiably(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
+    ) -> Any:
+        """By products that are dispatched, and so are those of the backward pass, and torch's operations."""
+        right = b.t() if form.kind == LINEAR else b
+
+        def multiply(*_: Any) -> Any:
+            return multiply_differentiably(self._recorded, a, right)
+
+        def biased(_a: Any, _b: Any, bias: Any) -> Any:
+            if functorch_level() is not None or forward_ad._current_level >= 0 or bias.ndim != 1:
+                return multiply() + bias
+            return add_differentiably(self._biased, self._recorded, a, right, bias)
+
+        if form.is_plain:
+            return multiply()
+        return unfused(form, a, b, tensors, numbers, multiply=multiply, biased=biased)
+
+    def _biased(self, a: Any, b: Any, bias: Any) -> Any:
+        """``a @ b + bias``, below autograd."""
+        result = self._fused(_RECORDED_BIASED, a, b, (bias,))
+        if result is not None:
+            return result
+        return torch.nn.functional.linear(a, b.t(), bias) if b.ndim == 2 else torch.matmul(a, b) + bias
+
+    def _remember(
+        self,
+        state: State,
+        key: tuple[Any, ...],
+        plan: Plan | None,
+        form: Form,
+        tensors: tuple[Any, ...],
+        out: Any,
+    ) -> None:
+        """Let the next call with this `b` find the plan without a key. tensors: all of them, `out` last."""
+        if guards.TensorGuards is None or self._planner.allocate is None or tensors[0].is_meta:
+            return
+        recent = state.checked.get(key)
+        if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
+            recent = state.checked[key] = Recent(
+                guards.check_of(tensors),
+                plan,
+                plan.at if plan is not None else None,
+                form.kind != RECORDED and any(tensor.requires_grad for tensor in tensors),
+                out is not None and not out.is_inference(),
+                (plan.device.index or 0) if plan is not None and plan.guarded else -1,
+            )
+        if len(state.earlier) >= MAX_PLANS:
+            state.recent.clear()
+            state.earlier.clear()
+        a, b = tensors[:2]
+        place = b.data_ptr() | form.place | (0 if out is None else 2)
+        state.recent[place] = state.earlier[place, a.numel()] = recent
+
+    def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:
+        """Whether `is_ordinary` said no because of gradients, tangents or transforms alone."""
+        names = (operand.name for operand in form.epilogue.operands if operand.kind != "number")
+        taken = () if form.is_plain else taken_operands(form, a, b)
+        return (
+            a.dtype == b.dtype
+            and a.dtype in DTYPES
+            and a.device.type == b.device.type == self._planner.device_type
+            and is_simple(a, b)
+            and (form.kind != LINEAR or b.ndim == 2)
+            and all(each.dtype is a.dtype for name, each in zip(names, tensors, strict=True) if name in taken)
+            and not deterministic()
+            and not guards.dispatch_modes()
+            and not guards.tracing()
+            and not (a.is_neg() or b.is_neg())
+        )
+
+
+def _check_tensors(form: Form, operands: tuple[Any, ...]) -> None:
+    """Raises TypeError for a proxy of torch.fx, and ProblemError for what is not a tensor, of which torch's
+    own function, where one means the whole form, says as much."""
+    refuse_proxies(operands)
+    if not form.is_plain and (form.kind, form.text) != (LINEAR, "bias_n"):
+        for operand in operands:
+            if not isinstance(operand, torch.Tensor):
+                raise ProblemError(f"operand {operand!r:.40} is not a tensor; give torch tensors")
+
+
+def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
+    """The same by torch's functions; None for a form of the kind RECORDED, whose caller has them."""
+    if form.kind == RECORDED:
+        return None
+    if not form.is_plain:
+        return unfused(form, a, b, tensors, numbers, out)
+    if form.kind == LINEAR:
+        return torch.nn.functional.linear(a, b)
+    return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
