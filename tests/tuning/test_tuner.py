@@ -329,8 +329,8 @@ def test_a_whole_tuning_at_the_power_cap(
         record = database.best(PROBLEM, DEVICE.fingerprint)
     stages = list(dict.fromkeys(progress.stage for progress in told))
     assert stages[0] == "library" and stages[-3:] == ["qualifying", "final", "done"]
-    assert result.best is not None and result.best.alone
-    steady = [o for o in result.outcomes if isinstance(o, Measurement) and o.alone]
+    assert result.best is not None and result.best.is_steady
+    steady = [o for o in result.outcomes if isinstance(o, Measurement) and o.is_steady]
     assert result.best.ratio == max(o.ratio for o in steady)
     assert told[-1].best_ratio == result.best.ratio
     # Without a budget nothing is searched, and few are raced; what the race finds is the record all the same.

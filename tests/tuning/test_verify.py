@@ -16,8 +16,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.outcome import Failure
-from tunegemm.measure.policy import STEADY_MS
+from tunegemm.measure.outcome import STEADY_MS, Failure
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
 from tunegemm.measure.sweeps import write_sweep
 from tunegemm.store import Database

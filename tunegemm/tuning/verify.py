@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.evidence import STEADY_POLICIES, Evidence, policy_word
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.statistics import tie
@@ -76,12 +77,12 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
     same = [e for e in entries if e.fingerprint == record.fingerprint]
     rivals = leaders((e for e in same if judge_stored(e, tuner.device.fingerprint).usable), top)
     stored = {entry.candidate: entry for entry in rivals}
-    candidates = {c: tuner.kernels.usable(c) or c for c in dict.fromkeys([record.candidate, *stored])}
-    result = tuner.race(record.problem, list(candidates.values()))
+    candidates = {c: _today(tuner, c) for c in dict.fromkeys([record.candidate, *stored])}
+    result = tuner.race(record.problem, [c for c in candidates.values() if c is not None])
     outcomes = {outcome.candidate: outcome for outcome in result.outcomes}
     moves = []
     for candidate, now in candidates.items():
-        before, outcome = stored.get(candidate, record), outcomes.get(now)
+        before, outcome = stored.get(candidate, record), outcomes.get(now) if now else None
         if isinstance(outcome, Measurement):
             alike = _is_alike(before, outcome)
             moved = alike and not tie(before, outcome)
@@ -93,9 +94,14 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
     return Verification(record, judgement, result, tuple(moves))
 
 
+def _today(tuner: Tuner, stored: Candidate) -> Candidate | None:
+    """A stored candidate as its family knows it now; None for one that it cannot read."""
+    return stored if stored.family == TORCH_MM.family else tuner.kernels.usable(stored)
+
+
 def _is_alike(before: Record, outcome: Measurement) -> bool:
     """Whether a stored result is of a final race, too, and of the same timing: only then ratios compare."""
     if not before.samples_us:  # a shipped record, which has no more to say
         return before.confirmed
     was_steady = policy_word(before.policy) in STEADY_POLICIES
-    return before.evidence in (Evidence.RACE, Evidence.FINAL) and was_steady == outcome.alone
+    return before.evidence in (Evidence.RACE, Evidence.FINAL) and was_steady == outcome.is_steady
