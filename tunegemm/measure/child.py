@@ -42,9 +42,7 @@ def main(descriptor: int) -> None:
     connection.send(Done())
     try:
         Session(opening.device, backend, connection.send).serve(requests.get)
-    except (
-        Exception
-    ):  # a bug: the parent reads the last line of it, and need not wait for the interpreter's end
+    except Exception:  # a bug: its last line is for the parent, which does not wait for the interpreter's end
         traceback.print_exc()
     _leave()
 

@@ -13,8 +13,8 @@ from tunegemm.describe.space import Candidate
 #: `crash` ended its process (an illegal address, an abort).
 Stage = Literal["compile", "load", "launch", "wrong", "timeout", "crash"]
 
-#: The fact in a measurement's evidence that says how long a round of steady-state timing was, in milliseconds;
-#: 0: it was interleaved.
+#: The fact in a measurement's evidence that says how many milliseconds a round of steady-state timing was; 0:
+#: it was interleaved.
 STEADY_MS = "turn_ms"
 
 
