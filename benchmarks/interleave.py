@@ -31,7 +31,7 @@ from tunegemm.measure.operands import (
     tolerance,
 )
 from tunegemm.measure.policy import Policy
-from tunegemm.measure.race import Runner, Turn, race
+from tunegemm.measure.race import Runner, SteadyState, race
 from tunegemm.measure.statistics import aa_noise
 
 #: Takes what a launcher takes and computes the product into out, or returns a tensor of its own with it.
@@ -162,7 +162,7 @@ def interleave(
         return Interleave(shared, skipped, noise, count, products, rounds)
     names = [baseline if name == _AGAIN else name for name in replays]
     lengths = [shared[name].median_us * products * 1e-6 for name in names]
-    lasting = [Turn.of(*pair, turn_ms) for pair in zip(replays.values(), lengths, strict=True)]
+    lasting = [SteadyState.of(*pair, turn_ms) for pair in zip(replays.values(), lengths, strict=True)]
     steady, noise = timed(lasting, turns)
     return Interleave(steady, skipped, noise, count, products, turns, turn_ms, shared)
 

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.results import command_line, problem_fields
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure import FINAL
+from tunegemm.measure.policy import FINAL
 from tunegemm.store import Database
 from tunegemm.store.record import Entry
 

@@ -28,7 +28,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate import model
 from tunegemm.measure.outcome import Measurement
-from tunegemm.measure.replay import Sweep, open_replay
+from tunegemm.measure.replay import open_replay
+from tunegemm.measure.sweeps import Sweep
 from tunegemm.search import Search, first_of_each_kernel
 from tunegemm.search.sampler import Sampler
 

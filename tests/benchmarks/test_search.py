@@ -11,7 +11,7 @@ from tunegemm.describe.device import PARTS, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
-from tunegemm.measure.replay import write_sweep
+from tunegemm.measure.sweeps import write_sweep
 
 ROOT = Path(__file__).parents[2]
 

@@ -310,7 +310,7 @@ class TestDoctor:
 class TestProgress:
     def progress(self, **changes: object) -> object:
         from tunegemm.describe.problem import Problem
-        from tunegemm.tuning.run import Progress
+        from tunegemm.tuning.progress import Progress
 
         facts: dict[str, object] = {
             "problem": Problem.parse(SHAPE), "stage": "screen", "feasible": 812,

@@ -15,7 +15,7 @@ from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure import MeasureWorker
+from tunegemm.measure.worker import MeasureWorker
 from tunegemm.store import Database
 from tunegemm.store.layers import user_location
 from tunegemm.store.shipped import write_records

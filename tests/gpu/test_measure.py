@@ -16,15 +16,17 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import LAYOUTS, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import FAMILY, TORCH_MM
-from tunegemm.measure import FINAL, SCREEN, Job, MeasureWorker, Policy, ratio_interval, tie, winner
 from tunegemm.measure.operands import check, make_operands, reference, tolerance
 from tunegemm.measure.outcome import Failure, Measurement
+from tunegemm.measure.policy import FINAL, SCREEN, Job, Policy
+from tunegemm.measure.statistics import ratio_interval, tie, winner
+from tunegemm.measure.worker import MeasureWorker
 
 pytestmark = pytest.mark.gpu
 
 QUICK = Policy(rounds=3, min_replay_ms=0.2, race_after=3, race_margin=1.0)
 #: The final race as it is where the chip holds its clocks.
-SHARED = replace(FINAL, turn_ms=0)
+INTERLEAVED = replace(FINAL, steady_ms=0)
 
 
 def planted(what: str) -> Job:
@@ -53,7 +55,7 @@ def measured(worker: MeasureWorker, problem: Problem, jobs: list[Job], policy: P
 
 def test_one_kernel_measured_three_times_is_a_tie(worker: MeasureWorker) -> None:
     problem = Problem(4096, 4096, 4096)
-    first, *others = measured(worker, problem, [Job(TORCH_MM), planted("good"), planted("too")], SHARED)
+    first, *others = measured(worker, problem, [Job(TORCH_MM), planted("good"), planted("too")], INTERLEAVED)
     for other in others:
         assert tie(first, other, noise=0.01), (first.median_us, other.median_us)
     assert 0.98 < first.ratio < 1.02
@@ -79,16 +81,16 @@ def test_the_baseline_ties_with_itself_where_products_are_short(worker: MeasureW
 
 def test_clocks_have_settled_when_a_race_begins(worker: MeasureWorker) -> None:
     """Without settling torch.mm takes 1.2 times as long from the third round on."""
-    (own,) = measured(worker, Problem(4096, 4096, 4096), [Job(TORCH_MM)], SHARED)
+    (own,) = measured(worker, Problem(4096, 4096, 4096), [Job(TORCH_MM)], INTERLEAVED)
     early, late = statistics.median(own.baseline_us[:2]), statistics.median(own.baseline_us[8:])
     assert late / early < 1.06, own.baseline_us
 
 
-def test_turns_are_long_where_the_chip_lowers_its_clocks(worker: MeasureWorker) -> None:
+def test_timing_is_steady_state_where_the_gpu_lowers_its_clocks(worker: MeasureWorker) -> None:
     """Without the longer settling first rounds had ratios of 1.07 to 1.12 in nine of 23 races."""
     for own in measured(worker, Problem(4096, 4096, 4096), [Job(TORCH_MM), planted("good")], FINAL):
-        assert own.evidence["turn_ms"] == FINAL.turn_ms
-        assert own.evidence["rounds"] == len(own.samples_us) == FINAL.turns
+        assert own.evidence["turn_ms"] == FINAL.steady_ms
+        assert own.evidence["rounds"] == len(own.samples_us) == FINAL.steady_rounds
         assert own.ratio == pytest.approx(1, abs=0.04)
         first, *others = own.baseline_us
         assert first / statistics.median(others) == pytest.approx(1, abs=0.06), own.baseline_us

@@ -7,8 +7,8 @@ import statistics
 import pytest
 
 from tunegemm.errors import MeasureError
-from tunegemm.measure import FINAL, HEAT, SCREEN, Policy
-from tunegemm.measure.race import Turn, race
+from tunegemm.measure.policy import FINAL, QUALIFYING, SCREEN, Policy
+from tunegemm.measure.race import SteadyState, race
 
 
 class Device:
@@ -112,30 +112,30 @@ class Draws:
         return self.times.pop(0)
 
 
-def test_a_turn_gives_each_its_own_clocks() -> None:
-    """Fewer cycles for more power: ahead where all share their mixture's clocks, behind alone."""
+def test_steady_state_timing_gives_each_its_own_clocks() -> None:
+    """Fewer cycles for more power: ahead in interleaved timing, behind in steady state."""
 
-    def ratio(in_turns: bool) -> float:
+    def ratio(steady: bool) -> float:
         chip = Chip()
         replays = [Draws(chip, 100.0, 1.0), Draws(chip, 95.0, 1.1)]
-        runners = [Turn(replay, 50) for replay in replays] if in_turns else replays
+        runners = [SteadyState(replay, 50) for replay in replays] if steady else replays
         policy = Policy(rounds=9, min_replay_ms=1, race_after=10, race_margin=0.5)
         baseline, own = race(runners, 2, policy, lambda _: None)
         return statistics.median(a / b for a, b in zip(baseline, own, strict=True))
 
-    assert ratio(in_turns=False) > 1.0
-    assert ratio(in_turns=True) == pytest.approx(100 / (95 * 1.1), rel=0.01)
+    assert ratio(steady=False) > 1.0
+    assert ratio(steady=True) == pytest.approx(100 / (95 * 1.1), rel=0.01)
 
 
-def test_a_turn_is_filled_whatever_a_replay_takes() -> None:
+def test_the_time_is_filled_whatever_a_replay_takes() -> None:
     replay = Draws(Chip(), 1.0, 1.0)
-    assert [Turn.of(replay, seconds, 100.0).times for seconds in (1e-3, 3e-2, 1.0)] == [100, 4, 2]
+    assert [SteadyState.of(replay, seconds, 100.0).times for seconds in (1e-3, 3e-2, 1.0)] == [100, 4, 2]
 
 
-def test_rounds_of_turns_are_few() -> None:
-    policy = FINAL.in_turns()
-    assert policy.rounds == FINAL.turns < FINAL.rounds and policy.race_after == 3
-    assert SCREEN.turn_ms == 0 and HEAT.turn_ms > 0
+def test_rounds_of_steady_state_timing_are_few() -> None:
+    policy = FINAL.in_steady_state()
+    assert policy.rounds == FINAL.steady_rounds < FINAL.rounds and policy.race_after == 3
+    assert SCREEN.steady_ms == 0 and QUALIFYING.steady_ms > 0
 
 
 def test_presets_and_bad_policies() -> None:

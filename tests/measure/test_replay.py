@@ -3,7 +3,7 @@
 import json
 import lzma
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,16 +14,12 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
-from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay, replay_names, write_sweep
+from tunegemm.measure.policy import Job
+from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay, replay_names
+from tunegemm.measure.sweeps import write_sweep
 
 PROBLEM = Problem.parse("512x6144x4096")
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-
-
-@dataclass(frozen=True)
-class Job:
-    candidate: Candidate
-    artifact: Path | None = None
 
 
 def gpu(sm_count: int = 132) -> Device:

@@ -9,9 +9,16 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure import ratio_interval, tie, winner
 from tunegemm.measure.outcome import Measurement
-from tunegemm.measure.statistics import NOISE_FLOOR, aa_noise, clearly_slower, median_interval
+from tunegemm.measure.statistics import (
+    NOISE_FLOOR,
+    aa_noise,
+    clearly_slower,
+    median_interval,
+    ratio_interval,
+    tie,
+    winner,
+)
 
 PROBLEM = Problem(64, 64, 64)
 

@@ -20,12 +20,14 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, MeasureError
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure import Job, MeasureWorker, Policy
 from tunegemm.measure.outcome import Failure, Measurement
+from tunegemm.measure.policy import Job, Policy
+from tunegemm.measure.worker import MeasureWorker
 
 BACKEND = "tests.support.planted.cpu_backend:CpuBackend"
 PROBLEM = Problem(256, 192, 64)
 QUICK = Policy(rounds=4, min_replay_ms=0.05, race_after=4, race_margin=0.5)
+STEADY = replace(QUICK, steady_ms=20.0, steady_rounds=3)
 
 
 @Epilogue.custom
@@ -172,11 +174,10 @@ def test_the_device_works_before_it_is_timed(worker: MeasureWorker) -> None:
     assert isinstance(settled, Measurement) and settled.evidence["settle_ms"] == 400
 
 
-def test_a_chip_that_lowers_its_clocks_gets_long_turns() -> None:
-    policy = replace(QUICK, turn_ms=20.0, turns=3)
+def test_a_gpu_that_lowers_its_clocks_is_timed_in_steady_state() -> None:
     backend = "tests.support.planted.cpu_backend:ThrottledBackend"
     with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=backend) as throttled:
-        outcomes = [*throttled.measure(PROBLEM, [planted("good"), Job(TORCH_MM)], policy)]
+        outcomes = [*throttled.measure(PROBLEM, [planted("good"), Job(TORCH_MM)], STEADY)]
         plain = [*throttled.measure(PROBLEM, [planted("good")], QUICK)]
     for outcome in outcomes:
         assert isinstance(outcome, Measurement)
@@ -190,13 +191,13 @@ def test_a_chip_that_lowers_its_clocks_gets_long_turns() -> None:
 def test_a_cap_that_was_other_works_is_forgotten() -> None:
     backend = "tests.support.planted.cpu_backend:RecoveringBackend"
     with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=backend) as recovering:
-        (outcome,) = recovering.measure(PROBLEM, [planted("good")], replace(QUICK, turn_ms=20.0, turns=3))
+        (outcome,) = recovering.measure(PROBLEM, [planted("good")], STEADY)
     assert isinstance(outcome, Measurement) and outcome.evidence["turn_ms"] == 0.0
     assert outcome.evidence["throttle_reasons_before"] == []
 
 
-def test_a_chip_that_holds_its_clocks_gets_none(worker: MeasureWorker) -> None:
-    (outcome,) = worker.measure(PROBLEM, [planted("good")], replace(QUICK, turn_ms=20.0, turns=3))
+def test_a_gpu_that_holds_its_clocks_is_not(worker: MeasureWorker) -> None:
+    (outcome,) = worker.measure(PROBLEM, [planted("good")], STEADY)
     assert isinstance(outcome, Measurement) and outcome.evidence["turn_ms"] == 0.0
     assert len(outcome.samples_us) == QUICK.rounds
 

@@ -16,7 +16,7 @@ from tunegemm.generate import model
 from tunegemm.generate.families import load_space
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
-from tunegemm.search import Search, budget_for, first_of_each_kernel, gathered
+from tunegemm.search import Search, budget_for, first_of_each_kernel, gpc_aware
 from tunegemm.search.sampler import Sampler
 
 LAUNCHES = {"raster_order": ("along_m", "along_n"), "swizzle_size": (1, 2, 4, 8), "ctas": ("all", "balanced")}
@@ -360,11 +360,11 @@ def run_to_end(search: Search) -> list[Candidate]:
     return asked
 
 
-def test_gathered_launches_are_in_wide_bands_along_either_mode() -> None:
+def test_gpc_aware_launches_have_a_wide_swizzle_along_either_mode() -> None:
     leader = kernels()[0].with_launch(ctas="balanced", cluster_order="index")
     values = LAUNCHES | {"cluster_order": ("index", "gpc")}
-    assert gathered(leader, values) == [
+    assert gpc_aware(leader, values) == [
         leader.with_launch(raster_order=order, swizzle_size=8, cluster_order="gpc")
         for order in ("along_m", "along_n")
     ]
-    assert gathered(leader, LAUNCHES) == [], "a family whose kernels have no such order"
+    assert gpc_aware(leader, LAUNCHES) == [], "a family whose kernels have no such order"

@@ -22,7 +22,7 @@ from tunegemm.errors import MeasureError, ProblemError
 from tunegemm.store import Database
 from tunegemm.store.claims import MAX_ATTEMPTS, Claim, Claims, Task, worker_name
 from tunegemm.tuning import fleet
-from tunegemm.tuning.run import TuneResult
+from tunegemm.tuning.progress import TuneResult
 
 SMALL = Problem.parse("64x64x64")
 #: As if the moment had come until which claims are held; they go by the database's clock.

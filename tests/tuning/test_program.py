@@ -16,7 +16,7 @@ from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Measurement
 from tunegemm.tuning import program as spending
 from tunegemm.tuning.program import spend, standings
-from tunegemm.tuning.run import TuneResult
+from tunegemm.tuning.progress import TuneResult
 
 H200 = find_device("model:h200")
 BIG, SMALL = Problem(8192, 8192, 8192), Problem(16, 4096, 4096)

@@ -17,7 +17,8 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
-from tunegemm.measure.replay import ReplayMeasurer, open_replay, write_sweep
+from tunegemm.measure.replay import ReplayMeasurer, open_replay
+from tunegemm.measure.sweeps import write_sweep
 from tunegemm.store import Database
 from tunegemm.store.validity import Grade
 from tunegemm.tuning.tuner import Tuner
@@ -107,7 +108,7 @@ def test_nothing_is_verified_without_a_gpu(database: Database) -> None:
 @pytest.mark.gpu
 def test_on_a_real_gpu(tmp_path: Path) -> None:
     """Tuned, then the driver's patch is pretended to have changed: the same candidates are raced again."""
-    from tunegemm.measure import MeasureWorker
+    from tunegemm.measure.worker import MeasureWorker
     from tunegemm.tuning.tuner import open_device
 
     device = open_device("cuda:0")

@@ -10,6 +10,7 @@ import typer
 
 from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
+from tunegemm.files import descriptor
 
 if TYPE_CHECKING:
     from tunegemm.describe.device import Device
@@ -92,7 +93,7 @@ def export_command(
             paths = [out]
     _name_skipped(skipped)
     for path in paths:
-        options.say(f"wrote {path}")
+        options.say(f"wrote {path}", err=descriptor(path) == 1)  # where the rows go, nothing else goes
 
 
 @app.command("import")

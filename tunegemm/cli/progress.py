@@ -15,7 +15,7 @@ from rich.text import Text
 from tunegemm.report.text import clean
 
 if TYPE_CHECKING:
-    from tunegemm.tuning.run import Progress
+    from tunegemm.tuning.progress import Progress
 
 #: Seconds without a line in a log, at most.
 _QUIET_S = 30.0

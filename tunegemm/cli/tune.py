@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tunegemm.describe.problem import Problem
     from tunegemm.describe.workload import Demand
     from tunegemm.report.leaderboard import Leaderboard
-    from tunegemm.tuning.run import TuneResult
+    from tunegemm.tuning.progress import TuneResult
     from tunegemm.tuning.tuner import Tuner
 
 

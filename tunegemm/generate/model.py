@@ -412,7 +412,7 @@ def steady_ratio(candidate: Candidate, ratio: float) -> float:
 
 
 def low_power(ranked: Sequence[Prediction], count: int) -> list[Candidate]:
-    """Of a ranking those that may be fastest in steady-state timing, two of each tile.
+    """Of a ranking those that may be fastest in steady state, two of each tile.
 
     None where the first in rank waits for device memory: such work does not reach the power cap.
     """

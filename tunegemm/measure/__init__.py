@@ -1,11 +1,7 @@
-"""Measures candidates on a real GPU, in a process of its own that may die.
+"""Measure candidates on a real GPU, in a process of its own that may die.
 
-`worker` is the parent's side, `session` the child's; `backend` knows CUDA, `race` the order of rounds,
-`operands` data and correctness, `statistics` what the samples say. Torch loads in the child only.
+`worker` is the parent's side, `child` and its `session` the other, `messages` what they say; `backend` knows
+CUDA, `race` the order of rounds, `operands` data and correctness, `statistics` what samples say, `evidence`
+which results compare. `replay` answers out of recorded `sweeps` where there is no GPU. Torch loads in the
+child only. Imports `describe` and `generate`; this file imports nothing, as dispatch starts through it.
 """
-
-from tunegemm.measure.policy import FINAL, HEAT, SCREEN, Job, Policy
-from tunegemm.measure.statistics import ratio_interval, tie, winner
-from tunegemm.measure.worker import MeasureWorker
-
-__all__ = ["FINAL", "HEAT", "SCREEN", "Job", "MeasureWorker", "Policy", "ratio_interval", "tie", "winner"]

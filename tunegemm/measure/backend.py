@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Metering takes so many times the time asked for, at most.
+LONGEST_METERING = 4
+
+
 class Backend(Protocol):
     """One device, in the process that may die of it."""
 
@@ -71,11 +75,36 @@ def warm_us(backend: Backend, launcher: Launcher, sets: list[Operands]) -> float
     return product_us
 
 
+def metered_mj(backend: Backend, replay: Replay, products: int, energy_ms: float) -> float | None:
+    """Energy of one product of a replay, by the device's meter over so much time, millijoules; None where the
+    meter stands still.
+
+    It moves in steps of 20 to 100 ms: products are counted from one step to another.
+    """
+    longest_s = LONGEST_METERING * energy_ms * 1e-3
+    started = time.monotonic()
+    last, first, first_s, replays = backend.energy_mj(), None, 0.0, 0
+    while time.monotonic() - started < longest_s:
+        replay.start()
+        replay.finish()
+        replays += 1
+        now = backend.energy_mj()
+        if now is None:
+            return None
+        if now != last:
+            last, now_s = now, time.monotonic()
+            if first is None:
+                first, first_s, replays = now, now_s, 0
+            elif (now_s - first_s) * 1e3 >= energy_ms:
+                return (now - first) / (replays * products)
+    return None
+
+
 class CudaBackend:
     """A CUDA device: graphs on a stream of their own, events for clocks."""
 
     #: Dense work before the first measurement. SM clocks fall from 1980 to about 1500 MHz within a second
-    #: of it, once the chip sits at its power cap (H200, 2026-11-20).
+    #: of it, once the GPU is at its power cap (H200, 2026-11-20).
     warm_up_seconds = 0.5
 
     def __init__(self, device: Device) -> None:

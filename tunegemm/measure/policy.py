@@ -9,6 +9,9 @@ from typing import Self
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
 
+#: The stored fact of a measurement that says how long a round of steady-state timing was; 0: interleaved.
+STEADY_MS = "turn_ms"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -37,26 +40,26 @@ class Policy:
     """Most candidates in one interleave; further ones form another, with its own baseline."""
     settle_ms: float = 0.0
     """Time for which the baseline is replayed before the rounds, so that clocks are those of lasting work."""
-    turn_ms: float = 0.0
-    """How long each has the chip to itself in a round where the chip has lowered its clocks; the second half
-    is timed. 0, and on a chip that holds its clocks: one replay."""
-    turns: int = 7
-    """Rounds of such turns, in place of `rounds`."""
+    steady_ms: float = 0.0
+    """Of steady-state timing, for a GPU that has lowered its clocks: in each round a candidate runs alone for
+    so long, and the second half is timed. 0, or a GPU that holds its clocks: interleaved timing."""
+    steady_rounds: int = 7
+    """Rounds of steady-state timing, in place of `rounds`."""
     energy_ms: float = 0.0
     """Time over which the energy of each candidate that stays is metered after the rounds; 0: not at all."""
     seed: int = 0
     """Of the operands and of the order of rounds."""
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "min_replay_ms", "race_after", "interleave", "turns"):
+        for name in ("rounds", "min_replay_ms", "race_after", "interleave", "steady_rounds"):
             if getattr(self, name) <= 0:
                 raise MeasureError(f"policy {name}={getattr(self, name)}: must be positive")
         if not 0 < self.confidence < 1:
             raise MeasureError(f"policy confidence={self.confidence}: must be between 0 and 1")
 
-    def in_turns(self) -> Self:
-        """The same in rounds of long turns: these cost so much that the clearly slow go after three."""
-        return replace(self, rounds=self.turns, race_after=min(self.race_after, 3))
+    def in_steady_state(self) -> Self:
+        """The same in steady-state timing: its rounds cost so much that the clearly slow go after three."""
+        return replace(self, rounds=self.steady_rounds, race_after=min(self.race_after, 3))
 
 
 #: Many candidates, to find the few that matter. Four captures of one kernel agree to 1 % with replays
@@ -65,14 +68,16 @@ class Policy:
 #: (docs/decisions/0011-clocks-settle-first.md).
 SCREEN = Policy(rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, settle_ms=100)
 
-#: What a screen finds on a chip at its power cap is few cycles at clocks that all share. Alone each has
-#: clocks of its own, and what draws less power has higher ones
-#: (docs/decisions/0012-long-turns-at-the-power-cap.md).
-HEAT = Policy(
-    rounds=7, min_replay_ms=0.5, race_after=2, race_margin=0.03, settle_ms=300, turn_ms=120, turns=3
-)
+#: What a screen finds on a GPU at its power cap is few cycles at clocks that all share. In steady state each
+#: has clocks of its own, and what draws less power has higher ones
+#: (docs/decisions/0012-steady-state-at-the-power-cap.md).
+QUALIFYING = Policy(
+    rounds=7, min_replay_ms=0.5, race_after=2, race_margin=0.03, settle_ms=300,
+    steady_ms=120, steady_rounds=3,
+)  # fmt: skip
 
 #: The few that matter, and the figures that are stored.
 FINAL = Policy(
-    rounds=21, min_replay_ms=1.0, race_after=7, race_margin=0.02, settle_ms=300, turn_ms=160, turns=7
-)
+    rounds=21, min_replay_ms=1.0, race_after=7, race_margin=0.02, settle_ms=300,
+    steady_ms=160, steady_rounds=7,
+)  # fmt: skip

@@ -31,21 +31,21 @@ class Replay(Runner, Protocol):
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A replay again and again, until the chip runs at the clocks that this work alone leaves it; then timed.
+class SteadyState:
+    """A replay again and again, until the GPU runs at the clocks that this work alone leaves it; then timed.
 
-    A chip at its power cap lowers its clocks in steps of some 20 ms, and has a new work's after three of them
-    (H200, benchmarks/results/h200/turns-2026-11-22.json): the first half of a turn is not timed.
+    A GPU at its power cap lowers its clocks in steps of some 20 ms, and has a new work's after three of them
+    (H200, benchmarks/results/h200/turns-2026-11-22.json): the first half is not timed.
     """
 
     replay: Replay
     times: int
-    """Replays in the turn."""
+    """Replays in a round."""
 
     @classmethod
-    def of(cls, replay: Replay, replay_seconds: float, turn_ms: float) -> Turn:
-        """As many replays as fill the turn."""
-        return cls(replay, max(2, ceil(turn_ms * 1e-3 / replay_seconds)))
+    def of(cls, replay: Replay, replay_seconds: float, steady_ms: float) -> SteadyState:
+        """As many replays as fill the time, two at least."""
+        return cls(replay, max(2, ceil(steady_ms * 1e-3 / replay_seconds)))
 
     def start(self) -> None:
         timed = self.times // 2
@@ -58,7 +58,7 @@ class Turn:
 def race(
     replays: Sequence[Runner], kept: int, policy: Policy, waiting_for: Callable[[int], None]
 ) -> list[list[float]]:
-    """Samples of every replay, or of every turn, in rounds order; shorter for those that dropped out.
+    """Samples of every runner, in rounds order; shorter for those that dropped out.
 
     The first `kept` replays (the baseline's) never drop out. `waiting_for(i)` is called before replay i
     is waited for: when the device hangs or faults, that one is to blame.

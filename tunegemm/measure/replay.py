@@ -1,60 +1,24 @@
 """The replay device: recorded sweeps of a real GPU stand in for measuring on a machine that has none.
 
-A folder ``db/sweeps/NAME/`` is the device ``replay:NAME``: `device.json` says what it is, and each
-``MxNxK-DTYPE-LAYOUT.json.xz`` holds every outcome of one problem's sweep (see db/sweeps/README.md for the
-format). What is replayed says so in its evidence and is never stored or shown as measured here.
+A folder ``db/sweeps/NAME/`` is the device ``replay:NAME``: `device.json` says what it is, and `sweeps` has
+the other files' format. What is replayed says so in its evidence, and is never
+stored or shown as measured here.
 """
 
 from __future__ import annotations
 
-import json
-import lzma
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, get_args
 
-from tunegemm.describe.device import ARCHITECTURES, PARTS, Device, Fingerprint
-from tunegemm.describe.problem import DTYPE_BYTES, Problem, default_out_dtype
-from tunegemm.describe.space import Candidate, Value
-from tunegemm.errors import DeviceError, ProblemError
-from tunegemm.files import replacing
-from tunegemm.generate.families import completed, kernel_source_hash
-from tunegemm.measure.outcome import Failure, Measurement, Outcome, Stage
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import DeviceError
+from tunegemm.measure.outcome import Outcome
+from tunegemm.measure.policy import Job
+from tunegemm.measure.sweeps import SUFFIX, Sweep, problem_of, read_device, read_sweep, sweep_path
 from tunegemm.resources import data_path
-
-FORMAT = 3
-_SUFFIX = ".json.xz"
-_DTYPES = "|".join(DTYPE_BYTES)
-_STEM = re.compile(
-    rf"(?P<shape>[\dx]+)-(?P<dtype>{_DTYPES})(?:_(?P<out_dtype>{_DTYPES}))?-(?P<layout>[nt]{{2}})(?P<out_m>-outm)?"
-    r"(?:-align(?P<alignment>\d+))?(?:-(?P<accumulation>two_level))?"
-)
-#: What reading a damaged or foreign file raises: no xz, cut off, no JSON, a missing or misshapen column.
-_UNREADABLE = (OSError, lzma.LZMAError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError)
-
-
-class HasCandidate(Protocol):
-    """What a job of the measuring worker must have to be replayed."""
-
-    @property
-    def candidate(self) -> Candidate: ...
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Every recorded outcome of one problem on one device."""
-
-    problem: Problem
-    outcomes: Mapping[Candidate, Outcome]
-    recorded_at: str
-    """ISO 8601 date and time with zone, of the recording."""
-    command: str
-    """How to record it again."""
-    fingerprint: Fingerprint
-    """Driver and packages that it was recorded under."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +33,7 @@ class ReplayDevice:
 
     def problems(self) -> list[Problem]:
         """The recorded problems, sorted; from the files' names, nothing is read."""
-        return sorted(_problem_of(path) for path in self.folder.glob(f"*{_SUFFIX}"))
+        return sorted(problem_of(path) for path in self.folder.glob(f"*{SUFFIX}"))
 
     def sweep(self, problem: Problem) -> Sweep:
         """The sweep of one problem.
@@ -77,11 +41,11 @@ class ReplayDevice:
         Raises DeviceError when that problem was not recorded, or when its file cannot be read.
         """
         if problem not in self._sweeps:
-            path = self.folder / (_stem(problem) + _SUFFIX)
+            path = sweep_path(self.folder, problem)
             if not path.exists():
                 known = ", ".join(str(p) for p in self.problems()) or "none"
                 raise DeviceError(f"{problem} was not recorded on {self.device.spec}; recorded: {known}")
-            self._sweeps[problem] = _read(path, problem)
+            self._sweeps[problem] = read_sweep(path, problem)
         return self._sweeps[problem]
 
     def recorded(self, problem: Problem) -> list[Candidate]:
@@ -95,9 +59,7 @@ class ReplayMeasurer:
     def __init__(self, replay: ReplayDevice) -> None:
         self.replay = replay
 
-    def measure(
-        self, problem: Problem, jobs: Iterable[HasCandidate], policy: object = None
-    ) -> Iterator[Outcome]:
+    def measure(self, problem: Problem, jobs: Iterable[Job], policy: object = None) -> Iterator[Outcome]:
         """The recorded outcome of each job, with ``{"source": "replayed", "recorded_at": ...}`` as evidence.
 
         `policy` has no effect: the rounds were run when the sweep was recorded. Raises DeviceError for a
@@ -116,14 +78,9 @@ class ReplayMeasurer:
         """The recorded candidates of vendor libraries: those that are not compiled from a tile shape."""
         return [c for c in self.replay.recorded(problem) if "tile_m" not in c.params]
 
-    def close(self) -> None:
-        """Nothing to end; here so that it can stand in for the worker."""
-
-    def __enter__(self) -> ReplayMeasurer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def recorded(self, problem: Problem) -> frozenset[Candidate]:
+        """All that can be asked for of a problem; empty for one that was not recorded."""
+        return frozenset(self.replay.recorded(problem) if problem in self.replay.problems() else ())
 
 
 def replay_names(root: Path | None = None) -> list[str]:
@@ -143,218 +100,7 @@ def open_replay(name: str, *, root: Path | None = None) -> ReplayDevice:
         listed = f"recorded: {', '.join(known)}" if known else "none is recorded; use model:h200"
         raise DeviceError(f"device 'replay:{name}': no such recording; {listed}")
     folder = _root(root) / name  # type: ignore[operator]
-    path = folder / "device.json"
-    try:
-        data = json.loads(path.read_text())
-        architecture = ARCHITECTURES[tuple(data.pop("capability"))]
-        fingerprint = _fingerprint(data.pop("fingerprint"))
-        device = Device(spec=f"replay:{name}", architecture=architecture, fingerprint=fingerprint, **data)
-    except _UNREADABLE as error:
-        raise DeviceError(f"{path}: not a readable device ({_one_line(error)}); restore it") from None
-    return ReplayDevice(name, device, folder)
-
-
-def write_sweep(
-    root: Path, name: str, device: Device, problem: Problem, outcomes: Iterable[Outcome], *,
-    recorded_at: datetime, command: str,
-) -> Path:  # fmt: skip
-    """Record one problem's outcomes under ``root/name/`` and return the file.
-
-    The same input gives the same bytes. Of several outcomes of one candidate the last one stays. Samples
-    are kept to 0.001 us. Raises DeviceError when the device is none to measure on, or when the
-    folder belongs to another GPU.
-    """
-    if not device.is_real:
-        raise DeviceError(f"{device.spec} measures nothing: record sweeps on a cuda device")
-    if recorded_at.tzinfo is None:
-        raise ValueError(f"recorded_at {recorded_at} has no time zone")
-    folder = root / name
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_device(folder / "device.json", device)
-    by_candidate = {outcome.candidate: outcome for outcome in outcomes}
-    families = {candidate.family for candidate in by_candidate}
-    data = {
-        "format": FORMAT,
-        "problem": _stem(problem),
-        "recorded_at": recorded_at.isoformat(timespec="seconds"),
-        "command": command,
-        "fingerprint": device.fingerprint.asdict(),
-        "kernel_sources": {name: kernel_source_hash(name) for name in sorted(families)},
-    } | _to_columns(list(by_candidate.values()))
-    path = folder / (_stem(problem) + _SUFFIX)
-    text = json.dumps(data, separators=(",", ":"), sort_keys=True, allow_nan=False)
-    _replace(path, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
-    return path
-
-
-def _write_device(path: Path, device: Device) -> None:
-    facts: dict[str, Any] = {
-        "name": device.name,
-        "capability": list(device.architecture.capability),
-        "sm_count": device.sm_count,
-        "l2_bytes": device.l2_bytes,
-        "memory_bytes": device.memory_bytes,
-        "peak_tflops": device.peak_tflops,
-        "bandwidth_gbps": device.bandwidth_gbps,
-        "fingerprint": device.fingerprint.asdict(),
-    }
-    if path.exists():
-        try:
-            old = json.loads(path.read_text())
-            same = all(old[key] == facts[key] for key in ("name", "capability", "sm_count"))
-        except _UNREADABLE as error:
-            raise DeviceError(f"{path}: not a readable device ({_one_line(error)}); restore it") from None
-        if not same:
-            raise DeviceError(f"{path} describes {old['name']}, not {device.name}; record under another name")
-    _replace(path, (json.dumps(facts, indent=2) + "\n").encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    with replacing(path) as part:
-        part.write_bytes(content)
-
-
-# Columns: `candidates` per family and parameter (which compresses a hundredfold), `interleaves` with what a
-# measurement shares with its rivals, then one row per outcome that points into both.
-
-
-def _to_columns(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    families: dict[str, dict[str, Any]] = {}
-    interleaves: dict[str, int] = {}
-    measured: dict[str, list[Any]] = {
-        key: [] for key in ("row", "interleave", "samples_us", "relative_error", "evidence")
-    }
-    failed: dict[str, list[Any]] = {key: [] for key in ("row", "stage", "reason")}
-    # Rows are numbered family by family, so that the candidates' columns need no row numbers of their own.
-    ordered = sorted(outcomes, key=lambda outcome: (outcome.candidate.family, _names(outcome.candidate)))
-    for row, outcome in enumerate(ordered):
-        candidate = outcome.candidate
-        key = json.dumps([candidate.family, *_names(candidate)])
-        columns = families.setdefault(key, {"count": 0, "compile": {}, "launch": {}})
-        columns["count"] += 1
-        for table, pairs in (("compile", candidate.compile_params), ("launch", candidate.launch_params)):
-            for parameter, value in pairs:
-                columns[table].setdefault(parameter, []).append(value)
-        if isinstance(outcome, Failure):
-            for column, value in (("row", row), ("stage", outcome.stage), ("reason", outcome.reason)):
-                failed[column].append(value)
-            continue
-        shared = json.dumps(
-            {"baseline_us": _rounded(outcome.baseline_us), "noise": outcome.noise}, sort_keys=True
-        )
-        measured["row"].append(row)
-        measured["interleave"].append(interleaves.setdefault(shared, len(interleaves)))
-        measured["samples_us"].append(_rounded(outcome.samples_us))
-        measured["relative_error"].append(outcome.relative_error)
-        measured["evidence"].append(outcome.evidence)
-    return {
-        "candidates": [{"family": json.loads(key)[0], **columns} for key, columns in families.items()],
-        "interleaves": [json.loads(shared) for shared in interleaves],
-        "measured": measured,
-        "failed": failed,
-    }
-
-
-def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, Outcome]:
-    candidates: list[Candidate] = []
-    for columns in data["candidates"]:
-        count = columns["count"]
-        family = columns["family"]
-        tables = [_rows(columns[table], count) for table in ("compile", "launch")]
-        for compile_params, launch_params in zip(*tables, strict=True):
-            candidate = Candidate.make(family, compile_params, launch_params)
-            candidates.append(completed(candidate) if data["format"] < FORMAT else candidate)
-    outcomes: dict[int, Outcome] = {}
-    for row, interleave, samples, error, evidence in _zip_columns(
-        data["measured"], "row", "interleave", "samples_us", "relative_error", "evidence"
-    ):
-        shared = data["interleaves"][interleave]
-        if len(samples) != len(shared["baseline_us"]) or not samples or min(samples) <= 0:
-            raise ValueError(f"row {row} has {len(samples)} samples, its baseline another number")
-        outcomes[row] = Measurement(
-            candidates[row], tuple(samples), tuple(shared["baseline_us"]), error, shared["noise"],
-            evidence | {"source": "replayed", "recorded_at": recorded_at},
-        )  # fmt: skip
-    for row, stage, reason in _zip_columns(data["failed"], "row", "stage", "reason"):
-        if stage not in get_args(Stage):
-            raise ValueError(f"row {row} failed at the unknown stage {stage!r}")
-        outcomes[row] = Failure(candidates[row], stage, reason)
-    if sorted(outcomes) != list(range(len(candidates))):
-        raise ValueError(f"{len(outcomes)} outcomes of {len(candidates)} candidates")
-    if len(set(candidates)) != len(candidates):
-        raise ValueError("a candidate has two rows")
-    return {candidates[row]: outcomes[row] for row in range(len(candidates))}
-
-
-def _rows(columns: Mapping[str, list[Value]], count: int) -> list[dict[str, Value]]:
-    if any(len(values) != count for values in columns.values()):
-        raise ValueError(f"parameter columns of unequal length, not {count}")
-    return [{name: values[i] for name, values in columns.items()} for i in range(count)]
-
-
-def _zip_columns(columns: Mapping[str, list[Any]], *names: str) -> Iterator[tuple[Any, ...]]:
-    return zip(*(columns[name] for name in names), strict=True)
-
-
-def _names(candidate: Candidate) -> tuple[list[str], list[str]]:
-    """Parameter names per table: library candidates of one family need not have the same."""
-    return [name for name, _ in candidate.compile_params], [name for name, _ in candidate.launch_params]
-
-
-def _rounded(samples: Iterable[float]) -> list[float]:
-    return [round(sample, 3) for sample in samples]
-
-
-def _read(path: Path, problem: Problem) -> Sweep:
-    try:
-        data = json.loads(lzma.decompress(path.read_bytes()))
-        if data["format"] not in range(1, FORMAT + 1):
-            raise ValueError(f"format {data['format']}, not 1 to {FORMAT}")
-        if data["problem"] != _stem(problem):
-            raise ValueError(f"it holds {data['problem']}")
-        return Sweep(
-            problem, _from_columns(data, data["recorded_at"]), data["recorded_at"], data["command"],
-            _fingerprint(data["fingerprint"]),
-        )  # fmt: skip
-    except _UNREADABLE as error:
-        raise DeviceError(
-            f"{path}: not a readable sweep ({_one_line(error)}); restore or delete it"
-        ) from None
-
-
-def _fingerprint(data: Mapping[str, Any]) -> Fingerprint:
-    """Recordings of 2026-11 have one hash of all kernel sources, and no capability, MIG or SM budget."""
-    if "capability" not in data:
-        part = next(part for part in PARTS.values() if part.device_name == data["device_name"])
-        capability = ".".join(map(str, part.capability))
-        data = dict(data) | {"capability": capability, "mig": "", "sm_budget": data["sm_count"]}
-        data.pop("kernel_source")
-    return Fingerprint(**data)
-
-
-def _stem(problem: Problem) -> str:
-    out = "" if problem.out_dtype == default_out_dtype(problem.in_dtype) else f"_{problem.out_dtype}"
-    major = "-outm" if problem.out_major == "m" else ""
-    packed = problem.alignment == problem.packed_alignment
-    alignment = "" if packed else f"-align{problem.alignment}"
-    accumulation = "" if problem.accumulation == "fast" else f"-{problem.accumulation}"
-    return f"{problem.shape}-{problem.in_dtype}{out}-{problem.layout}{major}{alignment}{accumulation}"
-
-
-def _problem_of(path: Path) -> Problem:
-    match = _STEM.fullmatch(path.name.removesuffix(_SUFFIX))
-    try:
-        if match is None:
-            raise ProblemError("its name is not MxNxK-DTYPE-LAYOUT")
-        shape, dtype, out_dtype, layout = match.group("shape", "dtype", "out_dtype", "layout")
-        problem = Problem.parse(shape, dtype=dtype, out_dtype=out_dtype, layout=layout)
-        if match["accumulation"]:
-            problem = replace(problem, accumulation=match["accumulation"])
-        if match["alignment"]:
-            problem = replace(problem, alignment=int(match["alignment"]))
-        return replace(problem, out_major="m") if match["out_m"] else problem
-    except ProblemError as error:
-        raise DeviceError(f"{path}: not a sweep: {error}") from None
+    return ReplayDevice(name, read_device(folder / "device.json", f"replay:{name}"), folder)
 
 
 def _root(root: Path | None) -> Path | None:
@@ -364,7 +110,3 @@ def _root(root: Path | None) -> Path | None:
         return data_path("db", "sweeps")
     except FileNotFoundError:
         return None
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:120]

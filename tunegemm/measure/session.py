@@ -1,4 +1,4 @@
-"""The child's side: measures jobs and tells the parent each step before it is taken.
+"""The child's side: measures jobs, and says each step to the parent before it is taken.
 
 What kills or hangs this process is so known to the parent by name. Nothing here survives a broken
 device: the session reports the guilty job and ends.
@@ -7,16 +7,10 @@ device: the session reports the guilty job and ends.
 from __future__ import annotations
 
 import gc
-import importlib
 import math
-import os
-import queue
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
 from tunegemm.describe.device import Device
@@ -26,10 +20,11 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.families import Launcher
 from tunegemm.measure import operands as data
-from tunegemm.measure.backend import Backend, warm_us
-from tunegemm.measure.outcome import Failure, Measurement, Outcome, Stage
-from tunegemm.measure.policy import Job, Policy
-from tunegemm.measure.race import Replay, Runner, Turn, race
+from tunegemm.measure.backend import LONGEST_METERING, Backend, metered_mj, warm_us
+from tunegemm.measure.messages import Broken, Discover, Done, Measure, Result, Step, one_line
+from tunegemm.measure.outcome import Failure, Measurement, Stage
+from tunegemm.measure.policy import STEADY_MS, Job, Policy
+from tunegemm.measure.race import Replay, Runner, SteadyState, race
 from tunegemm.measure.statistics import aa_noise
 
 #: Most products in one replay: more graph nodes cost more to instantiate than they gain in precision.
@@ -39,76 +34,14 @@ _MAX_PRODUCTS = 512
 #: (130 candidates on 16 shapes, H200, 2026-11-20).
 _SLOWEST = 50
 
-#: Before long turns, on top of a policy's `settle_ms`. A chip that meets its power cap first lowers its
-#: clocks too far, for 0.1 to 0.2 s. Without this, in nine of 23 races the candidates had a median ratio of
-#: 1.07 to 1.12 in the first of seven rounds and 0.98 to 1.06 in the others
+#: Before steady-state timing, on top of a policy's `settle_ms`. A GPU that meets its power cap first lowers
+#: its clocks too far, for 0.1 to 0.2 s. Without this, in nine of 23 races the candidates had a median ratio
+#: of 1.07 to 1.12 in the first of seven rounds and 0.98 to 1.06 in the others
 #: (H200, benchmarks/results/h200/first-turns-2026-11-22.json).
-_SETTLE_TURNS_MS = 700.0
+_SETTLE_STEADY_MS = 700.0
 
 #: Slower than that many times the baseline's time, a candidate gets shorter replays.
 _SLOW = 2
-
-
-# Messages. To the child:
-@dataclass(frozen=True)
-class Open:
-    """The first message: which device, through which backend."""
-
-    device: Device
-    backend: str
-    """``module:attribute`` of a Backend class."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    problem: Problem
-    jobs: tuple[Job, ...]
-    policy: Policy
-    function: str = ""
-    """Source of the user's function that is the problem's epilogue: this process has not defined it."""
-
-
-@dataclass(frozen=True)
-class Discover:
-    problem: Problem
-
-
-# And to the parent:
-@dataclass(frozen=True)
-class Step:
-    """About to do something that may not return."""
-
-    job: int | None
-    """Index in the jobs of the request; None when no candidate is to blame."""
-    stage: Stage
-    """What a failure now would be recorded as, unless it is a hang or a crash."""
-    device_seconds: float = 0.0
-    """Device time that this step is expected to need, on top of the usual."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """The outcome of a job."""
-
-    job: int
-    outcome: Outcome
-
-
-@dataclass(frozen=True)
-class Done:
-    """A request is answered."""
-
-    value: Any = None
-
-
-@dataclass(frozen=True)
-class Broken:
-    """The session ends: this process cannot use the device any more."""
-
-    job: int | None
-    """The job that did it; None when the device cannot be used at all."""
-    reason: str
-    stage: Stage = "crash"
 
 
 @runtime_checkable
@@ -165,6 +98,7 @@ class Session:
         """
         if request.function:
             define(request.function)
+        # In a frame of its own: what it leaves must be gone before the next request.
         self._measure(request.problem, request.jobs, request.policy)
 
     def discover(self, problem: Problem) -> list[Candidate]:
@@ -203,27 +137,16 @@ class Session:
             return
 
         replay_seconds = self._replay_seconds(product_us, passes, bench)
-        self._step(None, "launch", policy.settle_ms * 1e-3 + 2 * replay_seconds)
-        _settle(replays, policy.settle_ms)
-        self._step(None, "launch", replay_seconds)
-        before = self._telemetry_under(replays)
+        before, is_steady = self._settled(replays, policy, replay_seconds)
         timed: list[tuple[Replay, float]] = [(replay, replay_seconds) for replay in replays]
         timed += [(entry.replay, entry.replay_seconds) for entry in entries]
         runners: list[Runner] = [replay for replay, _ in timed]
         in_flight_seconds = 2 * max(seconds for _, seconds in timed)
-        in_turns = policy.turn_ms > 0 and bool(before.get("throttle_reasons"))
-        if in_turns:
-            self._step(None, "launch", _SETTLE_TURNS_MS * 1e-3 + 2 * replay_seconds)
-            _settle(replays, _SETTLE_TURNS_MS)
-            # What the device did before may have told of the cap: 16x4096x4096 had turns right after 4096^3.
-            self._step(None, "launch", replay_seconds)
-            before = self._telemetry_under(replays)
-            in_turns = bool(before.get("throttle_reasons"))
-        if in_turns:
-            policy = policy.in_turns()
-            runners = [Turn.of(replay, seconds, policy.turn_ms) for replay, seconds in timed]
-            # Two are in flight, and clocks fall: a turn may take twice what is planned.
-            in_flight_seconds += 4 * policy.turn_ms * 1e-3
+        if is_steady:
+            policy = policy.in_steady_state()
+            runners = [SteadyState.of(replay, seconds, policy.steady_ms) for replay, seconds in timed]
+            # Two are in flight, and clocks fall: each may take twice what is planned.
+            in_flight_seconds += 4 * policy.steady_ms * 1e-3
         samples = race(
             runners,
             kept=len(replays),
@@ -243,7 +166,7 @@ class Session:
             "interleaved": len(entries),
             "seed": policy.seed,
             "settle_ms": policy.settle_ms,
-            "turn_ms": policy.turn_ms if in_turns else 0.0,
+            STEADY_MS: policy.steady_ms if is_steady else 0.0,
             "aa_ratio": _median_ratio(samples[0], samples[1]),
         }
         for entry, own in zip(entries, samples[2:], strict=True):
@@ -259,6 +182,27 @@ class Session:
                 evidence=evidence,
             )
             self._send(Result(entry.job, measurement))
+
+    def _settled(
+        self, replays: list[Replay], policy: Policy, replay_seconds: float
+    ) -> tuple[dict[str, Any], bool]:
+        """Keeps the device busy until its clocks are those of lasting work. Its telemetry, and whether to
+        time in steady state: where the policy wants that and the device lowered its clocks.
+        """
+
+        def settle(settle_ms: float) -> dict[str, Any]:
+            self._step(None, "launch", settle_ms * 1e-3 + 2 * replay_seconds)
+            _keep_busy(replays, settle_ms)
+            self._step(None, "launch", replay_seconds)
+            return self._telemetry_under(replays)
+
+        reading = settle(policy.settle_ms)
+        if not (policy.steady_ms and reading.get("throttle_reasons")):
+            return reading, False
+        # Read again: what the device did before may have lowered the clocks. 16x4096x4096 was once timed in
+        # steady state right after 4096x4096x4096.
+        reading = settle(_SETTLE_STEADY_MS)
+        return reading, bool(reading.get("throttle_reasons"))
 
     def _admit(
         self, bench: _Bench, index: int, job: Job, policy: Policy, baseline_us: float
@@ -350,7 +294,7 @@ class Session:
         return product_us * passes * len(bench.sets) * 1e-6
 
     def _telemetry_under(self, replays: list[Replay]) -> dict[str, Any]:
-        """Read while the device works: an idle chip shows other clocks."""
+        """Read while the device works: an idle GPU shows other clocks."""
         for replay in replays:
             replay.start()
         reading = self._backend.telemetry()
@@ -359,30 +303,11 @@ class Session:
         return reading
 
     def _energy_mj(self, entry: _Entry, policy: Policy) -> float | None:
-        """Energy of one product, by the board's meter; None where there is none, or it was not asked for.
-
-        The meter moves in steps of 20 to 100 ms: products are counted from one step to another.
-        """
+        """Energy of one product; None where the device has no meter, or it was not asked for."""
         if not policy.energy_ms or self._backend.energy_mj() is None:
             return None
-        longest_s = 4 * policy.energy_ms * 1e-3
-        self._step(entry.job, "launch", longest_s)
-        started = time.monotonic()
-        last, first, first_s, replays = self._backend.energy_mj(), None, 0.0, 0
-        while time.monotonic() - started < longest_s:
-            entry.replay.start()
-            entry.replay.finish()
-            replays += 1
-            now = self._backend.energy_mj()
-            if now is None:
-                return None
-            if now != last:
-                last, now_s = now, time.monotonic()
-                if first is None:
-                    first, first_s, replays = now, now_s, 0
-                elif (now_s - first_s) * 1e3 >= policy.energy_ms:
-                    return (now - first) / (replays * entry.products)
-        return None
+        self._step(entry.job, "launch", LONGEST_METERING * policy.energy_ms * 1e-3)
+        return metered_mj(self._backend, entry.replay, entry.products, policy.energy_ms)
 
     def _step(self, job: int | None, stage: Stage, device_seconds: float = 0.0) -> None:
         self._job = job
@@ -407,9 +332,8 @@ class Session:
                 return
 
 
-def _settle(replays: Sequence[Replay], settle_ms: float) -> None:
-    """Keeps the device busy for a while."""
-    until = time.monotonic() + settle_ms * 1e-3
+def _keep_busy(replays: Sequence[Replay], for_ms: float) -> None:
+    until = time.monotonic() + for_ms * 1e-3
     while time.monotonic() < until:
         for replay in replays:
             replay.start()
@@ -417,48 +341,7 @@ def _settle(replays: Sequence[Replay], settle_ms: float) -> None:
             replay.finish()
 
 
-def one_line(error: BaseException | str, limit: int = 300) -> str:
-    """The first line of a message that says something, cut to a length."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
 def _median_ratio(first: list[float], second: list[float]) -> float:
     from statistics import median
 
     return median(a / b for a, b in zip(first, second, strict=True))
-
-
-def main(descriptor: int) -> None:
-    """Entry of the child: serve the pipe at a file descriptor until it closes."""
-    connection = Connection(descriptor)
-    requests: queue.Queue[Any] = queue.Queue()
-
-    def receive() -> None:
-        # A thread of its own, so that the process ends with its parent even while it hangs in a kernel.
-        try:
-            while True:
-                requests.put(connection.recv())
-        except (EOFError, OSError):
-            os._exit(0)
-
-    threading.Thread(target=receive, daemon=True).start()
-    opening: Open = requests.get()
-    module, _, attribute = opening.backend.partition(":")
-    backend: Backend = getattr(importlib.import_module(module), attribute)(opening.device)
-    try:
-        backend.open()
-    except (TunegemmError, RuntimeError) as error:
-        connection.send(Broken(None, one_line(error)))
-        _leave()
-    connection.send(Done())
-    Session(opening.device, backend, connection.send).serve(requests.get)
-    _leave()
-
-
-def _leave() -> None:
-    """End without tearing down a device that may be lost: that can hang or abort."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)

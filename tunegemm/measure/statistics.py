@@ -1,6 +1,6 @@
 """What samples say: intervals without assumptions on their distribution, ties, and the winner.
 
-Samples of one round are neighbours in time and share the chip's clocks; so candidates are compared by
+Samples of one round are neighbours in time and share the GPU's clocks; so candidates are compared by
 the ratio within each round, and ratios are summed up by their median.
 """
 
@@ -19,7 +19,7 @@ from tunegemm.measure.outcome import Measurement
 #: 20 rounds, H200, 2026-11-20): a smaller measured noise is luck.
 NOISE_FLOOR = 0.003
 #: No more than that is given away to a cheaper candidate, however noisy the race: of several that cannot be
-#: told apart the one in front is still the likeliest. Long turns at the power cap have a noise of 1 to 3 %.
+#: distinguished the one in front is still the likeliest. Steady-state timing has a noise of 1 to 3 %.
 _TIE_CEILING = 0.005
 
 
@@ -92,14 +92,15 @@ def tie(a: Rated, b: Rated, noise: float | None = None) -> bool:
     defaults to the larger of the two; under NOISE_FLOOR it counts as NOISE_FLOOR.
     """
     limit = max(a.noise, b.noise) if noise is None else noise
-    return abs(math.log(a.ratio / b.ratio)) <= math.log1p(max(limit, NOISE_FLOOR))
+    slower, faster = sorted((a.ratio, b.ratio))
+    return faster <= slower * (1 + max(limit, NOISE_FLOOR))
 
 
 def winner(problem: Problem, measurements: Sequence[Measurement]) -> Measurement:
     """The fastest; among those that tie with it, the one that costs least, by a fixed rule.
 
-    In this order: least workspace, least shared memory, smallest digest. A library's kernel, which does
-    not tell its shared memory, comes after those that do: launched through torch it costs 8.0 us of host
+    In this order: least workspace, least shared memory, smallest digest. A library's kernel, whose
+    shared memory is not known, comes after those that do: launched through torch it costs 8.0 us of host
     time, a compiled object 3.4 us (H200 host, 2026-11-20). Raises MeasureError without measurements.
     """
     if not measurements:

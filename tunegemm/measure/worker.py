@@ -1,4 +1,4 @@
-"""The parent's side: keeps a measuring process alive and knows who killed it."""
+"""The parent's side: keeps a measuring process alive, and knows which candidate ended it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, MeasureError
-from tunegemm.measure import session
+from tunegemm.measure import messages
 from tunegemm.measure.outcome import Failure, Outcome, Stage
 from tunegemm.measure.policy import SCREEN, Job, Policy
 
@@ -27,7 +27,7 @@ CUDA_BACKEND = "tunegemm.measure.backend:CudaBackend"
 #: To import torch, start CUDA and make operands: these steps belong to no candidate.
 _SETUP_SECONDS = 300.0
 
-_CHILD = "import sys; from tunegemm.measure.session import main; main(int(sys.argv[1]))"
+_CHILD = "import sys; from tunegemm.measure.child import main; main(int(sys.argv[1]))"
 
 
 class MeasureWorker:
@@ -75,14 +75,17 @@ class MeasureWorker:
         Raises MeasureError when the library or the GPU fails.
         """
         child = self._started()
-        child.connection.send(session.Discover(problem))
+        child.connection.send(messages.Discover(problem))
         message = self._receive(child, _SETUP_SECONDS)
-        while isinstance(message, session.Step):
+        while isinstance(message, messages.Step):
             message = self._receive(child, _SETUP_SECONDS)
-        if isinstance(message, session.Done):
+        if isinstance(message, messages.Done):
             return list(message.value)
         self.close()
         raise MeasureError(f"asking the library for algorithms of {problem} failed: {message.reason}")
+
+    def recorded(self, problem: Problem) -> None:
+        """No recording: every candidate can be measured."""
 
     def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy = SCREEN) -> Iterator[Outcome]:
         """One outcome per job: failures as they happen, measurements when their interleave is done.
@@ -99,7 +102,7 @@ class MeasureWorker:
             child = self._started()
             function = problem.fused.function
             source = function.source if function else ""
-            child.connection.send(session.Measure(problem, tuple(jobs), policy, source))
+            child.connection.send(messages.Measure(problem, tuple(jobs), policy, source))
             answered: set[int] = set()
             finished = False
             try:
@@ -116,19 +119,19 @@ class MeasureWorker:
 
     def _outcomes(self, child: _Child, problem: Problem, jobs: list[Job]) -> Iterator[tuple[int, Outcome]]:
         """Outcomes of one request, by the index of the job; ends early after a candidate ended the child."""
-        step = session.Step(None, "load")
+        step = messages.Step(None, "load")
         while True:
             limit_s = _SETUP_SECONDS if step.job is None else self._timeout_s
             message = self._receive(child, limit_s + step.device_seconds)
-            if isinstance(message, session.Step):
+            if isinstance(message, messages.Step):
                 step = message
-            elif isinstance(message, session.Result):
+            elif isinstance(message, messages.Result):
                 yield message.job, message.outcome
-            elif isinstance(message, session.Done):
+            elif isinstance(message, messages.Done):
                 return
             else:
                 self.close()
-                job = message.job if isinstance(message, session.Broken) else step.job
+                job = message.job if isinstance(message, messages.Broken) else step.job
                 if job is None:
                     raise MeasureError(f"measuring {problem} failed before any candidate: {message.reason}")
                 yield job, Failure(jobs[job].candidate, message.stage, message.reason)
@@ -147,9 +150,9 @@ class MeasureWorker:
         """The child, started when there is none. Raises MeasureError when it cannot use the device."""
         if self._child is None:
             self._child = _Child()
-            self._child.connection.send(session.Open(self._device, self._backend))
+            self._child.connection.send(messages.Open(self._device, self._backend))
             message = self._receive(self._child, _SETUP_SECONDS)
-            if not isinstance(message, session.Done):
+            if not isinstance(message, messages.Done):
                 self.close()
                 raise MeasureError(f"the measuring process cannot use {self._device.spec}: {message.reason}")
         return self._child
@@ -203,7 +206,7 @@ class _Child:
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - 4096))
         lines = [line for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
-        return session.one_line(f"{cause}: {lines[-1].strip()}" if lines else cause)
+        return messages.one_line(f"{cause}: {lines[-1].strip()}" if lines else cause)
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:

@@ -250,12 +250,13 @@ _VARIABLES = (
 
 
 def _environment() -> Check:
+    from tunegemm.search.budget import online_budget
     from tunegemm.serve.modes import read_mode, read_policy
-    from tunegemm.serve.online import read_budget
 
     warnings: list[str] = []
     mode, policy = read_mode(warnings.append), read_policy(warnings.append)
-    read_budget(warnings.append)
+    if problem := online_budget()[1]:
+        warnings.append(problem)
     for name in sorted(os.environ):
         if name.startswith("TUNEGEMM_") and name not in _VARIABLES:
             near = difflib.get_close_matches(name, _VARIABLES, 1)

@@ -1,8 +1,8 @@
-"""Which candidates to try next. Knows candidates and told values; neither GPU nor database."""
+"""Which candidates to try next. Knows candidates and their values; neither GPU nor database."""
 
 from tunegemm.search.budget import EFFORTS, Budget, Effort, budget_for
 from tunegemm.search.portfolio import Portfolio
-from tunegemm.search.search import Search, first_of_each_kernel, gathered, launches_around
+from tunegemm.search.search import Search, first_of_each_kernel, gpc_aware, launches_around
 
 __all__ = [
     "EFFORTS",
@@ -12,6 +12,6 @@ __all__ = [
     "Search",
     "budget_for",
     "first_of_each_kernel",
-    "gathered",
+    "gpc_aware",
     "launches_around",
 ]

@@ -1,8 +1,11 @@
-"""How many trials each stage of a search may spend."""
+"""How many trials each stage of a search may spend; and the numbers that a user gives one."""
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 from tunegemm.errors import SpaceError
@@ -20,7 +23,7 @@ class Budget:
     explore: int
     """Suggestions of the sampler, over compile-time and launch parameters."""
     probe: int
-    """Other walks through the grid for the many kernels near the top: they cost no compile."""
+    """Other rasterizations of the many kernels near the top: they cost no compile."""
     refine: int
     """Further launches of the leaders: they cost no compile."""
     leaders: int
@@ -35,18 +38,23 @@ class Budget:
 # sweeps of an H200 these 108 trials end within 0.5 % of the best of 2,500 or more on every shape, and these
 # 440 within 0.2 % (benchmarks/search.py). In-sample: model and split were both chosen on these sweeps.
 _TRIALS = {"quick": 108, "full": 440}
+#: Larger than any number of trials or seconds that is meant.
+_LARGEST = 2**53
+#: Of tuning in one process where TUNEGEMM_ONLINE_BUDGET is not set. With its kernels compiled a problem takes
+#: 4 s (1024x1024x1024, H200, benchmarks/results/h200/tuning_time.json).
+_ONLINE_S = 60.0
 _LEADERS = {"quick": 3, "full": 6, "exhaustive": 8}
 
 
 def budget_for(effort: Effort, *, kernels: int, launches: int, trials: int | None = None) -> Budget:
     """The budget of an effort in a space of `kernels`, each with `launches`; `trials` overrides its total.
 
-    Raises SpaceError for an unknown effort and for less than one trial.
+    Raises SpaceError for an unknown effort and for a number of trials that is not a whole one from 1.
     """
     if effort not in EFFORTS:
         raise SpaceError(f"effort {effort!r} is not known; use one of {', '.join(EFFORTS)}")
-    if trials is not None and trials < 1:
-        raise SpaceError(f"trials = {trials}: at least 1 is needed")
+    if trials is not None:
+        trials = _whole("trials", trials, least=1)
     if not kernels:
         return Budget(0, 0, 0, 0, 0)
     leaders = min(_LEADERS[effort], kernels)
@@ -59,3 +67,54 @@ def budget_for(effort: Effort, *, kernels: int, launches: int, trials: int | Non
     probe = min(total - screen, total // 4, kernels * (launches - 1))
     refine = min(total - screen - probe, total * 13 // 50, leaders * (launches - 1))
     return Budget(screen, total - screen - probe - refine, probe, refine, leaders)
+
+
+def checked_seconds(budget_seconds: float | None) -> float:
+    """A budget of time, infinite without one. Raises SpaceError for one that is not a number from 0."""
+    if budget_seconds is None:
+        return math.inf
+    is_number = isinstance(budget_seconds, Real) and not isinstance(budget_seconds, bool)
+    if not is_number or not budget_seconds >= 0:  # which NaN is not, either
+        raise SpaceError(
+            f"budget_seconds = {_shown(budget_seconds)}: give a number of seconds from 0, or None"
+        )
+    return float(min(budget_seconds, _LARGEST)) if budget_seconds < math.inf else math.inf
+
+
+def online_budget() -> tuple[float, str]:
+    """Seconds that ``TUNEGEMM_MODE=online`` may tune in a process, by TUNEGEMM_ONLINE_BUDGET.
+
+    And in one line what is wrong with that variable; empty where nothing is.
+    """
+    text = os.environ.get("TUNEGEMM_ONLINE_BUDGET", "")
+    try:
+        seconds = checked_seconds(float(text or _ONLINE_S))
+    except ValueError:  # a SpaceError is one
+        seconds = math.inf
+    if math.isinf(seconds):
+        return _ONLINE_S, (
+            f"TUNEGEMM_ONLINE_BUDGET={_shown(text)} is not a number of seconds and has no effect; "
+            f"the budget is {_ONLINE_S:g} s"
+        )
+    return seconds, ""
+
+
+def checked_seed(seed: int) -> int:
+    """A seed that every generator of random numbers takes. Raises SpaceError for another one."""
+    return _whole("seed", seed, least=0, most=2**32 - 1)
+
+
+def _whole(name: str, value: int, *, least: int, most: int = _LARGEST) -> int:
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or not least <= value <= most:
+        raise SpaceError(f"{name} = {_shown(value)}: give a whole number from {least} to {most}")
+    return int(value)
+
+
+def _shown(value: object) -> str:
+    """A value for a message, cut: a number of 5,000 digits cannot even be printed."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 40 else text[:37] + "..."

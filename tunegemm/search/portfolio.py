@@ -24,11 +24,11 @@ class Portfolio:
         self._searches = list(searches)
         self._current: Search | None = self._searches[0] if self._searches else None
         self._by_family = {search.family: search for search in self._searches}
-        self._told: dict[str, list[float]] = {search.family: [] for search in self._searches}
+        self._values: dict[str, list[float]] = {search.family: [] for search in self._searches}
 
     @property
     def trials(self) -> int:
-        """Candidates that will be asked for whatever is told: the first search, the others' first rounds."""
+        """Candidates asked for whatever the results: the first search, the others' first rounds."""
         others = sum(_first_round(search) for search in self._searches[1:])
         return others + sum(search.budget.trials for search in self._searches[:1])
 
@@ -38,7 +38,7 @@ class Portfolio:
         return self._current.stage if self._current is not None else "done"
 
     def planned_screen(self) -> list[Candidate]:
-        """What will be asked for whatever is told: may be compiled ahead, in this order."""
+        """What will be asked for whatever the results: may be compiled ahead, in this order."""
         planned = [
             c for search in self._searches[1:] for c in search.planned_screen()[: _first_round(search)]
         ]
@@ -61,8 +61,8 @@ class Portfolio:
     def tell(self, candidate: Candidate, value: float | None) -> None:
         """What came of a candidate: its speed relative to the baseline, or None when it failed."""
         self._by_family.get(candidate.family, self._searches[0]).tell(candidate, value)
-        if candidate.family in self._told:
-            self._told[candidate.family].append(value or 0.0)
+        if candidate.family in self._values:
+            self._values[candidate.family].append(value or 0.0)
 
     def _is_near(self, search: Search) -> bool:
         # Like is compared with like: the first search has seen many more candidates by now.
@@ -70,7 +70,7 @@ class Portfolio:
         return best[search] > 0 and best[search] >= (1 - _MARGIN) * max(best.values())
 
     def _best_of_first_round(self, search: Search) -> float:
-        return max(self._told[search.family][: _first_round(search)], default=0.0)
+        return max(self._values[search.family][: _first_round(search)], default=0.0)
 
 
 def _first_round(search: Search) -> int:

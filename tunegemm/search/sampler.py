@@ -1,4 +1,4 @@
-"""Optuna's TPE over value lists that never change: suggestions out, told values in.
+"""Optuna's TPE over value lists that never change: suggestions out, results in.
 
 Numbers are ordered: TPE sees their place in the list, so that 192 lies between 176 and 208. Words and
 booleans are categories. The study is in memory and seeded; no file is read or written.
@@ -48,7 +48,7 @@ class Sampler:
         return {name: self._decode(name, stored) for name, stored in self._suggested.params.items()}
 
     def start(self, candidate: Candidate) -> None:
-        """The candidate is being tried: until it is told, suggestions keep away from it (*constant liar*)."""
+        """The candidate is being tried: suggestions keep away from it until its result (*constant liar*)."""
         if not self._distributions:
             return
         point = self._encode(candidate)

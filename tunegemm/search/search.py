@@ -30,8 +30,8 @@ StageName = Literal["library", "screen", "explore", "probe", "refine", "done"]
 _TILE = ("schedule", "tile_m", "tile_n")
 _CLUSTER = ("cluster_m", "cluster_n")
 _CLUSTERS_PER_TILE = 3
-#: The walk through the grid, where a family has both: which mode first, and how wide a band of the other.
-_RASTER, _BAND = "raster_order", "swizzle_size"
+#: Rasterization, where a family has both: which mode first, and how many tiles of the other at a time.
+_RASTER, _SWIZZLE = "raster_order", "swizzle_size"
 #: Which clusters take neighbouring tiles.
 _ORDER = "cluster_order"
 #: Kernels taken in the model's order before tiles are spread: on the recorded sweeps the best kernel of each
@@ -46,7 +46,7 @@ _MAX_SKIPS = 12
 class Search:
     """Asks for candidates in batches, each at most once and only feasible ones, and learns from their values.
 
-    Deterministic: the same arguments and the same values told in the same batches give the same asks.
+    Deterministic: the same arguments and the same values in the same batches give the same asks.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Search:
         self._sampler: Sampler | None = None
         self._asked: list[Candidate] = []
         self._unlearned: list[tuple[Candidate, float | None]] = []
-        self._told: dict[Candidate, float | None] = {}
+        self._results: dict[Candidate, float | None] = {}
         self._spent = 0
         self._stage: StageName = "library"
         self._stream = self._stages()
@@ -125,12 +125,12 @@ class Search:
 
     @property
     def best(self) -> tuple[Candidate, float] | None:
-        """The highest value told so far and its candidate."""
+        """The highest value so far and its candidate."""
         leaders = self.finalists(1)
-        return (leaders[0], self._told[leaders[0]] or 0.0) if leaders else None
+        return (leaders[0], self._results[leaders[0]] or 0.0) if leaders else None
 
     def planned_screen(self) -> list[Candidate]:
-        """What the screen will ask for whatever it is told: may be compiled ahead, in this order."""
+        """What the screen will ask for whatever the results: may be compiled ahead, in this order."""
         chosen = itertools.chain(self._seeds, _screening_order(self._ranked))
         new = (c for c in chosen if c.kernel in self._by_kernel and self._is_new(c) and self._is_allowed(c))
         return list(itertools.islice(dict.fromkeys(new), self._budget.screen))
@@ -154,17 +154,17 @@ class Search:
     def tell(self, candidate: Candidate, value: float | None) -> None:
         """What came of a candidate: its speed relative to the baseline, or None when it failed.
 
-        Raises ValueError for a value that is no positive number.
+        Raises ValueError for a value that is not a positive number.
         """
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"value {value} of {candidate}: a positive ratio, or None for a failure")
-        self._told[candidate] = value
+        self._results[candidate] = value
         self._unlearned.append((candidate, value))
 
     def finalists(self, count: int) -> list[Candidate]:
-        """The candidates with the highest told values, best first; the earlier told one of equals."""
-        told = [(candidate, value) for candidate, value in self._told.items() if value is not None]
-        return [candidate for candidate, _ in sorted(told, key=lambda pair: -pair[1])[:count]]
+        """The candidates with the highest values, best first; of equals the earlier one."""
+        measured = [(candidate, value) for candidate, value in self._results.items() if value is not None]
+        return [candidate for candidate, _ in sorted(measured, key=lambda pair: -pair[1])[:count]]
 
     # The stages are one generator of candidates. It yields None where values of all before are needed.
 
@@ -179,7 +179,7 @@ class Search:
             yield from self._explore(budget.screen + budget.explore)
             yield None
         if budget.probe:
-            yield from self._take(self._other_walks(), "probe", limit=budget.trials - budget.refine)
+            yield from self._take(self._other_rasterizations(), "probe", limit=budget.trials - budget.refine)
             yield None
         # Two rounds, so that the second one turns around the best launch that the first has found.
         for limit in (budget.trials - budget.refine // 2, budget.trials):
@@ -198,7 +198,7 @@ class Search:
                 continue
             self._stage = stage
             self._spent += counted
-            self._told.setdefault(candidate, None)
+            self._results.setdefault(candidate, None)
             self._asked.append(candidate)
             yield candidate
 
@@ -210,7 +210,7 @@ class Search:
         return candidate.with_launch(**later) if later else candidate
 
     def _is_new(self, candidate: Candidate) -> bool:
-        return candidate not in self._told
+        return candidate not in self._results
 
     def _is_allowed(self, candidate: Candidate) -> bool:
         best_launch = self._by_kernel.get(candidate.kernel)
@@ -230,7 +230,7 @@ class Search:
             yield from self._take([candidate], "explore", limit=limit)
 
     def _learned_sampler(self) -> Sampler:
-        """The sampler, told everything that came in since; made on first use, as it loads Optuna."""
+        """The sampler, with every result that came in since; made on first use, as it loads Optuna."""
         if self._sampler is None:
             self._sampler = Sampler(self._values, self._seed)
             self._nearest = _Nearest(
@@ -255,30 +255,30 @@ class Search:
                     return candidate
         return None
 
-    def _other_walks(self) -> Iterator[Candidate]:
-        """For each kernel, the fastest first, both raster orders in narrow and in wide bands.
+    def _other_rasterizations(self) -> Iterator[Candidate]:
+        """For each kernel, the fastest first, both raster orders with a small and with a large swizzle size.
 
-        The model ranks kernels better than it knows how each should walk: on an H200 (2026-11-21) the
-        fastest kernel of 4096x4096x4096 was at 0.944 of torch.mm as screened, in bands of one cluster, and
-        36th; in bands of eight it is at 1.049. That of 8192x8192x8192 was at 1.023 and 33rd; along the
+        The model ranks kernels better than their rasterizations: on an H200 (2026-11-21) the fastest kernel
+        of 4096x4096x4096 was at 0.944 of torch.mm as screened, at a swizzle size of one cluster, and 36th;
+        at eight it is at 1.049. That of 8192x8192x8192 was at 1.023 and 33rd; along the
         other mode it is at 1.065.
         """
-        if _RASTER not in self._launch_values or _BAND not in self._launch_values:
+        if _RASTER not in self._launch_values or _SWIZZLE not in self._launch_values:
             return
-        orders, widths = self._launch_values[_RASTER], self._launch_values[_BAND]
+        orders, widths = self._launch_values[_RASTER], self._launch_values[_SWIZZLE]
         narrow, wide = widths[len(widths) // 4], widths[len(widths) * 3 // 4]
         for leader in self._best_of_kernels():
             # Its own width, or the one of two that is nearer, stands for its side.
-            is_narrow = widths.index(leader[_BAND]) <= len(widths) // 2
+            is_narrow = widths.index(leader[_SWIZZLE]) <= len(widths) // 2
             near, far = (narrow, wide) if is_narrow else (wide, narrow)
             others = [order for order in orders if order != leader[_RASTER]]
             for order, width in [*((o, w) for o in others for w in (near, far)), (leader[_RASTER], far)]:
-                yield leader.with_launch(**{_RASTER: order, _BAND: width})
+                yield leader.with_launch(**{_RASTER: order, _SWIZZLE: width})
 
     def _best_of_kernels(self) -> list[Candidate]:
-        """Of each kernel that was told, its best launch so far, the fastest first."""
+        """Of each kernel with a result, its best launch so far, the fastest first."""
         best: dict[Candidate, Candidate] = {}
-        for candidate in self.finalists(len(self._told)):
+        for candidate in self.finalists(len(self._results)):
             if candidate.kernel in self._by_kernel:
                 best.setdefault(candidate.kernel, candidate)
         return list(best.values())
@@ -288,8 +288,8 @@ class Search:
         leaders = iter(self._best_of_kernels())
         while group := list(itertools.islice(leaders, self._budget.leaders)):
             grids = [launches_around(leader, self._launch_values) for leader in group]
-            for turn in itertools.zip_longest(*grids):
-                yield from (launch for launch in turn if launch is not None)
+            for launches in itertools.zip_longest(*grids):
+                yield from (launch for launch in launches if launch is not None)
 
 
 def first_of_each_kernel(ranked: Iterable[Candidate]) -> list[Candidate]:
@@ -309,16 +309,16 @@ def launches_around(leader: Candidate, launch_values: Mapping[str, Sequence[Valu
     return sorted(grid, key=lambda launch: _differences(launch, leader))
 
 
-def gathered(leader: Candidate, launch_values: Mapping[str, Sequence[Value]]) -> list[Candidate]:
-    """Launches of the leader's kernel that give a GPC neighbouring tiles, along either mode in wide bands.
+def gpc_aware(leader: Candidate, launch_values: Mapping[str, Sequence[Value]]) -> list[Candidate]:
+    """Launches of the leader's kernel that give a GPC neighbouring tiles: along either mode, wide swizzle.
 
     At the power cap the reads that a GPC then saves are clock: of an H200's large products some per cent of
-    energy, and next to nothing at clocks that all share (benchmarks/results/h200/gpc-2026-11-22.json).
+    energy, and next to nothing in interleaved timing (benchmarks/results/h200/gpc-2026-11-22.json).
     """
-    if not {_RASTER, _BAND, _ORDER} <= launch_values.keys():
+    if not {_RASTER, _SWIZZLE, _ORDER} <= launch_values.keys():
         return []
-    widths = launch_values[_BAND]
-    wide = {_BAND: widths[len(widths) * 3 // 4], _ORDER: "gpc"}
+    widths = launch_values[_SWIZZLE]
+    wide = {_SWIZZLE: widths[len(widths) * 3 // 4], _ORDER: "gpc"}
     return [leader.with_launch(**wide, **{_RASTER: order}) for order in launch_values[_RASTER]]
 
 

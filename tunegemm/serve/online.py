@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
 from torch._guards import CompileContext
 
@@ -19,9 +18,8 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 
-#: Seconds of tuning in one process unless TUNEGEMM_ONLINE_BUDGET says otherwise, and for one problem. With
-#: its kernels compiled a problem takes 4 s (1024x1024x1024, H200, benchmarks/results/h200/tuning_time.json).
-DEFAULT_BUDGET_S, PER_PROBLEM_S = 60.0, 15.0
+#: Seconds of tuning for one problem; with its kernels compiled it takes some 4.
+PER_PROBLEM_S = 15.0
 
 
 class OnlineTuning:
@@ -46,7 +44,9 @@ class OnlineTuning:
             return False
         try:
             if self._left_s is None:
-                self._left_s = read_budget(partial(setattr, self, "warning"))
+                from tunegemm.search.budget import online_budget
+
+                self._left_s, self.warning = online_budget()
             if self._left_s <= 0:
                 return False
             self._tried.add(problem)
@@ -70,22 +70,6 @@ class OnlineTuning:
             return True
         finally:
             self._running.release()
-
-
-def read_budget(warn: Callable[[str], None]) -> float:
-    """``TUNEGEMM_ONLINE_BUDGET`` in seconds; a mistake is a warning and the default."""
-    text = os.environ.get("TUNEGEMM_ONLINE_BUDGET", "")
-    try:
-        budget_s = float(text or DEFAULT_BUDGET_S)
-    except ValueError:
-        budget_s = -1.0
-    if not 0 <= budget_s < float("inf"):
-        warn(
-            f"TUNEGEMM_ONLINE_BUDGET={text!r} is not a number of seconds and has no effect; "
-            f"the budget is {DEFAULT_BUDGET_S:g}"
-        )
-        return DEFAULT_BUDGET_S
-    return budget_s
 
 
 def _tune(problem: Problem, device: Device, budget_seconds: float) -> None:

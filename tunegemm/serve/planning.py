@@ -37,7 +37,7 @@ from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
 from tunegemm.serve.plans import Plan, State, expanding, views_of_operands
 from tunegemm.serve.policies import Policy
-from tunegemm.serve.selection import Rival, read_rivals, select
+from tunegemm.serve.selection import read_rivals, select
 from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.serve.worth import least_ratio
 from tunegemm.store.layers import modified
@@ -60,7 +60,7 @@ class Planner:
         find: Callable[[str], Device] = find_device,
         prepare: Callable[[Record, Device], Prepared] = prepare,
         modified: Callable[[], Hashable] = modified,
-        rivals: Callable[[Problem], Sequence[Rival]] = read_rivals,
+        rivals: Callable[[Problem], Sequence[Record]] = read_rivals,
         online: OnlineTuning | None = None,
     ) -> None:
         """The arguments say where records, devices and launchers come from, what changes with records, and

@@ -1,6 +1,7 @@
 """Tune: search the kernels of a problem on a device and store what was measured.
 
-`tuner` tells the whole story on one page, `run` has its steps, `program` tunes all products of a program,
-`verify` races stored records again. The room is not called `tune`, which is a public function.
+`tuner` tells the whole story on one page; its steps are `begin`, `trials`, `qualifying` and `final`, with
+`kernels` and `finalists` beside them. `program` tunes all products of a program, `verify` races stored
+records again, `fleet` works for a fleet. The room is not called `tune`, which is a public function.
 Imports `describe`, `generate`, `measure`, `search` and `store`.
 """

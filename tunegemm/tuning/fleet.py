@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tunegemm.describe.device import Fingerprint
 from tunegemm.errors import DatabaseError, ProblemError
 from tunegemm.store.claims import Claim, Claims, Task, worker_name
-from tunegemm.tuning.run import TuneResult
+from tunegemm.tuning.progress import TuneResult
 
 #: How long a claim lasts unless it is renewed, seconds: for that long a dead worker's problem waits.
 LEASE_S = 120.0

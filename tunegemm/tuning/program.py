@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.workload import Demand
-from tunegemm.search.budget import Effort
-from tunegemm.tuning.run import Progress, TuneResult
+from tunegemm.search.budget import Effort, checked_seconds
+from tunegemm.tuning.progress import Progress, TuneResult
 from tunegemm.tuning.tuner import Tuner
 
 # torch.mm reaches about 70 % of an H200's dense bf16 peak at 4096 and more rows (README, 2026-11-20).
@@ -96,9 +96,9 @@ def spend(
     """Tunes problem after problem until the budget is spent, and yields each as it then stands.
 
     effort: of one pass over all; by default quick ones, and with a budget full ones in what is left of it.
-    Ends after an interrupted tuning.
+    Ends after an interrupted tuning. Raises SpaceError for a budget that is not a number from 0.
     """
-    deadline = time.monotonic() + (budget_seconds if budget_seconds is not None else float("inf"))
+    deadline = time.monotonic() + checked_seconds(budget_seconds)
     passes: list[Effort] = ["quick"] if effort is None else [effort]
     if effort is None and budget_seconds is not None:
         passes.append("full")

@@ -1,8 +1,8 @@
-"""Tuning, the whole story: ask, check, compile, measure, record, tell; then race the finalists.
+"""Tuning one problem: `Tuner.tune` is the whole story, from a search's first candidate to the record.
 
-`Tuner.tune` is the place to start reading. What it calls: `families` say what is feasible, `model` ranks it,
-`search` picks, `compile` builds, `measure` times beside torch.mm, `database` remembers. `run` has each step,
-`workbench` what several tunings share.
+What it calls, in the order of its steps: `begin` (known results, seeds, kernels in the model's order),
+`search` (what to try next), `trials` (compile, measure, publish), `qualifying` (steady-state rounds at the
+power cap), `final` (the race that chooses the record). What is passed between them is plain data.
 """
 
 from __future__ import annotations
@@ -11,27 +11,227 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import DeviceError
+from tunegemm.errors import DeviceError, ProblemError
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure import SCREEN
-from tunegemm.measure.replay import open_replay
-from tunegemm.search.budget import Effort
-from tunegemm.tuning.run import Progress, Run, TuneResult
-from tunegemm.tuning.workbench import Workbench
+from tunegemm.measure.policy import FINAL, SCREEN
+from tunegemm.measure.replay import ReplayMeasurer, open_replay
+from tunegemm.measure.worker import MeasureWorker
+from tunegemm.search.budget import Effort, budget_for, checked_seconds, checked_seed
+from tunegemm.tuning import final, qualifying
+from tunegemm.tuning.begin import rank_by_model, start_search
+from tunegemm.tuning.kernels import Kernels
+from tunegemm.tuning.progress import Progress, TuneResult
+from tunegemm.tuning.trials import Measurer, Trials, speed
 
 if TYPE_CHECKING:
     from tunegemm.store import Database
 
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
 _BATCH = 32
-#: Seconds that heats and a final race of turns take, some 18 and 12. A search that has a budget leaves them
-#: so much of it, but no more than half.
-_TURNS_S = 30.0
+#: Seconds that qualifying rounds and a final race in steady-state timing take, some 18 and 12. A search that
+#: has a budget leaves them so much of it, but no more than half.
+_STEADY_S = 30.0
+#: Seconds for which the energy of a finalist is metered: ten steps and more of NVML's meter.
+_ENERGY_MS = 1000.0
+
+
+class Tuner:
+    """Tunes one problem after the other, with one pool of compile workers and one measuring worker.
+
+    Use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        database: Database | None = None,
+        *,
+        families: Sequence[str] | None = None,
+        workers: int | None = None,
+        seed: int = 0,
+        cache: Path | str | None = None,
+        compiled_only: bool = False,
+        energy: bool = False,
+    ) -> None:
+        """
+        device: from `open_device`.
+        database: where measurements of a real device are published; None keeps them in memory.
+        families: names of the kernel families to try; default all whose packages are installed.
+        workers: compile workers; default by cores and memory.
+        seed: of operands, of the order of rounds and of the sampler.
+        cache: folder of compiled objects; default the user's cache directory.
+        compiled_only: try no kernel that is not in that folder yet.
+        energy: meter the finalists' energy, too, a second each.
+
+        Raises SpaceError for a family or a seed that is not one, DeviceError for a family of no use here.
+        """
+        self.device, self.database = device, database
+        self.kernels = Kernels(device, families)
+        self.pool = CompilePool(ArtifactStore(cache), workers=workers)
+        self.compiled_only, self._seed = compiled_only, checked_seed(seed)
+        self._final = replace(FINAL, energy_ms=_ENERGY_MS if energy else 0.0)
+        self._measurer: Measurer | None = None
+        self._resources = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._resources.enter_context(self.pool)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers; what was measured is stored already."""
+        self._resources.close()
+        self._measurer = None
+
+    def tune(
+        self,
+        problem: Problem,
+        *,
+        effort: Effort = "quick",
+        trials: int | None = None,
+        budget_seconds: float | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> TuneResult:
+        """Search for the problem's fastest kernel.
+
+        effort, trials: how many candidates; see `tunegemm.search`. budget_seconds: no new batch after that;
+        the final race follows. Ctrl-C ends it early: the result says so, and everything measured is kept.
+
+        Raises ProblemError for a problem that the device's memory cannot hold, SpaceError for an effort, a
+        number of trials or a budget that is not one.
+        """
+        budget_for(effort, kernels=0, launches=0, trials=trials)  # what makes no sense is refused first
+        budget_s = checked_seconds(budget_seconds)
+        deadline = time.monotonic() + budget_s
+        state = self._begin(problem, on_progress)
+        measurer = state.measurer
+        try:
+            if measurer is None:
+                return rank_by_model(state, self.kernels, effort, trials, only=self._only(state))
+
+            # Where to begin: what is known of the problem and of related ones, the library's algorithms, and
+            # every generator's feasible kernels in the model's order. All cores begin to compile.
+            state.report()
+            library = [c for c in measurer.discover(problem) if c.family in self.kernels.families]
+            search = start_search(
+                state, self.kernels, library,
+                recorded=measurer.recorded(problem), only=self._only(state), effort=effort, limit=trials,
+                seed=self._seed,
+            )  # fmt: skip
+            state.compile_ahead(search.planned_screen())
+
+            # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
+            # search learns how fast each candidate was.
+            while batch := search.ask(_BATCH):
+                reserved_s = min(_STEADY_S, budget_s / 2) if state.is_throttled else 0.0
+                if time.monotonic() >= deadline - reserved_s:
+                    state.note = (
+                        f"the budget of {budget_seconds:g} s ended the search after {state.measured} "
+                        "measurements; a larger one goes on"
+                    )
+                    break
+                for outcome in state.evaluate(batch, SCREEN, stage=search.stage):
+                    search.tell(outcome.candidate, speed(outcome))
+
+            # At its power cap a GPU slows each kernel by what it draws: qualifying rounds show how much.
+            left_s = deadline - time.monotonic()
+            finalists = qualifying.qualify(state, self.kernels, left_s)
+
+            # The finalists once more, in many rounds; the winner becomes the record.
+            return final.race(state, finalists, self._final)
+        except KeyboardInterrupt:
+            return state.interrupted()
+        finally:
+            self.pool.drop_waiting()
+
+    def race(
+        self,
+        problem: Problem,
+        candidates: Sequence[Candidate],
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> TuneResult:
+        """The final race alone, among the given candidates and torch.mm; its winner becomes the record.
+
+        Kernels that the object store lacks are compiled. Candidates that are not feasible here are left
+        out. Raises DeviceError where nothing can be timed, ProblemError as `tune`.
+        """
+        state = self._begin(problem, on_progress)
+        if state.measurer is None:
+            raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
+        try:
+            feasible = (c for c in candidates if self.kernels.is_feasible(problem, c))
+            return final.race(state, list(dict.fromkeys([*feasible, TORCH_MM])), self._final)
+        except KeyboardInterrupt:
+            return state.interrupted()
+        finally:
+            self.pool.drop_waiting()
+
+    def measurer_for(self, problem: Problem) -> Measurer | None:
+        """The worker of a real device; a recording when it has the problem; else None."""
+        if self.device.is_real:
+            if self._measurer is None:
+                self._measurer = self._resources.enter_context(MeasureWorker(self.device))
+            return self._measurer
+        if not self.device.spec.startswith("replay:"):
+            return None
+        if self._measurer is None:
+            self._measurer = ReplayMeasurer(open_replay(self.device.spec))
+        return self._measurer if self._measurer.recorded(problem) else None
+
+    def _begin(self, problem: Problem, on_progress: Callable[[Progress], None] | None) -> Trials:
+        if (lack := self.device.lacks_memory(problem)) is not None:
+            raise ProblemError(f"{lack}; tune a smaller one")
+        return Trials(
+            problem,
+            self.device,
+            self.pool,
+            self.measurer_for(problem),
+            database=self.database if self.device.is_real else None,  # nothing replayed is stored
+            seed=self._seed,
+            on_progress=on_progress,
+        )
+
+    def _only(self, state: Trials) -> Callable[[Candidate], bool] | None:
+        return state.is_compiled if self.compiled_only else None
+
+
+def tune(
+    problem: Problem | str,
+    *,
+    device: Device | str | None = None,
+    database: Database | None = None,
+    effort: Effort = "quick",
+    trials: int | None = None,
+    budget_seconds: float | None = None,
+) -> TuneResult:
+    """Tune one problem, such as ``"4096x4096x4096"``.
+
+    On a real device the results are published into `database`, by default the user's. Arguments and errors
+    are those of `Tuner.tune`.
+    """
+    from tunegemm.store import Database
+
+    checked_seconds(budget_seconds)  # before anything is opened
+    if not isinstance(problem, Problem):
+        problem = Problem.parse(problem)
+    if not isinstance(device, Device):
+        device = open_device(device)
+    with ExitStack() as stack:
+        if database is None and device.is_real:
+            database = stack.enter_context(Database.open())
+        tuner = stack.enter_context(Tuner(device, database))
+        return tuner.tune(problem, effort=effort, trials=trials, budget_seconds=budget_seconds)
 
 
 def open_device(spec: str | None = None) -> Device:
@@ -50,102 +250,3 @@ def open_gpu(spec: str | None = None) -> Device:
     if not cuda_device_count():
         raise DeviceError(f"device {spec!r}: no CUDA device here, and this measures; run it on a GPU")
     return find_device(spec)
-
-
-class Tuner(Workbench):
-    """Tunes one problem after the other. A context manager."""
-
-    def tune(
-        self,
-        problem: Problem,
-        *,
-        effort: Effort = "quick",
-        trials: int | None = None,
-        budget_seconds: float | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> TuneResult:
-        """Search for the problem's fastest kernel.
-
-        effort, trials: how many candidates; see `tunegemm.search`. budget_seconds: no new batch after that;
-        the final race follows. Ctrl-C ends it early: the result says so, and everything measured is kept.
-
-        Raises ProblemError for one that the device's memory cannot hold.
-        """
-        run = Run(self, problem, on_progress, compiled_before=self.pool.compiled)
-        budget_s = float("inf") if budget_seconds is None else budget_seconds
-        deadline = time.monotonic() + budget_s
-        try:
-            measurer = self.measurer_for(problem)
-            if measurer is None:
-                return run.rank_by_model(effort, trials)
-            search = run.start_search(measurer, effort, trials)
-            run.compile_ahead(search.planned_screen())
-            while batch := search.ask(_BATCH):
-                reserved_s = min(_TURNS_S, budget_s / 2) if run.is_throttled else 0.0
-                if time.monotonic() >= deadline - reserved_s:
-                    run.note = (
-                        f"the budget of {budget_seconds:g} s ended the search after {len(run.measured)} "
-                        "measurements; a larger one goes on"
-                    )
-                    break
-                run.stage = search.stage
-                for outcome in run.evaluate(measurer, batch, replace(SCREEN, seed=self.seed)):
-                    search.tell(outcome.candidate, run.value(outcome))
-            runners = run.qualify(measurer, deadline - time.monotonic())
-            return run.settle(run.race(measurer, runners, self.final))
-        except KeyboardInterrupt:
-            return run.interrupt()
-        finally:
-            self.pool.drop_waiting()
-
-    def race(
-        self,
-        problem: Problem,
-        candidates: Sequence[Candidate],
-        *,
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> TuneResult:
-        """The final race alone, among the given candidates and torch.mm; its winner becomes the record.
-
-        Kernels that the object store lacks are compiled. Candidates that are not feasible here are left
-        out. Raises DeviceError where nothing can be timed, ProblemError as `tune`.
-        """
-        run = Run(self, problem, on_progress, compiled_before=self.pool.compiled)
-        measurer = self.measurer_for(problem)
-        if measurer is None:
-            raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
-        try:
-            runners = [c for c in dict.fromkeys(candidates) if run.is_feasible(c)]
-            if TORCH_MM not in runners:
-                runners.append(TORCH_MM)
-            return run.settle(run.race(measurer, runners, self.final))
-        except KeyboardInterrupt:
-            return run.interrupt()
-        finally:
-            self.pool.drop_waiting()
-
-
-def tune(
-    problem: Problem | str,
-    *,
-    device: Device | str | None = None,
-    database: Database | None = None,
-    effort: Effort = "quick",
-    trials: int | None = None,
-    budget_seconds: float | None = None,
-) -> TuneResult:
-    """Tune one problem, such as ``"4096x4096x4096"``.
-
-    On a real device the results are published into `database`, by default the user's.
-    """
-    from tunegemm.store import Database
-
-    if not isinstance(problem, Problem):
-        problem = Problem.parse(problem)
-    if not isinstance(device, Device):
-        device = open_device(device)
-    with ExitStack() as stack:
-        if database is None and device.is_real:
-            database = stack.enter_context(Database.open())
-        tuner = stack.enter_context(Tuner(device, database))
-        return tuner.tune(problem, effort=effort, trials=trials, budget_seconds=budget_seconds)

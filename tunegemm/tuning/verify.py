@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.measure.outcome import Failure, Measurement
-from tunegemm.measure.statistics import NOISE_FLOOR, tie
+from tunegemm.measure.evidence import Evidence
+from tunegemm.measure.outcome import Measurement
+from tunegemm.measure.statistics import tie
 from tunegemm.store.history import TOP, leaders
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, Judgement, judge_stored
-from tunegemm.tuning.run import TuneResult
+from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.tuner import Tuner
 
 
@@ -28,8 +29,9 @@ class Move:
     after: float | None
     """None when it failed, or cannot run here; `reason` says why."""
     moved: bool
-    """Whether the two differ by more than the noise."""
+    """Whether the two differ by more than the noise; False where they do not compare."""
     reason: str = ""
+    """Why there is no time now, or why the two do not compare."""
 
 
 @dataclass(frozen=True)
@@ -74,25 +76,26 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
     same = [e for e in entries if e.fingerprint == record.fingerprint]
     rivals = leaders((e for e in same if judge_stored(e, tuner.device.fingerprint).usable), top)
     stored = {entry.candidate: entry for entry in rivals}
-    candidates = list(dict.fromkeys([record.candidate, *stored]))
-    result = tuner.race(record.problem, candidates)
+    candidates = {c: tuner.kernels.usable(c) or c for c in dict.fromkeys([record.candidate, *stored])}
+    result = tuner.race(record.problem, list(candidates.values()))
     outcomes = {outcome.candidate: outcome for outcome in result.outcomes}
     moves = []
-    for candidate in candidates:
-        entry, outcome = stored.get(candidate), outcomes.get(candidate)
-        before = entry.measurement.ratio if entry else record.ratio
-        label = entry.label if entry else record.label
+    for candidate, now in candidates.items():
+        entry, outcome = stored.get(candidate), outcomes.get(now)
+        before = entry or record
         if isinstance(outcome, Measurement):
-            moved = not tie(entry.measurement, outcome) if entry else _differs(record, outcome)
-            moves.append(Move(candidate, label, before, outcome.ratio, moved))
+            alike = _is_alike(before, outcome)
+            moved = alike and not tie(entry.measurement if entry else record, outcome)
+            reason = "" if alike else "timed in another way then"
+            moves.append(Move(candidate, before.label, before.ratio, outcome.ratio, moved, reason))
         else:
-            reason = (
-                f"{outcome.stage}: {outcome.reason}" if isinstance(outcome, Failure) else "not feasible here"
-            )
-            moves.append(Move(candidate, label, before, None, True, reason))
+            reason = f"{outcome.stage}: {outcome.reason}" if outcome else "not feasible here"
+            moves.append(Move(candidate, before.label, before.ratio, None, True, reason))
     return Verification(record, judgement, result, tuple(moves))
 
 
-def _differs(record: Record, outcome: Measurement) -> bool:
-    limit = max(record.noise, outcome.noise, NOISE_FLOOR)
-    return abs(record.ratio / outcome.ratio - 1) > limit
+def _is_alike(before: Record, outcome: Measurement) -> bool:
+    """Whether a stored result is of a final race, too, and of the same timing: only then ratios compare."""
+    if not before.samples_us:  # a shipped record, which has no more to say
+        return before.confirmed
+    return before.evidence in (Evidence.RACE, Evidence.FINAL) and before.measurement.alone == outcome.alone

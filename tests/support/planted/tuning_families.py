@@ -1,10 +1,11 @@
-"""The real families, except that the compiler gives up on one width of tile and dies on another."""
+"""Families whose objects take no time to compile; the compiler gives up on one width of tile and dies on
+another.
+"""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from tunegemm.generate import families
 from tunegemm.generate.ptxas import Resources
 
 #: Widths of tiles, by what becomes of them.
@@ -12,16 +13,14 @@ RAISES, ABORTS = 96, 112
 
 
 class _Planted:
-    def __init__(self, name: str) -> None:
-        self._family = families.get(name)
-
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
         if key["tile_n"] == RAISES:
             raise ValueError("a tile that the compiler refuses")
         if key["tile_n"] == ABORTS:
             os.abort()
-        return self._family.compile(key, out)
+        out.write_bytes(repr(sorted(key.items())).encode())
+        return Resources(128, 0, 1024, (), 0.0)
 
 
 def get(name: str) -> _Planted:
-    return _Planted(name)
+    return _Planted()

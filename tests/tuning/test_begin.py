@@ -1,0 +1,109 @@
+"""Where a search begins: what is known here, what was best elsewhere; and what of it cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tuning.planted import (
+    DEVICE,
+    PROBLEM,
+    capped,
+    kernels,
+    launches,
+    measurement,
+    planted_tuner,
+    trials_of,
+)
+from tunegemm.describe.space import Candidate
+from tunegemm.generate import families
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.measure import evidence
+from tunegemm.measure.outcome import Failure
+from tunegemm.store import Database
+from tunegemm.store.shipped import read_shipped
+from tunegemm.tuning.begin import known_failures, known_results, seeds_of, start_search
+from tunegemm.tuning.tuner import Tuner
+
+PLAIN = launches(kernels(64)[0])[0]
+ELSEWHERE = replace(DEVICE, fingerprint=replace(DEVICE.fingerprint, driver="570.1"))
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    with Database.open(tmp_path / "tuning.sqlite") as database:
+        yield database
+
+
+@pytest.fixture
+def tuner(database: Database, tmp_path: Path) -> Iterator[Tuner]:
+    with planted_tuner(DEVICE, database, cache=tmp_path, families=["cute_sm90"]) as tuner:
+        yield tuner
+
+
+def test_a_search_begins_with_what_is_known_of_the_product(database: Database, tuner: Tuner) -> None:
+    """Of the plain product's record for one with an epilogue; and of records that are shipped."""
+    database.settle(PROBLEM, DEVICE, measurement(PLAIN, 9.0))
+    database.settle(replace(PROBLEM, epilogue="relu"), DEVICE, measurement(TORCH_MM, 9.0))
+    fused = replace(PROBLEM, epilogue="silu")
+    assert seeds_of(database, fused, DEVICE, tuner.kernels) == [PLAIN], "the library's are tried anyway"
+    search = start_search(trials_of(tuner, capped(), fused), tuner.kernels, [TORCH_MM])
+    assert search.planned_screen()[0].kernel == PLAIN.kernel
+    (shipped,) = (r for r in read_shipped()[0] if str(r.problem) == "4096x14336x4096 bf16 tn")
+    for problem in (shipped.problem, replace(shipped.problem, epilogue="silu")):
+        assert seeds_of(database, problem, DEVICE, tuner.kernels)[0] == families.completed(shipped.candidate)
+
+
+def test_only_what_was_screened_here_is_known(database: Database, tuner: Tuner) -> None:
+    """Ratios of steady-state rounds and of final races do not compare with a screen's."""
+    screened, raced, qualified, elsewhere = launches(kernels(32)[0], 4)
+    for candidate, device, word in (
+        (screened, DEVICE, evidence.SCREEN), (screened, DEVICE, evidence.QUALIFYING),
+        (raced, DEVICE, evidence.RACE), (qualified, DEVICE, evidence.QUALIFYING),
+        (elsewhere, ELSEWHERE, evidence.SCREEN),
+    ):  # fmt: skip
+        us = 9.0 if word == evidence.SCREEN else 8.0
+        database.publish(PROBLEM, device, measurement(candidate, us), policy=word)
+    database.publish(PROBLEM, DEVICE, Failure(PLAIN, "wrong", "relative error 0.7 > 0.01"))
+    (known,) = known_results(database, PROBLEM, DEVICE, tuner.kernels, [])
+    assert known.candidate == screened and known.ratio == pytest.approx(10 / 9.0)
+    assert known_failures(trials_of(tuner, capped()), tuner.kernels, []) == [PLAIN]
+
+
+DAMAGED = {
+    "unknown family": Candidate.make("cutlas", {"tile_m": 64}),
+    "a further parameter": Candidate(
+        PLAIN.family, (*PLAIN.compile_params, ("wings", 2)), PLAIN.launch_params
+    ),
+    "text for a number": PLAIN.kernel.with_launch(**dict(PLAIN.launch_params) | {"swizzle_size": "many"}),
+    "a word of no kernel": PLAIN.kernel.with_launch(**dict(PLAIN.launch_params) | {"raster_order": "spiral"}),
+    "negative": Candidate.make(PLAIN.family, dict(PLAIN.compile_params) | {"tile_n": -64}),
+    "empty": Candidate.make(PLAIN.family, {}),
+    "library": Candidate.make("cublaslt", {"algorithm": "cublaslt"}),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_candidate_costs_itself_only(database: Database, tuner: Tuner, what: str) -> None:
+    """Stored here, elsewhere, and of a related problem: the search begins without it."""
+    related = replace(PROBLEM, epilogue="silu")
+    for problem, device in ((PROBLEM, DEVICE), (PROBLEM, ELSEWHERE), (related, DEVICE)):
+        database.publish(problem, device, measurement(DAMAGED[what], 5.0))
+    trials = trials_of(tuner, capped())
+    search = start_search(trials, tuner.kernels, [TORCH_MM], limit=4)
+    asked = search.ask(8)
+    assert asked and DAMAGED[what] not in asked
+    assert DAMAGED[what] not in trials.screened
+
+
+def test_an_incomplete_seed_is_completed(database: Database, tuner: Tuner) -> None:
+    """A record of before a launch parameter existed: the parameter is at its first value, as kernels were."""
+    *older, (name, _) = PLAIN.launch_params
+    database.settle(
+        PROBLEM, ELSEWHERE, measurement(Candidate(PLAIN.family, PLAIN.compile_params, tuple(older)), 9.0)
+    )
+    (seed,) = seeds_of(database, PROBLEM, DEVICE, tuner.kernels)
+    assert seed == PLAIN and seed[name] == tuner.kernels.space(seed.family).launch_values[name][0]

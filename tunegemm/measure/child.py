@@ -1,0 +1,50 @@
+"""The measuring process: a session on one device, answering its parent until their pipe closes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tunegemm.errors import TunegemmError
+from tunegemm.measure.backend import Backend
+from tunegemm.measure.messages import Broken, Done, Open, one_line
+from tunegemm.measure.session import Session
+
+
+def main(descriptor: int) -> None:
+    """Entry of the child: serve the pipe at a file descriptor until it closes."""
+    connection = Connection(descriptor)
+    requests: queue.Queue[Any] = queue.Queue()
+
+    def receive() -> None:
+        # A thread of its own, so that the process ends with its parent even while it hangs in a kernel.
+        try:
+            while True:
+                requests.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+    threading.Thread(target=receive, daemon=True).start()
+    opening: Open = requests.get()
+    module, _, attribute = opening.backend.partition(":")
+    backend: Backend = getattr(importlib.import_module(module), attribute)(opening.device)
+    try:
+        backend.open()
+    except (TunegemmError, RuntimeError) as error:
+        connection.send(Broken(None, one_line(error)))
+        _leave()
+    connection.send(Done())
+    Session(opening.device, backend, connection.send).serve(requests.get)
+    _leave()
+
+
+def _leave() -> None:
+    """End without tearing down a device that may be lost: that can hang or abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

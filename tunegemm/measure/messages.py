@@ -1,0 +1,84 @@
+"""What the measuring process and its parent say to each other over their pipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.measure.outcome import Outcome, Stage
+from tunegemm.measure.policy import Job, Policy
+
+
+# To the child:
+@dataclass(frozen=True)
+class Open:
+    """The first message: which device, through which backend."""
+
+    device: Device
+    backend: str
+    """``module:attribute`` of a Backend class."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A request: one `Result` per job, then `Done`."""
+
+    problem: Problem
+    jobs: tuple[Job, ...]
+    policy: Policy
+    function: str = ""
+    """Source of the user's function that is the problem's epilogue: this process has not defined it."""
+
+
+@dataclass(frozen=True)
+class Discover:
+    """A request: `Done` with the candidates that the libraries name for a problem."""
+
+    problem: Problem
+
+
+# And to the parent:
+@dataclass(frozen=True)
+class Step:
+    """About to do something that may not return."""
+
+    job: int | None
+    """Index in the jobs of the request; None when no candidate is to blame."""
+    stage: Stage
+    """What a failure now would be recorded as, unless it is a hang or a crash."""
+    device_seconds: float = 0.0
+    """Device time that this step is expected to need, on top of the usual."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a job."""
+
+    job: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Done:
+    """A request is answered."""
+
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The session ends: this process cannot use the device any more."""
+
+    job: int | None
+    """The job that did it; None when the device cannot be used at all."""
+    reason: str
+    stage: Stage = "crash"
+
+
+def one_line(error: BaseException | str, limit: int = 300) -> str:
+    """The first line of a message that says something, cut to a length."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,173 @@
+"""Where a search begins: what is known of the problem, what was best elsewhere, the library's algorithms, and
+every generator's kernels in the model's order. Where nothing can be timed, that order is all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate import families, model
+from tunegemm.measure.evidence import Evidence
+from tunegemm.search import Portfolio, Search
+from tunegemm.search.budget import Effort, budget_for
+from tunegemm.store import Database
+from tunegemm.store.history import kindred, seeds
+from tunegemm.store.layers import read_texts
+from tunegemm.tuning.kernels import Kernels
+from tunegemm.tuning.progress import TuneResult
+from tunegemm.tuning.trials import Trial, Trials, speed
+
+#: Kernels that draw little power by their tiles, added to what the model has screened anyway; among a number
+#: of trials that was asked for one in so many.
+_LOW_POWER, _TRIALS_PER_LOW_POWER = 10, 12
+#: Kernels compiled where nothing can be timed, to show that the model's best are real.
+_MODELLED = 16
+
+
+def start_search(
+    trials: Trials,
+    kernels: Kernels,
+    library: Sequence[Candidate],
+    *,
+    recorded: Collection[Candidate] | None = None,
+    only: Callable[[Candidate], bool] | None = None,
+    effort: Effort = "quick",
+    limit: int | None = None,
+    seed: int = 0,
+) -> Portfolio:
+    """One search per generator that has kernels for the problem; the first one has the library's algorithms.
+
+    recorded, only: see `Kernels.ranked`. effort, limit: how many candidates; see `tunegemm.search`.
+    """
+    problem, device = trials.problem, trials.device
+    trials.results += (known := known_results(trials.database, problem, device, kernels, library))
+    values: list[tuple[Candidate, float | None]] = [(one.candidate, one.ratio) for one in known]
+    values += [(c, None) for c in known_failures(trials, kernels, library)]
+    first_tries = seeds_of(trials.database, problem, device, kernels)
+
+    def allowed(launch: Candidate) -> bool:
+        return kernels.is_worth_a_trial(problem, launch) if recorded is None else launch in recorded
+
+    searches: list[Search] = []
+    for name in kernels.generators:
+        ranking = kernels.ranked(problem, name, recorded=recorded, only=only)
+        trials.feasible += len(ranking.predictions)
+        if not ranking.predictions:
+            continue
+        is_first = not searches
+        begin = [seed for seed in first_tries if seed.family == name]
+        if is_first and recorded is None:
+            count = _LOW_POWER if limit is None else min(_LOW_POWER, limit // _TRIALS_PER_LOW_POWER)
+            begin += model.low_power(ranking.predictions, count)
+        searches.append(
+            Search(
+                [prediction.candidate for prediction in ranking.predictions],
+                ranking.launch_values,
+                allowed=allowed,
+                library=library if is_first else (),
+                seeds=list(dict.fromkeys(begin)),
+                known=[(c, value) for c, value in values if c.family == name or is_first],
+                effort=effort,
+                trials=limit,
+                seed=seed,
+            )
+        )
+    if not searches:
+        if kernels.generators:
+            trials.note = without_kernels(problem, kernels, only_compiled=only is not None)
+        searches.append(Search([], {}, library=library, known=values, effort=effort, trials=limit))
+    portfolio = Portfolio(searches)
+    trials.planned = portfolio.trials
+    return portfolio
+
+
+def known_results(
+    database: Database | None,
+    problem: Problem,
+    device: Device,
+    kernels: Kernels,
+    library: Collection[Candidate],
+) -> list[Trial]:
+    """What was screened here before, of this program's kernels: per candidate the latest."""
+    if database is None:
+        return []
+    screened = (
+        entry
+        for entry in database.entries(problem)
+        if entry.fingerprint == device.fingerprint
+        and entry.evidence is Evidence.SCREEN
+        and not (entry.is_foreign or entry.is_outdated)
+    )
+    latest = {one.candidate: one.measurement for one in screened if speed(one.measurement) is not None}
+    found = ((_usable(candidate, kernels, library), m) for candidate, m in latest.items())
+    return [Trial(replace(m, candidate=c), Evidence.SCREEN) for c, m in found if c is not None]
+
+
+def known_failures(trials: Trials, kernels: Kernels, library: Collection[Candidate]) -> list[Candidate]:
+    """What failed here before and would again, but for what took too long: that may have been the machine."""
+    if trials.database is None:
+        return []
+    failures = trials.database.failures(trials.problem, trials.device.fingerprint, current=True)
+    measured = trials.screened
+    found = (_usable(f.candidate, kernels, library) for f in failures if f.stage != "timeout")
+    return [c for c in found if c is not None and c not in measured]
+
+
+def seeds_of(
+    database: Database | None, problem: Problem, device: Device, kernels: Kernels
+) -> list[Candidate]:
+    """What was best of this problem elsewhere: under other software, of older sources, on another GPU of its
+    kind. On a real device also what records know of related problems, the shipped ones among them.
+    """
+    here = device.fingerprint
+    found = [] if database is None else seeds(database, problem, here)
+    if device.is_real:
+        records = read_texts()[0] + (database.records() if database else [])
+        found += kindred((r for r in records if r.candidate.family in kernels.generators), problem, here)
+    usable = map(kernels.usable, dict.fromkeys(found))
+    return list(dict.fromkeys(candidate for candidate in usable if candidate is not None))
+
+
+def rank_by_model(
+    trials: Trials,
+    kernels: Kernels,
+    effort: Effort,
+    limit: int | None,
+    *,
+    only: Callable[[Candidate], bool] | None = None,
+) -> TuneResult:
+    """Where nothing can be timed: compile the model's best for real, and give its ranking as such."""
+    problem = trials.problem
+    trials.report(stage="compile")
+    # Predictions of two families do not compare: the first that has kernels for the problem it is.
+    rankings = (kernels.ranked(problem, name, only=only) for name in kernels.generators)
+    ranked = next(filter(None, (ranking.predictions for ranking in rankings)), [])
+    trials.feasible = len(ranked)
+    budget = budget_for(effort, kernels=len(ranked), launches=1, trials=limit)
+    if not ranked:
+        return trials.result(None, note=without_kernels(problem, kernels, only_compiled=only is not None))
+    ranked = ranked[: min(_MODELLED, budget.trials)]
+    trials.planned = len(ranked)
+    jobs = trials.compile([prediction.candidate for prediction in ranked])
+    kept = tuple(one for one, (_, job) in zip(ranked, jobs, strict=True) if job is not None)
+    trials.report(stage="done")
+    note = f"{problem} has no times on {trials.device.spec}: ranked by the model, which only ranks"
+    return trials.result(None, note=note, predictions=kept)
+
+
+def without_kernels(problem: Problem, kernels: Kernels, *, only_compiled: bool) -> str:
+    """The note of a problem for which no generator has a kernel to try."""
+    if reason := families.refusal_by_all(problem, kernels.generators):
+        return f"{problem} can have no kernel: {reason}"
+    if only_compiled:
+        return f"no kernel for {problem} is compiled; leave out --compiled-only"
+    return f"no kernel for {problem} is feasible; `tunegemm space` names the rules that reject them"
+
+
+def _usable(stored: Candidate, kernels: Kernels, library: Collection[Candidate]) -> Candidate | None:
+    """A stored candidate that can be tried again: a generator's, or what the library names today."""
+    return stored if stored in library else kernels.usable(stored)

@@ -1,0 +1,293 @@
+"""One problem's trials: candidates are compiled, measured and published, and the outcomes kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate import families, model
+from tunegemm.generate.compile import CompilePool, CompileResult
+from tunegemm.generate.cublaslt import TORCH_MM, is_torch
+from tunegemm.generate.ptxas import Resources
+from tunegemm.measure import evidence
+from tunegemm.measure.evidence import Evidence, choose, evidence_of
+from tunegemm.measure.outcome import Failure, Measurement, Outcome
+from tunegemm.measure.policy import Job, Policy
+from tunegemm.tuning.progress import Progress, Source, TuneResult
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from tunegemm.store import Database
+
+
+class Measurer(Protocol):
+    """What times candidates: the GPU's worker or a recording."""
+
+    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy) -> Iterator[Outcome]:
+        """One outcome per job."""
+
+    def discover(self, problem: Problem) -> list[Candidate]:
+        """torch.mm and the algorithms that the vendor's library names."""
+
+    def recorded(self, problem: Problem) -> Collection[Candidate] | None:
+        """The candidates that have a time in a recording; None where every candidate can be measured."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measurement and how much it proves, as `tunegemm.measure.evidence` compares it."""
+
+    measurement: Measurement
+    evidence: Evidence
+    is_foreign: bool = False
+    is_outdated: bool = False
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.measurement.candidate
+
+    @cached_property
+    def ratio(self) -> float:
+        return self.measurement.ratio
+
+    @property
+    def is_torch(self) -> bool:
+        return is_torch(self.candidate)
+
+
+class Trials:
+    """The state of one tuning."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        pool: CompilePool,
+        measurer: Measurer | None,
+        *,
+        database: Database | None = None,
+        seed: int = 0,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        """measurer: None where nothing can be timed. database: where outcomes are published as they come;
+        None where nothing is stored. seed: of the operands and of the order of rounds.
+        """
+        self.problem, self.device, self.measurer, self.database = problem, device, measurer, database
+        self.stage = "library"
+        self.feasible = self.planned = 0
+        self.note = ""
+        self.outcomes: list[Outcome] = []
+        self.resources: dict[Candidate, Resources] = {}
+        self.results: list[Trial] = []
+        """Oldest first; what the database knew comes before."""
+        self.chosen: Measurement | None = None
+        """The winner of the final race."""
+        self._started = time.monotonic()
+        self._pool, self._seed, self._on_progress = pool, seed, on_progress
+        self._compiled_before = pool.compiled
+        self._ready: set[Candidate] = set()
+        self._waiting: list[Future[CompileResult]] = []
+        self._measured: set[Candidate] = set()
+
+    @property
+    def measured(self) -> int:
+        """Candidates that were measured by this tuning before its qualifying rounds."""
+        return len(self._measured)
+
+    @property
+    def screened(self) -> dict[Candidate, Measurement]:
+        """Per candidate its latest interleaved measurement, of this search and of those before."""
+        return self._of(Evidence.SCREEN)
+
+    @property
+    def qualified(self) -> dict[Candidate, Measurement]:
+        """Per candidate its latest qualifying round in steady-state timing, of this tuning."""
+        return self._of(Evidence.STEADY)
+
+    def _of(self, level: Evidence) -> dict[Candidate, Measurement]:
+        return {one.candidate: one.measurement for one in self.results if one.evidence is level}
+
+    @property
+    def is_throttled(self) -> bool:
+        """Whether the GPU lowered its clocks for this problem in any screen.
+
+        Not by the latest: the GPU cools while kernels compile, and a short screen is over before it is warm.
+        At 512x4096x14336 82 of 250 candidates saw no cap, the last ones among them (H200, 2026-11-22).
+        """
+        screens = (one.measurement for one in self.results if one.evidence is Evidence.SCREEN)
+        return self.device.is_real and any(one.evidence.get("throttle_reasons") for one in screens)
+
+    @property
+    def leader(self) -> Measurement | None:
+        """The winner, or the best so far by the rule that the record is chosen by."""
+        if self.chosen is None and (best := choose(self.results)) is not None:
+            return best.measurement
+        return self.chosen
+
+    def compile_ahead(self, candidates: Sequence[Candidate]) -> None:
+        """Keep every core compiling while the GPU measures: in the order in which they will be asked for."""
+        for candidate in candidates:
+            self._future(candidate)
+
+    def compile(self, batch: Sequence[Candidate]) -> Iterator[tuple[Candidate, Job | None]]:
+        """Compile a batch: each candidate with what it takes to measure it; None for one that failed."""
+        submitted = [(candidate, self._future(candidate)) for candidate in batch]
+        self._waiting = [future for _, future in submitted if future is not None]
+        self.report()
+        for candidate, future in submitted:
+            result = future.result() if future is not None else None
+            if result is None:
+                job: Job | None = Job(candidate)
+            elif result.artifact is None:
+                self._publish(Failure(candidate, "compile", result.failure), evidence.SCREEN)
+                job = None
+            else:
+                self._ready.add(candidate.kernel)
+                self.resources[candidate] = result.artifact.resources
+                job = Job(candidate, result.artifact.path)
+            self.report()
+            yield candidate, job
+
+    def evaluate(self, batch: Sequence[Candidate], policy: Policy, *, stage: str) -> Iterator[Outcome]:
+        """Compile a batch and measure it; every outcome is published before it is yielded."""
+        assert self.measurer is not None
+        self.stage = stage
+        published = len(self.outcomes)
+        jobs = [job for _, job in self.compile(batch) if job is not None]
+        yield from self.outcomes[published:]  # what did not compile
+        if jobs:
+            for outcome in self.measurer.measure(self.problem, jobs, replace(policy, seed=self._seed)):
+                self._publish(outcome, _word(outcome, stage))
+                self.report()
+                yield outcome
+
+    def is_compiled(self, kernel: Candidate) -> bool:
+        """Whether the object store holds a kernel."""
+        key = families.get(kernel.family).kernel_key(self.problem, kernel, self.device)
+        return self._pool.store.holds(key)
+
+    def report(self, stage: str | None = None) -> None:
+        """Say how far this is."""
+        self.stage = stage or self.stage
+        if self._on_progress is None:
+            return
+        best = self.leader
+        library = sum(candidate.family == TORCH_MM.family for candidate in self._measured)
+        self._on_progress(
+            Progress(
+                problem=self.problem,
+                stage=self.stage,
+                feasible=self.feasible,
+                compiled=len(self._ready),
+                to_compile=sum(not future.done() for future in self._waiting),
+                library=library,
+                measured=len(self._measured) - library,
+                planned=self.planned,
+                failures=Counter(o.stage for o in self.outcomes if isinstance(o, Failure)),
+                best_label=label(best.candidate) if best else "",
+                best_us=best.median_us if best else None,
+                best_ratio=best.ratio if best else None,
+                elapsed_s=time.monotonic() - self._started,
+            )
+        )
+
+    def result(
+        self,
+        best: Measurement | None,
+        *,
+        note: str = "",
+        interrupted: bool = False,
+        predictions: tuple[model.Prediction, ...] = (),
+    ) -> TuneResult:
+        """What this tuning found."""
+        source: Source = "modelled" if self.measurer is None else "replayed"
+        candidates = [o.candidate for o in self.outcomes] + [p.candidate for p in predictions]
+        return TuneResult(
+            problem=self.problem,
+            device=self.device,
+            source="measured" if self.device.is_real else source,
+            best=best,
+            outcomes=tuple(self.outcomes),
+            predictions=predictions,
+            labels={candidate.digest: label(candidate) for candidate in dict.fromkeys(candidates)},
+            seconds=time.monotonic() - self._started,
+            compiled=self._pool.compiled - self._compiled_before,
+            interrupted=interrupted,
+            note=note,
+        )
+
+    def interrupted(self) -> TuneResult:
+        """What a tuning that Ctrl-C cut short leaves behind: the record as it is now."""
+        if self.measurer is None:
+            return self.result(None, note="interrupted; nothing was timed", interrupted=True)
+        note = f"interrupted after {self.measured} measurements; run the same command again to go on"
+        return self.result(self._record(), note=note, interrupted=True)
+
+    def _record(self) -> Measurement | None:
+        """The measurement that dispatch goes by from now on. The database decides, where there is one."""
+        if self.database is None:
+            return self.leader
+        record = self.database.best(self.problem, self.device.fingerprint)
+        if record is None:
+            return None
+        stored = self.database.measurements(self.problem, self.device.fingerprint)
+        own = [m for m in stored if m.candidate == record.candidate and m.ratio == record.ratio]
+        return own[-1] if own else None
+
+    def _future(self, candidate: Candidate) -> Future[CompileResult] | None:
+        family = families.get(candidate.family)
+        if not family.compiled:
+            return None
+        return self._pool.submit(candidate.family, family.kernel_key(self.problem, candidate, self.device))
+
+    def _publish(self, outcome: Outcome, word: str) -> None:
+        self.outcomes.append(outcome)
+        if isinstance(outcome, Measurement) and speed(outcome) is not None:
+            self.results.append(Trial(outcome, evidence_of(word)))
+            if self.stage not in ("qualifying", "final"):
+                self._measured.add(outcome.candidate)
+        if self.database is not None:
+            self.database.publish(
+                self.problem,
+                self.device,
+                outcome,
+                resources=self.resources.get(outcome.candidate),
+                label=label(outcome.candidate),
+                policy=word,
+            )
+
+
+def label(candidate: Candidate) -> str:
+    """The family's short name for a candidate."""
+    return families.get(candidate.family).label(candidate)
+
+
+def speed(outcome: Outcome) -> float | None:
+    """What a search maximizes: speed relative to torch.mm in the same interleave. None of a failure, and of
+    samples that are not times.
+    """
+    if not isinstance(outcome, Measurement) or not len(outcome.samples_us) == len(outcome.baseline_us) > 0:
+        return None
+    if not all(0 < us < math.inf for us in outcome.samples_us + outcome.baseline_us):
+        return None
+    return ratio if 0 < (ratio := outcome.ratio) < math.inf else None
+
+
+def _word(outcome: Outcome, stage: str) -> str:
+    """The stored word for what an outcome of a stage proves.
+
+    A GPU that was at its power cap before may hold its clocks by now: then a qualifying round is interleaved.
+    """
+    is_steady = isinstance(outcome, Measurement) and outcome.alone
+    if stage == "final":
+        return evidence.STEADY_FINAL if is_steady else evidence.RACE
+    return evidence.QUALIFYING if is_steady else evidence.SCREEN
