@@ -235,12 +235,12 @@ def _roofline(figure: Figure, evidence: Evidence) -> None:
             _dots(axes, [(w.record.problem.arithmetic_intensity, w.tflops) for w in found], colour)
     else:
         for row, winner in enumerate(winners):
-            at = winner.record.problem.arithmetic_intensity
-            axes.plot(at, winner.baseline_tflops, "_", ms=9, color=_MUTED, gid=f"base-{row}")
+            x = winner.record.problem.arithmetic_intensity
+            axes.plot(x, winner.baseline_tflops, "_", ms=9, color=_MUTED, gid=f"base-{row}")
         for row, winner in enumerate(winners):
-            at, colour = winner.record.problem.arithmetic_intensity, _COLOURS[winner.verdict]
+            x, colour = winner.record.problem.arithmetic_intensity, _COLOURS[winner.verdict]
             axes.plot(
-                at, winner.tflops, _MARKERS[winner.verdict], ms=7, color=colour,
+                x, winner.tflops, _MARKERS[winner.verdict], ms=7, color=colour,
                 mfc=_GROUND if winner.verdict == "equal" else colour, mew=1.5, zorder=3, gid=f"mark-{row}",
             )  # fmt: skip
         _name_marks(figure, axes, winners[:_LABELLED], texts)
