@@ -17,7 +17,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.worker import MeasureWorker
 from tunegemm.store import Database
-from tunegemm.store.layers import user_location
+from tunegemm.store.locations import user_location
 from tunegemm.store.shipped import write_records
 from tunegemm.tuning.tuner import Tuner
 

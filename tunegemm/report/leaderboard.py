@@ -258,7 +258,7 @@ class Leaderboard:
         ]
         # Where nothing beat torch.mm, that is the best, and the vendor's best is at least that.
         lost = ~found["confirmed"] & (found["ratio"] < 1)
-        vendor_lost = ~(found["vendor_ratio"] >= 1)
+        vendor_lost = found["vendor_ratio"] < 1
         median_us = found["median_us"].where(~lost, found["baseline_median_us"])
         label = found["label"].where(found["label"] != "", found["family"] + " " + found["candidate"])
         table = found.assign(

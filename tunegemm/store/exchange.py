@@ -49,7 +49,7 @@ from tunegemm.store.rows import (
     where_problem,
 )
 from tunegemm.store.schema import FASTEST
-from tunegemm.untrusted import decoded, line, listed, members, moment, number, shown, tree, whole
+from tunegemm.untrusted import decoded, line, listed, members, moment, number, printable, shown, tree, whole
 
 Row = dict[str, Any]
 
@@ -521,8 +521,3 @@ def _name(row: Any) -> str:
         return ""
     extents = "x".join(shown(problem.get(name)) for name in ("m", "n", "k"))
     return f" ({shown(row.get('kind'))[1:-1]} of {extents})"
-
-
-def printable(text: str) -> str:
-    """Text of ours, such as what a compiler printed, as a line that `parse` takes."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)[:4096]
