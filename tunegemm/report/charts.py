@@ -225,10 +225,10 @@ def _roofline(figure: Figure, evidence: Evidence) -> None:
         )
         # Above the roof, where no mark can be: beside the slope if there is room.
         fits = math.log(0.85 * ridge / low) > 0.25 * math.log(high / low)
-        at, offset, align = (
+        place, offset, align = (
             ((0.85 * ridge, 0.85 * peak), (-8, 3), "right") if fits else ((low, peak), (4, 9), "left")
         )
-        texts.append(axes.annotate(f"{memory:g} TB/s, memory", at, offset, ha=align, **beside))
+        texts.append(axes.annotate(f"{memory:g} TB/s, memory", place, offset, ha=align, **beside))
     if len(winners) > NAMED_MARKS:
         for verdict, colour in _COLOURS.items():
             found = [w for w in winners if w.verdict == verdict]
