@@ -259,6 +259,49 @@ class TestDoctor:
         assert found.status == "note"
         assert "TUNEGEMM_MODE='nera' is not known" in found.detail and "'slowest'" in found.detail
 
+    def test_a_cache_that_others_may_write(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
+    ) -> None:
+        """As `find` would refuse its kernels."""
+        monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path))
+        (tmp_path / "objects" / "ab").mkdir(parents=True, mode=0o700)
+        (tmp_path / "objects").chmod(0o700)
+        assert check("kernel cache").status == "ok"
+        for folder in (tmp_path / "objects" / "ab", tmp_path / "objects"):
+            folder.chmod(0o777)
+            found = check("kernel cache")
+            assert found.status == "fail" and "writable by other users (mode 0777)" in found.detail
+            folder.chmod(0o700)
+
+    def test_every_setting_is_judged(
+        self, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
+    ) -> None:
+        monkeypatch.setenv("TUNEGEMM_ONLINE_BUDGET", "abc")
+        monkeypatch.setenv("TUNEGEMM_CACHEDIR", "/tmp")
+        monkeypatch.setenv("TUNEGEMM_RECORD", "/proc/none/shapes.json")
+        found = check("dispatch")
+        assert found.status == "note"
+        for said in ("TUNEGEMM_ONLINE_BUDGET='abc'", "did you mean TUNEGEMM_CACHE_DIR?", "TUNEGEMM_RECORD="):
+            assert said in found.detail
+
+    def test_damaged_rows_are_counted_and_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
+    ) -> None:
+        from tests.support.recorded import SHAPES, fill
+
+        path = fill(tmp_path / "t.sqlite", SHAPES[:1], each=4)
+        monkeypatch.setenv("TUNEGEMM_DB", str(path))
+        assert check("database").status == "ok"
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("PRAGMA ignore_check_constraints = ON")
+            connection.execute("UPDATE measurements SET samples_us = '[]' WHERE id = 2")
+            connection.execute("UPDATE measurements SET ratio = -1 WHERE id = 3")
+            connection.execute("UPDATE measurements SET evidence = '[1]' WHERE id = 4")
+        found = check("database")
+        assert found.status == "note" and "3 damaged row(s)" in found.detail
+        for said in ("measurements 2: samples_us", "measurements 3: ratio -1", "measurements 4: evidence"):
+            assert said in found.detail
+
     def test_text(self) -> None:
         run = tunegemm("doctor")
         assert re.search(r"^ok +tunegemm", run.stdout, re.MULTILINE)

@@ -177,6 +177,7 @@ def test_operands_that_tma_refuses_are_feasible(h200: Device, shape: str, layout
     assert FAMILY.check(Problem.parse(shape, layout=layout), candidate(), h200)
 
 
+@pytest.mark.slow
 def test_register_budgets_fit_the_launch_allocation(h200: Device) -> None:
     """setmaxnreg hands out no more than the block was launched with: a larger sum would deadlock."""
     space = families.load_space("cute_sm90")
@@ -189,6 +190,7 @@ def test_register_budgets_fit_the_launch_allocation(h200: Device) -> None:
             assert load + config.consumers * mma <= allocated
 
 
+@pytest.mark.slow
 def test_every_dtype_has_a_space_of_its_own(h200: Device) -> None:
     """The list of tile_k serves all: each dtype has its two, and 16-bit operands those they always had."""
     space = families.load_space("cute_sm90")

@@ -1,6 +1,6 @@
 """CuTe DSL kernels as objects: compiled in a worker process that sees no GPU, loaded where they run.
 
-The families' kernels share one signature (`cute_sm90.kernel.Gemm.__call__`) but for the number of their
+The families' kernels share one signature (`cute_sm90.kernel.gemm.Arguments`) but for the number of their
 launch parameters. All arguments are run-time integers, so that one object serves every problem of its dtypes
 and majors.
 

@@ -155,7 +155,7 @@ class Leaderboard:
                 chosen=candidate == best,
                 baseline_median_us=measurement.baseline_median_us,
                 baseline_spread=replace(measurement, samples_us=measurement.baseline_us).spread,
-                evidence=Evidence.STEADY if measurement.alone else Evidence.SCREEN,
+                evidence=Evidence.STEADY if measurement.is_steady else Evidence.SCREEN,
             )
             for candidate, measurement in latest.items()
         ]

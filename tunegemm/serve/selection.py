@@ -31,13 +31,13 @@ class Selection:
     """One clause: what speaks for the first option, or why there is none."""
     nears: tuple[Near, ...] = ()
     """Of a near hit, the same as `options`, with what is expected of them."""
-    witnesses: tuple[Record, ...] = ()
+    neighbours: tuple[Record, ...] = ()
     """Of a problem without a record, the records of its neighbourhood that were asked."""
 
     @property
     def advises_tuning(self) -> bool:
         """Whether torch is a stopgap. It is the answer where recorded neighbours speak for it."""
-        return self.outcome == "miss" and not self.witnesses
+        return self.outcome == "miss" and not self.neighbours
 
 
 def select(
@@ -68,9 +68,9 @@ def select(
 
     around = neighbourhood(snapshot, problem, device, policy.refusal)
     if not around.options:
-        return Selection("miss", (), f"{why}; {around.refusal}", witnesses=around.witnesses)
+        return Selection("miss", (), f"{why}; {around.refusal}", neighbours=around.neighbours)
     options = tuple(option.record for option in around.options)
-    return Selection("near", options, str(around.options[0]), around.options, around.witnesses)
+    return Selection("near", options, str(around.options[0]), around.options, around.neighbours)
 
 
 def _grade(record: Record, device: Device) -> str:

@@ -22,7 +22,7 @@ from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.files import read_bytes, replacing
 from tunegemm.store.exchange import Row
 from tunegemm.store.record import FORMER_CONFIRMED
-from tunegemm.untrusted import decoded, listed, members, shown
+from tunegemm.untrusted import decoded, listed, members, printable, shown
 
 FORMAT = "tunegemm-database/1"
 
@@ -210,7 +210,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0], 200)
 
 
 def _text(content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Where the layers that are databases are: the project's and the user's."""
+"""Where the layers that are databases are."""
 
 from __future__ import annotations
 

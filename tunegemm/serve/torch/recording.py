@@ -175,7 +175,7 @@ def record_process(folder: str) -> None:
 
 
 class _Writer:
-    """Writes a recording again and again: whoever ends the process with a signal loses seconds, not all."""
+    """Writes a recording again and again: a process that is killed loses seconds, not everything."""
 
     def __init__(self, recording: Recording, folder: Path) -> None:
         self._recording = recording
