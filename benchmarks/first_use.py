@@ -89,8 +89,8 @@ def run(device: Device, options: argparse.Namespace) -> None:
             name, served = "listed" if listed else "unseen", sum(row["served"] for row in rows)
             below = sum(ratio < 0.99 for ratio in ratios)
             print(
-                f"{name}: {len(rows)} products, {served} served, geometric mean {geometric_mean(ratios):.4f} of "
-                f"torch.mm, worst {min(ratios):.4f}, {below} under 0.99",
+                f"{name}: {len(rows)} products, {served} served, geometric mean {geometric_mean(ratios):.4f} "
+                f"of torch.mm, worst {min(ratios):.4f}, {below} under 0.99",
                 flush=True,
             )
     print(f"written: {results.path}")

@@ -252,6 +252,7 @@ class TestDoctor:
     def test_settings_of_dispatch_that_are_not_known(
         self, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
     ) -> None:
+        monkeypatch.delenv("TUNEGEMM_CI", raising=False)
         assert check("dispatch").detail == "mode near, policy fastest"
         monkeypatch.setenv("TUNEGEMM_MODE", "nera")
         monkeypatch.setenv("TUNEGEMM_POLICY", "slowest")

@@ -44,7 +44,7 @@ def database(tmp_path: Path) -> Path:
     ("arguments", "named"),
     [
         (("--shape", "1x1x1"), "nothing of that kind to export"),
-        (("--fingerprint", "0000"), "nothing of that kind to export"),
+        (("--fingerprint", "0000"), "--fingerprint '0000' is not the start of"),
         (("--layout", "zz"), "layout 'zz' is not known; use one of tn"),
         (("--dtype", "int4"), "dtype 'int4' is not known; use one of bf16"),
         (("--records", "."), "export needs --out FILE, or --records FOLDER"),

@@ -107,7 +107,7 @@ class TestConstruction:
         ("change", "named"),
         [
             ({"m": -5}, "m=-5"),
-            ({"m": "a"}, "m='a' in ax8x8: every extent"),
+            ({"m": "a"}, "m='a' in 'a'x8x8: every extent"),
             ({"k": 1.5}, "k=1.5 in"),
             ({"n": None}, "n=None in"),
             ({"out_dtype": "int32"}, "output dtype 'int32' for bf16 inputs; use one of bf16, fp16, fp32"),
@@ -282,10 +282,10 @@ class TestAlignment:
     @pytest.mark.parametrize(
         ("shape", "alignment", "named"),
         [
-            ("64x64x64", 32, "alignment 32 of bf16 operands; use one of 2, 4, 8, 16 bytes"),
-            ("64x64x64", 3, "alignment 3 of bf16 operands; use one of 2, 4, 8, 16 bytes"),
+            ("64x64x64", 32, "alignment 32 of 64x64x64: use one of 2, 4, 8, 16 bytes"),
+            ("64x64x64", 3, "alignment 3 of 64x64x64: use one of 2, 4, 8, 16 bytes"),
             ("64x64x64", 1, "alignment 1 of"),
-            ("64x64x64", 0, "alignment 0: use one of 2, 4, 8, 16 bytes"),
+            ("64x64x64", 0, "alignment 0 of 64x64x64: use one of 2, 4, 8, 16 bytes"),
         ],
     )
     def test_refusals(self, shape: str, alignment: int, named: str) -> None:

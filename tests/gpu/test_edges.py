@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gpu.test_cute_sm90 import candidate
+from tests.gpu.test_cute_sm90 import NAMES
 from tests.support.kernels import Kernels
 from tests.support.numerics import TOLERANCE, difference, poisoned, untouched
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_sm90 import FAMILY
 from tunegemm.generate.families import Launcher
 
@@ -36,6 +37,15 @@ SHAPES = [
 ]
 LAYOUTS = ["tn", "tt", "nn", "nt"]
 EPILOGUES = ["residual", "beta_c", "bias_n+relu+amax", "bias_m+gelu_tanh", "swiglu"]
+
+
+def candidate(
+    kernel: tuple[str | int, ...], launch: tuple[str | int, ...] = ("along_m", 1, "all", 1, "none")
+) -> Candidate:
+    names = ("raster_order", "swizzle_size", "ctas", "split_k", "l2_hint")
+    return Candidate.make(
+        "cute_sm90", dict(zip(NAMES, kernel, strict=True)), dict(zip(names, launch, strict=True))
+    )
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, TunegemmWarning
 from tunegemm.generate import families
+from tunegemm.generate.compile import CompilePool
 from tunegemm.measure.outcome import Measurement
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
@@ -333,7 +334,7 @@ def test_a_kernel_that_is_not_in_the_object_store_is_never_compiled(monkeypatch,
     space = families.load_space("cute_sm90")
     kernel = next(k for k in space.kernels() if family.check(problem, k, device))
     candidate = next(space.launches(kernel))
-    monkeypatch.setattr(type(family), "compile", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(CompilePool, "submit", lambda *_: pytest.fail("compiled"))
     rows = [Row(problem, device.fingerprint, candidate)]
     dispatcher = Dispatcher(Planner(device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device))
     a, b = operands(256, 256, 256)

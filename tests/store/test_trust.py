@@ -18,6 +18,7 @@ from tests.support.processes import environment
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
 from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.ptxas import Resources
 from tunegemm.serve.launchers import prepare
 from tunegemm.store import Database
@@ -178,7 +179,7 @@ class TestImports:
             assert load(ours, rows, origin="stranger").added == 1
             (record,) = ours.records()
         assert not cache.exists()
-        monkeypatch.setattr(type(family), "compile", lambda *_: pytest.fail("compiled"))
+        monkeypatch.setattr(CompilePool, "submit", lambda *_: pytest.fail("compiled"))
         monkeypatch.setattr(type(family), "load", lambda *_: pytest.fail("loaded"))
         with pytest.raises(ArtifactError, match="not in the object store"):
             prepare(record, DEVICE)
