@@ -29,7 +29,7 @@ def render(draw: Callable[[Rows], Figure], rows: Rows, kind: str) -> bytes:
         import matplotlib
     except ImportError:
         raise TunegemmError(
-            "figures need matplotlib, which is not installed; pip install 'tunegemm[plots]'"
+            "figures need matplotlib, which is not installed; pip install matplotlib"
         ) from None
     out = io.BytesIO()
     with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]

@@ -137,7 +137,7 @@ def fresh_processes(problem: Problem, device: Device, records: int = RECORDS) ->
 def add_records(count: int) -> None:
     """Synthetic records of two GPUs and two toolchains, in the user's layer of this process's folder."""
     from benchmarks import database
-    from tunegemm.store.layers import user_location
+    from tunegemm.store.locations import user_location
 
     location = user_location()
     location.parent.mkdir(parents=True, exist_ok=True)

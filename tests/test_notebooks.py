@@ -12,7 +12,6 @@ import pytest
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat: pip install -e '.[notebooks]'")
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient: pip install -e '.[notebooks]'")
 pytest.importorskip("ipykernel", reason="needs ipykernel: pip install -e '.[notebooks]'")
-pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[notebooks]'")
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -42,6 +41,7 @@ def test_it_is_committed_without_outputs(path: Path) -> None:
     assert notebook.cells[0].source.startswith("# ")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@
     └── DatabaseError     a database that cannot be opened, read or written
 
 What goes wrong with *one candidate* is no exception but data: see `tunegemm.measure.outcome.Failure`.
-What makes dispatch leave a product to torch is a `TunegemmWarning`, given once.
+What makes dispatch fall back to torch is a `TunegemmWarning`, given once.
 """
 
 
@@ -84,4 +84,4 @@ class DatabaseError(TunegemmError):
 
 
 class TunegemmWarning(UserWarning):
-    """Dispatch leaves a product to torch, and why. Given once per problem."""
+    """Dispatch falls back to torch for a product, and why. Given once per problem."""

@@ -58,7 +58,7 @@ def read_bytes(path: Path, error: type[TunegemmError] = FileError) -> bytes:
     Devices and named pipes, which may never end, are refused. Raises `error`.
     """
     with _explained(path, error, "give a file that can be read"):
-        number = _descriptor(path)
+        number = descriptor(path)
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if number is None else os.dup(number)
         with os.fdopen(opened, "rb") as stream:
             found = kind(os.fstat(opened).st_mode)
@@ -100,7 +100,7 @@ def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Pa
     Raises `error`.
     """
     with _explained(path, error, "choose another --out"):
-        number, old = _descriptor(path), _status(path)
+        number, old = descriptor(path), _status(path)
         target = path if number is not None or (old and kind(old.st_mode)) else path.resolve()
         if target is path and not path.is_absolute():
             target = Path.cwd() / path  # the working directory may change meanwhile
@@ -160,8 +160,10 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
-def _descriptor(path: Path) -> int | None:
+def descriptor(path: Path) -> int | None:
     """The number of this process's open descriptor that ``/dev/stdout``, ``/dev/fd/N`` or a link names.
+
+    None for every other path.
 
     Opening such a path anew would write over the beginning of a file that a shell appends to.
     """

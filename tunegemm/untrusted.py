@@ -29,7 +29,7 @@ def decoded(text: str | bytes) -> Any:
     except RecursionError:
         raise BadValueError("nested too deep") from None
     except ValueError as error:  # of the syntax, of bytes that are not UTF-8, of a number of 5,000 digits
-        raise BadValueError(" ".join(str(error).split("; use")[0].split())[:200]) from None
+        raise BadValueError(printable(str(error).split("; use")[0], 200)) from None
 
 
 def shown(value: Any) -> str:
@@ -41,6 +41,11 @@ def shown(value: Any) -> str:
     if value is None:
         return "null"
     return ascii(value[:60] + "..." if isinstance(value, str) and len(value) > 60 else value)[:200]
+
+
+def printable(text: str, longest: int = _LONGEST_LINE) -> str:
+    """A line of what others wrote, such as a compiler or a library's error, that `line` takes."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)[:longest]
 
 
 def members(

@@ -259,6 +259,49 @@ class TestDoctor:
         assert found.status == "note"
         assert "TUNEGEMM_MODE='nera' is not known" in found.detail and "'slowest'" in found.detail
 
+    def test_a_cache_that_others_may_write(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
+    ) -> None:
+        """As `find` would refuse its kernels."""
+        monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path))
+        (tmp_path / "objects" / "ab").mkdir(parents=True, mode=0o700)
+        (tmp_path / "objects").chmod(0o700)
+        assert check("kernel cache").status == "ok"
+        for folder in (tmp_path / "objects" / "ab", tmp_path / "objects"):
+            folder.chmod(0o777)
+            found = check("kernel cache")
+            assert found.status == "fail" and "writable by other users (mode 0777)" in found.detail
+            folder.chmod(0o700)
+
+    def test_every_setting_is_judged(
+        self, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
+    ) -> None:
+        monkeypatch.setenv("TUNEGEMM_ONLINE_BUDGET", "abc")
+        monkeypatch.setenv("TUNEGEMM_CACHEDIR", "/tmp")
+        monkeypatch.setenv("TUNEGEMM_RECORD", "/proc/none/shapes.json")
+        found = check("dispatch")
+        assert found.status == "note"
+        for said in ("TUNEGEMM_ONLINE_BUDGET='abc'", "did you mean TUNEGEMM_CACHE_DIR?", "TUNEGEMM_RECORD="):
+            assert said in found.detail
+
+    def test_damaged_rows_are_counted_and_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
+    ) -> None:
+        from tests.support.recorded import SHAPES, fill
+
+        path = fill(tmp_path / "t.sqlite", SHAPES[:1], each=4)
+        monkeypatch.setenv("TUNEGEMM_DB", str(path))
+        assert check("database").status == "ok"
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("PRAGMA ignore_check_constraints = ON")
+            connection.execute("UPDATE measurements SET samples_us = '[]' WHERE id = 2")
+            connection.execute("UPDATE measurements SET ratio = -1 WHERE id = 3")
+            connection.execute("UPDATE measurements SET evidence = '[1]' WHERE id = 4")
+        found = check("database")
+        assert found.status == "note" and "3 damaged row(s)" in found.detail
+        for said in ("measurements 2: samples_us", "measurements 3: ratio -1", "measurements 4: evidence"):
+            assert said in found.detail
+
     def test_text(self) -> None:
         run = tunegemm("doctor")
         assert re.search(r"^ok +tunegemm", run.stdout, re.MULTILINE)
@@ -323,8 +366,14 @@ class TestProgress:
 class TestExplain:
     CANDIDATE = "cute_sm80,tile_m=128,tile_n=128,tile_k=32,stages=3,warps_m=2,warps_n=2,smem_swizzle=2"
 
+    def empty(self, tmp_path: Path) -> str:
+        from tunegemm.store import Database
+
+        with Database.open(tmp_path / "empty.sqlite") as database:
+            return database.name
+
     def explain(self, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
-        where = ("--device", "model:h200", "--db", str(tmp_path / "none.db"), "--json")
+        where = ("--device", "model:h200", "--db", self.empty(tmp_path), "--json")
         return json.loads(tunegemm("explain", *arguments, *where).stdout)
 
     def test_the_seeds_figures(self, tmp_path: Path) -> None:
@@ -336,7 +385,7 @@ class TestExplain:
         assert found["tile"]["verdict"] == "feasible" and found["tile"]["waves"] == 8
         assert found["ridge_flops_per_byte"] == pytest.approx(206.125)
         assert found["bound"] == "compute" and found["roofline_tflops"] == pytest.approx(989.4)
-        assert found["record"] is None and "no such database" in found["why_not"]
+        assert found["record"] is None and found["why_not"]
 
     def test_a_memory_bound_shape_and_no_tile(self, tmp_path: Path) -> None:
         first, second = self.explain(tmp_path, "--shape", "16x4096x4096", "--shape", "64x64x64x2")
@@ -345,10 +394,15 @@ class TestExplain:
 
     def test_text(self, tmp_path: Path) -> None:
         run = tunegemm(
-            "explain", "--shape", "4096x4096x1001", "--device", "model:h200", "--db", str(tmp_path / "x")
+            "explain", "--shape", "4096x4096x1001", "--device", "model:h200", "--db", self.empty(tmp_path)
         )
         assert "4096x4096x1001 bf16 tn align2 on NVIDIA H200" in run.stdout
         assert "compute-bound" in run.stdout and "dispatch  torch:" in run.stdout
+
+    @pytest.mark.parametrize("place", ["/etc/passwd", "/nowhere.sqlite"])
+    def test_a_database_that_cannot_be_read_ends_it(self, place: str) -> None:
+        run = tunegemm("explain", "--shape", SHAPE, "--device", "model:h200", "--db", place, code=2)
+        assert run.stdout == "" and place in run.stderr and run.stderr.count("\n") == 1
 
     @pytest.mark.parametrize(
         ("candidate", "named"),

@@ -17,7 +17,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.worker import MeasureWorker
 from tunegemm.store import Database
-from tunegemm.store.layers import user_location
+from tunegemm.store.locations import user_location
 from tunegemm.store.shipped import write_records
 from tunegemm.tuning.tuner import Tuner
 
@@ -122,14 +122,14 @@ class TestRerace:
         monkeypatch.setattr("tunegemm.tuning.tuner.open_gpu", lambda spec: device)
         with MeasureWorker(device, backend="tests.support.planted.cpu_backend:CpuBackend") as worker:
             monkeypatch.setattr(Tuner, "measurer_for", lambda *_: worker)
-            # A race beside other work settles nothing and asks to be run again: these times are a CPU's.
+            # A race beside other work confirms nothing and asks to be run again: these times are a CPU's.
             for _ in range(6):
                 into.unlink(missing_ok=True)
                 stdout, _ = run("db", "merge", *sources, "--into", into, "--rerace")
                 with Database.open(into, read_only=True) as database:
                     record = database.best(SMALL, device.fingerprint)
                     raced = {entry.measured_at for entry in database.entries(SMALL) if entry.origin == ""}
-                if record is not None and record.measured_at in raced:
+                if record is not None and record.confirmed and record.measured_at in raced:
                     break
         assert f"conflict {SMALL} on NVIDIA H200: many over few, as good, and the record before" in stdout
         assert f"{SMALL}: raced, the record is" in stdout

@@ -172,3 +172,89 @@ def test_what_is_no_list_of_shapes(tmp_path: Path, text: str, named: str) -> Non
         read(path)
     with pytest.raises(WorkloadError, match="No such file"):
         read(tmp_path / "other")
+
+
+LONG = "7" * 5000
+CUTLASS = {
+    "m": 64, "n": 64, "k": 64, "layout": "tnt", "dtype_a": "bf16", "dtype_b": "bf16", "dtype_d": "bf16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"program": 5}, "program: 5 is not a list"),
+        ({"program": [5]}, "a word of program 5 is not a line"),
+        ({"torch": "\x1b[31m"}, r"torch '\\x1b\[31m' is not a line"),
+        ({"processes": 10**400}, "processes a number of over 19 digits is not a whole number"),
+        ({"version": [1]}, "version a list of the format"),
+        ({"products": [7]}, "product 1: it 7 is not an object"),
+    ],
+)
+def test_a_bad_value_of_our_own_format(tmp_path: Path, change: dict[str, object], named: str) -> None:
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps(json.loads(TestOwnFormat.WORKLOAD.to_json()) | change))
+    with pytest.raises(WorkloadError, match=f"{path}.*{named}.*; record"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"calls": 10**400}, "calls a number of over 19 digits is not a whole number"),
+        ({"in_dtype": ["bf16"]}, "in_dtype a list is not a line"),
+        ({"median_us": [1]}, "median_us a list is not a number"),
+        ({"alignment": "16"}, "alignment '16' is not a whole number"),
+    ],
+)
+def test_a_bad_value_of_a_product(tmp_path: Path, change: dict[str, object], named: str) -> None:
+    document = json.loads(TestOwnFormat.WORKLOAD.to_json())
+    document["products"][1] |= change
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(WorkloadError, match=f"{path}, product 2: {named}.*; record it again"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"beta": [1]}, "beta a list is not a number"),
+        ({"beta": 10**400}, "beta a number of over 19 digits is not a number"),
+        ({"dtype_a": ["bf16"]}, "dtype_a a list is not a line"),
+        ({"m": 10**400}, "m a number of over 19 digits is not a whole number"),
+        ({"layout": 5}, "layout 5 is not a line"),
+        ({"operation": ["gemm"]}, "operation a list has no kernels"),
+    ],
+)
+def test_a_bad_entry_of_cutlass_is_named_and_the_others_are_read(
+    tmp_path: Path, change: dict[str, object], named: str
+) -> None:
+    path = tmp_path / "problems.json"
+    path.write_text(json.dumps([CUTLASS | change, CUTLASS]))
+    found, refused = read(path)
+    assert found == [Demand(Problem.parse("64x64x64"), 1)]
+    assert refused[0].startswith(f"entry 1: {named}")
+
+
+def test_numbers_of_5000_digits(tmp_path: Path) -> None:
+    path = tmp_path / "shapes"
+    path.write_text(json.dumps([CUTLASS]).replace("64", LONG, 1))
+    with pytest.raises(WorkloadError, match=f"{path}: not JSON .*4300.*write the file anew"):
+        read(path)
+    path.write_text(
+        f"GemmTunableOp_BFloat16_TN,tn_{LONG}_16_64_ld_64_64_128\n"
+        "GemmTunableOp_BFloat16_TN,tn_128_16_64_ld_64_64_128\n"
+    )
+    found, refused = read(path)
+    assert [demand.problem for demand in found] == [Problem.parse("16x128x64")]
+    assert refused[0].startswith("line 1: extents 'tn_777") and len(refused[0]) < 200
+
+
+def test_a_byte_order_mark_and_other_encodings(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.json"
+    path.write_bytes("\ufeff".encode() + json.dumps([CUTLASS]).encode())
+    assert len(read(path)[0]) == 1
+    path.write_bytes(json.dumps([CUTLASS]).encode("utf-16"))
+    with pytest.raises(WorkloadError, match=f"{path}: not UTF-8 text"):
+        read(path)

@@ -141,7 +141,7 @@ EXAMPLES = Examples(
         ("in_flight", PROBLEMS[0], {"wgmma_in_flight": 2}),
         ("in_flight", TWO_LEVEL, {"tile_k": 128, "wgmma_in_flight": 0}),
         ("two_ctas", PROBLEMS[0], {"occupancy": 3}),
-        ("gathered_alone", PROBLEMS[0], {"occupancy": 2, "tile_n": 64, "stages": 3, "cluster_order": "gpc"}),
+        ("gpc_aware_alone", PROBLEMS[0], {"occupancy": 2, "tile_n": 64, "stages": 3, "cluster_order": "gpc"}),
         ("ring_rows", PROBLEMS[0], {"tile_k": 32}),
         ("ring_rows", FP8, {"tile_k": 64}),
         ("promotion", TWO_LEVEL, {"tile_k": 256, "stages": 2}),
@@ -177,6 +177,7 @@ def test_operands_that_tma_refuses_are_feasible(h200: Device, shape: str, layout
     assert FAMILY.check(Problem.parse(shape, layout=layout), candidate(), h200)
 
 
+@pytest.mark.slow
 def test_register_budgets_fit_the_launch_allocation(h200: Device) -> None:
     """setmaxnreg hands out no more than the block was launched with: a larger sum would deadlock."""
     space = families.load_space("cute_sm90")
@@ -189,6 +190,7 @@ def test_register_budgets_fit_the_launch_allocation(h200: Device) -> None:
             assert load + config.consumers * mma <= allocated
 
 
+@pytest.mark.slow
 def test_every_dtype_has_a_space_of_its_own(h200: Device) -> None:
     """The list of tile_k serves all: each dtype has its two, and 16-bit operands those they always had."""
     space = families.load_space("cute_sm90")
@@ -234,7 +236,7 @@ def test_stream_k_gives_every_cluster_as_many_k_tiles(h200: Device) -> None:
         problem = Problem.parse(shape)
         chosen = candidate(tile_scheduler="stream_k").with_launch(**LAUNCH)
         division = Division.of(problem, chosen, h200)
-        assert (division.clusters, division.split, division.pieces) == (clusters, cut, cut + clusters), shape
+        assert (division.clusters, division.split, division.units) == (clusters, cut, cut + clusters), shape
         pairs, second = (
             FAMILY.workspace(problem, chosen.with_launch(reduction=reduction), h200, None)
             for reduction in ("pairs", "second_kernel")

@@ -56,6 +56,7 @@ def test_objects_of_the_other_build_are_missing(host: Callable[[str | None], Non
     assert find_object(RECORDS[0], DEVICE) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed_by", ["here", None])
 def test_a_packs_objects_serve_hosts_of_either_build(
     host: Callable[[str | None], None], tmp_path: Path, packed_by: str | None

@@ -36,9 +36,14 @@ EXAMPLES = Examples(
     "plain_triton",
     {"tile_m": 64, "tile_n": 64, "tile_k": 32, "stages": 2, "warps": 4},
     {"swizzle_size": 1},
-    [Problem.parse("4096x4096x4096"), Problem.parse("4096x4096x4096", dtype="fp16", out_dtype="fp32")],
-    corners=[(Problem.parse("4096x4096x4096"), {"tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4})],
-    rejected=[Rejection("registers", {"tile_m": 128, "tile_n": 512}, "spills")],
+    [Problem.parse("4096x4096x4096"), Problem.parse("4096x4096x4096", dtype="fp16")],
+    corners=[
+        (
+            Problem.parse("4096x4096x4096"),
+            {"tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4, "warps": 8},
+        )
+    ],
+    rejected=[Rejection("registers", {"tile_m": 128, "tile_n": 256}, "spills")],
     objections=[
         ("half_operands", Problem.parse("64x64x64", dtype="int8"), {}),
         ("operands", Problem.parse("64x64x63"), {}),

@@ -12,7 +12,7 @@ import torch
 from tests.generate import test_cute_sm80, test_gluon_wgmma, test_triton_tma
 from tests.support.kernels import Kernels
 from tests.support.numerics import TOLERANCE, difference, poisoned, relative_error, untouched
-from tests.support.serving import Row
+from tests.support.serving import Row, forbid_torch
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import LAYOUTS, Problem
 from tunegemm.describe.space import Candidate
@@ -21,7 +21,6 @@ from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.cublaslt import FAMILY as CUBLASLT
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure import operands as data
-from tunegemm.serve import dispatcher as dispatcher_module
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.operation import Operation
@@ -170,7 +169,7 @@ def test_dispatch_serves_one_matrix_for_a_batch(
     device: Device, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a record of our own kernel, on the first call and when the product is known."""
-    monkeypatch.setattr(dispatcher_module, "_torch_matmul", lambda *_: pytest.fail("left to torch"))
+    forbid_torch(monkeypatch)
     for layout, candidate in itertools.product(LAYOUTS, (HOPPER, PINGPONG, SWAPPED)):
         operation = Operation(problem(layout, BATCH), candidate, device, store=store)
         operation.initialize()
@@ -299,14 +298,14 @@ class TestCallersWorkspace:
         room = torch.empty(2 * need, dtype=torch.uint8, device="cuda")
         for workspace, reason in (
             (room[: need - 1], f"workspace of {need - 1} B; .* needs {need} B"),
-            (room[8 : need + 8], "no multiple of 256 B"),
+            (room[8 : need + 8], "not a multiple of 256 B"),
             (room[::2], "contiguous"),
             (room.cpu(), "workspace on cpu"),
         ):
             with pytest.raises(OperationError, match=reason):
                 operation.initialize(workspace)
         host = (ctypes.c_uint8 * (need + 256))()
-        with pytest.raises(OperationError, match="no memory of cuda:0"):
+        with pytest.raises(OperationError, match="not memory of cuda:0"):
             operation.initialize(-(-ctypes.addressof(host) // 256) * 256)
         with pytest.raises(OperationError, match="not initialized"):
             operation.run(room, room, room)

@@ -16,6 +16,7 @@ import torch
 
 from tests.support.kernels import tune_ours
 from tests.support.numerics import difference
+from tests.support.serving import forbid_torch
 from tunegemm.describe.problem import LAYOUTS, Problem
 from tunegemm.errors import TunegemmWarning
 from tunegemm.measure.operands import make_operands, reference, tolerance
@@ -52,8 +53,8 @@ def tuned() -> frozenset[Problem]:
 
 @pytest.fixture
 def only_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails a test that leaves a product to torch, or warns."""
-    monkeypatch.setattr(torch, "matmul", lambda *_, **__: pytest.fail("fell back to torch"))
+    """Fails a test in which a product falls back to torch, or warns."""
+    forbid_torch(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", TunegemmWarning)
         yield
@@ -136,7 +137,7 @@ def test_linear_folds_leading_dimensions(tuned, monkeypatch, lead):
     x = a.view(*lead, 1024)
     with torch.no_grad():
         expected = torch.nn.functional.linear(x, weight)
-        monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: pytest.fail("left to torch"))
+        monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: pytest.fail("fell back to torch"))
         result = linear(x, weight)
     assert result.shape == expected.shape
     close(result.view(512, 768), a, b)
@@ -285,7 +286,7 @@ def test_autocast_uses_its_cache_of_weights(tuned, only_ours, monkeypatch):
     x = a.float()
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
         expected = torch.nn.functional.linear(x, layer.weight)
-        monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: pytest.fail("left to torch"))
+        monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: pytest.fail("fell back to torch"))
         addresses = {autocast(layer.weight, torch.bfloat16).data_ptr() for _ in range(3)}
         results = [linear(x, layer.weight) for _ in range(3)]
     assert len(addresses) == 1, "the weight is cast once"
@@ -355,7 +356,7 @@ def test_a_fresh_process_launches_without_the_compiler_and_ends_quietly(tuned):
 
 
 def test_a_foreign_process_publishes(tuned, monkeypatch):
-    """A product left to torch is served, without `refresh`, once another process has tuned it."""
+    """A product that fell back to torch is served, without `refresh`, once another process has tuned it."""
     problem = Problem(96, 80, 64)
     a, b = operands(problem)
     monkeypatch.setattr("tunegemm.serve.planning.LOOK_SECONDS", 0.0)

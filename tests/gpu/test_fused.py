@@ -12,12 +12,12 @@ from torch.nn import functional
 import tunegemm
 from tests.support.kernels import tune_ours, watch_launches
 from tests.support.numerics import difference
+from tests.support.serving import forbid_torch
 from tunegemm.describe.device import find_device
 from tunegemm.describe.epilogue import Epilogue, Number, PerColumn, tanh
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 from tunegemm.report.explain import explain_problem
-from tunegemm.serve import dispatcher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("all_tuned")]
 
@@ -56,7 +56,7 @@ def tuned() -> None:
 @pytest.fixture
 def only_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails a test in which torch's operations compute what a kernel is recorded for."""
-    monkeypatch.setattr(dispatcher, "unfused", lambda *_, **__: pytest.fail("left to torch"))
+    forbid_torch(monkeypatch)
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_output_dtypes_int8_and_tf32(only_ours, monkeypatch):
     assert torch.equal(tunegemm.matmul(a, b, out_dtype=torch.int32), exact)
     x, w = x.float(), w.float()
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    monkeypatch.setattr(dispatcher, "_torch_matmul", lambda *_: pytest.fail("left to torch"))
+    forbid_torch(monkeypatch)
     close(tunegemm.matmul(x, w.t()), x.double() @ w.double().t(), 2e-3)
 
 

@@ -17,7 +17,7 @@ from tunegemm.describe.problem import LAYOUTS, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import FAMILY, TORCH_MM
 from tunegemm.measure.operands import check, make_operands, reference, tolerance
-from tunegemm.measure.outcome import Failure, Measurement
+from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement
 from tunegemm.measure.policy import FINAL, SCREEN, Job, Policy
 from tunegemm.measure.statistics import ratio_interval, tie, winner
 from tunegemm.measure.worker import MeasureWorker
@@ -25,7 +25,7 @@ from tunegemm.measure.worker import MeasureWorker
 pytestmark = pytest.mark.gpu
 
 QUICK = Policy(rounds=3, min_replay_ms=0.2, race_after=3, race_margin=1.0)
-#: The final race as it is where the chip holds its clocks.
+#: The final race as it is where the GPU holds its clocks.
 INTERLEAVED = replace(FINAL, steady_ms=0)
 
 
@@ -89,13 +89,13 @@ def test_clocks_have_settled_when_a_race_begins(worker: MeasureWorker) -> None:
 def test_timing_is_steady_state_where_the_gpu_lowers_its_clocks(worker: MeasureWorker) -> None:
     """Without the longer settling first rounds had ratios of 1.07 to 1.12 in nine of 23 races."""
     for own in measured(worker, Problem(4096, 4096, 4096), [Job(TORCH_MM), planted("good")], FINAL):
-        assert own.evidence["turn_ms"] == FINAL.steady_ms
+        assert own.evidence[STEADY_MS] == FINAL.steady_ms
         assert own.evidence["rounds"] == len(own.samples_us) == FINAL.steady_rounds
         assert own.ratio == pytest.approx(1, abs=0.04)
         first, *others = own.baseline_us
         assert first / statistics.median(others) == pytest.approx(1, abs=0.06), own.baseline_us
     (small,) = measured(worker, Problem(16, 4096, 4096), [Job(TORCH_MM)], FINAL)
-    assert small.evidence["turn_ms"] == 0 and small.evidence["rounds"] == FINAL.rounds
+    assert small.evidence[STEADY_MS] == 0 and small.evidence["rounds"] == FINAL.rounds
 
 
 def test_planted_failures_are_four_rows_and_the_rest_is_measured(worker: MeasureWorker) -> None:

@@ -332,15 +332,9 @@ def test_enable_after_import_in_a_forked_child():
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_host_time_under_enable(capsys):
-    """Printed for the record: what a served product, and one that is torch's after all, cost the host."""
-    a = torch.randn(128, 64, device="cuda").bfloat16()
-    b = torch.randn(64, 128, device="cuda").bfloat16()
-    served, served_weight = operands(FORWARD[0])
-    calls = {
-        "torch.mm of a shape without a record": lambda: torch.mm(a, b),
-        "torch.mm of a tuned shape": lambda: torch.mm(served, served_weight.t()),
-    }
+def test_a_served_product_costs_the_host_no_more_under_enable_than_torchs():
+    """Half again as much is allowed, for a host that does other things; `benchmarks.dispatch` measures."""
+    x, weight = operands(FORWARD[0])
 
     def host_us(call):
         best = float("inf")
@@ -353,17 +347,8 @@ def test_host_time_under_enable(capsys):
         torch.cuda.synchronize()
         return best
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TunegemmWarning)
-        plain = {name: host_us(call) for name, call in calls.items()}
-        with tunegemm.enable():
-            enabled = {name: host_us(call) for name, call in calls.items()}
-        grad = served.detach().clone().requires_grad_()
-        plain["with grad"] = host_us(lambda: torch_linear(grad, served_weight))
-        enabled["with grad"] = host_us(lambda: tunegemm.linear(grad, served_weight))
-        plain["operator"] = host_us(lambda: torch.mm(served, served_weight.t()))
-        enabled["operator"] = host_us(lambda: torch.ops.tunegemm.mm.default(served, served_weight.t()))
-    with capsys.disabled():
-        print("\nhost us per call, torch -> ours: ")
-        for name, us in plain.items():
-            print(f"  {name}: {us:.1f} -> {enabled[name]:.1f}")
+    plain = host_us(lambda: torch.mm(x, weight.t()))
+    with tunegemm.enable():
+        torch.mm(x, weight.t())
+        enabled = host_us(lambda: torch.mm(x, weight.t()))
+    assert enabled < 1.5 * plain + 5

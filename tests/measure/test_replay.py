@@ -126,13 +126,15 @@ def test_problems_come_from_file_names(tmp_path: Path) -> None:
 
 
 def test_measures_like_the_worker(replay: ReplayDevice) -> None:
-    with ReplayMeasurer(replay) as measurer:
-        jobs = [Job(tile(256)), Job(tile(128, swizzle=8)), Job(tile(128))]
-        results = list(measurer.measure(PROBLEM, jobs, policy=None))
-        assert [result.candidate for result in results] == [job.candidate for job in jobs]
-        assert isinstance(results[0], Failure)
-        assert [result.evidence["source"] for result in results[1:]] == ["replayed", "replayed"]
-        assert set(measurer.discover(PROBLEM)) == {library(algo=7, split_k=2), library(algo=3)}
+    measurer = ReplayMeasurer(replay)
+    jobs = [Job(tile(256)), Job(tile(128, swizzle=8)), Job(tile(128))]
+    results = list(measurer.measure(PROBLEM, jobs, policy=None))
+    assert [result.candidate for result in results] == [job.candidate for job in jobs]
+    assert isinstance(results[0], Failure)
+    assert [result.evidence["source"] for result in results[1:]] == ["replayed", "replayed"]
+    assert set(measurer.discover(PROBLEM)) == {library(algo=7, split_k=2), library(algo=3)}
+    assert measurer.recorded(PROBLEM) == {outcome.candidate for outcome in outcomes()}
+    assert measurer.recorded(replace(PROBLEM, m=64)) == frozenset()
 
 
 def test_what_was_not_recorded_is_refused(replay: ReplayDevice) -> None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -16,6 +19,7 @@ from tunegemm.measure.statistics import (
     clearly_slower,
     median_interval,
     ratio_interval,
+    slowdown,
     tie,
     winner,
 )
@@ -111,3 +115,21 @@ def test_ties_break_by_workspace_then_digest_whatever_the_order() -> None:
 def test_no_measurement_no_winner() -> None:
     with pytest.raises(MeasureError, match=r"64x64x64.*no winner"):
         winner(PROBLEM, [])
+
+
+#: What a damaged or hostile row may hold as a time, beside what a GPU measures.
+TIMES = st.sampled_from([5e-324, 1e-9, 1.0, 123.4, 1e308]) | st.floats(1e-9, 1e308)
+
+
+@given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=9), st.floats(0, 10))
+def test_samples_of_any_size_are_judged(pairs: list[tuple[float, float]], noise: float) -> None:
+    """Times of 1e-9 or 1e308 us, whose ratios may be 0 or infinite."""
+    ours, torchs = zip(*pairs, strict=True)
+    odd, plain = Measurement(library(0), ours, torchs, 1e-3, noise), measured(library(1), 100.0)
+    low, high = ratio_interval(odd)
+    assert low <= high
+    assert tie(odd, plain) == tie(plain, odd)
+    assert tie(odd, odd)
+    assert winner(PROBLEM, [odd, plain]) in (odd, plain)
+    assert clearly_slower(ours, torchs, 0.05, 0.95) in (True, False)
+    assert slowdown(replace(odd, evidence={"sm_clock_mhz": 1}), [plain]) >= 0

@@ -20,7 +20,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, MeasureError
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.outcome import Failure, Measurement
+from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement
 from tunegemm.measure.policy import Job, Policy
 from tunegemm.measure.worker import MeasureWorker
 
@@ -61,7 +61,7 @@ def alive(pid: int) -> bool:
 
 
 def test_energy_is_metered_where_it_is_asked_for(worker: MeasureWorker) -> None:
-    """The planted chip draws 10 W: the energy of a product is 10 mJ for each millisecond of it."""
+    """The planted GPU draws 10 W: the energy of a product is 10 mJ for each millisecond of it."""
     jobs = [planted("good"), planted("slow"), planted("wrong")]
     policy = replace(QUICK, energy_ms=100.0, race_margin=1e3)
     good, slow = [
@@ -113,16 +113,25 @@ def test_measures_correct_candidates_and_names_each_failure(worker: MeasureWorke
     assert worker.pid == first_pid, "no failure here needs a new process"
 
 
-def test_each_killer_fails_alone_and_the_rest_is_measured(worker: MeasureWorker) -> None:
-    killers = {
-        "abort": ("crash", "signal 6"),
-        "illegal-address": ("crash", "signal 11"),
-        "load-abort": ("crash", "signal 6"),
-        "not-capturable": ("launch", "cannot be captured in a graph: operation not permitted"),
-        "hang": ("timeout", "no answer within"),
-        "hang-in-rounds": ("timeout", "no answer within"),
-        "type-error": ("crash", "TypeError: a bug in a launcher"),
-    }
+#: What ends or hangs the measuring process, with the stage and the reason that it fails by.
+KILLERS = {
+    "abort": ("crash", "signal 6"),
+    "illegal-address": ("crash", "signal 11"),
+    "load-abort": ("crash", "signal 6"),
+    "not-capturable": ("launch", "cannot be captured in a graph: operation not permitted"),
+    "hang": ("timeout", "no answer within"),
+    "hang-in-rounds": ("timeout", "no answer within"),
+    "type-error": ("crash", "TypeError: a bug in a launcher"),
+}
+
+
+@pytest.mark.parametrize(
+    "whats", [("abort", "hang-in-rounds"), pytest.param(tuple(KILLERS), marks=pytest.mark.slow)]
+)
+def test_each_killer_fails_alone_and_the_rest_is_measured(
+    worker: MeasureWorker, whats: tuple[str, ...]
+) -> None:
+    killers = {what: KILLERS[what] for what in whats}
     jobs = [planted("good"), *map(planted, killers), Job(TORCH_MM)]
     outcomes = [*worker.measure(PROBLEM, jobs, QUICK)]
     assert len(outcomes) == len(jobs)
@@ -181,9 +190,9 @@ def test_a_gpu_that_lowers_its_clocks_is_timed_in_steady_state() -> None:
         plain = [*throttled.measure(PROBLEM, [planted("good")], QUICK)]
     for outcome in outcomes:
         assert isinstance(outcome, Measurement)
-        assert outcome.evidence["turn_ms"] == 20.0
+        assert outcome.evidence[STEADY_MS] == 20.0
         assert outcome.evidence["rounds"] == len(outcome.samples_us) == 3
-    assert [o.evidence["turn_ms"] for o in plain if isinstance(o, Measurement)] == [0.0], (
+    assert [o.evidence[STEADY_MS] for o in plain if isinstance(o, Measurement)] == [0.0], (
         "none were asked for"
     )
 
@@ -192,13 +201,13 @@ def test_a_cap_that_was_other_works_is_forgotten() -> None:
     backend = "tests.support.planted.cpu_backend:RecoveringBackend"
     with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=backend) as recovering:
         (outcome,) = recovering.measure(PROBLEM, [planted("good")], STEADY)
-    assert isinstance(outcome, Measurement) and outcome.evidence["turn_ms"] == 0.0
+    assert isinstance(outcome, Measurement) and outcome.evidence[STEADY_MS] == 0.0
     assert outcome.evidence["throttle_reasons_before"] == []
 
 
 def test_a_gpu_that_holds_its_clocks_is_not(worker: MeasureWorker) -> None:
     (outcome,) = worker.measure(PROBLEM, [planted("good")], STEADY)
-    assert isinstance(outcome, Measurement) and outcome.evidence["turn_ms"] == 0.0
+    assert isinstance(outcome, Measurement) and outcome.evidence[STEADY_MS] == 0.0
     assert len(outcome.samples_us) == QUICK.rounds
 
 
@@ -249,7 +258,7 @@ with MeasureWorker(find_device("model:h200"), timeout_s=300, backend=BACKEND) as
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_child_outlives_its_parent(how: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C, and a killed parent, while a kernel hangs."""
     pid_file = tmp_path / "pid"

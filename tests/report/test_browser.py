@@ -16,6 +16,8 @@ from tunegemm.report.html import report
 from tunegemm.report.leaderboard import Leaderboard, html
 from tunegemm.store import Database
 
+pytestmark = pytest.mark.slow
+
 SHOWN = "[...document.querySelectorAll('#records tbody tr')].filter(row => !row.hidden)"
 
 CHOOSE_ALL = """(chooser => {
@@ -139,6 +141,28 @@ def test_everything_has_a_name_for_those_who_do_not_see_it(page: Browser) -> Non
     # The verdict is told by words and by the mark's shape, never by colour alone.
     said = page.evaluate(f"{SHOWN}.map(row => row.cells[1].textContent)")
     assert all("faster than" in text or "equal within" in text or "slower than" in text for text in said)
+
+
+def test_what_is_wider_than_a_phone_says_that_it_scrolls(page: Browser) -> None:
+    page.see(width=375)
+    page.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
+    cut = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth + 4)"
+        ".map(box => [box.ariaLabel, getComputedStyle(box.nextElementSibling).display])"
+    )
+    assert "Roofline" in [name for name, _ in cut]
+    assert {display for _, display in cut} == {"block"}
+    page.see(width=1280)
+
+
+def test_names_in_the_roofline_do_not_overlap(page: Browser) -> None:
+    boxes = page.evaluate(
+        "[...document.querySelectorAll('#roofline [data-row] text')]"
+        ".map(text => text.getBoundingClientRect()).map(box => [box.left, box.top, box.right, box.bottom])"
+    )
+    assert len(boxes) == 6
+    for one, other in itertools.combinations(boxes, 2):
+        assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
 
 
 @pytest.mark.parametrize("width", [360, 768, 1200, 1800])

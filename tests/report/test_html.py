@@ -68,8 +68,8 @@ class TestRecording:
     def test_every_record_is_in_table_and_roofline(self, recording: Evidence, recorded_page: str) -> None:
         assert len(recording.winners) == len(open_replay("h200").problems()) >= 6
         for row, winner in enumerate(recording.winners):
-            assert f"{winner.ratio:.3f}" in recorded_page
-            assert html.escape(winner.label) in recorded_page
+            assert f"{winner.record.ratio:.3f}" in recorded_page
+            assert html.escape(winner.record.label) in recorded_page
             # A table row, its mark and its name in the roofline, the mark of torch.mm.
             assert recorded_page.count(f'data-row="{row}"') >= 3
 
@@ -104,8 +104,11 @@ class TestRecording:
 class TestDatabase:
     def test_counts_and_order(self, stored: Evidence) -> None:
         assert stored.measurements == 2 * 69  # nine vendor's algorithms and 60 others of each shape
-        assert [winner.problem.shape for winner in stored.winners] == [SHAPES[1], SHAPES[0]]
-        assert all(winner.settled and winner.low <= winner.ratio <= winner.high for winner in stored.winners)
+        assert [winner.record.problem.shape for winner in stored.winners] == [SHAPES[1], SHAPES[0]]
+        assert all(
+            winner.record.confirmed and winner.low <= winner.record.ratio <= winner.high
+            for winner in stored.winners
+        )
         assert all(len(details.trials) == 69 for details in stored.details)
         assert stored.details[0].sequence is stored.details[0].trials
 

@@ -77,7 +77,9 @@ def run(search: Search, value=truth, count: int = 24) -> list[Candidate]:
     return asked
 
 
-@pytest.mark.parametrize(("effort", "trials"), [("quick", 108), ("full", 440)])
+@pytest.mark.parametrize(
+    ("effort", "trials"), [("quick", 108), pytest.param("full", 440, marks=pytest.mark.slow)]
+)
 def test_spends_its_budget_on_distinct_candidates(effort, trials) -> None:
     ranked = kernels()
     asked = run(Search(ranked, LAUNCHES, effort=effort))
@@ -85,7 +87,8 @@ def test_spends_its_budget_on_distinct_candidates(effort, trials) -> None:
     assert {candidate.kernel for candidate in asked} <= {candidate.kernel for candidate in ranked}
 
 
-def test_a_kernel_whose_walk_the_model_got_wrong_is_found() -> None:
+@pytest.mark.slow
+def test_a_kernel_whose_rasterization_the_model_got_wrong_is_found() -> None:
     """The best one is 10 % behind as it is screened, and some 30 kernels look better by then."""
 
     def crossed(candidate: Candidate) -> float:
@@ -172,13 +175,14 @@ def test_screen_trusts_the_model_and_then_spreads() -> None:
     assert len(set(shapes)) == 16
 
 
-def test_quick_search_comes_within_a_percent_on_recorded_sweeps() -> None:
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_quick_search_comes_within_a_percent_on_recorded_sweeps(every: int) -> None:
     """On a real H200's times of every feasible kernel, one seed: else model or budget got worse.
 
     In-sample: model and budget were chosen on these sweeps, so this guards against loss and shows no more.
     """
     replay = open_replay("h200")
-    for problem in replay.problems():
+    for problem in replay.problems()[::every]:
         ratios = {
             outcome.candidate: outcome.ratio
             for outcome in replay.sweep(problem).outcomes.values()

@@ -90,7 +90,7 @@ def test_a_mode_that_was_names_what_counts_products_now(monkeypatch):
 
 
 def test_a_near_hit_is_silent_and_takes_the_next_option_where_an_object_is_missing(device, kernel):
-    """The two witnesses' kernels are in order of promise; the store has but the second."""
+    """The two neighbours' kernels are in order of promise; the store has but the second."""
     tried = []
 
     def prepare(record, device):

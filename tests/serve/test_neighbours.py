@@ -116,7 +116,7 @@ def test_one_side_reaches_a_factor_of_2(rows, device):
 
 
 @pytest.mark.parametrize(
-    ("witness", "problem", "said"),
+    ("neighbour", "problem", "said"),
     [
         ((16, kernel(64, 16, swap_ab=True)), 15, ""),
         ((16, kernel(64, 16, swap_ab=True)), 17, "2 tiles of 16 rows here, 1 there"),
@@ -130,9 +130,9 @@ def test_one_side_reaches_a_factor_of_2(rows, device):
         ((2048, kernel(128, 256, schedule="cooperative", stages=3)), 1990, ""),
     ],
 )
-def test_tiles_are_like_those_of_the_witness(device, witness, problem, said):
+def test_tiles_are_like_those_of_the_neighbour(device, neighbour, problem, said):
     """Where a kernel gained nothing: benchmarks/results/h200/decode-first-rule-2026-11-21.json."""
-    m, one = witness
+    m, one = neighbour
     shapes = Problem(problem, *SQUARE), Problem(m, *SQUARE)
     assert neighbours._tiles_differ(*shapes, one) == said
 
@@ -211,7 +211,7 @@ def test_other_n_and_k_vouch_when_three_of_them_won_by_far(device):
     assert select(snapshot(1.4, 1.4, 1.4), Problem(8448, 8704, 4096), device).outcome == "miss"
 
 
-def test_records_that_are_not_valid_here_are_no_witnesses(rows, device):
+def test_records_that_are_not_valid_here_are_not_neighbours(rows, device):
     stale = Row(Problem(64, *SQUARE), replace(device.fingerprint, torch="2.1.0"), kernel())
     older = Row(Problem(128, *SQUARE), device.fingerprint, kernel(), kernel_source="0" * 16)
     assert select(Snapshot([stale, older]), Problem(96, *SQUARE), device).outcome == "miss"
@@ -241,7 +241,7 @@ def test_databases_and_shipped_records_are_one_neighbourhood(tmp_path, device):
     snapshot = Snapshot([other], lookups=[lookup])
     assert snapshot.extents(problem) == {64, 128}
     found = select(snapshot, replace(problem, m=112), device)
-    assert {witness.problem.m for witness in found.witnesses} == {64, 128} and found.outcome == "near"
+    assert {neighbour.problem.m for neighbour in found.neighbours} == {64, 128} and found.outcome == "near"
 
 
 def test_a_plan_among_10000_records_takes_milliseconds(device):

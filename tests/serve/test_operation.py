@@ -65,8 +65,8 @@ class TestCanImplement:
                 Candidate.make("cute_sm90", kernel),
                 "launch parameter 'raster_order' is missing; use one of along_m",
             ),
-            (Candidate.make("cute_sm90", kernel | {"stage": 3}, launch), "'stage' is no compile parameter"),
-            (Candidate.make("cute_sm90", kernel, launch | {"warps": 3}), "'warps' is no launch parameter"),
+            (Candidate.make("cute_sm90", kernel | {"stage": 3}, launch), "'stage' is not a compile"),
+            (Candidate.make("cute_sm90", kernel, launch | {"warps": 3}), "'warps' is not a launch"),
             (
                 Candidate.make("cute_sm90", kernel, launch | {"l2_hint": "b"}),
                 "launch parameter 'l2_hint' is 'b'; use one of none, a_first, b_first",
@@ -172,7 +172,7 @@ def test_the_documents_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 class TestRefusals:
     def test_a_device_that_cannot_launch(self, h200: Device, store: ArtifactStore) -> None:
-        with pytest.raises(DeviceError, match="model:h200 is no GPU"):
+        with pytest.raises(DeviceError, match="model:h200 is not a GPU"):
             Operation(PROBLEM, HOPPER, h200, store=store).initialize()
 
     def test_run_before_initialize(self, h200: Device) -> None:
@@ -184,7 +184,7 @@ class TestRefusals:
         operation = Operation(PROBLEM, HOPPER.with_launch(split_k=8), gpu, store=store)
         with pytest.raises(OperationError, match=r"workspace on cpu; co128x64x64 .* runs on cuda:0"):
             operation.initialize(torch.empty(operation.workspace_bytes, dtype=torch.uint8))
-        with pytest.raises(OperationError, match="workspace at 0x10008, no multiple of 256 B"):
+        with pytest.raises(OperationError, match="workspace at 0x10008, not a multiple of 256 B"):
             operation.initialize(0x10008)
-        with pytest.raises(OperationError, match="workspace at 0x0 is no memory of cuda:0"):
+        with pytest.raises(OperationError, match="workspace at 0x0 is not memory of cuda:0"):
             operation.initialize(0)

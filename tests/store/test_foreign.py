@@ -405,7 +405,7 @@ class TestOut:
     def test_standard_output(self, source: Path) -> None:
         done = process("db", "export", "--db", source, "--out", "/dev/stdout")
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout[: done.stdout.rindex("wrote")])["format"] == "tunegemm-database/1"
+        assert json.loads(done.stdout)["format"] == "tunegemm-database/1"
 
     def test_a_shells_redirection_is_appended_to(self, source: Path, tmp_path: Path) -> None:
         file = tmp_path / "log"
@@ -415,7 +415,7 @@ class TestOut:
                 "db", "export", "--db", source, "--out", "/dev/stdout", capture_output=False, stdout=stream
             )
         text = file.read_text()
-        assert done.returncode == 0 and text.startswith("before\n{") and text.endswith("wrote /dev/stdout\n")
+        assert done.returncode == 0 and text.startswith("before\n{") and text.endswith("\n]}\n")
 
     def test_process_substitution(self, source: Path, tmp_path: Path) -> None:
         command = f"{sys.executable} -m tunegemm db export --db {source} --out >(cat > {tmp_path}/got); wait"

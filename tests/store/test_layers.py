@@ -14,7 +14,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.resources import data_path
 from tunegemm.serve.snapshot import read_snapshot
 from tunegemm.store import Database
-from tunegemm.store.layers import project_location, read_records, user_location
+from tunegemm.store.layers import read_records
+from tunegemm.store.locations import project_location, user_location
 from tunegemm.store.shipped import latest_confirmed, read_shipped, write_records
 
 SMALL = Problem.parse("64x64x64")

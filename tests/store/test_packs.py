@@ -130,7 +130,7 @@ sys.meta_path.insert(0, Block())
 from tunegemm.generate import families
 from tunegemm.describe.device import find_device
 from tunegemm.serve.snapshot import read_snapshot
-from tunegemm import packs
+from tunegemm.store import packs
 from tunegemm.describe.problem import Problem
 snapshot, device = read_snapshot(), find_device("model:h200")
 assert not snapshot.warnings, snapshot.warnings

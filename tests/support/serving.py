@@ -18,8 +18,9 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.families import Launcher, kernel_source_hash
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, operand_reader
-from tunegemm.serve import api
+from tunegemm.serve import api, dispatcher, slow_path
 from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.forms import RECORDED, Form
 from tunegemm.serve.torch import ops, takeover
 from tunegemm.store.record import Record
 
@@ -38,14 +39,25 @@ def Row(
     return Record(problem, candidate, fingerprint, ratio=ratio, kernel_source=kernel_source, layer=layer)
 
 
-def serve_with(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> None:
+def serve_with(monkeypatch: pytest.MonkeyPatch, served: Dispatcher) -> None:
     """Every call of the package goes to this dispatcher, those on CPU tensors too."""
     before = api.dispatcher
     monkeypatch.setattr(api, "dispatcher", before)  # which undoes the next line
     monkeypatch.setattr(api, "product", before.product)
-    api.serve_by(dispatcher)
+    api.serve_by(served)
     monkeypatch.setattr(ops, "DEVICE_TYPE", "cpu")
     monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+
+
+def forbid_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product that falls back to torch fails the test."""
+
+    def refuse(form: Form, *_: object) -> None:
+        if form.kind != RECORDED:
+            pytest.fail("fell back to torch")
+
+    for module in (dispatcher, slow_path):
+        monkeypatch.setattr(module, "by_torch", refuse)
 
 
 class Kernel:

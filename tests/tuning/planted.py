@@ -16,8 +16,8 @@ from tunegemm.generate import families
 from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.outcome import Measurement, Outcome
-from tunegemm.measure.policy import STEADY_MS, Job, Policy
+from tunegemm.measure.outcome import STEADY_MS, Measurement, Outcome
+from tunegemm.measure.policy import Job, Policy
 from tunegemm.store import Database
 from tunegemm.tuning.progress import Progress
 from tunegemm.tuning.trials import Measurer, Trials

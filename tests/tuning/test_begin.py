@@ -46,8 +46,8 @@ def tuner(database: Database, tmp_path: Path) -> Iterator[Tuner]:
 
 def test_a_search_begins_with_what_is_known_of_the_product(database: Database, tuner: Tuner) -> None:
     """Of the plain product's record for one with an epilogue; and of records that are shipped."""
-    database.settle(PROBLEM, DEVICE, measurement(PLAIN, 9.0))
-    database.settle(replace(PROBLEM, epilogue="relu"), DEVICE, measurement(TORCH_MM, 9.0))
+    database.confirm(PROBLEM, DEVICE, measurement(PLAIN, 9.0))
+    database.confirm(replace(PROBLEM, epilogue="relu"), DEVICE, measurement(TORCH_MM, 9.0))
     fused = replace(PROBLEM, epilogue="silu")
     assert seeds_of(database, fused, DEVICE, tuner.kernels) == [PLAIN], "the library's are tried anyway"
     search = start_search(trials_of(tuner, capped(), fused), tuner.kernels, [TORCH_MM])
@@ -102,7 +102,7 @@ def test_a_damaged_candidate_costs_itself_only(database: Database, tuner: Tuner,
 def test_an_incomplete_seed_is_completed(database: Database, tuner: Tuner) -> None:
     """A record of before a launch parameter existed: the parameter is at its first value, as kernels were."""
     *older, (name, _) = PLAIN.launch_params
-    database.settle(
+    database.confirm(
         PROBLEM, ELSEWHERE, measurement(Candidate(PLAIN.family, PLAIN.compile_params, tuple(older)), 9.0)
     )
     (seed,) = seeds_of(database, PROBLEM, DEVICE, tuner.kernels)

@@ -57,7 +57,7 @@ def test_a_race_on_a_busy_gpu_confirms_nothing(tmp_path: Path, noise: float) -> 
         result = race(trials, [FASTEST, TORCH_MM], FINAL)
         known = database.best(PROBLEM, DEVICE.fingerprint)
     assert result.best is not None and result.best.candidate == FASTEST
-    assert known is not None and known.settled == (noise < 0.05)
+    assert known is not None and known.confirmed == (noise < 0.05)
     assert ("no record is confirmed" in result.note) == (noise > 0.05)
 
 
@@ -101,7 +101,7 @@ def test_a_baseline_that_is_slow_throughout_confirms_nothing(
             [*trials.evaluate([FASTEST], SCREEN, stage="screen")]
         result = race(trials, [FASTEST, TORCH_MM], FINAL)
         known = database.best(PROBLEM, DEVICE.fingerprint)
-    assert known is not None and known.settled == confirmed
+    assert known is not None and known.confirmed == confirmed
     assert ("torch.mm takes" in result.note) == (not confirmed)
 
 

@@ -79,7 +79,7 @@ def test_at_the_power_cap_the_fastest_in_steady_state_wins(
     assert TORCH_MM in last[1] and finalists[0]["tile_n"] == 64
     assert result.best is not None and record is not None and record.candidate == result.best.candidate
     assert record.candidate["tile_n"] == 64 and record.candidate["swizzle_size"] == 16
-    assert policies == {"screen", "heat", "alone"}
+    assert policies == {"screen", "qualifying", "steady_final"}
 
 
 def test_without_time_for_qualifying_rounds_few_are_raced(tuner: Tuner) -> None:
@@ -208,7 +208,7 @@ class TestEndedAmidQualifyingRounds:
 def test_a_record_that_is_older_than_the_tuning_is_what_ctrl_c_reports(tuner: Tuner) -> None:
     """A confirmed record stays, whatever a screen says of another candidate."""
     assert tuner.database is not None
-    tuner.database.settle(PROBLEM, DEVICE, measurement(B, 9.0))
+    tuner.database.confirm(PROBLEM, DEVICE, measurement(B, 9.0))
     trials = trials_of(tuner, Timed(by_ratio))
     screen(trials, A)
     result = trials.interrupted()

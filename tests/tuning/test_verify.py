@@ -16,7 +16,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.outcome import Failure
+from tunegemm.measure.outcome import STEADY_MS, Failure
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
 from tunegemm.measure.sweeps import write_sweep
 from tunegemm.store import Database
@@ -43,7 +43,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
     with Database.open(tmp_path / "tuning.sqlite") as database:
         for candidate, ratio in ((FIRST, 1.10), (SECOND, 1.05), (BROKEN, 1.04), (TORCH_MM, 1.0)):
             database.publish(PROBLEM, THEN, raced(ratio, candidate), policy="race", label=str(ratio))
-        database.settle(PROBLEM, THEN, raced(1.10, FIRST), label="1.1")
+        database.confirm(PROBLEM, THEN, raced(1.10, FIRST), label="1.1")
         yield database
 
 
@@ -87,6 +87,16 @@ def test_only_the_top_candidates_are_raced(database: Database, tuner: Tuner) -> 
     raced_again = verify(tuner, record, judgement, top=2)
     assert [move.candidate for move in raced_again.moves] == [FIRST, SECOND]
     assert TORCH_MM in {outcome.candidate for outcome in raced_again.result.outcomes}, "torch.mm always runs"
+
+
+def test_what_was_timed_in_another_way_did_not_move(database: Database, tuner: Tuner) -> None:
+    """A record of steady-state timing; the race is interleaved now, so that the ratios do not compare."""
+    steady = replace(raced(1.20, FIRST), evidence={STEADY_MS: 160.0})
+    database.confirm(PROBLEM, THEN, steady, label="steady")
+    ((judgement, record),) = due(database.records(), NOW.fingerprint)
+    verification = verify(tuner, record, judgement)
+    (move,) = (move for move in verification.moves if move.candidate == FIRST)
+    assert not move.moved and move.reason == "timed in another way then"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import typer
 
 from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
+from tunegemm.files import descriptor
 
 if TYPE_CHECKING:
     from tunegemm.describe.device import Device
@@ -46,7 +47,7 @@ def export_command(
         typer.Option(
             "--records",
             metavar="FOLDER",
-            help="Instead: the settled records alone, a reviewable file per GPU, as in db/records.",
+            help="Instead: the confirmed records alone, a reviewable file per GPU, as in db/records.",
         ),
     ] = None,
     db: options.DatabaseLocation = None,
@@ -55,7 +56,7 @@ def export_command(
     if (out is None) == (records is None):
         raise UsageError("export needs --out FILE, or --records FOLDER")
     if records is not None and (shape or dtype or layout or fingerprint or format):
-        raise UsageError("--records takes every settled record; to choose some, use --out FILE")
+        raise UsageError("--records takes every confirmed record; to choose some, use --out FILE")
     chosen = None if out is None else _format(format, out)
     shapes = options.parse_shapes(shape)
     options.problem_filter(shape, dtype, layout)  # raises for words that are not known
@@ -92,7 +93,7 @@ def export_command(
             paths = [out]
     _name_skipped(skipped)
     for path in paths:
-        options.say(f"wrote {path}")
+        options.say(f"wrote {path}", err=descriptor(path) == 1)  # where the rows go, nothing else goes
 
 
 @app.command("import")
@@ -141,7 +142,7 @@ def merge_command(
     ] = False,
     device: options.GpuSpec = None,
 ) -> None:
-    """Merge databases. Records that disagree are listed, and settled by the evidence."""
+    """Merge databases. Records that disagree are listed, and decided by the evidence."""
     from tunegemm.store.exchange import merge
     from tunegemm.tuning.tuner import open_gpu
 
@@ -175,7 +176,8 @@ def layers_command() -> None:
 
     from tunegemm.resources import data_path
     from tunegemm.store import packs
-    from tunegemm.store.layers import project_location, read_records, user_location
+    from tunegemm.store.layers import read_records
+    from tunegemm.store.locations import project_location, user_location
 
     records, warnings = read_records()
     counts = Counter(record.layer for record in records)

@@ -71,7 +71,7 @@ def command(
     if format is Format.parquet and out is None:
         raise options.UsageError("--format parquet is not for a terminal: name a file with --out")
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, parquet
-    from tunegemm.report.stored import of_all_layers, problems_of, readable
+    from tunegemm.report.stored import of_all_layers, problems_of
     from tunegemm.store import Database
     from tunegemm.store.leaders import leaders
 
@@ -90,9 +90,6 @@ def command(
     else:
         with Database.open(db, read_only=True) as database:
             frame, warnings, place = read(database), [], database.name
-    frame, damaged = readable(frame)
-    if damaged:
-        warnings.append(f"{place}: {damaged} damaged rows left out; `tunegemm doctor` names them")
     options.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
     measured = problems_of(frame)
     problems = [problem for problem in measured if wanted(problem)]

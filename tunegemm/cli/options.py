@@ -209,7 +209,9 @@ def parse_seconds(text: str, flag: str = "--budget") -> float:
     hours, minutes, seconds = match.groups() if match else (None, None, None)
     total = 3600 * int(hours or 0) + 60 * int(minutes or 0) + float(seconds or 0)
     if total <= 0:
-        raise UsageError(f"{flag} {text!r} is not a duration; for example 90, 90s, 10m or 1h30m")
+        raise UsageError(
+            f"{flag} {clean(repr(text), 60)} is not a duration; for example 90, 90s, 10m or 1h30m"
+        )
     return total
 
 

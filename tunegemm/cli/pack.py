@@ -9,6 +9,7 @@ import typer
 
 from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
+from tunegemm.files import descriptor
 
 if TYPE_CHECKING:
     from tunegemm.store.packs import Pack
@@ -62,9 +63,10 @@ def pack_command(
         options.say(f"left out: {count} records, {reason}", err=True)
     options.say(
         f"wrote {out}: {packed.records} records of {', '.join(packed.gpus)}, {packed.objects} kernels "
-        f"({packed.compiled} compiled now), {out.stat().st_size / 1e6:.1f} MB"
+        f"({packed.compiled} compiled now), {out.stat().st_size / 1e6:.1f} MB",
+        f"sha256 {packed.sha256}",
+        err=descriptor(out) == 1,  # where the pack goes, nothing else goes
     )
-    options.say(f"sha256 {packed.sha256}")
 
 
 def load_command(

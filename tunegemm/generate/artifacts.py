@@ -118,6 +118,12 @@ class ArtifactStore:
         except OSError as error:
             raise self.refuse_write(error) from None
 
+    def check(self) -> None:
+        """Raises ArtifactError, as `find` would, for a folder that another user owns or may write."""
+        for folder in (self.root, *(self.root.glob("??") if self.root.is_dir() else ())):
+            if folder.is_dir():
+                _refuse_foreign(folder, folder.stat())
+
     def _path(self, key: Key, suffix: str) -> Path:
         digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
         return self.root / digest[:2] / (digest[2:] + suffix)

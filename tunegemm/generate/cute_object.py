@@ -1,6 +1,6 @@
 """CuTe DSL kernels as objects: compiled in a worker process that sees no GPU, loaded where they run.
 
-The families' kernels share one signature (`cute_sm90.kernel.Gemm.__call__`) but for the number of their
+The families' kernels share one signature (`cute_sm90.kernel.gemm.Arguments`) but for the number of their
 launch parameters. All arguments are run-time integers, so that one object serves every problem of its dtypes
 and majors.
 
@@ -77,14 +77,9 @@ def compile_object(
             )
             compiled.export_to_c(object_file_path=str(out), function_name=FUNCTION_NAME)
             link(out)
-        report = read_report(log.read_text())
-    return Resources(
-        registers=report.registers,
-        spill_bytes=report.spill_bytes,
-        smem_bytes=kernel.smem_bytes,
-        warnings=report.warnings,
-        compile_seconds=time.perf_counter() - start,
-    )
+        report = log.read_text()
+    seconds = time.perf_counter() - start
+    return read_report(report, smem_bytes=kernel.smem_bytes, compile_seconds=seconds)
 
 
 def toolchain() -> dict[str, str | int]:

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunegemm.describe.device import Device
+from tunegemm.describe.device import Architecture, Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 
 Rule = Callable[[Problem, Candidate, Device], str | None]
+
+RESERVED_SMEM_BYTES = 1024
+"""Of a multiprocessor's shared memory, for each resident block (CUDA C++ Programming Guide)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,26 @@ def half_operands(problem: Problem, candidate: Candidate, device: Device) -> str
     """For families whose kernels multiply 16-bit operands only."""
     if problem.in_dtype not in ("bf16", "fp16"):
         return f"{candidate.family} has kernels for bf16 and fp16, not for {problem.in_dtype} operands"
+    return None
+
+
+def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """One stage is being multiplied: with 1 nothing could be loaded meanwhile."""
+    if candidate["stages"] < 2:
+        return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
+    return None
+
+
+def exceeded_smem(smem_bytes: int, limits: Architecture, blocks: int = 1) -> str | None:
+    """Why a block cannot have so much shared memory, or a multiprocessor so many; None where they can."""
+    if smem_bytes > limits.smem_bytes_per_block:
+        return f"smem {smem_bytes} B > {limits.smem_bytes_per_block} B on {limits.compile_target}"
+    together = blocks * (smem_bytes + RESERVED_SMEM_BYTES)
+    if together > limits.smem_bytes_per_sm:
+        return (
+            f"{blocks} x ({smem_bytes} + {RESERVED_SMEM_BYTES}) B smem > {limits.smem_bytes_per_sm} B of a "
+            f"multiprocessor of {limits.compile_target}"
+        )
     return None
 
 

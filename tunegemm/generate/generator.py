@@ -60,7 +60,7 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
     make together; for a config that has the fields, with the problem's epilogue and the clusters' order too.
     """
     fuses = "epilogue" in config.__dataclass_fields__
-    gathers = "gathered" in config.__dataclass_fields__
+    gathers = "gpc_aware" in config.__dataclass_fields__
 
     @functools.lru_cache(maxsize=1 << 16)  # a search asks for each several times
     def make(
@@ -74,7 +74,7 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
         if epilogue:
             values |= {"epilogue": epilogue, "transposed": swapped}
         if gathered:
-            values["gathered"] = True
+            values["gpc_aware"] = True
         return config.from_mapping(values)
 
     # One rule after the other asks for that of the same candidate.

@@ -30,28 +30,21 @@ class Resources:
     compile_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Report:
-    """What ptxas says of an object's kernels."""
+def read_report(log: str, *, smem_bytes: int, compile_seconds: float) -> Resources:
+    """The report in a compiler's output, and what it does not say. Raises RuntimeError when there is none.
 
-    registers: int
-    """Registers per thread at launch, of the kernel that has most."""
-    spill_bytes: int
-    """Stack plus spill stores plus spill loads."""
-    warnings: tuple[str, ...]
-    """Codes of performance warnings, such as ``C7510``."""
-
-
-def read_report(log: str) -> Report:
-    """The report in a compiler's output. Raises RuntimeError when there is none."""
+    Of several kernels the registers of the one that has most, and all spills.
+    """
     text = " ".join(log.split())  # compilers wrap long lines
     spills, registers = _SPILLS.findall(text), _REGISTERS.findall(text)
     if not spills or not registers:
         raise RuntimeError("ptxas reported neither registers nor spills; is this a tested compiler version?")
-    return Report(
-        max(map(int, registers)),
-        sum(int(group) for kernel in spills for group in kernel),
-        tuple(sorted(set(_WARNING.findall(text)))),
+    return Resources(
+        registers=max(map(int, registers)),
+        spill_bytes=sum(int(group) for kernel in spills for group in kernel),
+        smem_bytes=smem_bytes,
+        warnings=tuple(sorted(set(_WARNING.findall(text)))),
+        compile_seconds=compile_seconds,
     )
 
 

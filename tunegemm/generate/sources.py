@@ -28,12 +28,20 @@ _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
 
 @functools.cache
 def kernel_sources(folder: Path) -> tuple[Path, ...]:
-    """The files of a family's folder that end up in kernels: ``config.py``, ``kernel*.py``, and those of a
-    folder ``kernel``.
+    """The files that end up in a family's kernels: in its folder ``config.py``, ``kernel*.py``, and those of
+    a folder ``kernel``; of the ``kernel*.py`` here, which families share, those that one of these imports.
+
+    But not ``kernel_minimal.py``, which no candidate runs.
     """
-    return tuple(
-        sorted(path for name in ("config.py", "kernel*.py", "kernel/**/*.py") for path in folder.glob(name))
-    )
+    names = ("config.py", "kernel*.py", "kernel/**/*.py")
+    own = {path for name in names for path in folder.glob(name) if path.name != "kernel_minimal.py"}
+    contents = [path.read_text(encoding="utf-8") for path in own]
+    shared = {
+        path
+        for path in Path(__file__).parent.glob("kernel*.py")
+        if any(f"from tunegemm.generate.{path.stem} import" in content for content in contents)
+    }
+    return tuple(sorted(own | shared))
 
 
 @functools.cache

@@ -160,7 +160,7 @@ def build(
                     )
             except Exception as error:
                 raise RuntimeError(_first_error(log.read_text()) or f"{_root_cause(error)}") from error
-        report = read_report(log.read_text())
+        report = log.read_text()
         ptx, cubin, facts = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
     if facts.profile_scratch_size or facts.num_ctas != 1:
         raise RuntimeError(
@@ -179,13 +179,7 @@ def build(
     if (found := _parameters(ptx)) != header.parameters:
         raise RuntimeError(f"triton {triton.__version__} passes {found}, expected {header.parameters}")
     write_object(out, header, cubin)
-    return Resources(
-        registers=report.registers,
-        spill_bytes=report.spill_bytes,
-        smem_bytes=facts.shared,
-        warnings=report.warnings,
-        compile_seconds=time.perf_counter() - start,
-    )
+    return read_report(report, smem_bytes=facts.shared, compile_seconds=time.perf_counter() - start)
 
 
 def _source_type(function: Any) -> Any:

@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -39,7 +40,10 @@ def main(descriptor: int) -> None:
         connection.send(Broken(None, one_line(error)))
         _leave()
     connection.send(Done())
-    Session(opening.device, backend, connection.send).serve(requests.get)
+    try:
+        Session(opening.device, backend, connection.send).serve(requests.get)
+    except Exception:  # a bug: its last line is for the parent, which does not wait for the interpreter's end
+        traceback.print_exc()
     _leave()
 
 

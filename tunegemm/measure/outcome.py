@@ -13,6 +13,10 @@ from tunegemm.describe.space import Candidate
 #: `crash` ended its process (an illegal address, an abort).
 Stage = Literal["compile", "load", "launch", "wrong", "timeout", "crash"]
 
+#: The fact in a measurement's evidence that says how many milliseconds a round of steady-state timing was; 0:
+#: it was interleaved.
+STEADY_MS = "turn_ms"
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -44,9 +48,9 @@ class Measurement:
         return _statistics().median(b / s for b, s in zip(self.baseline_us, self.samples_us, strict=True))
 
     @property
-    def alone(self) -> bool:
-        """Whether each had the chip to itself in long turns; such ratios compare with no others."""
-        return bool(self.evidence.get("turn_ms"))
+    def is_steady(self) -> bool:
+        """Whether it is of steady-state timing; such ratios compare with no others."""
+        return bool(self.evidence.get(STEADY_MS))
 
     @property
     def spread(self) -> float:

@@ -9,9 +9,6 @@ from typing import Self
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
 
-#: The stored fact of a measurement that says how long a round of steady-state timing was; 0: interleaved.
-STEADY_MS = "turn_ms"
-
 
 @dataclass(frozen=True)
 class Job:

@@ -22,8 +22,8 @@ from tunegemm.generate.families import Launcher
 from tunegemm.measure import operands as data
 from tunegemm.measure.backend import LONGEST_METERING, Backend, metered_mj, warm_us
 from tunegemm.measure.messages import Broken, Discover, Done, Measure, Result, Step, one_line
-from tunegemm.measure.outcome import Failure, Measurement, Stage
-from tunegemm.measure.policy import STEADY_MS, Job, Policy
+from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement, Stage
+from tunegemm.measure.policy import Job, Policy
 from tunegemm.measure.race import Replay, Runner, SteadyState, race
 from tunegemm.measure.statistics import aa_noise
 

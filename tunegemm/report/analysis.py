@@ -34,17 +34,17 @@ def best_so_far(trials: Sequence[Trial]) -> list[tuple[int, float]]:
 
 def gap(details: Details) -> str:
     """Why the record's ratio is not where the curve of its search ends; empty where the two agree."""
-    record = details.winner
+    record = details.winner.record
     tried = [trial for trial in details.sequence if trial.stage != "race"]
     if not tried or tie_of(best_so_far(tried)[-1][1], record.ratio):
         return ""
     own = [trial.ratio for trial in tried if trial.candidate == record.candidate]
     if not own:
         return f"The record, at {record.ratio:.3f}, is a candidate that this search did not try."
-    race = "its final race" if record.settled else "a later measurement"
+    race = "its final race" if record.confirmed else "a later measurement"
     return (
         f"The search measured the record's candidate at {own[-1]:.3f}, in few rounds beside many others; its "
-        f"{record.ratio:.3f} is of {race}, of {record.rounds} rounds. The two do not compare."
+        f"{record.ratio:.3f} is of {race}, of {details.winner.rounds} rounds. The two do not compare."
     )
 
 
@@ -96,8 +96,8 @@ def importances(trials: Iterable[Trial]) -> dict[str, Importance]:
 
 def ratio_limits(winners: Sequence[Winner]) -> tuple[float, float]:
     """Ends of a common axis for speed-ups: every ratio and 1 are in it, and intervals up to twice as wide."""
-    low = min(min(winner.ratio for winner in winners), 0.98)
-    high = max(max(winner.ratio for winner in winners), 1.02)
+    low = min(min(winner.record.ratio for winner in winners), 0.98)
+    high = max(max(winner.record.ratio for winner in winners), 1.02)
     reach = (high / low) ** 0.25
     low = max(low / reach, min(min(winner.low for winner in winners), low))
     high = min(high * reach, max(max(winner.high for winner in winners), high))

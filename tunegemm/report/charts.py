@@ -7,6 +7,7 @@ paper, and each mark of the roofline is an element of its own that the page's sc
 from __future__ import annotations
 
 import io
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -144,9 +145,10 @@ def trial_told(trial: Trial) -> str:
 def _told(winner: Winner) -> str:
     share = f", {winner.percent_of_roofline:.0f} % of the roofline" if winner.percent_of_roofline else ""
     return (
-        f"{clean(winner.problem)}\n{clean(winner.label)}\n"
-        f"{significant(winner.median_us)} \u00b5s, {winner.tflops:.0f} TFLOP/s{share}\n"
-        f"{winner.ratio:.3f} \u00d7 torch.mm ({winner.low:.3f} to {winner.high:.3f}), {WORDS[winner.verdict]}"
+        f"{clean(winner.record.problem)}\n{clean(winner.record.label)}\n"
+        f"{significant(winner.record.median_us)} \u00b5s, {winner.tflops:.0f} TFLOP/s{share}\n"
+        f"{winner.record.ratio:.3f} \u00d7 torch.mm ({winner.low:.3f} to {winner.high:.3f}), "
+        f"{WORDS[winner.verdict]}"
     )
 
 
@@ -208,7 +210,7 @@ def _roofline(figure: Figure, evidence: Evidence) -> None:
     axes, device, winners = figure.add_subplot(), evidence.device, evidence.winners
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of device memory", ylabel="TFLOP/s")
     axes.set_title(clean(f"Records of {device.name} under its roofline", 90))
-    intensities = [winner.problem.arithmetic_intensity for winner in winners]
+    intensities = [winner.record.problem.arithmetic_intensity for winner in winners]
     rates = [rate for winner in winners for rate in (winner.tflops, winner.baseline_tflops)]
     peak, memory = device.peak_tflops, device.bandwidth_gbps / 1000
     ridge = peak / memory if peak else max(intensities)
@@ -221,20 +223,24 @@ def _roofline(figure: Figure, evidence: Evidence) -> None:
         texts.append(
             axes.annotate(f"{peak:g} TFLOP/s, tensor cores", (high, peak), (0, 9), ha="right", **beside)
         )
-        middle = (max(low, axes.get_ylim()[0] / memory) * ridge) ** 0.5
-        texts.append(axes.annotate(f"{memory:g} TB/s, memory", (middle, middle * memory), (9, 0), **beside))
+        # Above the roof, where no mark can be: beside the slope if there is room.
+        fits = math.log(0.85 * ridge / low) > 0.25 * math.log(high / low)
+        place, offset, align = (
+            ((0.85 * ridge, 0.85 * peak), (-8, 3), "right") if fits else ((low, peak), (4, 9), "left")
+        )
+        texts.append(axes.annotate(f"{memory:g} TB/s, memory", place, offset, ha=align, **beside))
     if len(winners) > NAMED_MARKS:
         for verdict, colour in _COLOURS.items():
             found = [w for w in winners if w.verdict == verdict]
-            _dots(axes, [(w.problem.arithmetic_intensity, w.tflops) for w in found], colour)
+            _dots(axes, [(w.record.problem.arithmetic_intensity, w.tflops) for w in found], colour)
     else:
         for row, winner in enumerate(winners):
-            at = winner.problem.arithmetic_intensity
-            axes.plot(at, winner.baseline_tflops, "_", ms=9, color=_MUTED, gid=f"base-{row}")
+            x = winner.record.problem.arithmetic_intensity
+            axes.plot(x, winner.baseline_tflops, "_", ms=9, color=_MUTED, gid=f"base-{row}")
         for row, winner in enumerate(winners):
-            at, colour = winner.problem.arithmetic_intensity, _COLOURS[winner.verdict]
+            x, colour = winner.record.problem.arithmetic_intensity, _COLOURS[winner.verdict]
             axes.plot(
-                at, winner.tflops, _MARKERS[winner.verdict], ms=7, color=colour,
+                x, winner.tflops, _MARKERS[winner.verdict], ms=7, color=colour,
                 mfc=_GROUND if winner.verdict == "equal" else colour, mew=1.5, zorder=3, gid=f"mark-{row}",
             )  # fmt: skip
         _name_marks(figure, axes, winners[:_LABELLED], texts)
@@ -263,21 +269,21 @@ def _name_marks(figure: Figure, axes: Axes, winners: Sequence[Winner], texts: It
     figure.draw_without_rendering()
     scale, frame = figure.dpi / 72, axes.bbox
     marks, bases = (
-        [axes.transData.transform((w.problem.arithmetic_intensity, rate)) for w, rate in rates]
+        [axes.transData.transform((w.record.problem.arithmetic_intensity, rate)) for w, rate in rates]
         for rates in ([(w, w.tflops) for w in winners], [(w, w.baseline_tflops) for w in winners])
     )
     taken = [text.get_window_extent().extents for text in texts]
     taken += [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in [*marks, *bases]]
     for row, (winner, (x, y)) in enumerate(zip(winners, marks, strict=True)):
-        wide, tall = 5.2 * scale * len(winner.problem.shape), 9 * scale
+        wide, tall = 5.2 * scale * len(winner.record.problem.shape), 9 * scale
         for align, dx, dy in _PLACES:
             left = x + dx * scale - {"left": 0.0, "right": wide, "center": wide / 2}[align]
             box = (left, y + dy * scale, left + wide, y + dy * scale + tall)
             inside = frame.x0 < box[0] and frame.y0 < box[1] and box[2] < frame.x1 and box[3] < frame.y1
             if inside and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
-                at = winner.problem.arithmetic_intensity, winner.tflops
-                name = axes.annotate(winner.problem.shape, at, (dx, dy), textcoords="offset points",
+                at = winner.record.problem.arithmetic_intensity, winner.tflops
+                name = axes.annotate(winner.record.problem.shape, at, (dx, dy), textcoords="offset points",
                                      fontsize=8, ha=align, gid=f"name-{row}")  # fmt: skip
                 name.set_in_layout(False)
                 break
@@ -312,14 +318,14 @@ def _speedup(figure: Figure, evidence: Evidence) -> None:
         ylim=(len(winners) - 0.4, -0.6),
     )
     for row, winner in enumerate(winners):
-        noise = max(winner.noise, 0.003)
+        noise = max(winner.record.noise, 0.003)
         axes.barh(row, 1 + noise - 1 / (1 + noise), left=1 / (1 + noise), height=0.9, color=_LINE, zorder=1)
         colour = _COLOURS[winner.verdict]
         axes.plot([winner.low, winner.high], [row, row], color=colour, lw=2, zorder=2)
-        axes.plot(winner.ratio, row, _MARKERS[winner.verdict], color=colour, ms=7, zorder=3,
+        axes.plot(winner.record.ratio, row, _MARKERS[winner.verdict], color=colour, ms=7, zorder=3,
                   mfc=_GROUND if winner.verdict == "equal" else colour)  # fmt: skip
     axes.axvline(1, color=_INK, lw=1.2, zorder=1.5)
-    axes.set_yticks(range(len(winners)), [clean(winner.problem, 60) for winner in winners])
+    axes.set_yticks(range(len(winners)), [clean(winner.record.problem, 60) for winner in winners])
     axes.grid(axis="y", visible=False)
     low, high = analysis.ratio_limits(winners)
     axes.set_xlim(low, high)
@@ -343,7 +349,7 @@ def _convergence(figure: Figure, details: Details) -> None:
     axes.set_title(clean(f"Search on {details.problem}", 80))
     axes.set(xlabel="trial", ylabel="speed relative to torch.mm", xlim=(0, len(tried) * 1.03 + 1))
     steps = analysis.best_so_far(tried)
-    best, record = steps[-1][1], details.winner.ratio
+    best, record = steps[-1][1], details.winner.record.ratio
     low = max(0.0, min(0.97, max(0.35 * best, min(trial.ratio for trial in tried))) - 0.02)
     axes.set_ylim(low, max(best, record, 1.0) * 1.03)
     every = -(-len(tried) // _MOST_DOTS)

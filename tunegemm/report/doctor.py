@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import platform
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tunegemm
 from tunegemm.describe.device import cuda_device_count, find_device, package_version
-from tunegemm.errors import DatabaseError, DeviceError
+from tunegemm.errors import ArtifactError, DatabaseError, DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tunegemm.store import Record
 
 #: `note` is worth knowing and hinders nothing; `fail` keeps tunegemm from working.
 Status = Literal["ok", "note", "fail"]
@@ -27,6 +33,10 @@ _REQUIRED = (
     "pandas",
 )
 _OPTIONAL = ("nvmath-python", "nvidia-ml-py")
+
+
+#: Damaged rows that are named one by one; the others are counted.
+_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -134,43 +144,89 @@ def _linker() -> Check:
 
 
 def _packs() -> list[Check]:
-    from tunegemm.store import packs
+    from tunegemm.generate.artifacts import ArtifactStore
+    from tunegemm.store import packing, packs
 
     warnings: list[str] = []
     checks = []
     for pack in packs.loaded(warnings):
-        detail = f"{pack.folder}: {pack.objects()} kernels, made by tunegemm {pack.version}"
-        checks.append(Check("pack", "ok", detail))
+        records = pack.records
+        names = ", ".join(sorted({record.fingerprint.device_name for record in records})) or "no GPU"
+        detail = (
+            f"{pack.folder}: {len(records)} records of {names}, {pack.objects()} kernels, "
+            f"made by tunegemm {pack.version}"
+        )
+        troubles = [f"{name}: {why}" for name, why in packing.cannot_launch(records).items()]
+        troubles += _foreign_records(records)
+        try:
+            ArtifactStore(pack.folder).check()
+        except ArtifactError as error:
+            troubles.append(str(error))
+        if troubles:
+            checks.append(
+                Check("pack", "note", f"{detail}; {'; '.join(troubles)}", "load another, or unload it")
+            )
+        else:
+            checks.append(Check("pack", "ok", detail))
     return checks + [Check("pack", "note", line, "load another, or unload it") for line in warnings]
+
+
+def _foreign_records(records: Sequence[Record]) -> list[str]:
+    """That, and why, records of a pack are of no use on this GPU; nothing without one."""
+    if not cuda_device_count():
+        return []
+    from tunegemm.store.validity import judge_stored
+
+    here = find_device("cuda:0").fingerprint
+    refused = [verdict for record in records if not (verdict := judge_stored(record, here)).usable]
+    return [f"{len(refused)} of no use on this GPU: {refused[0].reason}"] if refused else []
 
 
 def _database(location: str | None) -> Check:
     from tunegemm.store import Database
     from tunegemm.store.connection import check_writable, display, resolve
+    from tunegemm.store.damage import damaged_rows
 
     try:
         place = resolve(location)
         if isinstance(place, Path) and not os.path.lexists(place):
             if refusal := _refusal_to_write(place.parent):
                 raise DatabaseError(f"{place}: {refusal}")
-            return Check("database", "note", f"{place} is not there yet", "`tunegemm tune` creates it")
+            return Check(
+                "database", "note", f"{place} is not there yet", "`tunegemm tune` on a GPU creates it"
+            )
         with Database.open(location, read_only=True) as database:
-            records = len(database.records())
+            records, damaged = len(database.records()), damaged_rows(database)
         if isinstance(place, Path):
             check_writable(place)
-        return Check("database", "ok", f"{display(place)}: {records} tuned problem(s)")
     except DatabaseError as error:
         return Check("database", "fail", str(error), "choose another with --db or TUNEGEMM_DB")
+    detail = f"{display(place)}: {records} tuned problem(s)"
+    if damaged:
+        named = "; ".join(damaged[:_NAMED]) + (
+            f"; and {len(damaged) - _NAMED} more" if damaged[_NAMED:] else ""
+        )
+        remedy = "they are left out; tune their shapes anew, or restore the file from a copy"
+        return Check("database", "note", f"{detail}, {len(damaged)} damaged row(s): {named}", remedy)
+    return Check("database", "ok", detail)
 
 
 def _cache() -> Check:
     from tunegemm.generate.artifacts import ArtifactStore
 
-    folder = ArtifactStore().root
+    store = ArtifactStore()
+    folder, stored = store.root, []
     if refusal := _refusal_to_write(folder):
         remedy = "make it writable, or name another folder in TUNEGEMM_CACHE_DIR"
         return Check("kernel cache", "fail", f"{folder}: {refusal}", remedy)
-    stored = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.exists() else []
+    try:
+        store.check()
+        stored = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    except ArtifactError as error:
+        remedy = "or name another folder in TUNEGEMM_CACHE_DIR; its kernels are refused as they are"
+        return Check("kernel cache", "fail", str(error), remedy)
+    except OSError as error:
+        return Check("kernel cache", "fail", f"{error.filename}: {error.strerror}", "delete the folder")
     return Check("kernel cache", "ok", f"{folder}: {len(stored)} files, {sum(stored) / 1e6:.1f} MB")
 
 
@@ -186,13 +242,31 @@ def _refusal_to_write(folder: Path) -> str:
     return ""
 
 
+#: Variables that users set; `serve.torch.recording` hands the last one to child processes.
+_VARIABLES = (
+    "TUNEGEMM_CACHE_DIR", "TUNEGEMM_DB", "TUNEGEMM_MODE", "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK",
+    "TUNEGEMM_POLICY", "TUNEGEMM_RECORD", "TUNEGEMM_RECORD_PARTS",
+)  # fmt: skip
+
+
 def _environment() -> Check:
+    from tunegemm.search.budget import online_budget
     from tunegemm.serve.modes import read_mode, read_policy
 
     warnings: list[str] = []
     mode, policy = read_mode(warnings.append), read_policy(warnings.append)
+    if problem := online_budget()[1]:
+        warnings.append(problem)
+    for name in sorted(os.environ):
+        if name.startswith("TUNEGEMM_") and name not in _VARIABLES:
+            near = difflib.get_close_matches(name, _VARIABLES, 1)
+            warnings.append(f"{name} is not known" + (f"; did you mean {near[0]}?" if near else ""))
+    if target := os.environ.get("TUNEGEMM_RECORD"):
+        path = Path(target)
+        if refusal := _refusal_to_write(path if path.is_dir() else path.absolute().parent):
+            warnings.append(f"TUNEGEMM_RECORD={target!r}: {refusal}")
     if warnings:
-        return Check("dispatch", "note", "; ".join(warnings), "dispatch goes by the default")
+        return Check("dispatch", "note", "; ".join(warnings), "these have no effect: correct or unset them")
     return Check("dispatch", "ok", f"mode {mode}, policy {policy}")
 
 

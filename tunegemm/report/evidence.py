@@ -18,13 +18,15 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import families
+from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.statistics import NOISE_FLOOR, ratio_interval, winner
 from tunegemm.report.leaderboard import VENDOR_FAMILY, known_device
+from tunegemm.store.record import Record
 
 if TYPE_CHECKING:
     from tunegemm.measure.replay import ReplayDevice
-    from tunegemm.store import Database, Record
+    from tunegemm.store import Database
 
 Verdict = Literal["faster", "equal", "slower"]
 
@@ -34,52 +36,35 @@ DETAILED, MOST_TRIALS = 12, 20_000
 
 @dataclass(frozen=True)
 class Winner:
-    """The record of one problem, with what tells how sure it is."""
+    """The record of one problem, with its samples, and what tells how sure it is."""
 
-    problem: Problem
-    candidate: Candidate
-    label: str
-    median_us: float
-    baseline_median_us: float
-    """torch.mm in the same interleave."""
-    ratio: float
-    """Speed relative to torch.mm."""
+    record: Record
     low: float
     """Lower end of the 95 % interval of the ratio; under six rounds the whole range."""
     high: float
-    noise: float
-    rounds: int
-    settled: bool
-    """Whether it won a final race."""
-    measured_at: datetime
-    fingerprint: Fingerprint
     percent_of_roofline: float | None
-    sm_clock_mhz: float | None = None
-    power_w: float | None = None
-    temperature_c: float | None = None
-    throttle_reasons: tuple[str, ...] = ()
+
+    @property
+    def rounds(self) -> int:
+        return len(self.record.samples_us)
 
     @property
     def verdict(self) -> Verdict:
         """Against torch.mm: equal where the noise or the interval does not decide."""
-        if math.log(max(self.ratio, 1 / self.ratio)) <= math.log1p(max(self.noise, NOISE_FLOOR)):
+        ratio = self.record.ratio
+        if math.log(max(ratio, 1 / ratio)) <= math.log1p(max(self.record.noise, NOISE_FLOOR)):
             return "equal"
         if self.low > 1:
             return "faster"
         return "slower" if self.high < 1 else "equal"
 
     @property
-    def dtypes(self) -> str:
-        """Of inputs and output, as in a problem's name."""
-        return self.problem.dtypes
-
-    @property
     def tflops(self) -> float:
-        return self.problem.flops / self.median_us / 1e6
+        return self.record.problem.flops / self.record.median_us / 1e6
 
     @property
     def baseline_tflops(self) -> float:
-        return self.problem.flops / self.baseline_median_us / 1e6
+        return self.record.problem.flops / self.record.baseline_median_us / 1e6
 
 
 @dataclass(frozen=True)
@@ -106,7 +91,7 @@ class Details:
 
     @property
     def problem(self) -> Problem:
-        return self.winner.problem
+        return self.winner.record.problem
 
 
 @dataclass(frozen=True)
@@ -143,25 +128,34 @@ class Evidence:
         """One sentence: where the times come from."""
         if self.source == "recorded":
             return f"Recorded on an {self.device.name} ({self.location}); nothing was measured here."
-        return f"Measured on {self.device.name}."
+        origins = [winner.record.origin for winner in self.winners if winner.record.origin]
+        if not origins:
+            return f"Measured on {self.device.name}."
+        named = list(dict.fromkeys(origins))
+        sources = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if named[3:] else "")
+        if len(origins) == len(self.winners):
+            return f"Imported from {sources}; measured on another {self.device.name}."
+        return f"Measured on {self.device.name}, but {len(origins)} records imported from {sources}."
 
     @property
     def days(self) -> str:
         """The day or days of the measurements."""
-        days = sorted(winner.measured_at.date().isoformat() for winner in self.winners)
+        days = sorted(winner.record.measured_at.date().isoformat() for winner in self.winners)
         return days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
 
     @property
     def mean_ratio(self) -> float:
         """Geometric mean over all problems."""
-        return math.exp(math.fsum(math.log(winner.ratio) for winner in self.winners) / len(self.winners))
+        return math.exp(
+            math.fsum(math.log(winner.record.ratio) for winner in self.winners) / len(self.winners)
+        )
 
     def verdicts(self) -> Counter[Verdict]:
         return Counter(winner.verdict for winner in self.winners)
 
     def fingerprints(self) -> dict[Fingerprint, int]:
         """How many of the records were measured under each."""
-        return dict(Counter(winner.fingerprint for winner in self.winners).most_common())
+        return dict(Counter(winner.record.fingerprint for winner in self.winners).most_common())
 
 
 def from_database(
@@ -193,7 +187,7 @@ def from_database(
     if shapes:
         stored = [record for record in stored if record.problem.shape in shapes]
     part = known_device(stored[0].fingerprint)
-    winners = {record.problem: _winner_of(record, part) for record in stored}
+    winners = {record.problem: _winner(record, part) for record in stored}
     latest = sorted(stored, key=lambda record: record.measured_at, reverse=True)
     details = []
     for record in stored if shapes else latest[:detailed]:
@@ -209,7 +203,7 @@ def from_database(
         place,
         part,
         _ordered(winners.values()),
-        tuple(sorted(details, key=lambda one: -one.winner.ratio)),
+        tuple(sorted(details, key=lambda one: -one.winner.record.ratio)),
         queries.measurement_count(database, name, shapes),
         _grouped(queries.failure_counts(database, name)),
         tuple(other for other in names if other != name),
@@ -238,18 +232,18 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
         if not measured:
             continue
         count += len(measured)
-        best = _recorded_winner(problem, measured, sweep.fingerprint, sweep.recorded_at, replay.device)
+        best = _winner(_would_win(problem, measured, sweep.fingerprint, sweep.recorded_at), replay.device)
         winners.append(best)
         if shapes or len(details) < detailed:
             trials = {m.candidate: _recorded_trial(m) for m in measured}
-            order = _replayed_search(problem, trials, replay.device, best.candidate.family)
+            order = _replayed_search(problem, trials, replay.device, best.record.candidate.family)
             details.append(Details(best, tuple(trials.values()), tuple(trials[c] for c in order)))
     return Evidence(
         "recorded",
         replay.device.spec,
         replay.device,
         _ordered(winners),
-        tuple(sorted(details, key=lambda one: -one.winner.ratio)),
+        tuple(sorted(details, key=lambda one: -one.winner.record.ratio)),
         count,
         _grouped([(*key, number) for key, number in failures.most_common()]),
     )
@@ -275,47 +269,29 @@ def _check_shapes(shapes: Sequence[str], problems: Sequence[Problem], where: str
                 + (f" and {len(known) - len(some)} more" if len(known) > len(some) else "")
             )
     if not known:
-        raise TunegemmError(f"{where} has no record; run `tunegemm tune --shape MxNxK` first")
+        raise TunegemmError(f"{where} has no record; run `tunegemm tune --shape MxNxK` on a GPU first")
 
 
 def _ordered(winners: Iterable[Winner]) -> tuple[Winner, ...]:
-    return tuple(sorted(winners, key=lambda winner: -winner.ratio))
+    return tuple(sorted(winners, key=lambda winner: -winner.record.ratio))
 
 
-def _winner_of(record: Record, part: Device) -> Winner:
-    told = record.telemetry
-    return _winner(
-        record.problem, record.measurement, record.label, record.fingerprint, record.measured_at, part,
-        settled=record.confirmed, sm_clock_mhz=told.get("sm_clock_mhz"), power_w=told.get("power_w"),
-        temperature_c=told.get("temperature_c"), throttle_reasons=tuple(told.get("throttle_reasons") or ()),
-    )  # fmt: skip
+def _winner(record: Record, device: Device) -> Winner:
+    low, high = ratio_interval(record.measurement)
+    floor_us = device.roofline_us(record.problem)
+    labelled = replace(record, label=record.label or str(record.candidate))
+    return Winner(labelled, low, high, 100 * floor_us / record.median_us if floor_us else None)
 
 
-def _winner(
-    problem: Problem, measurement: Measurement, label: str, fingerprint: Fingerprint, at: datetime,
-    device: Device, *, settled: bool, sm_clock_mhz: float | None, power_w: float | None,
-    temperature_c: float | None, throttle_reasons: tuple[str, ...],
-) -> Winner:  # fmt: skip
-    low, high = ratio_interval(measurement)
-    floor_us = device.roofline_us(problem)
-    return Winner(
-        problem, measurement.candidate, label or str(measurement.candidate), measurement.median_us,
-        measurement.baseline_median_us, measurement.ratio, low, high, measurement.noise,
-        len(measurement.samples_us), settled, at, fingerprint,
-        100 * floor_us / measurement.median_us if floor_us else None,
-        sm_clock_mhz, power_w, temperature_c, throttle_reasons,
-    )  # fmt: skip
-
-
-def _recorded_winner(
-    problem: Problem, measured: Sequence[Measurement], fingerprint: Fingerprint, at: str, device: Device
-) -> Winner:
+def _would_win(
+    problem: Problem, measured: Sequence[Measurement], fingerprint: Fingerprint, at: str
+) -> Record:
     best = winner(problem, measured)
-    told = best.evidence
-    return _winner(
-        problem, best, _label(best.candidate), fingerprint, datetime.fromisoformat(at), device,
-        settled=False, sm_clock_mhz=told.get("sm_clock_mhz"), power_w=told.get("power_w"),
-        temperature_c=told.get("temperature_c"), throttle_reasons=tuple(told.get("throttle_reasons") or ()),
+    return Record(
+        problem, best.candidate, fingerprint, _label(best.candidate), best.median_us,
+        best.baseline_median_us, best.ratio, best.noise, best.relative_error, policy=SCREEN,
+        measured_at=datetime.fromisoformat(at), samples_us=best.samples_us, baseline_us=best.baseline_us,
+        telemetry=best.evidence,
     )  # fmt: skip
 
 
@@ -330,7 +306,7 @@ def _label(candidate: Candidate) -> str:
 
 
 def _stage(candidate: Candidate, policy: str) -> Literal["library", "search", "race"]:
-    if policy != "screen":
+    if policy != SCREEN:
         return "race"
     return "library" if candidate.family == VENDOR_FAMILY else "search"
 

@@ -16,11 +16,11 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ProblemError
+from tunegemm.errors import ArtifactError, DeviceError, ProblemError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
-from tunegemm.measure.evidence import leaders
+from tunegemm.measure.evidence import Evidence, leaders
 from tunegemm.report.text import significant
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_mode, read_policy
@@ -35,6 +35,11 @@ from tunegemm.store.validity import judge_stored
 
 if TYPE_CHECKING:
     import torch
+
+_EVIDENCE = {
+    Evidence.SCREEN: "the search", Evidence.RACE: "an interleaved race",
+    Evidence.STEADY: "a qualifying round", Evidence.FINAL: "a final race",
+}  # fmt: skip
 
 Bound = Literal["compute", "memory"]
 
@@ -70,6 +75,8 @@ class RunnerUp:
     ratio: float
     """Speed relative to torch.mm, as for the record."""
     median_us: float
+    evidence: str
+    """What that is of: ratios of unlike evidence do not compare."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +199,24 @@ class Explanation:
             yield (
                 "evidence",
                 f"{record.median_us:.1f} us, torch.mm {record.baseline_median_us:.1f} us, noise "
-                f"{record.noise:.1%}, "
-                f"{'won a final race' if record.confirmed else 'of an unfinished search'}, "
+                f"{record.noise:.1%}, {self._proof(record)}, "
                 f"{record.measured_at:%Y-%m-%d}" + (f"  [{record.layer} layer]" if record.layer else ""),
             )
         if (second := self.runner_up) is not None:
-            yield "runner-up", f"{second.label}: {second.median_us:.1f} us, {second.ratio:.3f} x torch.mm"
+            yield (
+                "runner-up",
+                f"{second.label}: {second.median_us:.1f} us, {second.ratio:.3f} x torch.mm "
+                f"in {second.evidence}",
+            )
         yield "change", self.change
+
+    @staticmethod
+    def _proof(record: StoredRecord) -> str:
+        return (
+            "confirmed: it won a final race"
+            if record.confirmed
+            else "of a search, not confirmed by a final race"
+        )
 
     def _served(self, record: StoredRecord) -> str:
         if self.near is not None:
@@ -352,15 +370,16 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
 
 
 def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], list[StoredRecord], list[str]]:
-    """Records and further measurements of the problem, in all layers or in one database; what went wrong."""
+    """Records and further measurements of the problem, in all layers or in one database; what went wrong.
+
+    Raises DatabaseError for one database that cannot be read; of the layers, as dispatch does, the others
+    serve.
+    """
     if location is None:
         records, warnings = read_records()
         return records, read_rivals(problem), warnings
-    try:
-        with Database.open(location, read_only=True) as database:
-            return database.records(), database.entries(problem), []
-    except DatabaseError as error:
-        return [], [], [str(error)]
+    with Database.open(location, read_only=True) as database:
+        return database.records(), database.entries(problem), []
 
 
 def _runner_up(
@@ -374,7 +393,8 @@ def _runner_up(
     if not others:
         return None
     best = leaders(others)[0]
-    return RunnerUp(best.label, best.candidate.family, best.ratio, best.median_us)
+    evidence = _EVIDENCE[best.evidence] + (f", imported from {best.origin}" if best.origin else "")
+    return RunnerUp(best.label, best.candidate.family, best.ratio, best.median_us, evidence)
 
 
 def _object_refusal(record: Any, device: Device) -> str:

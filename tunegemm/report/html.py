@@ -67,7 +67,7 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
         command=command,
         headline=_headline(evidence),
         days=evidence.days,
-        settled=any(winner.settled for winner in winners),
+        confirmed=any(winner.record.confirmed for winner in winners),
         symbols=charts.SYMBOLS,
         words=charts.WORDS,
         failed=sum(stages.values()),
@@ -76,9 +76,9 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
         roofs=(statistics.median(roofs), max(roofs)) if roofs else None,
         listed=listed,
         anchors={details.problem: _anchor(details.problem) for details in evidence.details},
-        families=_choices(winner.candidate.family for winner in listed),
-        dtypes=_choices(winner.dtypes for winner in listed),
-        layouts=_choices(winner.problem.layout for winner in listed),
+        families=_choices(winner.record.candidate.family for winner in listed),
+        dtypes=_choices(winner.record.problem.dtypes for winner in listed),
+        layouts=_choices(winner.record.problem.layout for winner in listed),
         ticks=_ticks(limits),
         forest=lambda winner: _forest(winner, limits),
         significant=significant,
@@ -135,10 +135,10 @@ def _place(value: float, limits: tuple[float, float]) -> float:
 
 def _forest(winner: Winner, limits: tuple[float, float]) -> dict[str, float]:
     """Where a speed-up, its interval and the noise around 1 lie, in percent of the axis."""
-    noise = max(winner.noise, NOISE_FLOOR)
+    noise = max(winner.record.noise, NOISE_FLOOR)
     ends = {
         "tie": 1 / (1 + noise), "tie_end": 1 + noise, "low": winner.low, "high": winner.high,
-        "ratio": winner.ratio, "unity": 1.0,
+        "ratio": winner.record.ratio, "unity": 1.0,
     }  # fmt: skip
     return {name: _place(value, limits) for name, value in ends.items()}
 
@@ -155,21 +155,26 @@ def _ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
 
 def _facts(evidence: Evidence) -> list[tuple[str, str]]:
     device, winners = evidence.device, evidence.winners
-    facts = [("GPU", f"{device.name}, {winners[0].fingerprint.sm_count} multiprocessors")]
+    facts = [("GPU", f"{device.name}, {winners[0].record.fingerprint.sm_count} multiprocessors")]
     if device.peak_tflops:
         sizes = (
             f"{device.peak_tflops:g} TFLOP/s dense bf16", f"{device.bandwidth_gbps / 1000:g} TB/s",
             f"{device.memory_bytes / 1e9:.0f} GB", f"L2 {device.l2_bytes / 2**20:.0f} MiB",
         )  # fmt: skip
         facts.append(("Datasheet", ", ".join(sizes)))
-    throttled = Counter(reason for winner in winners for reason in winner.throttle_reasons)
+    throttled = Counter(
+        reason for w in winners for reason in w.record.telemetry.get("throttle_reasons") or ()
+    )
     limits = ", ".join(f"{reason} ({count} records)" for reason, count in throttled.most_common())
     facts += [
-        ("SM clock while measuring", _range((w.sm_clock_mhz for w in winners), "MHz")),
-        ("Board power while measuring", _range((w.power_w for w in winners), "W")),
-        ("GPU temperature", _range((w.temperature_c for w in winners), "\u00b0C")),
+        (
+            "SM clock while measuring",
+            _range((w.record.telemetry.get("sm_clock_mhz") for w in winners), "MHz"),
+        ),
+        ("Board power while measuring", _range((w.record.telemetry.get("power_w") for w in winners), "W")),
+        ("GPU temperature", _range((w.record.telemetry.get("temperature_c") for w in winners), "\u00b0C")),
         ("Clock limits", limits or "none seen"),
-        ("Noise of the interleaves", _range((100 * w.noise for w in winners), "%", 2)),
+        ("Noise of the interleaves", _range((100 * w.record.noise for w in winners), "%", 2)),
         ("Source", evidence.location),
     ]
     if evidence.other_devices:

@@ -155,7 +155,7 @@ class Leaderboard:
                 chosen=candidate == best,
                 baseline_median_us=measurement.baseline_median_us,
                 baseline_spread=replace(measurement, samples_us=measurement.baseline_us).spread,
-                evidence=Evidence.STEADY if measurement.alone else Evidence.SCREEN,
+                evidence=Evidence.STEADY if measurement.is_steady else Evidence.SCREEN,
             )
             for candidate, measurement in latest.items()
         ]
@@ -258,7 +258,7 @@ class Leaderboard:
         ]
         # Where nothing beat torch.mm, that is the best, and the vendor's best is at least that.
         lost = ~found["confirmed"] & (found["ratio"] < 1)
-        vendor_lost = ~(found["vendor_ratio"] >= 1)
+        vendor_lost = found["vendor_ratio"] < 1
         median_us = found["median_us"].where(~lost, found["baseline_median_us"])
         label = found["label"].where(found["label"] != "", found["family"] + " " + found["candidate"])
         table = found.assign(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import TunegemmError
 from tunegemm.measure.evidence import FINAL
 from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.store.layers import of_databases
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
 
 _PROBLEM = [field.name for field in fields(Problem)]
 _PLACE = [*_PROBLEM, "device_name"]
-
-#: What a readable row has in these columns, where they are there: a time of 0.1 ns to 11 days, to begin with.
-_RANGES = {
-    "median_us": (1e-4, 1e12), "baseline_median_us": (1e-4, 1e12), "ratio": (1e-6, 1e6),
-    "vendor_ratio": (1e-6, 1e6), "spread": (0, 1e6), "baseline_spread": (0, 1e6), "noise": (0, 1e6),
-}  # fmt: skip
-_OPTIONAL = {"vendor_ratio", "spread", "baseline_spread", "noise"}
-_TEXTS = {"device_name", "family", "label", "candidate", "policy", "fingerprint"}
 
 
 def of_all_layers(
@@ -53,48 +44,9 @@ def of_all_layers(
     return together[together["_layer"] == narrowest].drop(columns="_layer"), warnings
 
 
-def readable(frame: pandas.DataFrame) -> tuple[pandas.DataFrame, int]:
-    """The rows whose problem, names and figures can be what they say, and the number of the others.
-
-    A database's cells may have been damaged, or written by another program.
-    """
-    import pandas
-
-    def within(name: str) -> pandas.Series:
-        column, (low, high) = frame[name], _RANGES[name]
-        if column.dtype.kind not in "fiu":
-            column = pandas.to_numeric(column.where(column.map(_is_number)), errors="coerce")
-        return column.between(low, high) | (frame[name].isna() & (name in _OPTIONAL))
-
-    problems = list(frame[_PROBLEM].itertuples(index=False, name=None))
-    known = {values: _is_problem(values) for values in set(problems)}
-    good = pandas.Series([known[values] for values in problems], index=frame.index, dtype=bool)
-    numbers = [name for name in _RANGES if name in frame]
-    for name in numbers:
-        good &= within(name)
-    for name in _TEXTS & set(frame):
-        good &= frame[name].map(lambda value: isinstance(value, str)).astype(bool)
-    if "measured_at" in frame:
-        good &= frame["measured_at"].notna()
-    kept = frame[good]
-    return kept.astype(dict.fromkeys(numbers, float)), len(frame) - len(kept)
-
-
 def problems_of(frame: pandas.DataFrame) -> list[Problem]:
     """The problems of the rows, smallest first."""
     return sorted(Problem(*row) for row in frame[_PROBLEM].drop_duplicates().itertuples(index=False))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_problem(values: tuple[Any, ...]) -> bool:
-    try:
-        Problem(*values)
-    except (TunegemmError, TypeError, ValueError):
-        return False
-    return True
 
 
 def _frame(records: Iterable[Record]) -> pandas.DataFrame:

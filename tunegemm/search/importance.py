@@ -6,13 +6,12 @@ PED-ANOVA asks how differently the best tenth of the trials chose a parameter's 
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tunegemm.describe.space import Candidate, Value
-from tunegemm.search.sampler import is_ordered
+from tunegemm.search.sampler import is_ordered, quiet_optuna
 
 #: Under so many trials the best tenth is two candidates or fewer, which tell nothing.
 FEWEST_TRIALS = 24
@@ -72,9 +71,7 @@ def _shares(trials: list[tuple[dict[str, Value], float]]) -> dict[str, float]:
         name: {value: place if is_ordered(listed) else str(value) for place, value in enumerate(listed)}
         for name, listed in lists.items()
     }
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # a new study announces itself otherwise
-    try:
+    with quiet_optuna():
         study = optuna.create_study(direction="maximize")
         study.add_trials(
             [
@@ -86,13 +83,9 @@ def _shares(trials: list[tuple[dict[str, Value], float]]) -> dict[str, float]:
                 for params, value in trials
             ]
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            shares = optuna.importance.get_param_importances(
-                study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
-            )
-    finally:
-        optuna.logging.set_verbosity(verbosity)
+        shares = optuna.importance.get_param_importances(
+            study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
+        )
     return dict(sorted(shares.items(), key=lambda share: -share[1]))
 
 

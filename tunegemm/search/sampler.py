@@ -7,7 +7,8 @@ booleans are categories. The study is in memory and seeded; no file is read or w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.space import Candidate, Value
@@ -28,16 +29,12 @@ class Sampler:
         self._distributions = {name: self._distribution(listed) for name, listed in self._values.items()}
         self._suggested: optuna.trial.Trial | None = None
         self._running: dict[Candidate, optuna.trial.Trial] = {}
-        verbosity = optuna.logging.get_verbosity()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)  # a new study announces itself otherwise
-        with warnings.catch_warnings():
-            # Optuna 4 calls both options experimental; in 5 they are the defaults.
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # Optuna 4 calls both options experimental; in 5 they are the defaults.
+        with quiet_optuna():
             tpe = optuna.samplers.TPESampler(
                 seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True
             )
             self._study = optuna.create_study(direction="maximize", sampler=tpe)
-        optuna.logging.set_verbosity(verbosity)
 
     def suggest(self) -> dict[str, Value]:
         """The sampler's next point, a value per parameter with a choice. `start` makes it a trial."""
@@ -102,6 +99,21 @@ class Sampler:
 
     def _decode(self, name: str, stored: Any) -> Value:
         return self._values[name][stored] if is_ordered(self._values[name]) else stored
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Without Optuna's lines about new studies and experimental options."""
+    import optuna
+
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)
 
 
 def is_ordered(listed: Sequence[Value]) -> bool:

@@ -1,4 +1,4 @@
-"""Run time: `matmul` and its kin launch the recorded kernel of a problem, or leave it to torch."""
+"""Run time: `matmul` and its kin launch the recorded kernel of a problem, or fall back to torch."""
 
 from tunegemm.serve.api import (
     addmm,

@@ -168,7 +168,7 @@ def addmm(
 ) -> torch.Tensor:
     """``beta * c + alpha * a @ b``, with the meaning of ``torch.addmm``: `c` is a matrix, or a row for each.
 
-    Served as `matmul` is. Problems are told apart by their epilogue: ``bias_n`` for a row, ``beta_c`` for a
+    Served as `matmul` is. The problems' epilogues: ``bias_n`` for a row, ``beta_c`` for a
     matrix, with ``alpha+`` before it where alpha is not 1, and none where beta is 0, as C is not read then.
     """
     try:

@@ -3,7 +3,8 @@
 A *plan* is the prepared launch for one key of shapes, strides, dtypes, devices and, below 16, the bytes that
 addresses are multiples of; None says that torch computes products of that key. Plans are made on the first
 call of a key, under a lock, and are then read without one. Nothing is compiled or tuned here, and nothing is
-read or loaded while the current stream records a CUDA graph: a product without a plan is then torch's.
+read or loaded while the current stream records a CUDA graph: a product without a plan then falls back to
+torch.
 
 Building such a key costs more than all else that is left of a call. So a call first looks at what was done
 last with the `b` at this address, mostly a weight: if one check in C says that the operands are as they were

@@ -4,30 +4,30 @@ The question is never which kernel is good, but whether it surely does not lose 
 near a problem: the recorded ratios to torch.mm, and the model, whose microseconds rank and extrapolate. A
 recorded kernel is taken for another problem where both agree:
 
-1. *Witnesses.* The records that may be used here and differ in m alone, the nearest below and above, when
+1. *Neighbours.* The records that may be used here and differ in m alone, the nearest below and above, when
    the two are within a factor of 8; else the one of them that is within a factor of 2. Where neither is, the
    three nearest records of any n and k, m x n x k within a factor of 4 together.
-2. *The margin* is 2 %, and 1 % more for each doubling of m between the two witnesses, or for each half of a
-   doubling to a single one. Witnesses of another n or k are asked for 12 %, and 2 % for each doubling to the
+2. *The margin* is 2 %, and 1 % more for each doubling of m between the two neighbours, or for each half of a
+   doubling to a single one. Neighbours of another n or k are asked for 12 %, and 2 % for each doubling to the
    farthest.
-3. *The recorded ratios.* A kernel of ours won at every witness, by no less than the margin. Where torch.mm or
-   an algorithm of its library won, torch it is.
-4. *The model* carries the time of a witness's kernel and that of torch from there to here. Torch is taken at
-   its best: as the fastest of the tiles that its library has, which it need not have chosen at the witness.
-   What is expected, at most the least of the recorded ratios, must pass the margin, too.
+3. *The recorded ratios.* A kernel of ours won at every neighbour, by no less than the margin. Where torch.mm
+   or an algorithm of its library won, torch it is.
+4. *The model* carries the time of a neighbour's kernel and that of torch from there to here. Torch is
+   taken at its best: as the fastest of the tiles that its library has, which it need not have chosen at the
+   neighbour. What is expected, at most the least of the recorded ratios, must pass the margin, too.
 
-5. *The tiles.* The kernel has at most a tenth more tiles along m than at its witness, and no more rows beyond
-   the edge than 16, than m / 32 or than its witness has. A second tile reads the weights again: at
+5. *The tiles.* The kernel has at most a tenth more tiles along m than at its neighbour, and no more rows
+   beyond the edge than 16, than m / 32 or than its neighbour has. A second tile reads the weights again: at
    28672x4096 a kernel with tiles of 16 was 1.10 of torch up to m = 16 and 0.67 at 17. And TMA fills rows
    beyond the edge slowly: at 4096x4096 a kernel with tiles of 64 took 12.4 us for m = 120 to 128 and 20.9 us
    for m = 65 (H200, 2026-11-21, benchmarks/results/h200/decode-first-rule-2026-11-21.json). Families whose
    last tile begins inside have no such rows where a tile fits at all (`edges_inside`); but for epilogues that
    read a matrix, which may be D.
 
-A row of one (m = 1) takes what was recorded for it, and is no witness: libraries multiply matrix and vector
-by other kernels. Launch parameters that depend on m are derived anew (`l2_hint`) or counted at load (`ctas`);
-the family's rules must accept the rest. Of several kernels the one is taken that is expected to gain most; of
-equals the one whose waves change least. docs/decisions/0006 has the evidence.
+A row of one (m = 1) takes what was recorded for it, and is not a neighbour: libraries multiply matrix and
+vector by other kernels. Launch parameters that depend on m are derived anew (`l2_hint`) or counted at load
+(`ctas`); the family's rules must accept the rest. Of several kernels the one is taken that is expected to
+gain most; of equals the one whose waves change least. docs/decisions/0006 has the evidence.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ if TYPE_CHECKING:
     from tunegemm.serve.snapshot import Snapshot
     from tunegemm.store.record import Record
 
-#: Least gain over torch by witnesses of the same n and k, and what each doubling between them adds. Two
+#: Least gain over torch by neighbours of the same n and k, and what each doubling between them adds. Two
 #: sessions of one H200 disagree in the ratio of one kernel by 0.2 to 0.3 % (medians of 9 and 39 kernels), at
 #: one of 9 and seven of 39 by over 2 % (2026-11-21, db/records of that evening and of that noon, and
 #: benchmarks/results/h200/peers.json; `python -m benchmarks.near`).
 MARGIN, MARGIN_PER_DOUBLING = 0.02, 0.01
-#: The same for witnesses of another n or k, to which the model's error adds.
+#: The same for neighbours of another n or k, to which the model's error adds.
 MARGIN_AFAR, MARGIN_AFAR_PER_DOUBLING = 0.12, 0.02
-#: Doublings of m between two witnesses, and from a single one, that are still a neighbourhood.
+#: Doublings of m between two neighbours, and from a single one, that are still a neighbourhood.
 MAX_GAP, MAX_REACH = 3.0, 1.0
-#: Tiles along m relative to those at the witness.
+#: Tiles along m relative to those at the neighbour.
 MOST_TILES = 1.1
-#: Rows of a kernel's last tile that may lie beyond the edge where there were fewer at the witness.
+#: Rows of a kernel's last tile that may lie beyond the edge where there were fewer at the neighbour.
 MOST_ROWS_BEYOND = 16
-#: Doublings of m, n and k together to witnesses of another n or k, and how many there must be.
-MAX_DISTANCE, WITNESSES_AFAR = 2.0, 3
+#: Doublings of m, n and k together to neighbours of another n or k, and how many there must be.
+MAX_DISTANCE, NEIGHBOURS_AFAR = 2.0, 3
 
 
 def _library_tiles(m: tuple[int, ...], n: tuple[int, ...], swap_ab: bool) -> list[Candidate]:
@@ -115,7 +115,7 @@ class Neighbourhood:
     """Kernels that may be launched, the best first."""
     refusal: str = ""
     """Why there are none, in one clause."""
-    witnesses: tuple[Record, ...] = ()
+    neighbours: tuple[Record, ...] = ()
     """The records that were asked."""
 
 
@@ -133,35 +133,37 @@ def neighbourhood(
         return Neighbourhood(refusal="a single row takes what is recorded for it only")
     brackets = _brackets(snapshot, problem, device)
     afar = not brackets
-    witnesses = _afar(snapshot, problem, device) if afar else brackets
-    if not witnesses:
+    neighbours = _afar(snapshot, problem, device) if afar else brackets
+    if not neighbours:
         return Neighbourhood(refusal="no recorded shape is near enough")
-    margin = _margin(problem, witnesses, afar)
-    for witness in witnesses:
-        if "tile_m" not in witness.candidate.params:
-            refusal = f"a library's kernel won at {witness.problem.shape}"
-        elif witness.ratio < 1 + margin:
-            refusal = f"{witness.ratio:.3f} x torch at {witness.problem.shape}, {1 + margin:.2f} asked for"
+    margin = _margin(problem, neighbours, afar)
+    for neighbour in neighbours:
+        if "tile_m" not in neighbour.candidate.params:
+            refusal = f"a library's kernel won at {neighbour.problem.shape}"
+        elif neighbour.ratio < 1 + margin:
+            refusal = (
+                f"{neighbour.ratio:.3f} x torch at {neighbour.problem.shape}, {1 + margin:.2f} asked for"
+            )
         else:
             continue
-        return Neighbourhood((), refusal, witnesses)
-    least = min(witness.ratio for witness in witnesses)
+        return Neighbourhood((), refusal, neighbours)
+    least = min(neighbour.ratio for neighbour in neighbours)
     offers, refusals = [], []
-    for witness in witnesses:
-        offer = _offer(witness, problem, device, least, margin)
+    for neighbour in neighbours:
+        offer = _offer(neighbour, problem, device, least, margin)
         if isinstance(offer, str):
             refusals.append(offer)
         elif reason := allows(problem, offer.record.candidate):
-            refusals.append(f"kernel of {witness.problem.shape}: {reason}")
+            refusals.append(f"kernel of {neighbour.problem.shape}: {reason}")
         elif offer.record.ratio < 1 + margin:
             refusals.append(
-                f"kernel of {witness.problem.shape}: {offer.record.ratio:.3f} x torch expected, "
+                f"kernel of {neighbour.problem.shape}: {offer.record.ratio:.3f} x torch expected, "
                 f"{1 + margin:.2f} asked for"
             )
         else:
             offers.append(offer)
     offers.sort(key=lambda one: (-round(one.record.ratio, 2), abs(one.waves[1] - one.waves[0])))
-    return Neighbourhood(tuple(offers), "" if offers else "; ".join(refusals), witnesses)
+    return Neighbourhood(tuple(offers), "" if offers else "; ".join(refusals), neighbours)
 
 
 def _brackets(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Record, ...]:
@@ -189,17 +191,17 @@ def _afar(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Record,
     for other in snapshot.around(problem, MAX_DISTANCE):
         if other.m > 1 and (record := snapshot.find(other, device.fingerprint)) is not None:
             found.append(record)
-        if len(found) == WITNESSES_AFAR:
+        if len(found) == NEIGHBOURS_AFAR:
             return tuple(found)
     return ()
 
 
-def _margin(problem: Problem, witnesses: Sequence[Record], afar: bool) -> float:
-    farthest = max(_apart(problem, witness.problem) for witness in witnesses)
+def _margin(problem: Problem, neighbours: Sequence[Record], afar: bool) -> float:
+    farthest = max(_apart(problem, neighbour.problem) for neighbour in neighbours)
     if afar:
         return MARGIN_AFAR + MARGIN_AFAR_PER_DOUBLING * farthest
-    if len(witnesses) == 2:
-        return MARGIN + MARGIN_PER_DOUBLING * _doublings(witnesses[0].problem.m, witnesses[1].problem.m)
+    if len(neighbours) == 2:
+        return MARGIN + MARGIN_PER_DOUBLING * _doublings(neighbours[0].problem.m, neighbours[1].problem.m)
     return MARGIN + 2 * MARGIN_PER_DOUBLING * farthest
 
 
@@ -211,14 +213,14 @@ def _doublings(one: int, other: int) -> float:
     return abs(math.log2(one / other))
 
 
-def _tiles_differ(problem: Problem, witness: Problem, candidate: Candidate) -> str:
-    """Why tiles along m are not like those at the witness; empty when they are."""
+def _tiles_differ(problem: Problem, neighbour: Problem, candidate: Candidate) -> str:
+    """Why tiles along m are not like those at the neighbour; empty when they are."""
     swapped = candidate.params.get("swap_ab", False)
     tile = int(candidate["tile_n" if swapped else "tile_m"])
-    here, there = -(-problem.m // tile), -(-witness.m // tile)
+    here, there = -(-problem.m // tile), -(-neighbour.m // tile)
     if here > there * MOST_TILES:
         return f"{here} tiles of {tile} rows here, {there} there"
-    beyond, known = here * tile - problem.m, there * tile - witness.m
+    beyond, known = here * tile - problem.m, there * tile - neighbour.m
     matrices = any(operand.kind == "matrix" for operand in problem.fused.operands)
     inside = families.get(candidate.family).edges_inside and problem.m >= tile and not matrices
     if not inside and beyond > max(MOST_ROWS_BEYOND, known, problem.m // 32):
@@ -226,24 +228,24 @@ def _tiles_differ(problem: Problem, witness: Problem, candidate: Candidate) -> s
     return ""
 
 
-def _offer(witness: Record, problem: Problem, device: Device, least: float, margin: float) -> Near | str:
-    """The witness's kernel for the problem; a clause where it is not legal there."""
-    candidate = witness.candidate
+def _offer(neighbour: Record, problem: Problem, device: Device, least: float, margin: float) -> Near | str:
+    """The neighbour's kernel for the problem; a clause where it is not legal there."""
+    candidate = neighbour.candidate
     try:
         if "l2_hint" in candidate.params:
             candidate = candidate.with_launch(l2_hint=model.l2_hint(problem, candidate))
         if not (verdict := families.get(candidate.family).check(problem, candidate, device)):
-            return f"kernel of {witness.problem.shape}: {verdict}"
-        if differ := _tiles_differ(problem, witness.problem, candidate):
-            return f"kernel of {witness.problem.shape}: {differ}"
-        there = model.predict(witness.problem, witness.candidate, device)
+            return f"kernel of {neighbour.problem.shape}: {verdict}"
+        if differ := _tiles_differ(problem, neighbour.problem, candidate):
+            return f"kernel of {neighbour.problem.shape}: {differ}"
+        there = model.predict(neighbour.problem, neighbour.candidate, device)
         here = model.predict(problem, candidate, device)
     except (SpaceError, KeyError, TypeError) as error:  # a stored candidate that is damaged or of another age
-        return f"kernel of {witness.problem.shape}: {error}"
-    torch = library_us(problem, device) / library_us(witness.problem, device)
-    expected = min(witness.ratio * torch * there.total_us / here.total_us, least)
-    found = replace(witness, problem=problem, candidate=candidate, ratio=expected)
-    return Near(found, witness, (there.waves, here.waves), margin)
+        return f"kernel of {neighbour.problem.shape}: {error}"
+    torch = library_us(problem, device) / library_us(neighbour.problem, device)
+    expected = min(neighbour.ratio * torch * there.total_us / here.total_us, least)
+    found = replace(neighbour, problem=problem, candidate=candidate, ratio=expected)
+    return Near(found, neighbour, (there.waves, here.waves), margin)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -42,7 +42,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A product that is torch's, whatever the database says."""
+    """A product that torch computes, whatever the database says."""
 
     reason: str
     """One line; empty where torch is simply the right place (broadcasting, empty extents, errors)."""
@@ -61,7 +61,7 @@ def describe(
 
     Handled: whatever views make a product of two matrices, of two equal batches of them, or of one matrix and
     a batch, where the matrix is a batch of stride 0. Never raises: what torch would reject is a Refusal too.
-    Operands of 8 bits are none of torch.matmul's on a GPU: they need an `out_dtype`.
+    torch.matmul takes no operands of 8 bits on a GPU: they need an `out_dtype`.
     """
     for operand in (a, b):
         if not hasattr(operand, "data_ptr"):
@@ -113,7 +113,7 @@ def _matrices(
     """Shapes to see operands of these shapes in, both of 2 or both of 3 dimensions, and the result's shape.
 
     The best comes first: one product rather than a batch. None at all for what no view makes such a product,
-    for empty extents, and for a dot product, which is no matrix kernel's work.
+    for empty extents, and for a dot product, which no matrix kernel computes.
     """
     if 0 in a or 0 in b or not a or not b or len(a) == len(b) == 1:
         return [], ()
@@ -180,7 +180,9 @@ def _tma_refusal(name: str, shape: Sequence[int], strides: Sequence[int], major:
         return f"{where} has no unit stride"
     for dim, stride in enumerate(strides):
         if dim != len(strides) + major and shape[dim] > 1 and stride * item % ALIGNMENT:
-            return f"{where}: stride {stride} x {item} B is no multiple of the {ALIGNMENT} B that TMA needs"
+            return (
+                f"{where}: stride {stride} x {item} B is not a multiple of the {ALIGNMENT} B that TMA needs"
+            )
     if overlaps_itself(shape[-2:], strides[-2:]):
         return f"{where} overlaps itself"
     return ""

@@ -88,8 +88,8 @@ class Operation:
     def compile(self) -> Resources | None:
         """Compile the kernel, in a process of its own, unless the object store has it; what it takes.
 
-        None for a library's kernel, of which nobody tells. Raises OperationError where `can_implement` says
-        no, or the compiler does.
+        None for a library's kernel, of which it is not known. Raises OperationError where `can_implement`
+        says no, or the compiler does.
         """
         if not (verdict := self.can_implement()):
             raise OperationError(f"{self.candidate} cannot compute {self.problem}: {verdict}")
@@ -121,14 +121,12 @@ class Operation:
         must follow each other; that an address has the room, and stays, is the caller's word. None: memory of
         torch's allocator, for each stream its own. Operands that TMA refuses are copied in either case.
 
-        May be called again, with another workspace. Raises OperationError for one that does not do.
+        May be called again, with another workspace. Raises OperationError for one too small or not aligned.
         """
         import torch
 
         if not self.device.is_real:
-            raise DeviceError(
-                f"{self.device.spec} is no GPU that could launch; use a device such as 'cuda:0'"
-            )
+            raise DeviceError(f"{self.device.spec} is not a GPU; use a device such as 'cuda:0'")
         memory = self._memory
         lent = self._lent(workspace, memory) if workspace is not None and memory is not None else None
         with self._on(stream):
@@ -186,7 +184,7 @@ class Operation:
     def _wrong_parameter(self) -> str | None:
         """A parameter that the candidate lacks or has too much, or a value that is none.
 
-        A library's kernels are told by others.
+        A library names its kernels itself.
         """
         if not self._family.compiled:
             return None
@@ -199,7 +197,9 @@ class Operation:
             for name in names:
                 if name not in known[table]:
                     near = difflib.get_close_matches(name, known[table], n=1) or known[table]
-                    return f"{name!r} is no {table} parameter of {self._family.name}; use {', '.join(near)}"
+                    return (
+                        f"{name!r} is not a {table} parameter of {self._family.name}; use {', '.join(near)}"
+                    )
             space = families.load_space(self._family.name)
             values = space.compile_values | space.launch_values  # type: ignore[operator]
             if missing := [name for name in known[table] if name not in names]:
@@ -229,13 +229,13 @@ class Operation:
         address = workspace.data_ptr() if isinstance(workspace, torch.Tensor) else workspace
         if address % WORKSPACE_ALIGNMENT:
             raise OperationError(
-                f"workspace at {address:#x}, no multiple of {WORKSPACE_ALIGNMENT} B; "
+                f"workspace at {address:#x}, not a multiple of {WORKSPACE_ALIGNMENT} B; "
                 "give the start of an allocation"
             )
         if isinstance(workspace, torch.Tensor):
             return workspace.detach().reshape(-1).view(torch.uint8)[:need]
         if memory_device(address) != self.device.index:
-            raise OperationError(f"workspace at {address:#x} is no memory of {place}; allocate it there")
+            raise OperationError(f"workspace at {address:#x} is not memory of {place}; allocate it there")
         return torch.as_tensor(_Bytes(address, need), device=place)
 
     def _check(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

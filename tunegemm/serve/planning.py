@@ -2,7 +2,7 @@
 
 A *plan* is the prepared launch for one key; None says that torch computes products of that key. Nothing is
 compiled or tuned here but in mode `online`, and nothing is read or loaded while the current stream records a
-CUDA graph: a product without a plan is then torch's.
+CUDA graph: a product without a plan then falls back to torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
 from tunegemm.serve.plans import Plan, State, expanding, views_of_operands
 from tunegemm.serve.policies import Policy
-from tunegemm.serve.selection import Rival, read_rivals, select
+from tunegemm.serve.selection import read_rivals, select
 from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.serve.worth import least_ratio
 from tunegemm.store.layers import modified
@@ -60,7 +60,7 @@ class Planner:
         find: Callable[[str], Device] = find_device,
         prepare: Callable[[Record, Device], Prepared] = prepare,
         modified: Callable[[], Hashable] = modified,
-        rivals: Callable[[Problem], Sequence[Rival]] = read_rivals,
+        rivals: Callable[[Problem], Sequence[Record]] = read_rivals,
         online: OnlineTuning | None = None,
     ) -> None:
         """The arguments say where records, devices and launchers come from, what changes with records, and
@@ -148,7 +148,7 @@ class Planner:
     ) -> tuple[State, Plan | None]:
         """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded.
 
-        Where the key is known to be torch's, this is but a look at the clock, and now and then at files.
+        For a key that falls back to torch, this is but a look at the clock, and now and then at files.
         """
         state = self.state
         known = key in state.plans
@@ -399,7 +399,7 @@ class Planner:
         return snapshot
 
     def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
-        """A launch failed: products of this key are torch's from now on."""
+        """A launch failed: products of this key fall back to torch from now on."""
         if capturing(plan.device):
             raise error
         with self.lock:

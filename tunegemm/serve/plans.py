@@ -63,7 +63,7 @@ class Recent:
     trains: bool
     """Whether an operand requires grad: not for a launch alone in grad mode."""
     counts: bool
-    """Whether a given output counts its versions: it is no inference tensor."""
+    """Whether a given output counts its versions: it is not an inference tensor."""
     index: int
     """Of the device that must be the current one; -1 where there is but one."""
 

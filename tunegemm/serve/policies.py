@@ -70,7 +70,7 @@ def parse_policy(text: str) -> Policy:
 
 
 def _deterministic(problem: Problem, candidate: Candidate) -> str:
-    """Kernels of ours are: split-K adds its parts in the order of k, whichever block comes last.
+    """Kernels of ours are: split-K adds its k splits in order, whichever block comes last.
 
     A library's algorithm counts where it neither splits k nor reduces: NVIDIA promises the same bits in every
     run but excepts kernels on several streams, and does not say of which algorithm. torch.mm is torch's to
@@ -89,7 +89,7 @@ def _no_workspace(problem: Problem, candidate: Candidate) -> str:
     if candidate.params.get("algorithm") is not None:
         return ""
     if _splits(candidate):
-        return "parts of k keep their sums in a workspace"
+        return "k splits keep their sums in a workspace"
     from tunegemm.generate import families
 
     if families.get(candidate.family).tma and not tma_takes(problem):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.measure.evidence import leaders, standing
+from tunegemm.measure.evidence import leaders, may_be_record, standing
 from tunegemm.serve.policies import FASTEST, Policy
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store.record import Record
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from tunegemm.serve.neighbours import Near
 
 Outcome = Literal["hit", "near", "miss"]
-
-
-#: A measured candidate of a problem, as a database keeps it beside the record.
-Rival = Record
 
 
 @dataclass(frozen=True)
@@ -35,13 +31,13 @@ class Selection:
     """One clause: what speaks for the first option, or why there is none."""
     nears: tuple[Near, ...] = ()
     """Of a near hit, the same as `options`, with what is expected of them."""
-    witnesses: tuple[Record, ...] = ()
+    neighbours: tuple[Record, ...] = ()
     """Of a problem without a record, the records of its neighbourhood that were asked."""
 
     @property
     def advises_tuning(self) -> bool:
         """Whether torch is a stopgap. It is the answer where recorded neighbours speak for it."""
-        return self.outcome == "miss" and not self.witnesses
+        return self.outcome == "miss" and not self.neighbours
 
 
 def select(
@@ -51,7 +47,7 @@ def select(
     *,
     near: bool = True,
     policy: Policy = FASTEST,
-    rivals: Callable[[Problem], Sequence[Rival]] = lambda problem: (),
+    rivals: Callable[[Problem], Sequence[Record]] = lambda problem: (),
 ) -> Selection:
     """Hit, near hit or miss of a problem on a device.
 
@@ -60,6 +56,8 @@ def select(
     """
     record = snapshot.find(problem, device.fingerprint)
     if record is not None:
+        if policy.max_sms is None and not may_be_record(record):
+            return Selection("miss", (), f"its record is slower than torch.mm ({record.ratio:.3f} x torch)")
         if policy == FASTEST:
             return Selection("hit", (record,), _grade(record, device))
         return _by_policy(record, problem, device, policy, rivals(problem))
@@ -70,9 +68,9 @@ def select(
 
     around = neighbourhood(snapshot, problem, device, policy.refusal)
     if not around.options:
-        return Selection("miss", (), f"{why}; {around.refusal}", witnesses=around.witnesses)
+        return Selection("miss", (), f"{why}; {around.refusal}", neighbours=around.neighbours)
     options = tuple(option.record for option in around.options)
-    return Selection("near", options, str(around.options[0]), around.options, around.witnesses)
+    return Selection("near", options, str(around.options[0]), around.options, around.neighbours)
 
 
 def _grade(record: Record, device: Device) -> str:
@@ -81,7 +79,7 @@ def _grade(record: Record, device: Device) -> str:
 
 
 def _by_policy(
-    record: Record, problem: Problem, device: Device, policy: Policy, rivals: Sequence[Rival]
+    record: Record, problem: Problem, device: Device, policy: Policy, rivals: Sequence[Record]
 ) -> Selection:
     """The record or the best of its rivals that the policy allows; torch where that is slower than torch."""
     usable = [rival for rival in rivals if judge_stored(rival, device.fingerprint).usable]
@@ -90,10 +88,10 @@ def _by_policy(
         return _least_energy(record, problem, usable)
     if not refusal:
         return Selection("hit", (record,), _grade(record, device))
-    # torch cannot be told to leave multiprocessors free, so that a slower kernel may be what was asked for.
-    enough = 0.0 if policy.max_sms is not None else 1.0
+    # torch cannot leave multiprocessors free, so that a slower kernel may be what was asked for.
     for rival in leaders(usable):
-        if not policy.refusal(problem, rival.candidate) and rival.ratio >= enough:
+        fast = policy.max_sms is not None or may_be_record(rival)
+        if fast and not policy.refusal(problem, rival.candidate):
             why = f"{policy} refuses the record ({refusal})"
             return Selection("hit", (rival,), why)
     return Selection(
@@ -103,8 +101,8 @@ def _by_policy(
     )
 
 
-def _least_energy(record: Record, problem: Problem, usable: Sequence[Rival]) -> Selection:
-    fast = {best.candidate for best in leaders(usable) if best.ratio >= 1}
+def _least_energy(record: Record, problem: Problem, usable: Sequence[Record]) -> Selection:
+    fast = {best.candidate for best in leaders(usable) if may_be_record(best)}
     measured = {
         rival.candidate: (energy_mj, rival)
         for rival in sorted(usable, key=standing)  # the better evidence of a candidate comes last
@@ -118,7 +116,7 @@ def _least_energy(record: Record, problem: Problem, usable: Sequence[Rival]) -> 
     return Selection("hit", (best,), f"{energy_mj:.3g} mJ each, the least measured")
 
 
-def _energy_mj(rival: Rival) -> float:
+def _energy_mj(rival: Record) -> float:
     """Of one product; 0 where it was not measured."""
     found = rival.telemetry.get("energy_mj")
     return float(found) if isinstance(found, int | float) and found > 0 else 0.0

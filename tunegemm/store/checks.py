@@ -17,7 +17,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import BadValueError, TunegemmError
 from tunegemm.generate import families
-from tunegemm.untrusted import line, listed, members, number, shown, whole
+from tunegemm.untrusted import line, listed, members, number, printable, shown, whole
 
 Value = TypeVar("Value", Problem, Fingerprint)
 Row = Mapping[str, Any]
@@ -96,5 +96,5 @@ def check_roofline(problem: Problem, fingerprint: Fingerprint, *medians_us: floa
 
 
 def one_line(error: Exception) -> str:
-    """What is wrong, without line breaks."""
-    return " ".join(str(error).split())[:300]
+    """What is wrong, as a printable line."""
+    return printable(" ".join(str(error).split()), 300)

@@ -19,7 +19,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from tunegemm.errors import DatabaseError
 from tunegemm.files import cause, kind
-from tunegemm.store.layers import project_location, user_location
+from tunegemm.store.locations import project_location, user_location
 
 #: How long a statement waits for others' transactions. One publication takes a millisecond; of eight writers
 #: on two busy cores the unluckiest waited 5 s (benchmarks/database.py).

@@ -126,7 +126,7 @@ class Database:
         It is published as of a final race, unless the candidate's newest measurement has the very same
         samples. Where it is slower than torch.mm it is kept, and the record is chosen by the evidence.
         """
-        policy = STEADY_FINAL if measurement.alone else FINAL
+        policy = STEADY_FINAL if measurement.is_steady else FINAL
         values = rows.outcome_values(measurement, resources, policy)
         with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
             row_id = publishing.find_measurement(connection, keys, values)

@@ -49,7 +49,7 @@ from tunegemm.store.rows import (
     where_problem,
 )
 from tunegemm.store.schema import FASTEST
-from tunegemm.untrusted import decoded, line, listed, members, moment, number, shown, tree, whole
+from tunegemm.untrusted import decoded, line, listed, members, moment, number, printable, shown, tree, whole
 
 Row = dict[str, Any]
 
@@ -247,7 +247,7 @@ def parse(row: Any) -> Parsed:
     if not isinstance(row, dict) or row.get("kind") not in ("measurement", "failure"):
         raise BadValueError("its kind is not one of measurement, failure, choice")
     texts = {
-        name: line(row.get(name) or "", name, longest)
+        name: line(_given(row, name, ""), name, longest)
         for name, longest in {
             "id": 64,
             "label": 200,
@@ -267,13 +267,19 @@ def parse(row: Any) -> Parsed:
     )
 
 
+def _given(row: Row, name: str, default: Any) -> Any:
+    """A cell, or what stands for one that is missing or null; empty bytes of a damaged one are neither."""
+    value = row.get(name)
+    return default if value is None else value
+
+
 def _outcome(row: Row, problem: Problem, fingerprint: Fingerprint) -> Measurement | Failure:
     candidate = candidate_of(row.get("candidate"))
     if row["kind"] == "failure":
         if row.get("stage") not in list(get_args(Stage)):
             raise BadValueError(f"stage {shown(row.get('stage'))} is not one of {', '.join(get_args(Stage))}")
-        return Failure(candidate, row["stage"], line(row.get("reason") or "", "reason"))
-    evidence = tree(row.get("evidence") or {}, "evidence")
+        return Failure(candidate, row["stage"], line(_given(row, "reason", ""), "reason"))
+    evidence = tree(_given(row, "evidence", {}), "evidence")
     if not isinstance(evidence, dict):
         raise BadValueError("its evidence is not an object")
     if evidence.get("source") == "replayed":
@@ -312,7 +318,7 @@ def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> _Choice:
     confirmed = row.get("confirmed", row.get(FORMER_CONFIRMED))
     if type(confirmed) is not bool:
         raise BadValueError(f"confirmed {shown(confirmed)} is neither true nor false")
-    policy = line(row.get("policy") or "", "policy", 32) or FASTEST
+    policy = line(_given(row, "policy", ""), "policy", 32) or FASTEST
     chosen_at = moment(row.get("chosen_at"), "chosen_at")
     return _Choice(measurement_ids[reference], policy, confirmed, chosen_at)
 
@@ -521,8 +527,3 @@ def _name(row: Any) -> str:
         return ""
     extents = "x".join(shown(problem.get(name)) for name in ("m", "n", "k"))
     return f" ({shown(row.get('kind'))[1:-1]} of {extents})"
-
-
-def printable(text: str) -> str:
-    """Text of ours, such as what a compiler printed, as a line that `parse` takes."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)[:4096]

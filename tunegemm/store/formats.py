@@ -22,7 +22,7 @@ from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.files import read_bytes, replacing
 from tunegemm.store.exchange import Row
 from tunegemm.store.record import FORMER_CONFIRMED
-from tunegemm.untrusted import decoded, listed, members, shown
+from tunegemm.untrusted import decoded, listed, members, printable, shown
 
 FORMAT = "tunegemm-database/1"
 
@@ -40,6 +40,7 @@ COLUMNS = (
     "kind", "id", *_PROBLEM, *_FINGERPRINT, *_TEXTS, *_DERIVED, *_NUMBERS, *_LISTS, *_OBJECTS, *_CHOICE,
 )  # fmt: skip
 _KNOWN = frozenset({*COLUMNS, FORMER_CONFIRMED})
+_NOT_TEXT = (*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", FORMER_CONFIRMED, *_OBJECTS)
 
 
 class Format(StrEnum):
@@ -150,9 +151,7 @@ def _read_csv(content: bytes) -> Iterator[Row | BadValueError]:
             yield BadValueError(f"{len(cells)} cells for {len(names)} columns")
             continue
         flat = {name: cell for name, cell in zip(names, cells, strict=True) if name in _KNOWN and cell != ""}
-        yield _nested(
-            flat, json_in=(*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", FORMER_CONFIRMED, *_OBJECTS)
-        )
+        yield _nested(flat, json_in=_NOT_TEXT)
 
 
 def _cells(line: str) -> list[str]:
@@ -211,7 +210,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0], 200)
 
 
 def _text(content: bytes) -> str:

@@ -10,13 +10,13 @@ What is tuned is written to the narrowest: `Database.open()` without a location.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tunegemm.errors import DatabaseError
 from tunegemm.store import packs
+from tunegemm.store.locations import project_location, user_location
 
 if TYPE_CHECKING:
     from tunegemm.store.database import Database
@@ -27,27 +27,6 @@ T = TypeVar("T")
 
 #: Names of the layers, by how narrow they are: a larger number wins.
 NARROWNESS = {"system": 1, "pack": 2, "user": 3, "project": 4}
-
-_FILE_NAME = "tunegemm.sqlite"
-
-
-def project_location() -> str | None:
-    """Where the project's layer is; None when there is none."""
-    configured = os.environ.get("TUNEGEMM_DB")
-    if configured:
-        return configured
-    try:
-        here = Path.cwd() / _FILE_NAME
-        return str(here) if here.is_file() else None
-    except OSError:  # a working directory that was deleted, or that one may not search
-        return None
-
-
-def user_location() -> Path:
-    """Where the user's layer is, whether or not the file exists."""
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("tunegemm")) / _FILE_NAME
 
 
 def modified() -> tuple[tuple[int, int], ...]:

@@ -111,4 +111,5 @@ def fingerprint_digests(database: Database) -> dict[str, str]:
     """The digest of every fingerprint, and its device's name."""
     query = select(FingerprintRow.digest, FingerprintRow.device_name).order_by(FingerprintRow.id)
     with database._reading() as session:
-        return dict(session.execute(query).tuples())
+        rows = session.execute(query).all()
+    return dict(readable(rows, lambda row: (text(row[0]), text(row[1])), "fingerprint"))

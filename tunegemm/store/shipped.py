@@ -90,6 +90,8 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
     """
     by_device: dict[str, list[Record]] = {}
     for record in records:
+        if not _is_text(record):
+            continue
         by_device.setdefault(record.fingerprint.device_name, []).append(record)
     if not by_device:
         return []
@@ -121,6 +123,13 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
         write_text(folder / f"{name}.json", text)
         written.append(folder / f"{name}.json")
     return written
+
+
+def _is_text(record: Record) -> bool:
+    """Whether the names in a record are text; in a damaged database they may be bytes."""
+    facts = record.fingerprint.asdict().items()
+    texts = [value for name, value in facts if name not in ("sm_count", "sm_budget")]
+    return all(isinstance(text, str) for text in (*texts, record.label, record.kernel_source))
 
 
 def _file_name(device: str) -> str:

@@ -15,7 +15,7 @@ from tunegemm.measure.evidence import Evidence
 from tunegemm.search import Portfolio, Search
 from tunegemm.search.budget import Effort, budget_for
 from tunegemm.store import Database
-from tunegemm.store.history import kindred, seeds
+from tunegemm.store.history import related, seeds
 from tunegemm.store.layers import read_texts
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import TuneResult
@@ -127,7 +127,7 @@ def seeds_of(
     found = [] if database is None else seeds(database, problem, here)
     if device.is_real:
         records = read_texts()[0] + (database.records() if database else [])
-        found += kindred((r for r in records if r.candidate.family in kernels.generators), problem, here)
+        found += related((r for r in records if r.candidate.family in kernels.generators), problem, here)
     usable = map(kernels.usable, dict.fromkeys(found))
     return list(dict.fromkeys(candidate for candidate in usable if candidate is not None))
 

@@ -309,8 +309,9 @@ def connected(address: str) -> Iterator[None]:
         try:
             socket.create_connection((host, int(port)), timeout=_REACH_S).close()
         except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise ClusterError(
-                f"Ray address {named!r} does not answer ({getattr(error, 'strerror', None) or error}); start it by `ray start --head`, or see "
+                f"Ray address {named!r} does not answer ({reason}); start it by `ray start --head`, or see "
                 "there which address it says"
             ) from None
     try:

@@ -53,7 +53,7 @@ def confirm(trials: Trials, raced: Sequence[Measurement]) -> Measurement | None:
             "command again when it is free (nvidia-smi lists who uses it)"
         )
     elif trials.database is not None:
-        trials.database.settle(
+        trials.database.confirm(
             trials.problem,
             trials.device,
             best,
@@ -65,7 +65,7 @@ def confirm(trials: Trials, raced: Sequence[Measurement]) -> Measurement | None:
 
 def disturbance(best: Measurement, outcomes: Iterable[Outcome]) -> str:
     """What of the race's baseline shows that others used the GPU; empty for nothing."""
-    if best.noise > (_DISTURBED_IN_STEADY_STATE if best.alone else _DISTURBED):
+    if best.noise > (_DISTURBED_IN_STEADY_STATE if best.is_steady else _DISTURBED):
         return f"torch.mm timed twice differs by {best.noise:.0%}"
     sound = (o for o in outcomes if isinstance(o, Measurement) and speed(o) is not None)
     slowed = slowdown(best, sound)

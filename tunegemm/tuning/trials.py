@@ -287,7 +287,7 @@ def _word(outcome: Outcome, stage: str) -> str:
 
     A GPU that was at its power cap before may hold its clocks by now: then a qualifying round is interleaved.
     """
-    is_steady = isinstance(outcome, Measurement) and outcome.alone
+    is_steady = isinstance(outcome, Measurement) and outcome.is_steady
     if stage == "final":
         return evidence.STEADY_FINAL if is_steady else evidence.RACE
     return evidence.QUALIFYING if is_steady else evidence.SCREEN

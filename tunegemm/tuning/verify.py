@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.measure.evidence import Evidence
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.measure.evidence import STEADY_POLICIES, Evidence, policy_word
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.statistics import tie
 from tunegemm.store.history import TOP, leaders
@@ -76,16 +77,15 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
     same = [e for e in entries if e.fingerprint == record.fingerprint]
     rivals = leaders((e for e in same if judge_stored(e, tuner.device.fingerprint).usable), top)
     stored = {entry.candidate: entry for entry in rivals}
-    candidates = {c: tuner.kernels.usable(c) or c for c in dict.fromkeys([record.candidate, *stored])}
-    result = tuner.race(record.problem, list(candidates.values()))
+    candidates = {c: _today(tuner, c) for c in dict.fromkeys([record.candidate, *stored])}
+    result = tuner.race(record.problem, [c for c in candidates.values() if c is not None])
     outcomes = {outcome.candidate: outcome for outcome in result.outcomes}
     moves = []
     for candidate, now in candidates.items():
-        entry, outcome = stored.get(candidate), outcomes.get(now)
-        before = entry or record
+        before, outcome = stored.get(candidate, record), outcomes.get(now) if now else None
         if isinstance(outcome, Measurement):
             alike = _is_alike(before, outcome)
-            moved = alike and not tie(entry.measurement if entry else record, outcome)
+            moved = alike and not tie(before, outcome)
             reason = "" if alike else "timed in another way then"
             moves.append(Move(candidate, before.label, before.ratio, outcome.ratio, moved, reason))
         else:
@@ -94,8 +94,14 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
     return Verification(record, judgement, result, tuple(moves))
 
 
+def _today(tuner: Tuner, stored: Candidate) -> Candidate | None:
+    """A stored candidate as its family knows it now; None for one that it cannot read."""
+    return stored if stored.family == TORCH_MM.family else tuner.kernels.usable(stored)
+
+
 def _is_alike(before: Record, outcome: Measurement) -> bool:
     """Whether a stored result is of a final race, too, and of the same timing: only then ratios compare."""
     if not before.samples_us:  # a shipped record, which has no more to say
         return before.confirmed
-    return before.evidence in (Evidence.RACE, Evidence.FINAL) and before.measurement.alone == outcome.alone
+    was_steady = policy_word(before.policy) in STEADY_POLICIES
+    return before.evidence in (Evidence.RACE, Evidence.FINAL) and was_steady == outcome.is_steady

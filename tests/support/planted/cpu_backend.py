@@ -133,7 +133,7 @@ class CpuBackend:
         return {"sm_clock_mhz": None}
 
     def energy_mj(self) -> float:
-        """A chip of 10 W whose meter moves every 20 ms."""
+        """A GPU of 10 W whose meter moves every 20 ms."""
         return time.thread_time() // 0.02 * 0.02 * 10e3
 
     def release(self) -> None:
@@ -141,14 +141,14 @@ class CpuBackend:
 
 
 class ThrottledBackend(CpuBackend):
-    """A chip at its power cap."""
+    """A GPU at its power cap."""
 
     def telemetry(self) -> dict[str, Any]:
         return {"sm_clock_mhz": 1500, "throttle_reasons": ["sw_power_cap"]}
 
 
 class RecoveringBackend(CpuBackend):
-    """A chip that was at its power cap a moment before."""
+    """A GPU that was at its power cap a moment before."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)

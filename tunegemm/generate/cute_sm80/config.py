@@ -6,11 +6,10 @@ No import of the compiler here: feasibility and dispatch need these numbers with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.generate.mapped import Mapped
 
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
@@ -86,7 +85,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Mapped):
     """All compile-time choices. Two problems with equal configs share one compiled object."""
 
     tile_m: int
@@ -112,11 +111,6 @@ class KernelConfig:
     a_major: str
     b_major: str
     out_major: str
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
-        """From any mapping that holds at least the fields."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     @property
     def warps(self) -> int:

@@ -12,12 +12,14 @@ has, and the warp that copied a line shifts it by one element in place before th
 a word, its neighbour from the next lane, one byte permutation. The ring stays asynchronous and as deep as
 for aligned operands, and lines at even elements need no shift.
 
-With split-K, a tile's k range is cut into equal parts, each a piece of work of its own. A block leaves its
+With split-K, a tile's k range is cut into equal splits, each a work unit of its own. A block leaves its
 partial sums in a workspace; the last to arrive adds all of them, in the order of k, and stores: the result
 does not depend on who was last, and nobody waits.
 
 Extents, strides, raster order, swizzle size, split count and grid are arguments of the launch.
 """
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -25,12 +27,24 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from tunegemm.generate.cute_sm80.config import MMA_K, MMA_M, MMA_N, WARP, WORD_BYTES, KernelConfig
+from tunegemm.generate.kernel_rasterization import raster_of, tile_at
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
 # Selectors of prmt.b32 for the word at an even element, and for the one that starts a half-word later.
 EVEN, ODD = 0x3210, 0x5432
 # 16-byte pieces of partial sums that a thread adds up at a time.
 REDUCED_CHUNKS = 16
+
+
+class Schedule(NamedTuple):
+    """What the launch decides about the order of work units."""
+
+    tiles_m: Int32
+    tiles_n: Int32
+    batch: Int32
+    split_k: Int32
+    raster_along_m: Int32
+    swizzle_size: Int32
 
 
 class Gemm:
@@ -87,8 +101,8 @@ class Gemm:
             # the tile of all warps is two atoms wide along n for each of them.
             permutation_mnk=(MMA_M * config.warps_m, MMA_N * config.atoms_n * config.warps_n, MMA_K),
         )
-        work_m = cute.ceil_div(m, config.tile_m)
-        work_n = cute.ceil_div(n, config.tile_n)
+        tiles_m = cute.ceil_div(m, config.tile_m)
+        tiles_n = cute.ceil_div(n, config.tile_n)
         k_tiles = cute.ceil_div(cute.ceil_div(k, config.tile_k), split_k)
         partials = cute.make_ptr(cutlass.Float32, partials_address, cute.AddressSpace.gmem, assumed_align=16)
         counters = cute.make_ptr(Int32, counters_address, cute.AddressSpace.gmem, assumed_align=4)
@@ -96,7 +110,7 @@ class Gemm:
         self.kernel(
             tiled_mma, self.ring_layout("a"), self.ring_layout("b"), (a_address, b_address, d_address),
             (m, n, k), (lda, ldb, ldd), (a_batch_stride, b_batch_stride, d_batch_stride), k_tiles,
-            (work_m, work_n, batch, split_k, raster_along_m, swizzle_size), partials, counters,
+            Schedule(tiles_m, tiles_n, batch, split_k, raster_along_m, swizzle_size), partials, counters,
         ).launch(
             grid=(ctas, 1, 1),
             block=(config.threads, 1, 1),
@@ -137,17 +151,16 @@ class Gemm:
         leading: tuple[Int64, Int64, Int64],
         batch_strides: tuple[Int64, Int64, Int64],
         k_tiles: Int32,
-        walk: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        schedule: Schedule,
         partials: cute.Pointer,
         counters: cute.Pointer,
     ):
-        """`walk`: tiles along m and n, batch, split count, whether along m, width of a band."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        work_m, work_n, batch, split_k, _, _ = walk
-        total_work = work_m * work_n * batch * split_k
+        split_k = schedule.split_k
+        total_work = schedule.tiles_m * schedule.tiles_n * schedule.batch * split_k
 
         ring = cute.arch.get_dyn_smem(self.in_dtype, alignment=1024)
         sA = cute.make_tensor(ring, sA_layout)
@@ -155,8 +168,8 @@ class Gemm:
 
         work = Int32(block)
         while work < total_work:
-            tile_m, tile_n, entry, part = self.tile_of(work, walk)
-            first_k = part * k_tiles * config.tile_k
+            tile_m, tile_n, entry, split = self.tile_of(work, schedule)
+            first_k = split * k_tiles * config.tile_k
             accumulators = cute.make_rmem_tensor(
                 tiled_mma.partition_shape_C((config.tile_m, config.tile_n)), self.acc_dtype
             )
@@ -172,8 +185,8 @@ class Gemm:
             sums.store(accumulators.load().to(cutlass.Float32))
             holds_sum = cutlass.Boolean(True)
             if split_k > 1:
-                tile = (entry * work_n + tile_n) * work_m + tile_m
-                holds_sum = self.reduce(sums, partials, counters, ring, tile, part, split_k, thread)
+                tile = (entry * schedule.tiles_n + tile_n) * schedule.tiles_m + tile_m
+                holds_sum = self.reduce(sums, partials, counters, ring, tile, split, split_k, thread)
             if holds_sum:
                 self.store(
                     tiled_mma, sums, ring, thread, addresses[2] + Int64(entry) * batch_strides[2]
@@ -184,38 +197,20 @@ class Gemm:
             work += blocks
 
     @cute.jit
-    def tile_of(self, work, walk):
-        """(tile m, tile n, batch entry, part of k) for a work index.
+    def tile_of(self, work, schedule):
+        """(tile m, tile n, batch entry, k split) for a work index.
 
-        Parts of k are outermost, so that blocks that run together share operands; then batch entries. The
-        walk over an entry goes along the raster order's mode in bands `swizzle_size` tiles wide; the last
-        band may be narrower, so no index is a phantom tile.
+        k splits are outermost, so that blocks that run together share operands; then batch entries.
         """
-        work_m, work_n, batch, _, raster_along_m, swizzle_size = walk
-        length = work_n
-        width = work_m
-        if raster_along_m != 0:
-            length = work_m
-            width = work_n
-        per_entry = work_m * work_n
+        tiles_m, tiles_n, batch, _, raster_along_m, swizzle_size = schedule
+        raster = raster_of(tiles_m, tiles_n, raster_along_m, swizzle_size)
+        per_entry = tiles_m * tiles_n
         entry = Int32(Uint32(work) // Uint32(per_entry))
         rest = work - entry * per_entry
-        part = Int32(Uint32(entry) // Uint32(batch))
-        entry -= part * batch
-        band = Int32(Uint32(rest) // Uint32(length * swizzle_size))
-        rest -= band * length * swizzle_size
-        first = band * swizzle_size
-        columns = width - first
-        if columns > swizzle_size:
-            columns = swizzle_size
-        step = Int32(Uint32(rest) // Uint32(columns))
-        across = first + rest - step * columns
-        tile_m = across
-        tile_n = step
-        if raster_along_m != 0:
-            tile_m = step
-            tile_n = across
-        return tile_m, tile_n, entry, part
+        split = Int32(Uint32(entry) // Uint32(batch))
+        entry -= split * batch
+        tile_m, tile_n = tile_at(rest, raster)
+        return tile_m, tile_n, entry, split
 
     @cute.jit
     def multiply(
@@ -304,8 +299,8 @@ class Gemm:
         cute.arch.sync_threads()
 
     @cute.jit
-    def reduce(self, sums, partials, counters, ring, tile, part, parts, thread):
-        """Leave this part's sums in the workspace; true for the last part, which then holds the total.
+    def reduce(self, sums, partials, counters, ring, tile, split, splits, thread):
+        """Leave this k split's sums in the workspace; true for the last, which then holds the total.
 
         Only the same threads of other blocks touch these sums, so that their layout is free: four
         neighbours of a thread, then threads, for 16-byte accesses.
@@ -314,8 +309,8 @@ class Gemm:
         values, threads = config.accumulators, config.threads
         layout = cute.make_layout((4, values // 4), stride=(1, 4 * threads))
         own = cute.make_tensor(sums.iterator, cute.make_layout((4, values // 4)))
-        first = partials + Int64(tile * parts) * (values * threads) + thread * 4
-        mine = cute.make_tensor(first + Int64(part) * (values * threads), layout)
+        first = partials + Int64(tile * splits) * (values * threads) + thread * 4
+        mine = cute.make_tensor(first + Int64(split) * (values * threads), layout)
         for chunk in cutlass.range_constexpr(values // 4):
             cute.autovec_copy(own[(None, chunk)], mine[(None, chunk)])
         arrived = cute.make_tensor(cute.recast_ptr(ring, dtype=Int32), cute.make_layout(1))
@@ -326,7 +321,7 @@ class Gemm:
         if thread == 0:
             arrived[0] = cute.arch.atomic_add(counters + tile, Int32(1), sem="acq_rel", scope="gpu")
         cute.arch.sync_threads()
-        last = arrived[0] == parts - 1
+        last = arrived[0] == splits - 1
         if last:
             cute.arch.fence_acq_rel_gpu()
             if thread == 0:
@@ -337,7 +332,7 @@ class Gemm:
                 for chunk in cutlass.range_constexpr(group, end):
                     for value in cutlass.range_constexpr(4):
                         own[value, chunk] = cutlass.Float32(0.0)
-                for index in cutlass.range(parts, unroll=1):
+                for index in cutlass.range(splits, unroll=1):
                     theirs = cute.make_tensor(first + Int64(index) * (values * threads), layout)
                     for chunk in cutlass.range_constexpr(group, end):
                         piece = cute.make_rmem_tensor(4, cutlass.Float32)
@@ -538,7 +533,7 @@ class Feed:
     def shift(self, place, leading, slot):
         """Move the odd lines of this warp one element to the front, in place.
 
-        Tiles lie an even number of elements apart, so that `place` may be that of any tile of the same walk.
+        Tiles lie an even number of elements apart, so that `place` may be that of any tile of the block.
         """
         copy = self.copy
         line, chunk, leading = opaque(self.first), opaque(self.chunk), opaque(leading)

@@ -6,7 +6,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_sm80.config import MMA_K, MMA_M, MMA_N, KernelConfig
-from tunegemm.generate.feasibility import half_operands
+from tunegemm.generate.feasibility import exceeded_smem, half_operands, ring_depth
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import split_fits
 
@@ -18,8 +18,6 @@ from tunegemm.generate.tiles import split_fits
 _OVERHEAD_REGISTERS = 46
 _SHIFT_REGISTERS = 10
 _UNEVEN_SHIFT_REGISTERS = 54
-#: Of each block's shared memory on a multiprocessor, beside its own (CUDA C++ Programming Guide).
-_RESERVED_BYTES = 1024
 #: Longest k that fp16 accumulators add up within the tolerance of a right fp16 result, 9.8e-4: rounding sums
 #: every 16 elements gives 8.4e-4 at 512, 1.2e-3 at 1024, 2.3e-3 at 4096 (uniform operands, on a CPU).
 _HALF_MAX_K = 512
@@ -89,13 +87,6 @@ def copies(problem: Problem, candidate: Candidate, device: Device) -> str | None
     return None
 
 
-def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """One stage is read while the others are filled: with 1 nothing could be loaded."""
-    if candidate["stages"] < 2:
-        return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
-    return None
-
-
 def threads(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Blocks and multiprocessors hold so many threads."""
     config, limits = config_of(problem, candidate), device.architecture
@@ -126,14 +117,8 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
 
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The ring, or the staged output in its place, must fit a block, and all blocks a multiprocessor."""
-    config, limits = config_of(problem, candidate), device.architecture
-    need, target = config.smem_bytes, limits.compile_target
-    if need > limits.smem_bytes_per_block:
-        return f"smem {need} B > {limits.smem_bytes_per_block} B on {target}"
-    together = config.ctas_per_sm * (need + _RESERVED_BYTES)
-    if together > limits.smem_bytes_per_sm:
-        return f"smem {together} B of {config.ctas_per_sm} blocks > {limits.smem_bytes_per_sm} B on {target}"
-    return None
+    config = config_of(problem, candidate)
+    return exceeded_smem(config.smem_bytes, device.architecture, config.ctas_per_sm)
 
 
 #: Cheapest first. Those named `..._fits` look at extents, alignment or accuracy: what they reject compiles

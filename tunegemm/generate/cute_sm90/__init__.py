@@ -38,9 +38,9 @@ def compile_kernel(key: Key, out: Path) -> Resources:
     takes_words = config.fused.words > 0
 
     def make() -> Any:
-        from tunegemm.generate.cute_sm90.kernel import FusedGemm, Gemm
+        from tunegemm.generate.cute_sm90.kernel.gemm import Gemm
 
-        return FusedGemm(config) if takes_words else Gemm(config)
+        return Gemm(config)
 
     words = MAX_WORDS if takes_words else 0
     return compile_object(make, 8, str(key["target"]), out, addresses=3, words=words)
@@ -49,12 +49,12 @@ def compile_kernel(key: Key, out: Path) -> Resources:
 def workspace(
     problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
 ) -> Workspace | None:
-    """Partial sums of every k split of a tile; where they meet in pairs, as many counters, by warpgroup."""
+    """Sums of every k split of a tile; where they meet in pairs, as many counters, by warpgroup."""
     division = Division.of(problem, candidate, device)
-    if division.pieces == 0:
+    if division.units == 0:
         return None
     config = config_of(problem, candidate)
-    blocks = division.pieces * config.cluster_m * config.cluster_n
+    blocks = division.units * config.cluster_m * config.cluster_n
     return Workspace(
         blocks * config.tile_m * config.tile_n * 4,
         0 if division.second_kernel else blocks * config.tile_warpgroups * 4,
@@ -69,9 +69,9 @@ class Division:
     clusters: int
     """The grid."""
     split: int
-    """Parts of every tile; of stream-K the tiles that are cut."""
-    pieces: int
-    """Pieces whose sums are parts of a tile's, and lie in the workspace; 0 where no tile has parts."""
+    """k splits of every tile; of stream-K the tiles that are cut."""
+    units: int
+    """Work units whose sums are of a k split, and lie in the workspace; 0 where no tile is split."""
     second_kernel: bool
     """Whether a second kernel adds them; else they meet in pairs."""
 
@@ -91,15 +91,15 @@ class Division:
             clusters = stream_clusters(tiles, k_tiles, resident)
             cut = stream_tiles(tiles, k_tiles, clusters)
             return cls(clusters, cut, cut + clusters if cut else 0, second and cut > 0)
-        parts = int(candidate["split_k"])
-        work = tiles * parts
+        splits = int(candidate["split_k"])
+        work = tiles * splits
         clusters = balanced(work, resident) if candidate["ctas"] == "balanced" else min(resident, work)
-        return cls(clusters, parts, work if parts > 1 else 0, second and parts > 1)
+        return cls(clusters, splits, work if splits > 1 else 0, second and splits > 1)
 
 
 @dataclass(frozen=True)
 class Order:
-    """Which cluster takes which tiles: a table of places in the walk, and a block of tiles for a GPC.
+    """Which cluster takes which tiles: a table of first work indices, and a block of tiles for a GPC.
 
     A GPC reads a line of L2 once for several of its clusters, unless it comes by a multicast. So the clusters
     of one have a rectangle of tiles for which that leaves least to read: a row of tiles where their clusters
@@ -107,9 +107,9 @@ class Order:
     """
 
     address: int
-    """Of the table in device memory; 0: a cluster's place is its index."""
+    """Of the table in device memory; 0: a cluster's is its own index."""
     across: int
-    """Tiles of a block across the walk's bands; of a block of one line as many as those are wide."""
+    """Tiles of a block across the swizzle; of a block of one line the swizzle size."""
     along: int
     """Tiles of a block along them."""
 
@@ -170,7 +170,7 @@ def launcher(
     extents = (seen.m, seen.n, problem.k, problem.batch)
     division = Division.of(problem, candidate, device)
     order = Order.of(candidate, device, division.clusters)
-    walk = (
+    schedule = (
         int(candidate["raster_order"] == "along_m"),
         int(candidate["swizzle_size"]),
         order.across,
@@ -184,7 +184,7 @@ def launcher(
 
     def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
         strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
-        fixed = (*extents, *strides, *walk)
+        fixed = (*extents, *strides, *schedule)
 
         def launch(a: int, b: int, d: int, *words: int) -> None:
             if swap:

@@ -50,14 +50,14 @@ class KernelConfig:
     transposed: bool = False
     """Whether that epilogue's rows are the kernel's columns: with swap_ab. False without an epilogue."""
     tile_scheduler: str = "static"
-    """``static``: whole tiles, or equal parts of all; ``stream_k``: as many k tiles for every cluster."""
+    """``static``: whole tiles, or equal k splits of all; ``stream_k``: as many k tiles for every cluster."""
     accumulation: str = "fast"
     """``fast``, or ``two_level``: see `tunegemm.describe.problem.ACCUMULATIONS`."""
     occupancy: int = 1
     """CTAs that run on a multiprocessor at once: 1 or 2."""
     wgmma_in_flight: int = 1
     """k tiles whose WGMMAs a warpgroup leaves unfinished when it goes on to the next one: 1 or 0."""
-    gathered: bool = False
+    gpc_aware: bool = False
     """Whether clusters that share a GPC take neighbouring tiles: `cluster_order` gpc. An argument of the
     launch that is compiled in: kernels that decide when they run are 19 % larger, and 2 % slower below 20 us.
     """
@@ -131,6 +131,11 @@ class KernelConfig:
         return (other, innermost) if self.out_major == "n" else (innermost, other)
 
     @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    @property
     def consumers(self) -> int:
         """Consumer warpgroups: pingpong 2; cooperative one per 64 rows, but 2 for 256 rows."""
         if self.schedule == "pingpong":
@@ -159,7 +164,7 @@ class KernelConfig:
 
     @property
     def held_registers(self) -> int:
-        """Registers of one consumer thread for the epilogue's vectors (`kernel_epilogue.hold_vectors`)."""
+        """Registers of one consumer thread for the epilogue's vectors (`kernel.fusion`)."""
         fused = self.fused
         if not fused.is_defined:
             return 0
@@ -207,7 +212,7 @@ class KernelConfig:
     def epilogue_buffers(self) -> int:
         """Staging buffers of each consumer warpgroup: 1 to 4, as many as the ring leaves room for; 0 without.
 
-        With one or two, a subtile takes two barriers; with three or more one (see `kernel.Gemm.store`).
+        With one or two, a subtile takes two barriers; with three or more one (see `kernel.epilogue`).
         """
         if self.epi_n == 0:
             return 0

@@ -43,8 +43,8 @@ _ELEMENT_REGISTERS = 40
 #: And beside the values of vectors: 192 accumulators and 10 values compile, 208 and 7 spill up to 44 B in
 #: some kernels (same tests); 192 and 13 spilled in one state of the kernel and not in another.
 _VECTOR_REGISTERS = 4
-#: More of them for stream-K's walk: 192 accumulators compile without spills, 208 spill 72 B in pingpong with
-#: operands that are not k-major (tests/test_cute_sm90.py).
+#: More of them for stream-K's schedule: 192 accumulators compile without spills, 208 spill 72 B in pingpong
+#: with operands that are not k-major (tests/test_cute_sm90.py).
 _STREAM_REGISTERS = 8
 #: More than so many accumulators leave pingpong's turns no room for the bookkeeping of clusters: 208 compile
 #: without spills where there are none, and spill 80 B in 6 of 10 kernels with them, by one ptxas of two or
@@ -228,7 +228,7 @@ def two_ctas(problem: Problem, candidate: Candidate, device: Device) -> str | No
     return None
 
 
-def gathered_alone(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def gpc_aware_alone(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Which clusters share a GPC is measured with one CTA on each multiprocessor."""
     occupancy = _or_one(candidate, "occupancy")
     if occupancy > 1 and (order := candidate.params.get("cluster_order", "index")) != "index":
@@ -301,13 +301,13 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
 def reduction_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A second kernel has nothing to add where nothing is split.
 
-    Of a kernel without a launch it says whether some split would do: the fewest parts.
+    Of a kernel without a launch it says whether some split would do: the fewest.
     """
     if candidate.params.get("reduction", "pairs") == "pairs" or streams(candidate):
         return None
     split_k = int(candidate.params.get("split_k", 2))
     if split_k == 1:
-        return "reduction second_kernel with split_k 1: there are no parts to add"
+        return "reduction second_kernel with split_k 1: there are no k splits to add"
     return split_fits(problem, candidate.with_launch(split_k=split_k), device)
 
 
@@ -320,7 +320,7 @@ def second_slices(problem: Problem, candidate: Candidate, device: Device) -> str
 
 
 def stream_split(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Stream-K cuts k by itself: the launch says how many tiles it cuts where others say how many parts."""
+    """Stream-K cuts k by itself: the launch says how many tiles it cuts, of others how many k splits."""
     if streams(candidate) and int(candidate.params.get("split_k", 1)) > 1:
         return f"split_k {candidate['split_k']} with tile_scheduler stream_k, which cuts k by itself"
     return None
@@ -348,7 +348,7 @@ RULES = (
     stream_split,
     in_flight,
     two_ctas,
-    gathered_alone,
+    gpc_aware_alone,
     second_slices,
     fused_store,
     epilogue_tile,

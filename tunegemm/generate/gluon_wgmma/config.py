@@ -5,11 +5,10 @@ No import of the compiler here: feasibility and dispatch need these numbers with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.generate.mapped import Mapped
 
 WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = 128
@@ -32,7 +31,7 @@ SCHEDULES = ("blocking", "pipelined", "multistage", "cooperative", "pingpong")
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Mapped):
     """All compile-time choices. Two problems with equal configs share one compiled object."""
 
     schedule: str
@@ -57,11 +56,6 @@ class KernelConfig:
     a_major: str
     b_major: str
     out_major: str
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
-        """From any mapping that holds at least the fields."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     @property
     def specialized(self) -> bool:

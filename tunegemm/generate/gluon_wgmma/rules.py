@@ -10,13 +10,12 @@ from __future__ import annotations
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import half_operands, tma_alignment
+from tunegemm.generate.feasibility import exceeded_smem, half_operands, tma_alignment
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.gluon_wgmma.config import MMA_ATOM_M, SCHEDULES, WARPGROUP_WARPS, KernelConfig
 from tunegemm.generate.tiles import swap_fits
 
 _OVERHEAD_REGISTERS = 26
-_RESERVED_BYTES = 1024  # of shared memory, for each resident block (CUDA programming guide)
 
 
 config_of = config_maker(KernelConfig)
@@ -134,16 +133,8 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Ring, staging buffers and barriers must fit one block, and all blocks a multiprocessor."""
-    config, limits = config_of(problem, candidate), device.architecture
-    if config.smem_bytes > limits.smem_bytes_per_block:
-        return f"smem {config.smem_bytes} B > {limits.smem_bytes_per_block} B on {limits.compile_target}"
-    resident = config.occupancy * (config.smem_bytes + _RESERVED_BYTES)
-    if resident > limits.smem_bytes_per_sm:
-        return (
-            f"{config.occupancy} x ({config.smem_bytes} + {_RESERVED_BYTES}) B smem > "
-            f"{limits.smem_bytes_per_sm} B of a multiprocessor"
-        )
-    return None
+    config = config_of(problem, candidate)
+    return exceeded_smem(config.smem_bytes, device.architecture, config.occupancy)
 
 
 def occupancy_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:

@@ -5,11 +5,10 @@ No import of Triton here: feasibility and dispatch need these numbers without it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.generate.mapped import Mapped
 
 WARP_THREADS = 32
 _BARRIER_BYTES = 8
@@ -19,7 +18,7 @@ SPECIALIZED_BYTES = {2: 376, 3: 472, 4: 488, 5: 600, 6: 616, 7: 696, 8: 712}
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Mapped):
     """All compile-time choices. Two problems with equal configs share one compiled object."""
 
     schedule: str
@@ -39,11 +38,6 @@ class KernelConfig:
     a_major: str
     b_major: str
     out_major: str
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
-        """From any mapping that holds at least the fields."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     @property
     def specialized(self) -> bool:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import half_operands, tma_alignment
+from tunegemm.generate.feasibility import (
+    RESERVED_SMEM_BYTES,
+    exceeded_smem,
+    half_operands,
+    ring_depth,
+    tma_alignment,
+)
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import split_fits, swap_fits, tile_count
 from tunegemm.generate.triton_tma.config import SPECIALIZED_BYTES, KernelConfig
@@ -93,13 +99,6 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
-def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """One stage is being multiplied: with 1 nothing could be loaded meanwhile, and nothing is pipelined."""
-    if candidate["stages"] < 2:
-        return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
-    return None
-
-
 def reduction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Only the `pipelined` kernel has a reduction of split-K; a subtile of its sums passes through the ring.
 
@@ -116,10 +115,7 @@ def reduction(problem: Problem, candidate: Candidate, device: Device) -> str | N
 
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Ring, staging buffer and barriers must fit one block's shared memory."""
-    need, limit = config_of(problem, candidate).smem_bytes, device.architecture.smem_bytes_per_block
-    if need > limit:
-        return f"smem {need} B > {limit} B on {device.architecture.compile_target}"
-    return None
+    return exceeded_smem(config_of(problem, candidate).smem_bytes, device.architecture)
 
 
 def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -130,7 +126,7 @@ def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | No
     if work <= device.sm_count:
         return f"{work} work units <= {device.sm_count} multiprocessors: one block each does the same"
     config, limits = config_of(problem, candidate), device.architecture
-    need = 2 * (config.smem_bytes + 1024)  # each block costs 1 KiB more
+    need = 2 * (config.smem_bytes + RESERVED_SMEM_BYTES)
     if need > limits.smem_bytes_per_sm:
         return f"two blocks of {config.smem_bytes} B smem + 1 KiB > {limits.smem_bytes_per_sm} B"
     registers = config.accumulator_registers + _OTHER_REGISTERS

@@ -34,7 +34,7 @@ class Layer:
 
 
 class Replacements:
-    """The layers, by name. A recording hides the takeover: its products shall be torch's."""
+    """The layers, by name. A recording hides the takeover: its products are torch's."""
 
     _ORDER = ("recording", "takeover")
 

@@ -1,6 +1,6 @@
 """Calls of tunegemm in functions that torch.fx traces: they become nodes of the graph, as torch's own do.
 
-A proxy is no tensor, so that torch's methods raise TypeError for it; that is where calls find out, which
+A proxy is not a tensor, so that torch's methods raise TypeError for it; that is where calls find out, which
 costs those with tensors nothing.
 """
 

@@ -2,7 +2,7 @@
 
 By itself it would call an operator through torch's dispatcher, which costs the host more than the product of
 a small batch: one decode step of a model under torch.compile was 0.73 of torch's speed (H200, 16 tokens, two
-layers of 8B shapes: benchmarks/results/h200/clients-before-lowering-2026-11-21.json). Here it learns to call
+layers of 8B shapes, 2026-11-21). Here it learns to call
 a function with an output of its own, as it calls ``extern_kernels.mm``.
 
 Inductor has no public interface for this; where it is not as expected, its code calls the operators.

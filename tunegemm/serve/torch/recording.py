@@ -155,12 +155,11 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
     `linear` fall back to torch, so that theirs are seen, too. Raises WorkloadError when the file cannot
     be written, and TunegemmError when torch cannot do it.
     """
-    given: object = None
-    if path is not None:
-        given = os.fspath(path) if isinstance(path, str | os.PathLike) else b""
-    if given is not None and (not isinstance(given, str) or not given or "\0" in given):
+    if path is None:
+        return Recording()
+    if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
         raise WorkloadError(f"path {path!r:.60} is not a file's; give one such as shapes.json")
-    return Recording(None if given is None else Path(given))
+    return Recording(Path(path))
 
 
 def record_process(folder: str) -> None:
@@ -176,7 +175,7 @@ def record_process(folder: str) -> None:
 
 
 class _Writer:
-    """Writes a recording again and again: whoever ends the process with a signal loses seconds, not all."""
+    """Writes a recording again and again: a process that is killed loses seconds, not everything."""
 
     def __init__(self, recording: Recording, folder: Path) -> None:
         self._recording = recording

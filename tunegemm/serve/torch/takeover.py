@@ -15,6 +15,7 @@ from tunegemm.serve.guards import tf32_allowed
 from tunegemm.serve.library import OPERATORS, addmm_steps, scale_steps
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
+from tunegemm.serve.torch.fx import node_of
 
 #: Whose products are taken over.
 DEVICE_KEYS = ("CUDA",)
@@ -164,9 +165,12 @@ class TunedLinear(torch.nn.Linear):
             weight, bias = self._parameters["weight"], self._parameters["bias"]
         except KeyError:  # they are something else's to give, such as a parametrization's
             weight, bias = self.weight, self.bias
-        if bias is None:
-            return api.product(LINEAR, input, weight)
-        return api.dispatcher.fused(api.WITH_BIAS, input, weight, (bias,))
+        try:
+            if bias is None:
+                return api.product(LINEAR, input, weight)
+            return api.dispatcher.fused(api.WITH_BIAS, input, weight, (bias,))
+        except TypeError:
+            return node_of(api.linear, (input, weight, bias))
 
 
 def patch(model: torch.nn.Module) -> int:

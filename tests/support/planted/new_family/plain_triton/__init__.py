@@ -26,6 +26,10 @@ def operands(problem: Problem, candidate: Candidate, device: Device) -> str | No
     """The kernel loads vectors of 16 bytes along k, of one product."""
     if problem.layout != "tn" or problem.out_major != "n" or problem.batch != 1:
         return f"{problem}: only one product of layout tn with a row-major output"
+    if problem.out_dtype != problem.in_dtype:
+        return (
+            f"{problem.out_dtype} out of {problem.in_dtype} would take more shared memory than the ring has"
+        )
     if problem.k % VECTOR or problem.alignment < 16:
         return f"k={problem.k} at {problem.alignment} B: vectors are {VECTOR} elements at 16 B"
     return None
@@ -40,9 +44,11 @@ def smem(problem: Problem, candidate: Candidate, device: Device) -> str | None:
 
 
 def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """More than 128 accumulators of a thread leave too few of its 255 registers for the rest."""
+    """More than 64 accumulators leave too few of a thread's 255 registers for addresses and masks: with 128
+    it spills (Triton 3.7).
+    """
     accumulators = config_of(problem, candidate).accumulators
-    return f"{accumulators} accumulators per thread > 128" if accumulators > 128 else None
+    return f"{accumulators} accumulators per thread > 64" if accumulators > 64 else None
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:
@@ -51,7 +57,7 @@ def compile_kernel(key: Key, out: Path) -> Resources:
 
     config = KernelConfig.from_mapping(key)
     pointers = {"a": f"*{config.in_dtype}", "b": f"*{config.in_dtype}", "d": f"*{config.out_dtype}"}
-    extents = dict.fromkeys(("m", "n", "k"), "i32")
+    extents = dict.fromkeys(("m", "n", "k_vectors"), "i32")
     strides = dict.fromkeys(("lda_vectors", "ldb_vectors", "ldd"), "i64")
     return build(
         kernel.gemm, pointers | extents | strides | {"swizzle": "i32"},
@@ -68,7 +74,8 @@ def launcher(
     from tunegemm.generate.triton_launch import Arguments, load
 
     kernel, blocks = load(artifact, device.index), tile_count(problem, candidate)
-    extents = {"m": problem.m, "n": problem.n, "k": problem.k, "swizzle": int(candidate["swizzle_size"])}
+    k_vectors, swizzle = problem.k // VECTOR, int(candidate["swizzle_size"])
+    extents = {"m": problem.m, "n": problem.n, "k_vectors": k_vectors, "swizzle": swizzle}
 
     def make(lda: int, ldb: int, ldd: int, *_: int) -> AddressLaunch:
         strides = {"lda_vectors": lda // VECTOR, "ldb_vectors": ldb // VECTOR, "ldd": ldd}

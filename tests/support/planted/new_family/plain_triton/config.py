@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from tunegemm.generate.mapped import Mapped
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Mapped):
     """All compile-time choices."""
 
     tile_m: int
@@ -18,10 +18,6 @@ class KernelConfig:
     warps: int
     in_dtype: str
     out_dtype: str
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
     @property
     def smem_bytes(self) -> int:

@@ -1,0 +1,190 @@
+"""Names that a stranger chose, through every command and format; printed commands that parse again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tests.cli.test_damage import COMMANDS, FORBIDDEN
+from tests.support.recorded import SHAPES, fill
+from tunegemm.cli import app, options
+from tunegemm.describe.command import command_line, tune_command
+from tunegemm.describe.device import find_device
+from tunegemm.describe.epilogue import ACTIVATIONS, GATED
+from tunegemm.describe.problem import ACCUMULATIONS, LAYOUTS, OUTPUT_DTYPES, Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import ProblemError
+from tunegemm.measure.outcome import Measurement
+from tunegemm.report.text import clean, markdown, to_json
+from tunegemm.store import Database
+
+#: What a terminal, Rich, HTML, Markdown, SVG, matplotlib and a table each take for something else.
+NAME = "H [/b] \x1b[31m $\\foo_{ <script>alert(1)</script> | two\nlines \u202eback\u200f \x9b31m `code` &amp;"
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recorded measurements whose device, labels, failures and origins have that name."""
+    path = fill(tmp_path_factory.mktemp("db") / "tuning.sqlite", each=12)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE fingerprints SET device_name = ?", (NAME,))
+        connection.execute("UPDATE candidates SET label = ?", (NAME,))
+        connection.execute("UPDATE failures SET reason = ?", (NAME,))
+        connection.execute("UPDATE measurements SET origin = ?", (NAME,))
+    return path
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "parquet" not in c])
+def test_every_command_prints_it_as_text(command: str, database: Path, tmp_path: Path) -> None:
+    words = [
+        word.replace("DB", str(database)).replace("OUT", str(tmp_path / "out")) for word in command.split()
+    ]
+    result = CliRunner().invoke(app, words)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert not FORBIDDEN.search(result.stdout + result.stderr), result.stdout + result.stderr
+    if words[-1] in ("html", "md"):
+        assert not re.search(r"(?<!\\)<script>alert", result.stdout)
+    if "json" in words and result.exit_code == 0 and "--out" not in words:
+        json.loads(result.stdout)
+    for path in tmp_path.glob("out*"):
+        if path.suffix == ".html":
+            page = path.read_text(encoding="utf-8")
+            assert "<script>alert" not in page and page.count("<script>") == 1 and "\x1b" not in page
+            assert "&lt;script&gt;" in page
+        if path.suffix == ".svg":
+            shown = " ".join(ElementTree.fromstring(path.read_text(encoding="utf-8")).itertext())
+            assert not FORBIDDEN.search(shown)
+
+
+def test_a_markdown_table_keeps_its_columns(database: Path) -> None:
+    result = CliRunner().invoke(app, ["leaderboard", "--db", str(database), "--format", "md"])
+    rows = [line for line in result.stdout.splitlines() if line.startswith("|")]
+    columns = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
+    assert len(rows) == 2 + len(SHAPES) and len(columns) == 1
+
+
+def test_imported_rows_are_not_called_measured_here(database: Path, tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["leaderboard", "--db", str(database), "--shape", SHAPES[0]]).stdout
+    assert "Imported from H [/b]" in " ".join(said.split()) and "Measured on" not in said
+    path = tmp_path / "t.sqlite"
+    device = dataclasses.replace(find_device("model:h200"), spec="cuda:0")
+    with Database.open(path) as store:
+        sample = Measurement(Candidate.make("cute_sm90", {"tile_m": 1}), (9.0,) * 8, (10.0,) * 8, 0.0, 0.0)
+        store.publish(Problem.parse("64x64x64"), device, sample, label="one")
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE measurements SET origin = 'theirs.json'")
+    said = CliRunner().invoke(app, ["report", "--db", str(path), "--out", str(tmp_path / "r.html")]).stdout
+    assert "Imported from theirs.json; measured on another NVIDIA H200." in said
+
+
+@given(st.text(max_size=700))
+def test_clean_is_one_printable_line(text: str) -> None:
+    shown = clean(text)
+    assert shown.isprintable()
+    assert text != shown or text.isprintable()
+    assert clean(shown) == shown or len(shown) > 500
+    assert not re.search(r"(?<!\\)[|<]", markdown(text).replace("\\\\", ""))
+
+
+@given(
+    st.recursive(st.none() | st.floats() | st.text() | st.integers(), lambda one: st.lists(one, max_size=3))
+)
+def test_json_is_json_in_printable_letters(document: object) -> None:
+    text = to_json(document)
+    assert text.isascii() and "\x1b" not in text
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+STEPS = (
+    ("", "alpha"), ("", "scale_tensor", "scale_rowwise"), ("", "beta_c"), ("", "bias_n", "bias_m"),
+    ("", *ACTIVATIONS, *GATED), ("", "residual"), ("", "amax"),
+)  # fmt: skip
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    extents = [draw(st.integers(1, 5000)) for _ in range(3)]
+    in_dtype = draw(st.sampled_from(list(OUTPUT_DTYPES)))
+    a_major, b_major = draw(st.sampled_from(list(LAYOUTS.values())))
+    try:
+        return Problem(
+            *extents, draw(st.sampled_from([1, 1, 7])), in_dtype,
+            draw(st.sampled_from([*OUTPUT_DTYPES[in_dtype], "bf16", "fp32"])), a_major, b_major,
+            alignment=draw(st.sampled_from([0, 1, 2, 4, 8, 16])),
+            epilogue="+".join(filter(None, (draw(st.sampled_from(steps)) for steps in STEPS))),
+            accumulation=draw(st.sampled_from(ACCUMULATIONS)),
+        )  # fmt: skip
+    except ProblemError:
+        assume(False)
+        raise
+
+
+def parsed(line: str) -> list[Problem]:
+    """What `tunegemm tune` makes of a command line, by its own parser."""
+    program, command, *arguments = shlex.split(line)
+    assert (program, command) == ("tunegemm", "tune")
+    given_ = typer.main.get_command(app).commands["tune"].make_context("tune", arguments).params  # type: ignore[attr-defined]
+    names = ("shape", "dtype", "out_dtype", "layout", "alignment", "epilogue", "accumulation")
+    return options.parse_problems(*(given_[name] for name in names))
+
+
+@settings(deadline=None)
+@given(problems())
+def test_a_printed_command_tunes_the_very_problem(problem: Problem) -> None:
+    assert parsed(tune_command(problem)) == [problem]
+
+
+def test_what_no_option_names_is_a_call() -> None:
+    import tunegemm
+
+    problem = Problem(32, 48, 64, out_major="m")
+    call = tune_command(problem)
+    assert call.startswith("tunegemm.tune(") and eval(call[14:-1], {"tunegemm": tunegemm}) == problem
+
+
+def test_a_command_line_is_quoted() -> None:
+    line = command_line(
+        "tune", {"from": "my shapes;rm.json", "budget": None, "energy": True, "shape": ["a", "b"]}
+    )
+    assert shlex.split(line)[2:] == [
+        "--from",
+        "my shapes;rm.json",
+        "--energy",
+        "--shape",
+        "a",
+        "--shape",
+        "b",
+    ]
+
+
+def test_causes_are_true(tmp_path: Path) -> None:
+    def refused(*arguments: str) -> str:
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
+        return result.stderr
+
+    path = str(fill(tmp_path / "t.sqlite", SHAPES[:1], each=4))
+    said = refused("leaderboard", "--db", path, "--shape", SHAPES[1], "--dtype", "fp16", "--layout", "nt")
+    assert f"measured are {SHAPES[0]} bf16 tn" in said
+    assert f"tunegemm tune --shape {SHAPES[1]} --dtype fp16 --layout nt" in said
+    assert "'feed' is not the start of a fingerprint" in refused("regress", "--db", path, "--since", "feed")
+    export = ("db", "export", "--db", path, "--out", str(tmp_path / "x.json"), "--fingerprint", "feed")
+    assert "'feed' is not the start of a fingerprint" in refused(*export)
+    assert "tf32" in (said := refused("tune", "--shape", "1x1x1", "--dtype", "bf61")) and "fp32" not in said
+    Database.open(tmp_path / "empty.sqlite").close()
+    said = refused("leaderboard", "--db", str(tmp_path / "empty.sqlite"))
+    assert "nothing measured yet" in said and "no measurement of" not in said
+    assert "is not MxNxK" in refused("tune", "--shape", f"{'9' * 5000}x1x1")
+    assert "not a duration" in refused("tune", "--shape", "1x1x1", "--budget", "9" * 5000)

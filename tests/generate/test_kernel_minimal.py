@@ -1,0 +1,18 @@
+"""The kernel that readers begin with compiles as written; tests/gpu/test_kernel_minimal.py runs it."""
+
+from pathlib import Path
+
+from tests.support.minimal import compile_minimal
+from tunegemm.generate.cute_object import load_function
+from tunegemm.generate.cute_sm90 import kernel_minimal
+
+
+def test_it_compiles_without_spills_or_warnings(tmp_path: Path) -> None:
+    path, report = compile_minimal(tmp_path)
+    assert report.spill_bytes == 0 and report.warnings == ()
+    assert report.registers == 168  # 65536 / 384 threads, in units of 8: what setmaxnreg hands out
+    assert callable(load_function(path))
+
+
+def test_it_fits_shared_memory() -> None:
+    assert kernel_minimal.Storage.size_in_bytes() <= 232448

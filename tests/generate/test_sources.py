@@ -1,0 +1,125 @@
+"""Hashes of kernel sources: the same for the same code, whatever is said about it."""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from tunegemm.generate.sources import code_of, hash_of_code, kernel_sources
+
+SOURCE = '''"""A module."""
+
+import math  # for pi
+
+
+class Config:
+    r"""More. # Not a comment."""
+
+    stages: int
+    """Depth."""
+
+    def ptx(self):
+        """What it is."""
+        # Why it is so.
+        return (
+            "mov # not a comment"
+            """
+            a string of its own, in brackets
+            """
+        )
+'''
+REWORDED = '''"""Another docstring,
+of two lines."""
+import math
+class Config:
+    stages: int
+
+    """Another."""
+
+    def ptx(self):   
+        return (  # another comment
+            "mov # not a comment"
+            """
+            a string of its own, in brackets
+            """
+        )
+'''  # noqa: W291
+
+
+def test_words_about_the_code_are_left_out() -> None:
+    assert code_of(SOURCE) == code_of(REWORDED)
+    assert "Not a comment" not in code_of(SOURCE) and "mov # not a comment" in code_of(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("mov # not", "add # not"),
+        ("of its own, in", "of their own, in"),
+        ("stages: int", "stages: float"),
+        ("import math", "import cmath"),
+        ("            a string", "              a string"),
+    ],
+)
+def test_the_code_is_not(old: str, new: str) -> None:
+    assert old in SOURCE
+    assert code_of(SOURCE.replace(old, new)) != code_of(SOURCE)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        's = f"{x["#"]}" + y',
+        "a = 'it\\'s' + b  ",
+        'f("""x""")',
+        't = "a" \\\n"b"',
+        "#\n#",
+        "'''\"\"\"'''",
+        '""',
+    ],
+)
+def test_any_code_ends(line: str) -> None:
+    assert code_of(f"before()\n{line}\nafter()\n").count("after()") == 1
+
+
+def test_what_may_be_part_of_an_fstring_stays() -> None:
+    """Quotes within its expressions, since Python 3.12: what looks like a comment may be code."""
+    assert code_of('s = f"{x["#"]}" + y\n') != code_of('s = f"{x["#"]}" + z\n')
+
+
+def test_it_agrees_with_pythons_own_tokens() -> None:
+    """On all of this package: no string is lost but docstrings."""
+    root = Path(__file__).parents[2] / "tunegemm"
+    for path in sorted(root.rglob("*.py")):
+        source = path.read_text()
+        tokens = [
+            token
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type not in (tokenize.COMMENT, tokenize.NL)
+        ]
+        breaks = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        plain = {
+            token.string
+            for before, token, after in zip(tokens, tokens[1:], tokens[2:], strict=False)
+            if token.type == tokenize.STRING and not (before.type in breaks and after.type in breaks)
+            if token.string[0] in "\"'"
+        }
+        code = code_of(source)
+        assert all(string in code for string in plain), path
+
+
+def test_the_hash_is_of_names_and_code(tmp_path: Path) -> None:
+    for name, text in {
+        "kernel.py": "x = 1\n",
+        "kernel/deep/ring.py": "y = 2\n",
+        "rules.py": "z = 3\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    paths = kernel_sources(tmp_path)
+    assert [path.name for path in paths] == ["ring.py", "kernel.py"]
+    assert len(hash_of_code(paths)) == 16 and hash_of_code(()) == ""
+    assert hash_of_code(paths[:1]) != hash_of_code(paths[1:]) != hash_of_code(paths)

@@ -1,0 +1,196 @@
+"""Calls with what is not a product: torch's own error where torch has the call, else a ProblemError."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+import tunegemm
+from tests.support.fusing import Recorded
+from tests.support.serving import BF16, Kernel, operands, serve_with
+from tunegemm.describe.device import find_device
+from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.planning import Planner
+
+
+class Own(torch.Tensor):
+    """A subclass with nothing of its own."""
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return torch.arange(count).remainder(5).view(shape).to(dtype)
+
+
+def values() -> dict[str, Any]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ones(8, 8, dtype=BF16)
+    square = tensor(8, 8)
+    return {
+        "None": None, "number": 5, "text": "x", "list": [[1.0]], "square": square, "scalar": tensor(),
+        "vector": tensor(8), "odd": tensor(8, 6), "batch": tensor(2, 8, 8), "batches": tensor(2, 2, 8, 8),
+        "no rows": tensor(0, 8), "no columns": tensor(8, 0), "integers": tensor(8, 8, dtype=torch.int64),
+        "bool": tensor(8, 8, dtype=torch.bool), "complex": tensor(8, 8, dtype=torch.complex64),
+        "fp64": tensor(8, 8, dtype=torch.float64), "fp32": tensor(8, 8, dtype=torch.float32),
+        "int8": tensor(8, 8, dtype=torch.int8), "fp8": tensor(16, 16, dtype=torch.float8_e4m3fn),
+        "grad": tensor(8, 8).requires_grad_(), "meta": square.to("meta"), "sparse": square.to_sparse(),
+        "subclass": square.as_subclass(Own), "NaN": square * float("nan"), "negated": torch._neg_view(square),
+        "expanded": tensor(8).expand(8, 8), "strided": tensor(8, 16)[:, ::2], "transposed": square.t(),
+        "parameter": torch.nn.Parameter(square), "fake": fake,
+    }  # fmt: skip
+
+
+VALUES = values()
+
+
+@pytest.fixture(autouse=True)
+def _serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels for every problem of CPU tensors."""
+    kernel, snapshot = Kernel(), Recorded()
+    planner = Planner(
+        device_type="cpu",
+        read=lambda: snapshot,
+        find=lambda _: find_device("model:h200"),
+        prepare=lambda record, _: Prepared(kernel.of(record.problem)),
+    )
+    serve_with(monkeypatch, Dispatcher(planner))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def outcome(call: Callable[[], Any]) -> object:
+    try:
+        result = call()
+    except (RuntimeError, TypeError, IndexError, ValueError, TunegemmError) as error:
+        return type(error)
+    return tuple(result.shape), result.dtype
+
+
+def agree(name: str, ours: Callable[[], Any], theirs: Callable[[], Any]) -> None:
+    mine, torchs = outcome(ours), outcome(theirs)
+    assert mine == torchs, name
+
+
+@pytest.mark.parametrize("first", VALUES)
+def test_two_operands_of_any_kind_are_what_torch_makes_of_them(first):
+    a = VALUES[first]
+    for second, b in VALUES.items():
+        name = f"{first}, {second}"
+        agree(name, partial(tunegemm.matmul, a, b), partial(torch.matmul, a, b))
+        agree(name, partial(tunegemm.linear, a, b), partial(functional.linear, a, b))
+        agree(name, partial(tunegemm.bmm, a, b), partial(torch.bmm, a, b))
+
+
+SCALARS = [(1, 1), (0, 1), (2, 0.5), (None, 1), ("2", 1), (float("nan"), 1), (1, [])]
+
+
+@pytest.mark.parametrize("scalars", SCALARS)
+def test_three_operands_of_any_kind_are_what_torch_makes_of_them(scalars):
+    more = dict(zip(("beta", "alpha"), scalars, strict=True))
+    for name in VALUES.keys() - {
+        "meta",
+        "sparse",
+        "fake",
+    }:  # torch disagrees with itself
+        for place in range(3):
+            for ours, theirs, usual in (
+                (tunegemm.addmm, torch.addmm, "square"),
+                (tunegemm.baddbmm, torch.baddbmm, "batch"),
+            ):
+                given = [VALUES[name if i == place else usual] for i in range(3)]
+                where = f"{ours.__name__}, {name} at {place}, {more}"
+                agree(where, partial(ours, *given, **more), partial(theirs, *given, **more))
+
+
+def test_calls_that_torch_has_not_refuse_by_name():
+    """A result, or an error on purpose; never one of Python's own, such as AttributeError."""
+    choose, names = random.Random(7).choice, [*VALUES, *["square"] * 20]
+    for _ in range(600):
+        a, b, c, d = (VALUES[choose(names)] for _ in range(4))
+        out_dtype = choose([None, None, torch.float32, torch.int32, "float32", 5, []])
+        activation = choose([None, "relu", "bias_n", "swiglu", "", 5, []])
+        epilogue = choose(["relu", "bias_n", "beta_c", 5, [], "custom:x@0123456789abcdef"])
+        given = choose([(), (c,), (c, d), (2.0, c), ("2", c), 5, "x", [c]])
+        for call in (
+            partial(tunegemm.linear, a, b, c, activation, d),
+            partial(tunegemm.matmul, a, b, bias=c, activation=activation, out_dtype=out_dtype),
+            partial(tunegemm.matmul, a, b, epilogue=epilogue, operands=given, out_dtype=out_dtype),
+            partial(tunegemm.gated_linear, a, b, c, activation),
+            partial(tunegemm.scaled_mm, a, b, c, d, out_dtype=out_dtype),
+            partial(tunegemm.interleave, a, b),
+        ):
+            outcome(call)
+
+
+@pytest.mark.parametrize("name", ["bias_n", "residual", "relu+residual", "tanh", "", 5, []])
+def test_an_unknown_activation_names_what_the_call_takes(name):
+    a, b = operands()
+    said = "is not known; use one of relu, gelu, gelu_tanh, silu$"
+    with pytest.raises(ProblemError, match=said):
+        tunegemm.linear(a, b.t(), None, name)
+    with pytest.raises(ProblemError, match=said):
+        tunegemm.matmul(a, b, activation=name)
+    with pytest.raises(ProblemError, match=r"has no gated form; use one of relu, gelu, gelu_tanh, silu$"):
+        tunegemm.gated_linear(a, b.t(), activation=name)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "reglu"])
+def test_a_gate_in_the_place_of_an_activation_names_gated_linear(name):
+    a, b = operands()
+    for call in (partial(tunegemm.linear, a, b.t()), partial(tunegemm.matmul, a, b)):
+        with pytest.raises(ProblemError, match=f"activation '{name}' .*; gated_linear applies it"):
+            call(activation=name)
+
+
+def test_values_of_public_classes():
+    assert tunegemm.Problem(np.int64(64), 64, 64) == tunegemm.Problem(64, 64, 64)
+    assert type(tunegemm.Problem(np.int64(64), 64, 64).m) is int
+    steps = tunegemm.Epilogue.parse("relu")
+    assert tunegemm.Problem(8, 8, 8, epilogue=steps).epilogue == "relu"  # type: ignore[arg-type]
+    for call, said in (
+        (lambda: tunegemm.Problem(8.0, 8, 8), "m=8.0 "),
+        (lambda: tunegemm.Problem(10**5000, 8, 8), "over 19 digits"),
+        (lambda: tunegemm.Problem(8, 8, 8, alignment="16"), "alignment='16'"),
+        (lambda: tunegemm.Problem(8, 8, 8, epilogue=None), "epilogue=None"),
+        (lambda: tunegemm.Problem(8, 8, 8, in_dtype=[]), r"in_dtype=\[\]"),
+        (lambda: tunegemm.Problem.parse("8x8x8", alignment="16"), "alignment '16'"),
+        (lambda: tunegemm.Problem.from_tensors(1, 2), "operand 1 is not a tensor"),
+        (lambda: tunegemm.Epilogue.parse(None), "epilogue None is not a text"),
+        (lambda: tunegemm.Candidate.make("cute_sm90", None), "None"),
+        (lambda: tunegemm.Operation("8x8x8", None), "problem '8x8x8' is not a tunegemm.Problem"),
+        (lambda: tunegemm.record(5), "path 5 is not a file's"),
+        (lambda: tunegemm.record("a\0b"), "is not a file's"),
+        (lambda: tunegemm.policy([]), r"policy \[\] is not known"),
+        (lambda: tunegemm.policy(max_sms=float("nan")), "max_sms nan"),
+        (lambda: tunegemm.explain(1, 2), "operand 1 is not a tensor"),
+    ):
+        with pytest.raises(TunegemmError, match=said):
+            call()
+
+
+def test_meta_tensors_are_torchs_under_every_dispatcher(monkeypatch):
+    """What is remembered of them must not ask a device that autocast does not know."""
+    serve_with(monkeypatch, Dispatcher())
+    meta = VALUES["meta"]
+    for _ in range(2):
+        assert tunegemm.matmul(meta, meta).shape == (8, 8)
+
+
+def test_a_fused_gradient_minds_the_bias():
+    """Of another dtype than the product: torch's error, not a sum of the two."""
+    x, weight = tensor(8, 8).requires_grad_(), tensor(8, 8)
+    for bias in (tensor(8, dtype=torch.float64), tensor(8, 8, dtype=torch.int8)):
+        given = x, weight, bias
+        agree(f"{bias.dtype}", partial(tunegemm.linear, *given), partial(functional.linear, *given))

@@ -1,0 +1,43 @@
+"""Compiles the kernel that readers begin with, in a process of its own that sees no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tunegemm.generate.ptxas import Resources, output_to, read_report
+
+
+def compile_minimal(folder: Path) -> tuple[Path, Resources]:
+    """An object in `folder` that `cute_object.load_function` loads, and what ptxas says of it."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": "sm_90a"}
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.minimal", str(folder)],
+        env=os.environ | hidden | paths, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "minimal.o", read_report((folder / "ptxas.log").read_text())
+
+
+def main(folder: Path) -> None:
+    import cutlass.cute as cute
+    from cutlass import Int32, Int64
+
+    from tunegemm.generate.cute_object import FUNCTION_NAME, link
+    from tunegemm.generate.cute_sm90.kernel_minimal import gemm
+
+    with output_to(folder / "ptxas.log"):
+        compiled = cute.compile(
+            gemm, *[Int64(0)] * 3, *[Int32(1)] * 4, cute.runtime.make_fake_stream(),
+            options=f"--enable-tvm-ffi --gpu-arch=sm_90a --dump-dir={folder} --remarks{{ptx}}",
+        )  # fmt: skip
+        out = folder / "minimal.o"
+        compiled.export_to_c(object_file_path=str(out), function_name=FUNCTION_NAME)
+        link(out)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
