@@ -12,16 +12,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.postgres import Cluster as Postgres
 from tests.support.processes import environment
+from tests.support.waiting import until
 from tests.tuning.planted import DEVICE, Timed, planted_tuner
+from tunegemm.cli import app
+from tunegemm.describe.device import cuda_device_count
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import MeasureError
+from tunegemm.errors import DatabaseError, MeasureError
 from tunegemm.measure.outcome import Outcome
 from tunegemm.measure.policy import Job, Policy
 from tunegemm.store import Database
@@ -34,6 +39,7 @@ from tunegemm.tuning.tuner import Tuner
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 GPUS = 2
+SECOND = "127.0.0.2"
 PROBLEMS = [Problem.parse(f"512x512x{64 * number}") for number in range(8, 12)]
 POISON = PROBLEMS[0]
 
@@ -70,34 +76,59 @@ def planted(folder: Path, location: str, pause_s: float = 0.0, deadly: bool = Fa
         yield tuner
 
 
+class Hosts:
+    """A Ray cluster of somebody else's: two hosts, on loopback addresses of this one, with a GPU each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: list[subprocess.Popen[bytes]] = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.address = f"127.0.0.1:{port}"
+        self._start("127.0.0.1", "--head", f"--port={port}", "--include-dashboard=false")
+        self._start(SECOND, f"--address={self.address}")
+
+    def _start(self, node: str, *options: str) -> None:
+        log = self._folder / node
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={node}"]
+        size = ["--num-cpus=0", "--num-gpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+        with log.open("w") as said:
+            running = subprocess.Popen([*ray, *size, *options], env=environment(), stdout=said, stderr=said)
+        self._running.append(running)
+        until(lambda: "Ray runtime started" in log.read_text() or running.poll() is not None)
+        assert running.poll() is None, log.read_text()
+
+    def lose_second(self) -> None:
+        """The power of the second host goes."""
+        host = psutil.Process(self._running.pop().pid)
+        for process in [host, *host.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        host.wait()
+
+    def end(self) -> None:
+        for running in reversed(self._running):
+            running.terminate()
+            running.wait(timeout=30)
+
+
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Ray cluster of somebody else's, for this host only, with more GPUs than there are."""
-    # Stated, since Ray's default goes by whether the user's home holds a token; the cluster is on loopback.
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     with pytest.MonkeyPatch.context() as patch:
+        # Stated, since Ray's default goes by whether the user's home holds a token.
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        yield from _cluster(tmp_path_factory.mktemp("ray") / "log")
+        # A host that says nothing for so long counts as dead; else it takes some 20 s.
+        patch.setenv("RAY_health_check_period_ms", "500")
+        patch.setenv("RAY_health_check_failure_threshold", "4")
+        running = Hosts(tmp_path_factory.mktemp("hosts"))
+        yield running
+        running.end()
 
 
-def _cluster(log: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    head = [
-        "start", "--head", "--block", f"--port={port}", "--num-cpus=0", f"--num-gpus={GPUS}",
-        "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats",
-        "--object-store-memory=100000000",
-    ]  # fmt: skip
-    with log.open("w") as said:
-        running = subprocess.Popen([*ray, *head], env=environment(), stdout=said, stderr=said)
-    deadline = time.monotonic() + 60
-    while "Ray runtime started" not in log.read_text():
-        assert running.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
-    yield f"127.0.0.1:{port}"
-    running.terminate()
-    running.wait(timeout=30)
+@pytest.fixture
+def address(hosts: Hosts) -> str:
+    return hosts.address
 
 
 def requests(problems: Sequence[Problem] = PROBLEMS, trials: int = 6) -> list[Request]:
@@ -176,3 +207,46 @@ def test_workers_that_die_and_gpus_that_go_away(address: str, tmp_path: Path) ->
         with pytest.raises(MeasureError, match=r"^the GPU went away$"):
             list(pool.tune_all(requests(PROBLEMS[3:])))
     assert len((tmp_path / "log").read_text()) > 0
+
+
+def test_a_file_that_other_hosts_cannot_write(address: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    with (
+        cluster.connected(address),
+        pytest.raises(DatabaseError, match=f"tuning.sqlite: a file of this host, .* on {SECOND}; give a ser"),
+    ):
+        cluster.refuse_file(path)
+
+
+@pytest.mark.skipif(cuda_device_count() > 0, reason="with a GPU it tunes")
+def test_the_command_on_hosts_whose_gpus_are_not_there(
+    address: str, postgres: Postgres, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All the way to a worker, which finds no GPU; its reason is the one line."""
+    location = postgres.create()
+    done = CliRunner().invoke(app, ["tune", "--shape", "64x64x64", "--ray", address, "--db", location])
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1].startswith("tunegemm: device 'cuda:0': 0 CUDA device(s) here; ")
+    assert "Traceback" not in done.output + capfd.readouterr().err
+    postgres.drop(location)
+
+
+def test_a_host_that_dies_is_done_without(hosts: Hosts, tmp_path: Path) -> None:
+    """The last test: afterwards the cluster has one host. The product of the other goes on on its GPU."""
+    location = str(tmp_path / "tuning.sqlite")
+    Database.open(location).close()
+    lost: list[Problem] = []
+
+    def on_progress(progress: Progress) -> None:
+        begun.add(progress.problem)
+        if len(begun) == GPUS and not lost:
+            hosts.lose_second()
+            lost.append(progress.problem)
+
+    begun: set[Problem] = set()
+    opening = functools.partial(planted, tmp_path, location, 0.3)
+    with cluster.connected(hosts.address), Pool(opening) as pool:
+        results = list(pool.tune_all(requests(PROBLEMS[:GPUS]), on_progress))
+    assert lost and sorted(result.problem for result in results) == sorted(PROBLEMS[:GPUS])
+    assert all(result.best is not None for result in results)
+    assert set(measured(location).values()) == {1}

@@ -1,8 +1,8 @@
 """Several GPUs: on each an actor of Ray's with a `Tuner` of its own.
 
-Ray places the actors, restarts one that died and repeats its call. The repeated tuning goes on from what the
-database knows, for each outcome is published as it is measured. Of the GPUs' order nothing is stored, and no
-list of work: what a pool has not handed out when it ends is asked for anew by the same command.
+Ray starts the actors where it has GPUs, and tells of those that died. Their problems go to others and are
+continued there, for each outcome is published as it is measured, and a tuning begins with what the database
+knows. No list of work is stored: what was not handed out is asked for anew by the same command.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import logging
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import ClusterError, DatabaseError, DeviceError, TunegemmError
 from tunegemm.generate.compile import default_workers
 from tunegemm.tuning.progress import Progress, Request, TuneResult
@@ -29,13 +31,15 @@ if TYPE_CHECKING:
 #: What opens a worker's tuner, in the worker's process.
 OpenTuner = Callable[[], AbstractContextManager[Tuner]]
 
-#: How long the head of a cluster may take to answer, and how long the first GPU to become free.
+#: How long the head of a cluster may take to answer, and how long a GPU to become free when all wait for one.
 _REACH_S, _JOIN_S = 5.0, 120.0
 #: How often a worker that has no news says so.
 _NEWS_S = 0.5
 #: How long workers may take to end after Ctrl-C. A compile takes 3 s, an interleave less.
 _STOP_S = 10.0
-#: A problem that so many workers died of is given up: it would end the others, too.
+#: A problem that so many workers died of is given up: it would end the others, too. Counted here: Ray's
+#: `max_task_retries` are spent within milliseconds on a host that has gone, before Ray knows that it has
+#: (2.60), so that they do not tell a problem that ends its workers from a host that was lost.
 _ATTEMPTS = 3
 #: Bytes of Ray's shared memory, which by default takes a third of the host's; results have some 100 KB.
 _OBJECT_STORE_BYTES = 100 * 2**20
@@ -99,25 +103,17 @@ class Pool:
         self._tunings: dict[Any, tuple[Any, Request]] = {}
         self._news: dict[Any, Any] = {}  # of each pending call `progress` the pending call `tune`
         self._returned: list[Request] = []
+        self._deaths: Counter[Problem] = Counter()
         self._lost: TunegemmError = ClusterError("the Ray cluster has no GPU; see `ray status`")
         """Why the last worker that was left out was."""
 
     def __enter__(self) -> Self:
-        options = {"num_gpus": 1, "num_cpus": 0, "max_restarts": -1, "max_concurrency": 2}
-        retries = {"max_task_retries": _ATTEMPTS - 1}
-        actor = self._ray.remote(Worker).options(**options, **retries)
         for _ in range(int(self._ray.cluster_resources().get("GPU", 0))):
-            self._ask(actor.remote(self._open_tuner))
+            self._start()
         while not self._idle:
             if not self._joining:
                 raise self._lost
-            ready, _ = self._ray.wait([*self._joining], timeout=_JOIN_S)
-            if not ready:
-                raise ClusterError(
-                    f"none of the cluster's {len(self._joining)} GPUs was free within {_JOIN_S:g} s: "
-                    "other jobs hold them; see `ray status`"
-                )
-            self._join(ready[0])
+            self._join(self._next())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,14 +135,14 @@ class Pool:
     ) -> Iterator[TuneResult]:
         """Tune all problems, and yield results as they come; after Ctrl-C those that it cut short.
 
-        A request is taken when there is a GPU for it. A worker whose tuner raises is left out, and its
-        problem is for another one; the error of the last one is raised. A problem that its workers die of
-        gets a result without a winner.
+        A request is taken when there is a GPU for it. The problem of a worker that died goes to another one,
+        and one that several died of gets a result without a winner. A worker whose tuner raises is left out;
+        the error of the last one is raised.
         """
         waiting = iter(requests)
         try:
             while self._hand_out(waiting):
-                (ref, *_), _ = self._ray.wait([*self._tunings, *self._news, *self._joining])
+                ref = self._next()
                 if ref in self._joining:
                     self._join(ref)
                 elif ref in self._news:
@@ -170,8 +166,22 @@ class Pool:
             raise self._lost
         return True
 
-    def _ask(self, worker: Any) -> None:
+    def _start(self) -> None:
+        """Asks Ray for a worker; it joins once there is a GPU for it."""
+        actor = self._ray.remote(Worker).options(num_gpus=1, num_cpus=0, max_concurrency=2)
+        worker = actor.remote(self._open_tuner)
         self._joining[worker.device.remote()] = worker
+
+    def _next(self) -> Any:
+        """The next call that ended. Raises ClusterError when none is running and no GPU becomes free."""
+        limit_s = None if self._tunings else _JOIN_S
+        ready, _ = self._ray.wait([*self._tunings, *self._news, *self._joining], timeout=limit_s)
+        if not ready:
+            raise ClusterError(
+                f"no GPU of the Ray cluster was free within {_JOIN_S:g} s: other jobs hold them, or their "
+                "hosts are gone; see `ray status`"
+            )
+        return ready[0]
 
     def _join(self, ref: Any) -> None:
         """A worker has a GPU: it takes part where that is of the kind of the others'."""
@@ -226,7 +236,12 @@ class Pool:
             self._leave_out(worker, _cause(error))
             return None
         except self._ray.exceptions.RayActorError:
-            self._ask(worker)  # Ray may have it running again
+            self._ray.kill(worker)  # it may only be out of reach
+            self._start()
+            self._deaths[request.problem] += 1
+            if self._deaths[request.problem] < _ATTEMPTS:
+                self._returned.append(request)
+                return None
             note = f"given up: {_ATTEMPTS} workers died while they tuned it; see `ray logs`"
             return TuneResult(request.problem, self.device, "measured", None, (), (), {}, 0.0, 0, note=note)
         self._idle.append(worker)
