@@ -45,7 +45,7 @@ POISON = PROBLEMS[0]
 
 
 class Logged(Timed):
-    """Writes down which process measures what, and takes its time."""
+    """Writes down which process measures what on which GPU, and takes its time."""
 
     def __init__(self, log: Path, pause_s: float, deadly: bool) -> None:
         super().__init__(lambda candidate, _: 8.5 + candidate["tile_n"] / 64, is_throttled=lambda _: False)
@@ -58,7 +58,7 @@ class Logged(Timed):
             if self._deadly and problem == POISON:
                 os._exit(1)
             with self._log.open("a") as log:
-                log.write(f"{os.getpid()} {problem.shape}\n")
+                log.write(f"{os.getpid()} {problem.shape} {os.environ['CUDA_VISIBLE_DEVICES']}\n")
             time.sleep(self._pause_s)  # as long as a measurement takes: time for what the test does meanwhile
             yield outcome
 
@@ -153,7 +153,7 @@ def test_a_worker_that_is_killed_costs_nothing(address: str, postgres: Postgres,
         told.append(progress)
         if not killed and progress.stage != "library" and progress.measured >= 2:
             lines = (tmp_path / "log").read_text().splitlines()
-            pid = next(int(line.split()[0]) for line in lines if line.endswith(f" {progress.problem.shape}"))
+            pid = next(int(line.split()[0]) for line in lines if progress.problem.shape in line)
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
 
@@ -188,8 +188,8 @@ def test_ctrl_c_keeps_what_was_measured_and_the_cluster(address: str, tmp_path: 
     assert len([result for result in cut if result.interrupted]) == GPUS
     before = measured(location)
     assert sum(before.values()) >= 2
-    with cluster.connected(address), Pool(functools.partial(planted, tmp_path, location)) as pool:
-        results = list(pool.tune_all(requests()))
+    with planted(tmp_path, location) as tuner:
+        results = list(tuner.tune_all(requests()))
     assert sorted(result.problem for result in results) == sorted(PROBLEMS)
     assert all(result.best is not None and not result.interrupted for result in results)
     assert before <= measured(location) and set(measured(location).values()) == {1}
@@ -207,6 +207,18 @@ def test_workers_that_die_and_gpus_that_go_away(address: str, tmp_path: Path) ->
         with pytest.raises(MeasureError, match=r"^the GPU went away$"):
             list(pool.tune_all(requests(PROBLEMS[3:])))
     assert len((tmp_path / "log").read_text()) > 0
+
+
+def test_gpus_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each worker sees one of those that were named, by the numbers that this process sees."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    location = str(tmp_path / "tuning.sqlite")
+    Database.open(location).close()
+    with cluster.started_here((0, 2)), Pool(functools.partial(planted, tmp_path, location, 0.2)) as pool:
+        assert len(list(pool.tune_all(requests(PROBLEMS[:3])))) == 3
+    assert {line.split()[2] for line in (tmp_path / "log").read_text().splitlines()} == {"4", "6"}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
 
 
 def test_a_file_that_other_hosts_cannot_write(address: str, tmp_path: Path) -> None:

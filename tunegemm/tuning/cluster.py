@@ -117,10 +117,9 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _ in self._stop():
-            pass  # the caller has gone
-        closing = [worker.close.remote() for worker in self._idle]
-        self._ray.wait(closing, num_returns=len(closing), timeout=_STOP_S) if closing else None
+        list(self._stop())  # nobody asks for what they have
+        if closing := [worker.close.remote() for worker in self._idle]:
+            self._ray.wait(closing, num_returns=len(closing), timeout=_STOP_S)
         for worker in (*self._idle, *self._joining.values(), *(busy for busy, _ in self._tunings.values())):
             self._ray.kill(worker)
 
@@ -235,7 +234,7 @@ class Pool:
             self._returned.append(request)
             self._leave_out(worker, _cause(error))
             return None
-        except self._ray.exceptions.RayActorError:
+        except self._ray.exceptions.RayError:  # it died, or the host did that has its result
             self._ray.kill(worker)  # it may only be out of reach
             self._start()
             self._deaths[request.problem] += 1
@@ -299,9 +298,10 @@ def started_here(gpus: Sequence[int]) -> Iterator[None]:
             include_dashboard=False, **_QUIET,
         )  # fmt: skip
     finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES") if visible is None else os.environ.update(
-            CUDA_VISIBLE_DEVICES=visible
-        )
+        if visible is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
     try:
         yield
     finally:
