@@ -12,12 +12,12 @@ from sqlalchemy import Select, select
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.evidence import evidence_of
+from tunegemm.store.lookup import UNREADABLE
 from tunegemm.store.models import CandidateRow, FingerprintRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.rows import (
     FINGERPRINT_COLUMNS,
     PROBLEM_COLUMNS,
     PROBLEM_FIELDS,
-    UNREADABLE,
     where_fingerprint,
     where_problem,
     with_keys,

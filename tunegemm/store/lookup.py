@@ -24,6 +24,11 @@ from tunegemm.store.schema import FASTEST, SCHEMA_VERSION, VERSION_TABLE
 #: A problem as the tuple of its fields, as rows have it.
 problem_fields: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(field.name for field in fields(Problem)))
 
+#: What a cell that cannot be understood raises while values are made of its row.
+UNREADABLE = (
+    TunegemmError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+
 _log = logging.getLogger(__name__)
 
 
@@ -82,14 +87,7 @@ class Lookup:
                         policy=str(policy),
                     )
                 )
-            except (
-                TunegemmError,
-                ArithmeticError,
-                AttributeError,
-                LookupError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except UNREADABLE as error:
                 _log.warning("skipped an unreadable record of %s: %s", problem, error)
         return found
 

@@ -20,13 +20,13 @@ from sqlalchemy import Select, and_, or_, select
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import DatabaseError, TunegemmError
+from tunegemm.errors import DatabaseError
 from tunegemm.generate import families
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.evidence import policy_word
 from tunegemm.measure.outcome import Failure, Measurement, Stage
-from tunegemm.store.lookup import checked_candidate, checked_fingerprint
+from tunegemm.store.lookup import UNREADABLE, checked_candidate, checked_fingerprint
 from tunegemm.store.models import (
     CandidateRow,
     ChoiceRow,
@@ -59,11 +59,6 @@ _NUMBERS = [_row.median_us, _row.baseline_median_us, _row.ratio, _row.noise, _ro
 _FACTS = [CandidateRow.label, _row.kernel_source, _row.policy, _row.origin, _row.created_at]
 _SAMPLES: list[Any] = [_row.samples_us, _row.baseline_us, _row.evidence, _row.throttle_reasons]
 _SAMPLES += [getattr(_row, name) for name in TELEMETRY_NUMBERS]
-
-#: What a cell that cannot be understood raises while values are made of its row.
-UNREADABLE = (
-    TunegemmError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
-)  # fmt: skip
 
 
 def records_query(

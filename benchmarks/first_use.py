@@ -1,0 +1,167 @@
+"""What a user has who installed the package and tuned nothing: `tunegemm.matmul` beside torch.mm.
+
+    python -m benchmarks.first_use                       # the shipped products, and as many that nobody tuned
+    python -m benchmarks.first_use --unseen 300 --seed 1
+
+*Listed* products are bf16 ones with a shipped record of this GPU; *unseen* ones are drawn by seed: N and K
+from dimensions of published models or random multiples of 8, M log-uniform from 1 to 16384. Nothing is tuned
+and nothing compiled: databases and kernels of the user's are left out. Writes results/GPU/first_use.json: a
+row `{m, n, k, listed, served, ratio, predicted}` each, with `first_ms`, what the first call took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.interleave import interleave
+from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import ArtifactError, TunegemmError, TunegemmWarning
+
+METHOD = (
+    "tunegemm.matmul(out=) and torch.mm(out=) in one CUDA graph each over operand sets that together pass 3x "
+    "the L2, in shuffled order in each round, after dense work; where the chip has lowered its clocks then, "
+    "each has turn_ms to itself, the second half of which is timed; median of {rounds} rounds (or of {turns} "
+    "in steady state); an empty database and an empty kernel cache"
+)
+#: Hidden sizes, projections and vocabularies of published models; none is a width of the shipped records.
+DIMENSIONS = (
+    896, 1152, 1536, 2304, 2560, 2880, 3072, 3840, 4608, 4864, 5376, 6912, 7680, 8960, 9216, 10240, 11008,
+    12288, 13824, 15360, 17408, 18432, 18944, 21504, 22016, 27648, 29568, 36864,
+)  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--listed", type=int, default=1000, help="most shipped products")
+    parser.add_argument(
+        "--unseen", type=int, default=30, help="products drawn by seed (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--turns", type=int, default=5, help="steady-state rounds")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ |= {
+            "TUNEGEMM_DB": f"{empty}/none.sqlite",
+            "TUNEGEMM_CACHE_DIR": empty,
+            "XDG_DATA_HOME": empty,
+        }
+        try:
+            run(find_device(options.device), options)
+        except TunegemmError as error:
+            print(error, file=sys.stderr)
+            return 2
+    return 0
+
+
+def run(device: Device, options: argparse.Namespace) -> None:
+    """Times all products, writes their rows and prints a line of each kind."""
+    from tunegemm.measure.backend import CudaBackend
+
+    method = METHOD.format(rounds=options.rounds, turns=options.turns)
+    results = Results(results_path(options.out, device, "first_use.json"), meta(device, method))
+    backend = CudaBackend(device)
+    backend.open()
+    for listed, problems in (
+        (True, shipped(device)[: options.listed]),
+        (False, drawn(options.unseen, options.seed)),
+    ):
+        rows = []
+        for problem in problems:
+            rows.append(measure(problem, listed, device, backend, options))
+            results.put(rows[-1])
+        if rows:
+            ratios = [row["ratio"] for row in rows]
+            name, served = "listed" if listed else "unseen", sum(row["served"] for row in rows)
+            below = sum(ratio < 0.99 for ratio in ratios)
+            print(
+                f"{name}: {len(rows)} products, {served} served, geometric mean {geometric_mean(ratios):.4f} of "
+                f"torch.mm, worst {min(ratios):.4f}, {below} under 0.99",
+                flush=True,
+            )
+    print(f"written: {results.path}")
+
+
+def shipped(device: Device) -> list[Problem]:
+    """The bf16 products of one matrix each that have a shipped record of this GPU."""
+    from tunegemm.store.shipped import read_shipped
+
+    records = [one for one in read_shipped()[0] if one.fingerprint.device_name == device.name]
+    found = {one.problem for one in records if one.problem == Problem.parse(one.problem.shape)}
+    return sorted(found)
+
+
+def drawn(count: int, seed: int) -> list[Problem]:
+    """Products that nobody tuned."""
+    chance = random.Random(seed)
+
+    def extent() -> int:
+        return chance.choice(DIMENSIONS) if chance.random() < 0.7 else 8 * chance.randint(32, 2048)
+
+    return [Problem.parse(f"{round(2 ** chance.uniform(0, 14))}x{extent()}x{extent()}") for _ in range(count)]
+
+
+def measure(
+    problem: Problem, listed: bool, device: Device, backend: Any, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The row of one product."""
+    from tunegemm import serve
+    from tunegemm.serve.launchers import find_object
+    from tunegemm.serve.selection import select
+    from tunegemm.serve.snapshot import read_snapshot
+
+    selection = select(read_snapshot(), problem, device)
+    why, served = selection.why, False
+    if selection.options:
+        try:
+            find_object(selection.options[0], device)
+            served = True
+        except ArtifactError as error:
+            why = str(error)
+    first: list[float] = []
+
+    def ours(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        start = time.perf_counter()
+        serve.matmul(a, b, out=out)
+        first.append(1e3 * (time.perf_counter() - start))
+
+    def theirs(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        torch.mm(a, b, out=out)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)  # of every product that falls back: the row says it
+        found = interleave(
+            problem, {"torch": theirs, "tunegemm": ours}, backend, l2_bytes=device.l2_bytes,
+            rounds=options.rounds, turns=options.turns, settle_s=0.3,
+        )  # fmt: skip
+    backend.release()
+    return problem_fields(problem) | {
+        "listed": listed,
+        "served": served,
+        "predicted": selection.outcome == "near",
+        "why": why,
+        "torch_us": round(found.timings["torch"].median_us, 3),
+        "tunegemm_us": round(found.timings["tunegemm"].median_us, 3),
+        "ratio": round(found.timings["tunegemm"].ratio_to(found.timings["torch"]), 4),
+        "noise": round(found.noise, 5),
+        "turn_ms": found.turn_ms,
+        "first_ms": round(first[0], 1),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
