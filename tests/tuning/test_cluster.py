@@ -58,7 +58,7 @@ class Logged(Timed):
             if self._deadly and problem == POISON:
                 os._exit(1)
             with self._log.open("a") as log:
-                log.write(f"{os.getpid()} {problem.shape} {os.environ['CUDA_VISIBLE_DEVICES']}\n")
+                log.write(f"{os.getpid()} {problem.shape} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
             time.sleep(self._pause_s)  # as long as a measurement takes: time for what the test does meanwhile
             yield outcome
 
