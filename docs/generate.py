@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.tables.families import families, family_figures
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
-from benchmarks.tables.programs import clients, decode, dispatch, dtypes, epilogues, tuning_time
+from benchmarks.tables.programs import clients, decode, dispatch, dtypes, epilogues, first_use, tuning_time
 from benchmarks.tables.reading import DocsError, load
 from benchmarks.tables.seeds import seed_000, seed_001, seed_003, seed_004
 
@@ -79,6 +79,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "peers": peers,
     "peers-odd": peers_odd,
+    "first-use": first_use,
     "tuning-time": tuning_time,
     "clients": clients,
     "dtypes": dtypes,

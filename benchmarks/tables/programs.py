@@ -46,6 +46,26 @@ def tuning_time(results: Path) -> str:
     return "\n\n".join(part for part in (machine_line(data.get("meta", {})), table) if part)
 
 
+def first_use(results: Path) -> str:
+    """What an installed package gains with nothing tuned: shipped products, and others."""
+    data = load(results, "first_use.json")
+    if data is None:
+        return not_measured(results, "first_use.json")
+    lines = []
+    for listed, name in ((True, "with a shipped record"), (False, "without")):
+        rows = [row for row in data["rows"] if row["listed"] is listed]
+        found = [row["ratio"] for row in rows]
+        if found:
+            served = sum(row["served"] for row in rows)
+            below = ", ".join(f"{shape_of(row)} {row['ratio']:.3f}" for row in rows if row["ratio"] < 0.99)
+            mean, worst = f"{geometric_mean(found):.3f}", f"{min(found):.3f}"
+            lines.append([name, str(len(rows)), str(served), mean, worst, below or "none"])
+    even = [row["ratio"] for row in data["rows"] if row["listed"] and row["k"] % 8 == 0]
+    header = ["products", "timed", "served", "times torch.mm", "worst", "below 0.99"]
+    note = f"Of the shipped products {len(even)} have an even K; their mean is {geometric_mean(even):.3f}."
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), note])
+
+
 def dtypes(results: Path) -> str:
     """torch's own call and our best kernel for each dtype, with the geometric mean of each."""
     data = load(results, "dtypes.json")
