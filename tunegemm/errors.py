@@ -14,6 +14,7 @@
     │   └── PackError     a pack that is cut, edited, of another format, or not loaded
     ├── CompileError      the compile pool itself cannot work (one failed candidate is a Failure)
     ├── OperationError    a chosen kernel that cannot run, or a workspace that does not do
+    ├── ClusterError      a Ray cluster that cannot be reached or used
     ├── MeasureError      the measuring worker itself cannot work (one failed candidate is a Failure)
     └── DatabaseError     a database that cannot be opened, read or written
 
@@ -68,6 +69,10 @@ class CompileError(TunegemmError):
 
 class OperationError(TunegemmError):
     """A chosen kernel that cannot run its problem or is not initialized, or a workspace that does not do."""
+
+
+class ClusterError(TunegemmError):
+    """A Ray cluster that cannot be reached, has no GPU to give, or whose workers do not start."""
 
 
 class MeasureError(TunegemmError):

@@ -147,19 +147,45 @@ def test_usage_errors_name_the_value_and_the_commands_own_help(arguments: tuple[
 
 
 def test_a_time_is_told_by_its_own_option() -> None:
-    assert "--lease '0' is not a duration" in refused_here("fleet", "work", "--lease", "0")
-    assert "--budget '0' is not a duration" in refused_here("fleet", "add", *SHAPE, "--budget", "0")
+    assert "--budget '0' is not a duration" in refused_here("tune", *SHAPE, "--budget", "0")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--devices", "0,1,0"), "--devices '0,1,0': names GPU 0 twice; name each once"),
+        (("--devices", "0;1"), "--devices '0;1': not numbers of GPUs; give all, or such as 0,1"),
+        (("--devices", ""), "--devices '': not numbers of GPUs; give all, or such as 0,1"),
+        (("--devices", "0,1", "--ray"), "--devices and --ray: give one of them"),
+        (("--device", "cuda:0", "--devices", "all"), "--device and --devices: give one of them"),
+        (("--ray", "ray://head:10001"), "Ray address 'ray://head:10001': not HOST:PORT, such as"),
+        (
+            ("--ray", "127.0.0.1:1"),
+            "Ray address '127.0.0.1:1' does not answer (Connection refused); start it by",
+        ),
+    ],
+)
+def test_gpus_and_clusters_that_are_not_there(given: tuple[str, ...], said: str) -> None:
+    assert said in refused_here("tune", *SHAPE, *given)
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    from tunegemm.describe.device import cuda_device_count
+
+    count = cuda_device_count()
+    remedy = f"here are {count}: 0 to {count - 1}" if count else "no CUDA device here"
+    assert remedy in refused_here("tune", *SHAPE, "--devices", "0,99")
+
+
+def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "pip install 'tunegemm[ray]'" in refused_here("tune", *SHAPE, "--ray", "127.0.0.1:1")
 
 
 def test_formats_of_exports(tmp_path: Path) -> None:
     arguments = ("db", "export", "--out", tmp_path / "all.foo", "--format", "foo")
     for name in ("foo", "t4", "vllm", "inductor"):
         assert "use one of json, csv, parquet" in refused_here(*arguments[:-1], name)
-
-
-def test_status_of_no_fleet(tmp_path: Path) -> None:
-    line = refused_here("fleet", "status", "--db", tmp_path / "absent.sqlite")
-    assert "absent.sqlite: no such database; `tunegemm fleet add` creates it" in line
 
 
 def test_no_such_command() -> None:

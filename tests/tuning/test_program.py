@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Measurement
 from tunegemm.tuning import program as spending
 from tunegemm.tuning.program import spend, standings
-from tunegemm.tuning.progress import TuneResult
+from tunegemm.tuning.progress import Request, TuneResult
 
 H200 = find_device("model:h200")
 BIG, SMALL = Problem(8192, 8192, 8192), Problem(16, 4096, 4096)
@@ -35,12 +34,17 @@ class Scripted:
     asked: list[tuple[Problem, str, float | None]] = field(default_factory=list)
     interrupted_at: int = -1
 
-    def tune(self, problem: Problem, *, effort: str, budget_seconds: float | None, **_: Any) -> TuneResult:
-        self.asked.append((problem, effort, budget_seconds))
-        self.clock[0] += 10
-        best = measured(100.0, 100.0 / self.ratios[problem])
-        stop = len(self.asked) == self.interrupted_at
-        return TuneResult(problem, H200, "measured", best, (best,), (), {}, 10.0, 0, interrupted=stop)
+    def tune_all(self, requests: Iterable[Request], on_progress: object = None) -> Iterator[TuneResult]:
+        for request in requests:
+            self.asked.append((request.problem, request.effort, request.budget_seconds))
+            self.clock[0] += 10
+            best = measured(100.0, 100.0 / self.ratios[request.problem])
+            stop = len(self.asked) == self.interrupted_at
+            yield TuneResult(
+                request.problem, H200, "measured", best, (best,), (), {}, 10.0, 0, interrupted=stop
+            )
+            if stop:
+                return
 
 
 @pytest.fixture
@@ -69,22 +73,22 @@ def test_the_time_of_a_small_product_is_no_zero() -> None:
 def test_quick_for_all_then_full_where_most_is_left(clock: list[float]) -> None:
     tuner = Scripted({BIG: 1.05, SMALL: 1.5}, clock)
     plan = standings([Demand(BIG, 1, 2000.0), Demand(SMALL, 100, 100.0)], H200)
-    told = list(spend(tuner, plan, budget_seconds=35))  # type: ignore[arg-type]
+    told = list(spend(tuner, plan, budget_seconds=35))
     assert tuner.asked == [
         (SMALL, "quick", 35.0), (BIG, "quick", 25.0), (SMALL, "full", 15.0), (BIG, "full", 5.0),
     ]  # fmt: skip
     assert [s.effort for s in told] == ["quick", "quick", "full", "full"]
     assert told[0].saving_s == pytest.approx(100 * (100 - 100 / 1.5) * 1e-6)
     tuner.asked.clear()
-    list(spend(tuner, plan, budget_seconds=15))  # type: ignore[arg-type]
+    list(spend(tuner, plan, budget_seconds=15))
     assert [effort for _, effort, _ in tuner.asked] == ["quick", "quick"]
 
 
 def test_without_a_budget_one_pass(clock: list[float]) -> None:
     tuner = Scripted({BIG: 1.0, SMALL: 1.0}, clock)
     plan = standings([Demand(BIG, 1), Demand(SMALL, 1)], H200)
-    list(spend(tuner, plan))  # type: ignore[arg-type]
-    list(spend(tuner, plan, effort="exhaustive", budget_seconds=100))  # type: ignore[arg-type]
+    list(spend(tuner, plan))
+    list(spend(tuner, plan, effort="exhaustive", budget_seconds=100))
     assert [effort for _, effort, _ in tuner.asked] == ["quick", "quick", "exhaustive", "exhaustive"]
     assert tuner.asked[0][2] is None
 
@@ -92,10 +96,10 @@ def test_without_a_budget_one_pass(clock: list[float]) -> None:
 def test_ctrl_c_ends_it(clock: list[float]) -> None:
     tuner = Scripted({BIG: 1.0, SMALL: 1.0}, clock, interrupted_at=1)
     plan = standings([Demand(BIG, 1), Demand(SMALL, 1)], H200)
-    assert len(list(spend(tuner, plan, budget_seconds=100))) == 1  # type: ignore[arg-type]
+    assert len(list(spend(tuner, plan, budget_seconds=100))) == 1
 
 
 def test_a_winner_within_the_noise_saves_nothing_not_less(clock: list[float]) -> None:
     tuner = Scripted({BIG: 0.99}, clock)
-    (standing,) = spend(tuner, standings([Demand(BIG, 5)], H200))  # type: ignore[arg-type]
+    (standing,) = spend(tuner, standings([Demand(BIG, 5)], H200))
     assert standing.saving_s == 0.0

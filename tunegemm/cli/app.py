@@ -15,7 +15,6 @@ from tunegemm.cli import (
     db,
     doctor,
     explain,
-    fleet,
     history,
     leaderboard,
     options,
@@ -122,7 +121,7 @@ def root(
         typer.echo(context.get_help())
 
 
-app.command("tune")(tune.command)
+app.command("tune", cls=tune.Command)(tune.command)
 # What follows the program's name is the program's.
 app.command("record", context_settings={"allow_interspersed_args": False})(record.command)
 app.command("leaderboard")(leaderboard.command)
@@ -133,7 +132,6 @@ app.command("unload")(pack.unload_command)
 app.command("history")(history.history)
 app.command("regress")(history.regress)
 app.add_typer(db.app, name="db")
-app.add_typer(fleet.app, name="fleet")
 app.command("report")(report.report)
 app.command("plot")(report.plot)
 app.command("space")(space.command)

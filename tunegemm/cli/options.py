@@ -11,7 +11,7 @@ import typer
 
 from tunegemm import files
 from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem, default_out_dtype, normalize_dtype
-from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.errors import DeviceError, ProblemError, TunegemmError
 from tunegemm.report.text import clean
 
 if TYPE_CHECKING:
@@ -213,6 +213,25 @@ def parse_seconds(text: str, flag: str = "--budget") -> float:
             f"{flag} {clean(repr(text), 60)} is not a duration; for example 90, 90s, 10m or 1h30m"
         )
     return total
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """Numbers of this host's GPUs from ``all`` or ``0,1``. Raises UsageError, DeviceError without a GPU."""
+    from tunegemm.describe.device import cuda_device_count
+
+    words = [word.strip() for word in text.split(",")]
+    if text != "all" and not all(word.isdecimal() and word.isascii() for word in words):
+        raise UsageError(f"--devices {text!r}: not numbers of GPUs; give all, or such as 0,1")
+    numbers = [] if text == "all" else [int(word) for word in words]
+    for number in numbers:
+        if numbers.count(number) > 1:
+            raise UsageError(f"--devices {text!r}: names GPU {number} twice; name each once")
+    count = cuda_device_count()
+    if not count:
+        raise DeviceError(f"--devices {text!r}: no CUDA device here, and this measures; run it on a GPU")
+    if numbers and max(numbers) >= count:
+        raise UsageError(f"--devices {text!r}: no GPU {max(numbers)}; here are {count}: 0 to {count - 1}")
+    return tuple(numbers or range(count))
 
 
 def parse_families(text: str | None) -> tuple[str, ...] | None:

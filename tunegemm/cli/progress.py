@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from rich.text import Text
 from tunegemm.report.text import clean
 
 if TYPE_CHECKING:
+    from tunegemm.describe.problem import Problem
     from tunegemm.tuning.progress import Progress
 
 #: Seconds without a line in a log, at most.
@@ -55,7 +57,7 @@ def describe_counts(progress: Progress) -> str:
 
 
 class ProgressView:
-    """A live bar on a terminal; elsewhere (a log, a pipe) one line per stage, or per 30 s of it.
+    """A live bar per problem on a terminal; elsewhere (a log, a pipe) one line per stage, or per 30 s of it.
 
     Use as a context manager and pass `update` as `on_progress`. Prints on the console given: stderr, so
     that stdout holds the result and nothing else.
@@ -66,8 +68,8 @@ class ProgressView:
         self._live = (
             Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
         )
-        self._stage = ""
-        self._told_s = 0.0
+        self._running: dict[Problem, Progress] = {}
+        self._told: dict[Problem, tuple[str, float]] = {}  # the stage and when, of each one's last line
 
     def __enter__(self) -> ProgressView:
         if self._live is not None:
@@ -82,12 +84,32 @@ class ProgressView:
 
     def update(self, progress: Progress) -> None:
         if self._live is not None:
-            self._live.update(self._render(progress))
-        elif progress.stage != self._stage or progress.elapsed_s - self._told_s >= _QUIET_S:
+            self._running[progress.problem] = progress
+            self._live.update(Group(*map(self._render, self._running.values())))
+            return
+        stage, told_s = self._told.get(progress.problem, ("", 0.0))
+        if progress.stage != stage or progress.elapsed_s - told_s >= _QUIET_S:
             line = [str(progress.problem), progress.stage, describe_counts(progress), describe_best(progress)]
             line.append(f"{progress.elapsed_s:.0f} s")
             self._console.print(clean(" · ".join(part for part in line if part)), soft_wrap=True)
-            self._stage, self._told_s = progress.stage, progress.elapsed_s
+            self._told[progress.problem] = progress.stage, progress.elapsed_s
+
+    def end(self, problem: Problem) -> None:
+        """The problem's bar goes."""
+        self._running.pop(problem, None)
+        self._told.pop(problem, None)
+        if self._live is not None:
+            self._live.update(Group(*map(self._render, self._running.values())))
+
+    @contextmanager
+    def ended(self, problem: Problem) -> Iterator[None]:
+        """The problem's bar goes; within the context the others are away, for its result."""
+        self.end(problem)
+        if self._live is not None:
+            self._live.stop()
+        yield
+        if self._live is not None:
+            self._live.start()
 
     @staticmethod
     def _render(progress: Progress) -> Group:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from enum import StrEnum
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from tunegemm.cli import options
 from tunegemm.describe.command import command_line, tune_command
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from tunegemm.describe.problem import Problem
     from tunegemm.describe.workload import Demand
     from tunegemm.report.leaderboard import Leaderboard
+    from tunegemm.store import Database
+    from tunegemm.tuning.cluster import Pool
     from tunegemm.tuning.progress import TuneResult
     from tunegemm.tuning.tuner import Tuner
 
@@ -33,6 +37,16 @@ class Effort(StrEnum):
     quick = "quick"
     full = "full"
     exhaustive = "exhaustive"
+
+
+class Command(TyperCommand):
+    """Lets `--ray` stand without an address; an option of Typer's takes a value always or never."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = []
+        for word, following in zip(args, [*args[1:], "-"], strict=False):
+            words += [word, "auto"] if word == "--ray" and following.startswith("-") else [word]
+        return super().parse_args(ctx, words)
 
 
 def command(
@@ -76,6 +90,23 @@ def command(
         str | None, typer.Option("--families", metavar="A,B", help="Kernel families to try. Default: all.")
     ] = None,
     device: options.DeviceSpec = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="all|0,1",
+            help="Several GPUs of this host: all, or their numbers. More than one needs the extra `ray`.",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="[HOST:PORT]",
+            help="The GPUs of the Ray cluster of that head. Without an address: RAY_ADDRESS, or the cluster "
+            "of this host, or one started for this.",
+        ),
+    ] = None,
     db: options.DatabaseLocation = None,
     workers: Annotated[
         int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
@@ -125,57 +156,54 @@ def command(
         for problem in (forward, *(forward.backward() if with_backward else ())):
             problems.setdefault(problem, forward)
     budget_seconds = options.parse_seconds(budget) if budget is not None else None
-    names = options.parse_families(families)
+    where = [("--device", device), ("--devices", devices), ("--ray", ray)]
+    if len(named := [flag for flag, value in where if value is not None]) > 1:
+        raise options.UsageError(f"{' and '.join(named)}: give one of them")
+    gpus = options.parse_gpus(devices) if devices is not None else ()
+    how = {
+        "families": options.parse_families(families),
+        "workers": workers,
+        "seed": seed,
+        "compiled_only": compiled_only,
+        "energy": energy,
+    }
 
     from tunegemm.cli.progress import ProgressView
-    from tunegemm.store import Database
     from tunegemm.store.connection import display
-    from tunegemm.tuning.tuner import Tuner, open_device
+    from tunegemm.tuning.progress import Request
 
     out, log = options.stdout_console(), options.stderr_console()
-    opened = open_device(device)
-    options.require_memory(opened, problems)
-    too_large = {d.problem: lack for d in demands if (lack := opened.lacks_memory(d.problem)) is not None}
-    if device is None and not opened.is_real and not as_json:
-        log.print(
-            clean(without_gpu(opened, [*problems, *(d.problem for d in demands)]), 2000), soft_wrap=True
-        )
-    # Only what is measured is stored, so only a real device gets a database; a bad --db is told of anyway.
-    database = Database.open(db) if opened.is_real or db is not None else None
-    found = 0
-    try:
-        with Tuner(
-            opened,
-            database if opened.is_real else None,
-            families=names,
-            workers=workers,
-            seed=seed,
-            compiled_only=compiled_only,
-            energy=energy,
-        ) as tuner:
-            if demands:
-                ended = tune_program(
-                    out,
-                    log,
-                    tuner,
-                    [demand for demand in demands if demand.problem not in too_large],
-                    [*too_large.values(), *refused],
-                    budget_seconds=budget_seconds,
-                    effort=effort.value if effort is not None else None,
-                    trials=trials,
-                    as_json=as_json,
-                )
-                raise typer.Exit(ended)
-            for problem, forward in problems.items():
-                with ProgressView(log) as view:
-                    result = tuner.tune(
-                        problem,
-                        effort=(effort or Effort.quick).value,
-                        trials=trials,
-                        budget_seconds=budget_seconds,
-                        on_progress=None if as_json else view.update,
-                    )
-                found += result.best is not None or bool(result.predictions)
+    with ExitStack() as stack:
+        tuning: Tuner | Pool
+        database: Database | None
+        if ray is not None or len(gpus) > 1:
+            tuning, database = open_pool(stack, gpus, ray, db, how)
+        else:
+            tuning, database = open_tuner(stack, f"cuda:{gpus[0]}" if gpus else device, problems, db, how)
+        options.require_memory(tuning.device, problems)
+        if not (named or tuning.device.is_real or as_json):
+            wanted = [*problems, *(demand.problem for demand in demands)]
+            log.print(clean(without_gpu(tuning.device, wanted), 2000), soft_wrap=True)
+        if demands:
+            lacking = {demand.problem: tuning.device.lacks_memory(demand.problem) for demand in demands}
+            ended = tune_program(
+                out,
+                log,
+                tuning,
+                [demand for demand in demands if lacking[demand.problem] is None],
+                [*filter(None, lacking.values()), *refused],
+                budget_seconds=budget_seconds,
+                effort=effort.value if effort is not None else None,
+                trials=trials,
+                as_json=as_json,
+            )
+            raise typer.Exit(ended)
+        requests = [Request(one, (effort or Effort.quick).value, trials, budget_seconds) for one in problems]
+        found, cut, unfinished = 0, [], set(problems)
+        view = stack.enter_context(ProgressView(log))
+        for result in tuning.tune_all(requests, None if as_json else view.update):
+            found += result.best is not None or bool(result.predictions)
+            with view.ended(result.problem):
                 if as_json:
                     typer.echo(to_json(result_document(result), indent=None))
                 if not (result.outcomes or result.predictions or result.interrupted):
@@ -183,15 +211,50 @@ def command(
                     options.say(f"tunegemm: {result.note}", err=True)
                 elif not as_json:
                     show_result(out, result, top, where=display(database.location) if database else "")
-                if result.interrupted:
-                    again = resume_command(context, asked_for[asked_for.index(forward) :])
-                    log.print(clean(interruption(result, again), 2000), soft_wrap=True)
-                    raise typer.Exit(130)
-    finally:
-        if database is not None:
-            database.close()
+            if result.interrupted:
+                cut.append(result)
+            else:
+                unfinished.discard(result.problem)
+        if cut:
+            left = {problems[problem] for problem in unfinished}
+            again = resume_command(context, [problem for problem in asked_for if problem in left])
+            log.print(clean(interruption(cut, again), 2000), soft_wrap=True)
+            raise typer.Exit(130)
     if found < len(problems):
         raise typer.Exit(1)
+
+
+def open_tuner(
+    stack: ExitStack, spec: str | None, problems: Iterable[Problem], db: str | None, how: Mapping[str, Any]
+) -> tuple[Tuner, Database | None]:
+    """The tuner of one device, and the database where its measurements go."""
+    from tunegemm.store import Database
+    from tunegemm.tuning.tuner import Tuner, open_device
+
+    device = open_device(spec)
+    options.require_memory(device, problems)  # before a database is made
+    # Only what is measured is stored, so only a real device gets a database; a bad --db is told of anyway.
+    wanted = device.is_real or db is not None
+    database = stack.enter_context(Database.open(db)) if wanted else None
+    tuner = Tuner(device, database if device.is_real else None, **how)
+    return stack.enter_context(tuner), database
+
+
+def open_pool(
+    stack: ExitStack, gpus: Sequence[int], ray: str | None, db: str | None, how: Mapping[str, Any]
+) -> tuple[Pool, Database]:
+    """A tuner on each of several GPUs, and the database where their measurements go."""
+    from tunegemm.store import Database
+    from tunegemm.tuning import cluster
+
+    cluster.import_ray()  # where it is not installed, nothing else is begun
+    database = stack.enter_context(Database.open(db))
+    stack.enter_context(cluster.started_here(gpus) if ray is None else cluster.connected(ray))
+    cluster.refuse_file(database.location)
+    place = database.location
+    location = str(place) if isinstance(place, Path) else place.render_as_string(hide_password=False)
+    opening = functools.partial(cluster.worker_tuner, location, **how)
+    return stack.enter_context(cluster.Pool(opening)), database
 
 
 def without_gpu(device: Device, problems: Sequence[Problem]) -> str:
@@ -214,7 +277,7 @@ def without_gpu(device: Device, problems: Sequence[Problem]) -> str:
 def tune_program(
     out: Console,
     log: Console,
-    tuner: Tuner,
+    tuning: Tuner | Pool,
     demands: Sequence[Demand],
     refused: Sequence[str],
     **how: Any,
@@ -225,15 +288,17 @@ def tune_program(
     from tunegemm.tuning.program import spend, standings
 
     as_json = how.pop("as_json")
-    plan = standings(demands, tuner.device)
+    plan = standings(demands, tuning.device)
     current = {standing.demand.problem: standing for standing in plan}
     interrupted = False
     with ExitStack() as stack:
         # In a log each product gets the one line below; on a terminal the bar shows what happens meanwhile.
         view = stack.enter_context(ProgressView(log)) if log.is_terminal and not as_json else None
-        for standing in spend(tuner, plan, on_progress=view.update if view else None, **how):
+        for standing in spend(tuning, plan, on_progress=view.update if view else None, **how):
             current[standing.demand.problem] = standing
             assert standing.result is not None
+            if view is not None:
+                view.end(standing.demand.problem)
             interrupted = interrupted or standing.result.interrupted
             if as_json:
                 document = result_document(standing.result)
@@ -308,14 +373,17 @@ def usage_line(result: TuneResult, where: str) -> str:
     )
 
 
-def interruption(result: TuneResult, again: str) -> str:
-    """What an interrupted tuning kept, and the command that goes on."""
+def interruption(results: Sequence[TuneResult], again: str) -> str:
+    """What interrupted tunings kept, and the command that goes on."""
     from tunegemm.measure.outcome import Measurement
 
-    measured = {outcome.candidate for outcome in result.outcomes if isinstance(outcome, Measurement)}
-    kept = (
-        f"{len(measured)} measured candidates are kept" if result.source == "measured" else "nothing to keep"
-    )
+    measured = {
+        (result.problem, outcome.candidate)
+        for result in results
+        for outcome in result.outcomes
+        if isinstance(outcome, Measurement) and result.source == "measured"
+    }
+    kept = f"{len(measured)} measured candidates are kept" if measured else "nothing to keep"
     return f"Interrupted: {kept}. Go on with: {again}"
 
 

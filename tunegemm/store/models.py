@@ -320,37 +320,3 @@ class ChoiceRow(Base):
     measurement_id: Mapped[int] = mapped_column(ForeignKey("measurements.id"), doc="What became the record.")
     confirmed: Mapped[bool] = mapped_column(doc="As in records.")
     chosen_at: Mapped[datetime] = mapped_column(UtcTime, doc="When, ISO 8601, UTC.")
-
-
-class TaskRow(Base):
-    """Problems that a fleet is asked to tune, once under each fingerprint."""
-
-    __tablename__ = "tasks"
-
-    id: Mapped[int] = mapped_column(primary_key=True, doc="Key; the smallest is tuned first.")
-    problem_id: Mapped[int] = mapped_column(ForeignKey("problems.id"), unique=True, doc="What to tune.")
-    effort: Mapped[str] = mapped_column(String(16), doc="How much to try: quick, full or exhaustive.")
-    trials: Mapped[int | None] = mapped_column(doc="Most candidates to measure; null for the effort's.")
-    budget_seconds: Mapped[float | None] = mapped_column(doc="Most time, s; null for no limit.")
-    added_at: Mapped[datetime] = mapped_column(UtcTime, doc="When it was asked for, ISO 8601, UTC.")
-
-
-class ClaimRow(Base):
-    """Who tunes a task under a fingerprint, or did. No evidence: rows change, and go when tuned again."""
-
-    __tablename__ = "claims"
-    __table_args__ = (UniqueConstraint("problem_id", "fingerprint_id"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True, doc="Key.")
-    problem_id: Mapped[int] = mapped_column(ForeignKey("problems.id"), doc="The problem.")
-    fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), index=True, doc="The device.")
-    worker: Mapped[str] = mapped_column(
-        String(128), doc="Host, process and a random part of the last worker; empty before the first."
-    )
-    attempts: Mapped[int] = mapped_column(doc="Workers that tried.")
-    claimed_at: Mapped[datetime | None] = mapped_column(UtcTime, doc="When the last worker took it, UTC.")
-    expires_at: Mapped[datetime | None] = mapped_column(
-        UtcTime, doc="Until when it is the worker's, unless renewed, UTC; null before and after."
-    )
-    finished_at: Mapped[datetime | None] = mapped_column(UtcTime, doc="When it was done or failed, UTC.")
-    failure: Mapped[str] = mapped_column(Text, doc="Why it failed; empty otherwise.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: The newest revision under db/migrations/versions. Held here so that opening an up-to-date database
 #: does not load Alembic; a test compares it with Alembic's head.
-SCHEMA_VERSION = "0006"
+SCHEMA_VERSION = "0007"
 
 #: Not Alembic's default name: Optuna's storages claim that one, should both live on one server.
 VERSION_TABLE = "tunegemm_alembic_version"

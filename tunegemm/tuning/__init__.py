@@ -2,6 +2,7 @@
 
 `tuner` tells the whole story on one page; its steps are `begin`, `trials`, `qualifying` and `final`, with
 `kernels` and `finalists` beside them. `program` tunes all products of a program, `verify` races stored
-records again, `fleet` works for a fleet. The room is not called `tune`, which is a public function.
+records again, `cluster` has a tuner on each of several GPUs. The room is not called `tune`, which is a
+public function.
 Imports `describe`, `generate`, `measure`, `search` and `store`.
 """

@@ -8,14 +8,14 @@ has the figures), so that the second pass of a large problem comes after the fir
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.workload import Demand
 from tunegemm.search.budget import Effort, checked_seconds
-from tunegemm.tuning.progress import Progress, TuneResult
-from tunegemm.tuning.tuner import Tuner
+from tunegemm.tuning.progress import Progress, Request, TuneResult
 
 # torch.mm reaches about 70 % of an H200's dense bf16 peak at 4096 and more rows (README, 2026-11-20).
 # Stands in where no time was recorded, and only to rank.
@@ -84,8 +84,17 @@ def _order(standing: Standing) -> tuple[float, str]:
     return -standing.headroom_s, str(standing.demand.problem)
 
 
+class Tuning(Protocol):
+    """What tunes problems: the `Tuner` of one GPU, or the pool of several (`tunegemm.tuning.cluster`)."""
+
+    def tune_all(
+        self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
+    ) -> Iterator[TuneResult]:
+        """Results as they come. A request is taken from `requests` when there is a GPU for it, not before."""
+
+
 def spend(
-    tuner: Tuner,
+    tuning: Tuning,
     plan: Sequence[Standing],
     *,
     budget_seconds: float | None = None,
@@ -103,25 +112,25 @@ def spend(
     if effort is None and budget_seconds is not None:
         passes.append("full")
     current = {standing.demand.problem: standing for standing in plan}
+    interrupted = False
     for each in passes:
-        for standing in sorted(current.values(), key=_order):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return
-            problem = standing.demand.problem
-            result = tuner.tune(
-                problem,
-                effort=each,
-                trials=trials,
-                budget_seconds=left_s if budget_seconds is not None else None,
-                on_progress=on_progress,
-            )
+
+        def requests(each: Effort = each) -> Iterator[Request]:
+            for standing in sorted(current.values(), key=_order):
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    return
+                limit_s = left_s if budget_seconds is not None else None
+                yield Request(standing.demand.problem, each, trials, limit_s)
+
+        for result in tuning.tune_all(requests(), on_progress):
+            problem, interrupted = result.problem, interrupted or result.interrupted
+            standing = current[problem]
             # A pass that was cut short may know less than the one before it.
             kept = result if result.best is not None or standing.result is None else standing.result
             current[problem] = replace(standing, effort=each, result=kept)
             yield current[problem]
-            if result.interrupted:
-                return
             if result.source == "modelled" and each != passes[-1]:
                 # Nothing can be timed, so that there is nothing more to find.
                 del current[problem]
+        if interrupted:
+            return

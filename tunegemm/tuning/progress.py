@@ -1,4 +1,4 @@
-"""What a tuning says while it runs, and what it found."""
+"""What is asked of a tuning, what it says while it runs, and what it found."""
 
 from __future__ import annotations
 
@@ -10,9 +10,22 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import model
 from tunegemm.measure.outcome import Measurement, Outcome
+from tunegemm.search.budget import Effort
 
 #: Where times come from: this GPU, a recording of another, or nothing but the model.
 Source = Literal["measured", "replayed", "modelled"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A problem to tune, and how much to try."""
+
+    problem: Problem
+    effort: Effort = "quick"
+    trials: int | None = None
+    """Most candidates to measure; None for the effort's own number."""
+    budget_seconds: float | None = None
+    """Most time; None for no limit."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ power cap), `final` (the race that chooses the record). What is passed between t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from tunegemm.search.budget import Effort, budget_for, checked_seconds, checked_
 from tunegemm.tuning import final, qualifying
 from tunegemm.tuning.begin import rank_by_model, start_search
 from tunegemm.tuning.kernels import Kernels
-from tunegemm.tuning.progress import Progress, TuneResult
+from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.trials import Measurer, Trials, speed
 
 if TYPE_CHECKING:
@@ -153,6 +153,22 @@ class Tuner:
             return state.interrupted()
         finally:
             self.pool.drop_waiting()
+
+    def tune_all(
+        self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
+    ) -> Iterator[TuneResult]:
+        """Tune one problem after the other; a result that Ctrl-C cut short is the last one."""
+        for request in requests:
+            result = self.tune(
+                request.problem,
+                effort=request.effort,
+                trials=request.trials,
+                budget_seconds=request.budget_seconds,
+                on_progress=on_progress,
+            )
+            yield result
+            if result.interrupted:
+                return
 
     def race(
         self,

@@ -1,0 +1,264 @@
+"""Problems shared out among the GPUs of a real Ray cluster; only the GPUs' times are made up."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.postgres import Cluster as Postgres
+from tests.support.processes import environment
+from tests.support.waiting import until
+from tests.tuning.planted import DEVICE, Timed, planted_tuner
+from tunegemm.cli import app
+from tunegemm.describe.device import cuda_device_count
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import DatabaseError, MeasureError
+from tunegemm.measure.outcome import Outcome
+from tunegemm.measure.policy import Job, Policy
+from tunegemm.store import Database
+from tunegemm.store.models import MeasurementRow
+from tunegemm.tuning import cluster
+from tunegemm.tuning.cluster import Pool
+from tunegemm.tuning.progress import Progress, Request
+from tunegemm.tuning.tuner import Tuner
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+GPUS = 2
+SECOND = "127.0.0.2"
+PROBLEMS = [Problem.parse(f"512x512x{64 * number}") for number in range(8, 12)]
+POISON = PROBLEMS[0]
+
+
+class Logged(Timed):
+    """Writes down which process measures what on which GPU, and takes its time."""
+
+    def __init__(self, log: Path, pause_s: float, deadly: bool) -> None:
+        super().__init__(lambda candidate, _: 8.5 + candidate["tile_n"] / 64, is_throttled=lambda _: False)
+        self._log, self._pause_s, self._deadly = log, pause_s, deadly
+
+    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy) -> Iterator[Outcome]:
+        if self._log.with_name("gone").exists():
+            raise MeasureError("the GPU went away")
+        for outcome in super().measure(problem, jobs, policy):
+            if self._deadly and problem == POISON:
+                os._exit(1)
+            with self._log.open("a") as log:
+                log.write(f"{os.getpid()} {problem.shape} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
+            time.sleep(self._pause_s)  # as long as a measurement takes: time for what the test does meanwhile
+            yield outcome
+
+
+@contextmanager
+def planted(folder: Path, location: str, pause_s: float = 0.0, deadly: bool = False) -> Iterator[Tuner]:
+    """What opens a worker's tuner: with all its parts, but made-up times."""
+    only = ["cute_sm90", "cublaslt"]
+    with (
+        Database.open(location) as database,
+        planted_tuner(DEVICE, database, cache=folder / "cache", families=only) as tuner,
+    ):
+        tuner._measurer = Logged(folder / "log", pause_s, deadly)
+        tuner.measurer_for = lambda _: tuner._measurer  # type: ignore[method-assign]
+        yield tuner
+
+
+class Hosts:
+    """A Ray cluster of somebody else's: two hosts, on loopback addresses of this one, with a GPU each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: list[subprocess.Popen[bytes]] = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.address = f"127.0.0.1:{port}"
+        self._start("127.0.0.1", "--head", f"--port={port}", "--include-dashboard=false")
+        self._start(SECOND, f"--address={self.address}")
+
+    def _start(self, node: str, *options: str) -> None:
+        log = self._folder / node
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={node}"]
+        size = ["--num-cpus=0", "--num-gpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+        with log.open("w") as said:
+            running = subprocess.Popen([*ray, *size, *options], env=environment(), stdout=said, stderr=said)
+        self._running.append(running)
+        until(lambda: "Ray runtime started" in log.read_text() or running.poll() is not None)
+        assert running.poll() is None, log.read_text()
+
+    def lose_second(self) -> None:
+        """The power of the second host goes."""
+        host = psutil.Process(self._running.pop().pid)
+        for process in [host, *host.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        host.wait()
+
+    def end(self) -> None:
+        for running in reversed(self._running):
+            running.terminate()
+            running.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Stated, since Ray's default goes by whether the user's home holds a token.
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        # A host that says nothing for so long counts as dead; else it takes some 20 s.
+        patch.setenv("RAY_health_check_period_ms", "500")
+        patch.setenv("RAY_health_check_failure_threshold", "4")
+        running = Hosts(tmp_path_factory.mktemp("hosts"))
+        yield running
+        running.end()
+
+
+@pytest.fixture
+def address(hosts: Hosts) -> str:
+    return hosts.address
+
+
+def requests(problems: Sequence[Problem] = PROBLEMS, trials: int = 6) -> list[Request]:
+    return [Request(problem, trials=trials) for problem in problems]
+
+
+def measured(location: str | Path) -> Counter[tuple[int, int, str]]:
+    """How often each candidate of a problem was measured, by what the measurement proves."""
+    with Database.open(location) as database, database._reading() as session:
+        rows = session.query(MeasurementRow.problem_id, MeasurementRow.candidate_id, MeasurementRow.policy)
+        return Counter(tuple(row) for row in rows)
+
+
+def test_a_worker_that_is_killed_costs_nothing(address: str, postgres: Postgres, tmp_path: Path) -> None:
+    """Its problem goes on where it was, in the same database on a server."""
+    location = postgres.create()
+    Database.open(location).close()
+    told: list[Progress] = []
+    killed: list[int] = []
+
+    def on_progress(progress: Progress) -> None:
+        told.append(progress)
+        if not killed and progress.stage != "library" and progress.measured >= 2:
+            lines = (tmp_path / "log").read_text().splitlines()
+            pid = next(int(line.split()[0]) for line in lines if progress.problem.shape in line)
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+    with cluster.connected(address), Pool(functools.partial(planted, tmp_path, location, 0.2)) as pool:
+        assert pool.device == DEVICE
+        results = list(pool.tune_all(requests(), on_progress))
+    assert len(killed) == 1
+    assert sorted(result.problem for result in results) == sorted(PROBLEMS)
+    assert all(result.best is not None and not result.interrupted for result in results)
+    with Database.open(location) as database:
+        records = {record.problem: record for record in database.records()}
+    assert set(records) == set(PROBLEMS) and all(record.confirmed for record in records.values())
+    assert set(measured(location).values()) == {1}
+    pids = {line.split()[0] for line in (tmp_path / "log").read_text().splitlines()}
+    assert len(pids) == GPUS + 1
+    assert {progress.problem for progress in told} == set(PROBLEMS)
+    postgres.drop(location)
+
+
+def test_ctrl_c_keeps_what_was_measured_and_the_cluster(address: str, tmp_path: Path) -> None:
+    location = str(tmp_path / "tuning.sqlite")
+    Database.open(location).close()
+    begun = threading.Event()
+
+    def interrupt() -> None:
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with cluster.connected(address), Pool(functools.partial(planted, tmp_path, location, 0.3)) as pool:
+        cut = list(pool.tune_all(requests(), lambda one: begun.set() if one.measured >= 2 else None))
+    assert len([result for result in cut if result.interrupted]) == GPUS
+    before = measured(location)
+    assert sum(before.values()) >= 2
+    with planted(tmp_path, location) as tuner:
+        results = list(tuner.tune_all(requests()))
+    assert sorted(result.problem for result in results) == sorted(PROBLEMS)
+    assert all(result.best is not None and not result.interrupted for result in results)
+    assert before <= measured(location) and set(measured(location).values()) == {1}
+
+
+def test_workers_that_die_and_gpus_that_go_away(address: str, tmp_path: Path) -> None:
+    location = str(tmp_path / "tuning.sqlite")
+    Database.open(location).close()
+    deadly = functools.partial(planted, tmp_path, location, deadly=True)
+    with cluster.connected(address), Pool(deadly) as pool:
+        results = {result.problem: result for result in pool.tune_all(requests(PROBLEMS[:3]))}
+        assert results.pop(POISON).note.startswith("given up: 3 workers died while they tuned it")
+        assert len(results) == 2 and all(result.best is not None for result in results.values())
+        (tmp_path / "gone").touch()
+        with pytest.raises(MeasureError, match=r"^the GPU went away$"):
+            list(pool.tune_all(requests(PROBLEMS[3:])))
+    assert len((tmp_path / "log").read_text()) > 0
+
+
+def test_gpus_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each worker sees one of those that were named, by the numbers that this process sees."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    location = str(tmp_path / "tuning.sqlite")
+    Database.open(location).close()
+    with cluster.started_here((0, 2)), Pool(functools.partial(planted, tmp_path, location, 0.2)) as pool:
+        assert len(list(pool.tune_all(requests(PROBLEMS[:3])))) == 3
+    assert {line.split()[2] for line in (tmp_path / "log").read_text().splitlines()} == {"4", "6"}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
+
+
+def test_a_file_that_other_hosts_cannot_write(address: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    with (
+        cluster.connected(address),
+        pytest.raises(DatabaseError, match=f"tuning.sqlite: a file of this host, .* on {SECOND}; give a ser"),
+    ):
+        cluster.refuse_file(path)
+
+
+@pytest.mark.skipif(cuda_device_count() > 0, reason="with a GPU it tunes")
+def test_the_command_on_hosts_whose_gpus_are_not_there(
+    address: str, postgres: Postgres, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All the way to a worker, which finds no GPU; its reason is the one line."""
+    location = postgres.create()
+    done = CliRunner().invoke(app, ["tune", "--shape", "64x64x64", "--ray", address, "--db", location])
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1].startswith("tunegemm: device 'cuda:0': 0 CUDA device(s) here; ")
+    assert "Traceback" not in done.output + capfd.readouterr().err
+    postgres.drop(location)
+
+
+def test_a_host_that_dies_is_done_without(hosts: Hosts, tmp_path: Path) -> None:
+    """The last test: afterwards the cluster has one host. The product of the other goes on on its GPU."""
+    location = str(tmp_path / "tuning.sqlite")
+    Database.open(location).close()
+    lost: list[Problem] = []
+
+    def on_progress(progress: Progress) -> None:
+        begun.add(progress.problem)
+        if len(begun) == GPUS and not lost:
+            hosts.lose_second()
+            lost.append(progress.problem)
+
+    begun: set[Problem] = set()
+    opening = functools.partial(planted, tmp_path, location, 0.3)
+    with cluster.connected(hosts.address), Pool(opening) as pool:
+        results = list(pool.tune_all(requests(PROBLEMS[:GPUS]), on_progress))
+    assert lost and sorted(result.problem for result in results) == sorted(PROBLEMS[:GPUS])
+    assert all(result.best is not None for result in results)
+    assert set(measured(location).values()) == {1}

@@ -1,0 +1,373 @@
+"""Several GPUs: on each an actor of Ray's with a `Tuner` of its own.
+
+Ray starts the actors where it has GPUs, and tells of those that died. Their problems go to others and are
+continued there, for each outcome is published as it is measured, and a tuning begins with what the database
+knows. No list of work is stored: what was not handed out is asked for anew by the same command.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import ClusterError, DatabaseError, DeviceError, TunegemmError
+from tunegemm.generate.compile import default_workers
+from tunegemm.tuning.progress import Progress, Request, TuneResult
+from tunegemm.tuning.tuner import Tuner
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
+
+#: What opens a worker's tuner, in the worker's process.
+OpenTuner = Callable[[], AbstractContextManager[Tuner]]
+
+#: How long the head of a cluster may take to answer, and how long a GPU to become free when all wait for one.
+_REACH_S, _JOIN_S = 5.0, 120.0
+#: How often a worker that has no news says so.
+_NEWS_S = 0.5
+#: How long workers may take to end after Ctrl-C. A compile takes 3 s, an interleave less.
+_STOP_S = 10.0
+#: A problem that so many workers died of is given up: it would end the others, too. Counted here: Ray's
+#: `max_task_retries` are spent within milliseconds on a host that has gone, before Ray knows that it has
+#: (2.60), so that they do not tell a problem that ends its workers from a host that was lost.
+_ATTEMPTS = 3
+#: Bytes of Ray's shared memory, which by default takes a third of the host's; results have some 100 KB.
+_OBJECT_STORE_BYTES = 100 * 2**20
+
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """One GPU's tuner. While one thread of the actor tunes, another answers `progress` and `stop`."""
+
+    def __init__(self, open_tuner: OpenTuner) -> None:
+        self._open_tuner, self._resources = open_tuner, ExitStack()
+        self._latest: Progress | None = None
+        self._news = threading.Event()
+        self._stopped = False
+
+    @functools.cached_property
+    def _tuner(self) -> Tuner:
+        # Not by `__init__`: what a call raises comes back as it is.
+        return self._resources.enter_context(self._open_tuner())
+
+    def device(self) -> Device:
+        return self._tuner.device
+
+    def tune(self, request: Request) -> TuneResult:
+        return next(self._tuner.tune_all([request], self._tell))
+
+    def progress(self) -> Progress | None:
+        """The latest, once there are news or some time has passed."""
+        self._news.wait(_NEWS_S)
+        self._news.clear()
+        return self._latest
+
+    def stop(self) -> None:
+        """As Ctrl-C does, at the next sign of progress."""
+        self._stopped = True
+
+    def close(self) -> None:
+        self._resources.close()
+
+    def _tell(self, progress: Progress) -> None:
+        if self._stopped:
+            raise KeyboardInterrupt
+        self._latest = progress
+        self._news.set()
+
+
+class Pool:
+    """A worker on each GPU of the Ray cluster that this process is connected to. A context manager.
+
+    It tunes as a `Tuner` does, but several problems at a time.
+    """
+
+    def __init__(self, open_tuner: OpenTuner) -> None:
+        """open_tuner: what opens the tuner of the GPU that Ray gave to a process, as `worker_tuner` does."""
+        self._ray = import_ray()
+        self._open_tuner = open_tuner
+        self._device: Device | None = None
+        self._joining: dict[Any, Any] = {}  # of each pending call `device` the worker
+        self._idle: list[Any] = []
+        self._tunings: dict[Any, tuple[Any, Request]] = {}
+        self._news: dict[Any, Any] = {}  # of each pending call `progress` the pending call `tune`
+        self._returned: list[Request] = []
+        self._deaths: Counter[Problem] = Counter()
+        self._lost: TunegemmError = ClusterError("the Ray cluster has no GPU; see `ray status`")
+        """Why the last worker that was left out was."""
+
+    def __enter__(self) -> Self:
+        for _ in range(int(self._ray.cluster_resources().get("GPU", 0))):
+            self._start()
+        while not self._idle:
+            if not self._joining:
+                raise self._lost
+            self._join(self._next())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        list(self._stop())  # nobody asks for what they have
+        if closing := [worker.close.remote() for worker in self._idle]:
+            self._ray.wait(closing, num_returns=len(closing), timeout=_STOP_S)
+        for worker in (*self._idle, *self._joining.values(), *(busy for busy, _ in self._tunings.values())):
+            self._ray.kill(worker)
+
+    @property
+    def device(self) -> Device:
+        """The GPU of each worker, by the first one: they are of one kind, with the same software."""
+        assert self._device is not None, "within `with` only"
+        return self._device
+
+    def tune_all(
+        self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
+    ) -> Iterator[TuneResult]:
+        """Tune all problems, and yield results as they come; after Ctrl-C those that it cut short.
+
+        A request is taken when there is a GPU for it. The problem of a worker that died goes to another one,
+        and one that several died of gets a result without a winner. A worker whose tuner raises is left out;
+        the error of the last one is raised.
+        """
+        waiting = iter(requests)
+        try:
+            while self._hand_out(waiting):
+                ref = self._next()
+                if ref in self._joining:
+                    self._join(ref)
+                elif ref in self._news:
+                    self._pass_on(ref, on_progress)
+                elif (result := self._result(ref)) is not None:
+                    yield result
+        except KeyboardInterrupt:
+            yield from self._stop()
+
+    def _hand_out(self, waiting: Iterator[Request]) -> bool:
+        """Gives idle workers a problem each; False when there is nothing left to do."""
+        while self._idle:
+            request = self._returned.pop() if self._returned else next(waiting, None)
+            if request is None:
+                return bool(self._tunings)
+            worker = self._idle.pop(0)
+            tuning = worker.tune.remote(request)
+            self._tunings[tuning] = worker, request
+            self._news[worker.progress.remote()] = tuning
+        if not self._tunings and not self._joining:
+            raise self._lost
+        return True
+
+    def _start(self) -> None:
+        """Asks Ray for a worker; it joins once there is a GPU for it."""
+        actor = self._ray.remote(Worker).options(num_gpus=1, num_cpus=0, max_concurrency=2)
+        worker = actor.remote(self._open_tuner)
+        self._joining[worker.device.remote()] = worker
+
+    def _next(self) -> Any:
+        """The next call that ended. Raises ClusterError when none is running and no GPU becomes free."""
+        limit_s = None if self._tunings else _JOIN_S
+        ready, _ = self._ray.wait([*self._tunings, *self._news, *self._joining], timeout=limit_s)
+        if not ready:
+            raise ClusterError(
+                f"no GPU of the Ray cluster was free within {_JOIN_S:g} s: other jobs hold them, or their "
+                "hosts are gone; see `ray status`"
+            )
+        return ready[0]
+
+    def _join(self, ref: Any) -> None:
+        """A worker has a GPU: it takes part where that is of the kind of the others'."""
+        worker = self._joining.pop(ref)
+        try:
+            device = self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError as error:
+            self._leave_out(worker, _cause(error))
+        except self._ray.exceptions.RayActorError as error:
+            last = str(error).strip().splitlines()[-1].strip()
+            self._leave_out(worker, ClusterError(f"a worker of the Ray cluster does not start: {last}"))
+        else:
+            self._device = self._device or device
+            if device.fingerprint == self.device.fingerprint:
+                self._idle.append(worker)
+            else:
+                here, first = device.fingerprint, self.device.fingerprint
+                differing = [
+                    f"{name} {value} beside {first.asdict()[name]}"
+                    for name, value in here.asdict().items()
+                    if value != first.asdict()[name]
+                ]
+                reason = f"{here.device_name}: {', '.join(differing)}; tune each kind by itself"
+                self._leave_out(worker, DeviceError(reason))
+
+    def _leave_out(self, worker: Any, error: TunegemmError) -> None:
+        self._ray.kill(worker)
+        self._lost = error
+        if self._idle or self._tunings or self._joining:
+            _log.warning("a GPU is left out: %s", error)
+
+    def _pass_on(self, ref: Any, on_progress: Callable[[Progress], None] | None) -> None:
+        tuning = self._news.pop(ref)
+        if tuning not in self._tunings:
+            return
+        worker, request = self._tunings[tuning]
+        try:
+            progress = self._ray.get(ref)
+        except self._ray.exceptions.RayActorError:
+            return  # what became of it the tuning itself will say
+        if progress is not None and progress.problem == request.problem and on_progress is not None:
+            on_progress(progress)
+        self._news[worker.progress.remote()] = tuning
+
+    def _result(self, ref: Any) -> TuneResult | None:
+        """The result of a call that ended; None where the problem is for another worker."""
+        worker, request = self._tunings.pop(ref)
+        try:
+            result: TuneResult = self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError as error:
+            self._returned.append(request)
+            self._leave_out(worker, _cause(error))
+            return None
+        except self._ray.exceptions.RayError:  # it died, or the host did that has its result
+            self._ray.kill(worker)  # it may only be out of reach
+            self._start()
+            self._deaths[request.problem] += 1
+            if self._deaths[request.problem] < _ATTEMPTS:
+                self._returned.append(request)
+                return None
+            note = f"given up: {_ATTEMPTS} workers died while they tuned it; see `ray logs`"
+            return TuneResult(request.problem, self.device, "measured", None, (), (), {}, 0.0, 0, note=note)
+        self._idle.append(worker)
+        return result
+
+    def _stop(self) -> Iterator[TuneResult]:
+        """Ends the tunings as Ctrl-C does, and yields what they have; a worker that takes long is killed."""
+        if not self._tunings:
+            return
+        for worker, _ in self._tunings.values():
+            worker.stop.remote()
+        ended, late = self._ray.wait([*self._tunings], num_returns=len(self._tunings), timeout=_STOP_S)
+        for ref in late:
+            worker, _ = self._tunings.pop(ref)
+            self._ray.kill(worker)
+        yield from (result for ref in ended if (result := self._result(ref)) is not None)
+
+
+def _cause(error: Any) -> TunegemmError:
+    """What a worker's tuner raised. Any other error is a defect, and passed on with its traceback."""
+    if isinstance(error.cause, TunegemmError):
+        return error.cause
+    raise error
+
+
+@contextmanager
+def worker_tuner(location: str, workers: int | None = None, **options: Any) -> Iterator[Tuner]:
+    """The tuner of the one GPU that Ray lets this process see.
+
+    workers: compile workers; by default this GPU's share of those that the host can have.
+    """
+    from tunegemm.store import Database
+
+    ray = import_ray()
+    own = ray.get_runtime_context().get_node_id()
+    gpus = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own)
+    share = max(1, default_workers() // max(1, int(gpus)))
+    with (
+        Database.open(location) as database,
+        Tuner(find_device("cuda:0"), database, workers=workers or share, **options) as tuner,
+    ):
+        yield tuner
+
+
+@contextmanager
+def started_here(gpus: Sequence[int]) -> Iterator[None]:
+    """A Ray cluster of this host's GPUs of those numbers, for as long as the context lasts."""
+    ray = import_ray()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(max(gpus) + 1)]
+    try:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in gpus)
+        ray.init(
+            address="local", num_gpus=len(gpus), num_cpus=0, object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False, **_QUIET,
+        )  # fmt: skip
+    finally:
+        if visible is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """A connection to a Ray cluster that runs, by the address of its head; the cluster is left as it is.
+
+    ``auto``: RAY_ADDRESS; without it the cluster that this host belongs to, or else one that is started here
+    for as long as the context lasts. Raises ClusterError for one that does not answer.
+    """
+    ray = import_ray()
+    named = os.environ.get("RAY_ADDRESS", "auto") if address == "auto" else address
+    if named != "auto":
+        host, _, port = named.rpartition(":")
+        if not host or not port.isdigit() or "/" in host:
+            raise ClusterError(f"Ray address {named!r}: not HOST:PORT, such as 10.0.0.1:6379")
+        try:
+            socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ClusterError(
+                f"Ray address {named!r} does not answer ({reason}); start it by `ray start --head`, or see "
+                "there which address it says"
+            ) from None
+    try:
+        ray.init(address=None if named == "auto" else named, **_QUIET)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(
+            f"Ray address {named!r}: {str(error).strip().splitlines()[0]}; run this on a host of "
+            "the cluster, with its RAY_AUTH_TOKEN if it has one"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+#: Workers' output stays in Ray's logs: this process says what there is to say.
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+
+
+def refuse_file(location: Path | URL) -> None:
+    """Raises DatabaseError for a file that workers of the connected cluster's other hosts cannot write."""
+    if not isinstance(location, Path):
+        return
+    ray = import_ray()
+    hosts = {n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU")}
+    elsewhere = sorted(hosts - {ray.util.get_node_ip_address()})
+    if elsewhere:
+        raise DatabaseError(
+            f"{location}: a file of this host, and GPUs of the cluster are on {', '.join(elsewhere)}; "
+            "give a server: --db postgresql://HOST/NAME"
+        )
+
+
+def import_ray() -> Any:
+    """Ray. Raises ClusterError where it is not installed."""
+    # Its statistics go to its maker unless that is refused before it starts.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.exceptions
+        import ray.util
+    except ModuleNotFoundError as error:
+        raise ClusterError(f"several GPUs need Ray ({error}): pip install 'tunegemm[ray]'") from None
+    return ray
