@@ -30,6 +30,7 @@ def _dispatch_anew() -> Iterator[None]:
     dispatch.refresh()
 
 
+@pytest.mark.slow
 def test_every_workload_gives_torchs_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert clients.main([*CPU, "--modes", "eager"]) == 0
     lines = capsys.readouterr().out.splitlines()

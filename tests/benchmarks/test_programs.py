@@ -342,6 +342,7 @@ def test_peers_end_to_end_on_a_gpu(tmp_path, capsys):
 # The host's time per call
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_dispatch_benchmark_that_need_no_gpu(tmp_path, monkeypatch, device):
     """Turns, fresh processes and the file; on the CPU torch computes, so that no launch is measured."""
     for name in ("TUNEGEMM_DB", "TUNEGEMM_CACHE_DIR", "XDG_DATA_HOME"):

@@ -78,6 +78,7 @@ class TestTune:
         run = tunegemm("leaderboard", "--db", str(database), code=2)
         assert "nothing measured yet; run `tunegemm tune --shape MxNxK` on a GPU first" in run.stderr
 
+    @pytest.mark.slow
     def test_modelled_is_labelled(self, documents: list[dict[str, Any]]) -> None:
         run = tunegemm(
             "tune",
@@ -101,6 +102,7 @@ class TestTune:
         first = run.stderr.splitlines()[0]
         assert first.startswith("No CUDA GPU here: candidates are really compiled for sm_90a;")
 
+    @pytest.mark.slow
     def test_with_backward_tunes_the_products_of_the_backward_pass(self) -> None:
         from tunegemm.describe.problem import Problem
 

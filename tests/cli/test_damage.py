@@ -126,6 +126,7 @@ QUICK = settings(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(QUICK, max_examples=150)
 @given(data=st.data())
 def test_damaged_cells(

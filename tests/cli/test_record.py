@@ -129,6 +129,7 @@ class TestTuneFrom:
 
     OPTIONS = ("--device", "replay:h200", "--families", "cute_sm90", "--trials", "3")
 
+    @pytest.mark.slow
     def test_the_most_headroom_first(self, shapes: str) -> None:
         run = tunegemm("tune", "--from", shapes, *self.OPTIONS)
         first, second = run.stderr.splitlines()
@@ -145,6 +146,7 @@ class TestTuneFrom:
         assert len(run.stderr.splitlines()) == 1
         assert "not reached" in run.stdout
 
+    @pytest.mark.slow
     def test_a_second_pass_in_what_is_left(self, shapes: str) -> None:
         run = tunegemm("tune", "--from", shapes, *self.OPTIONS, "--budget", "10m")
         passes = [line.split(" · ")[1] for line in run.stderr.splitlines()]

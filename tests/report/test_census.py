@@ -29,6 +29,7 @@ def test_only_the_limited_launch_parameters_decide(name: str) -> None:
             assert verdicts[0].rule == verdicts[1].rule, (problem, kernel, launch)
 
 
+@pytest.mark.slow
 def test_counts_equal_those_of_checking_every_candidate() -> None:
     whole = families.load_space("cute_sm90")
     few = {

@@ -215,6 +215,7 @@ def multiply(path: Path, problems: int, measurements: int) -> None:
 
 
 class TestScale:
+    @pytest.mark.slow
     def test_a_large_database_is_read_narrowly(self, tmp_path: Path) -> None:
         """100,000 measurements of 1,000 shapes: under a second; all of them as objects would take 20 s."""
         path = fill(tmp_path / "t.sqlite", SHAPES[:1], each=10)

@@ -32,12 +32,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "tuning.sqlite"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # 8 s on two idle cores, a minute and a half on busy ones
 def test_eight_processes_publish_a_thousand_each_and_lose_none(path: Path) -> None:
     # The file does not exist yet: they race to create and migrate it, too.
     assert benchmark.concurrent(path, writers=8, each=1000)["kept"] == 8000
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_hundred_killed_processes_leave_every_acknowledged_row(path: Path) -> None:
     found = benchmark.killed(path, kills=200)
