@@ -25,7 +25,7 @@ from tunegemm.errors import TunegemmError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.policy import FINAL
 from tunegemm.store import Database
-from tunegemm.store.record import Entry
+from tunegemm.store.record import Record
 
 METHOD = (
     "final races with all their rounds, read from a tuning database; early is the median of the first two "
@@ -66,9 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def races(entries: Iterable[Entry], since: str = "") -> list[list[Entry]]:
+def races(entries: Iterable[Record], since: str = "") -> list[list[Record]]:
     """Entries of one final race each, oldest first: they share the baseline's samples, as far as they go."""
-    found: dict[tuple[Any, ...], list[Entry]] = {}
+    found: dict[tuple[Any, ...], list[Record]] = {}
     for entry in entries:
         first = entry.measurement.baseline_us[:3]
         if entry.policy != "screen" and entry.measured_at.isoformat() >= since:
@@ -76,7 +76,7 @@ def races(entries: Iterable[Entry], since: str = "") -> list[list[Entry]]:
     return sorted(found.values(), key=lambda race: race[0].measured_at)
 
 
-def describe(race: Sequence[Entry]) -> dict[str, Any] | None:
+def describe(race: Sequence[Record]) -> dict[str, Any] | None:
     """A race's row; None for one that was cut short or in which few candidates stayed."""
     stayed = [entry for entry in race if len(entry.measurement.samples_us) == FINAL.rounds]
     if len(stayed) < _FEWEST:
@@ -110,12 +110,12 @@ def describe(race: Sequence[Entry]) -> dict[str, Any] | None:
     return row
 
 
-def _ratio(entry: Entry, rounds: slice) -> float:
+def _ratio(entry: Record, rounds: slice) -> float:
     ours, torchs = entry.measurement.samples_us[rounds], entry.measurement.baseline_us[rounds]
     return statistics.median(b / s for b, s in zip(torchs, ours, strict=True))
 
 
-def _milliseconds_before(race: Sequence[Entry], torchs: Sequence[float], late_us: float) -> float:
+def _milliseconds_before(race: Sequence[Record], torchs: Sequence[float], late_us: float) -> float:
     """Device time of the rounds before torch.mm takes what it takes later. It runs twice a round."""
     products = [entry.measurement.evidence.get("products_per_replay", 1) for entry in race]
     elapsed_us = 0.0
@@ -128,7 +128,7 @@ def _milliseconds_before(race: Sequence[Entry], torchs: Sequence[float], late_us
     return elapsed_us * 1e-3
 
 
-def _named(entry: Entry, early: float, late: float) -> dict[str, Any]:
+def _named(entry: Record, early: float, late: float) -> dict[str, Any]:
     return {"label": entry.label, "early": round(early, 4), "late": round(late, 4)}
 
 
@@ -148,7 +148,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     return said
 
 
-def _meta(entries: Sequence[Entry]) -> dict[str, Any]:
+def _meta(entries: Sequence[Record]) -> dict[str, Any]:
     fingerprint = entries[-1].fingerprint
     foreign = {entry.fingerprint for entry in entries} - {fingerprint}
     return {

@@ -104,7 +104,7 @@ def test_a_record_of_older_kernels_is_tuned_again(tmp_path: Path, monkeypatch: p
     problem = Problem.parse("64x64x64")
     with Database.open(tmp_path / "tuning.sqlite") as database:
         assert not is_settled(database, problem, DEVICE)
-        database.settle(problem, DEVICE, measurement(1.1), label="of these kernels")
+        database.confirm(problem, DEVICE, measurement(1.1), label="of these kernels")
         assert is_settled(database, problem, DEVICE)
         monkeypatch.setattr("tunegemm.store.validity.kernel_source_hash", lambda family: "of other kernels")
         assert not is_settled(database, problem, DEVICE)

@@ -36,7 +36,7 @@ def run(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
 def database(tmp_path: Path) -> Path:
     path = tmp_path / "tuning.sqlite"
     with Database.open(path) as database:
-        database.settle(PROBLEM, DEVICE, measurement(1.1), label="pp128x256")
+        database.confirm(PROBLEM, DEVICE, measurement(1.1), label="pp128x256")
     return path
 
 
@@ -111,7 +111,7 @@ class TestRerace:
             full = measurement(1.0, candidate)
             longer = replace(full, samples_us=full.samples_us * times, baseline_us=full.baseline_us * times)
             with Database.open(path) as database:
-                database.settle(SMALL, device, longer, label=path.stem)
+                database.confirm(SMALL, device, longer, label=path.stem)
         return paths
 
     def test_both_are_raced_and_the_race_decides(
@@ -163,7 +163,7 @@ class TestLayers:
         monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "project.sqlite"))
         self.device = find_device("model:h200")
         with Database.open(user_location()) as database:
-            database.settle(SMALL, replace(self.device, spec="cuda:0"), measurement(1.2, TWIN), label="mine")
+            database.confirm(SMALL, replace(self.device, spec="cuda:0"), measurement(1.2, TWIN), label="mine")
         Database.open(tmp_path / "project.sqlite").close()
 
     def test_explain_names_the_layer(self) -> None:
@@ -183,8 +183,8 @@ class TestLayers:
     ) -> None:
         device = replace(self.device, spec="cuda:0")
         with Database.open(tmp_path / "shipped.sqlite") as database:
-            database.settle(SMALL, device, measurement(1.4, TWIN), label="shipped")
-            database.settle(PROBLEM, device, measurement(1.3), label="shipped")
+            database.confirm(SMALL, device, measurement(1.4, TWIN), label="shipped")
+            database.confirm(PROBLEM, device, measurement(1.3), label="shipped")
             write_records(database.records(), tmp_path / "records")
         monkeypatch.setattr("tunegemm.store.shipped.data_path", lambda *_: tmp_path / "records")
         assert self.board() == [("mine", 1.2), ("shipped", 1.3)]
@@ -195,7 +195,7 @@ class TestLayers:
         families = run("leaderboard", "--by", "family", "--format", "csv")[0].splitlines()[1:]
         assert sorted(line.partition(",")[0] for line in families) == ["cublaslt", "cute_sm90"]
         with Database.open(tmp_path / "project.sqlite") as database:
-            database.settle(SMALL, device, measurement(1.1, TWIN), label="project's")
+            database.confirm(SMALL, device, measurement(1.1, TWIN), label="project's")
         assert self.board() == [("project's", 1.1), ("shipped", 1.3)]
 
     def test_a_layer_that_cannot_be_read_is_a_line_and_the_others_are_shown(self, tmp_path: Path) -> None:

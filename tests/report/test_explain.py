@@ -34,7 +34,7 @@ def location(tmp_path_factory: pytest.TempPathFactory) -> str:
     with Database.open(path) as database:
         for m in (64, 128):
             measured = Measurement(kernel(), (10.0, 10.1, 10.2), (12.0, 12.1, 12.2), 1e-3, 0.003)
-            database.settle(Problem(m, 4096, 4096), device, measured, label="pp64x64x64")
+            database.confirm(Problem(m, 4096, 4096), device, measured, label="pp64x64x64")
     return str(path)
 
 

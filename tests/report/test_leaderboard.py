@@ -274,7 +274,7 @@ class TestStored:
     def test_a_board_from_the_database(self, database: Database) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.08, 64), label="lucky")
         database.publish(PROBLEM, DEVICE, measurement(0.97, 32))
-        database.settle(PROBLEM, DEVICE, measurement(1.05, 128), label="winner")
+        database.confirm(PROBLEM, DEVICE, measurement(1.05, 128), label="winner")
         board = Leaderboard.from_frame(PROBLEM, database.frame(PROBLEM))
         assert ranks(board) == [
             (1, False, "winner"), (2, False, "torch.mm"), (3, False, "lucky"),
@@ -318,7 +318,7 @@ class TestStored:
         assert board.render("table")
 
     def test_summary(self, database: Database) -> None:
-        database.settle(PROBLEM, DEVICE, measurement(1.10, 128), label="pp")
+        database.confirm(PROBLEM, DEVICE, measurement(1.10, 128), label="pp")
         database.publish(PROBLEM, DEVICE, measurement(1.04, 7, family="cublaslt"), label="a66")
         database.publish(SMALL, DEVICE, measurement(0.95, 64), label="slow")
         database.publish(SMALL, DEVICE, measurement(0.97, 8, family="cublaslt"), label="a67")

@@ -49,7 +49,7 @@ def many_records(folder: Path) -> Path:
     path = folder / "tuning.sqlite"
     synthetic.build(path, shapes=2500, toolchains=2, measured=1)
     with Database.open(path) as database:
-        database.settle(PROBLEM, replace(DEVICE, spec="cuda:0"), MEASURED)
+        database.confirm(PROBLEM, replace(DEVICE, spec="cuda:0"), MEASURED)
     return path
 
 

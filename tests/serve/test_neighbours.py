@@ -235,7 +235,7 @@ def test_databases_and_shipped_records_are_one_neighbourhood(tmp_path, device):
     real = replace(device, spec="cuda:0")
     problem, samples, baseline = Problem(64, *SQUARE), (10.0, 10.1, 10.2), (12.0, 12.1, 12.2)
     with Database.open(tmp_path / "tuning.sqlite") as database:
-        database.settle(problem, real, Measurement(kernel(), samples, baseline, 1e-3, 0.003))
+        database.confirm(problem, real, Measurement(kernel(), samples, baseline, 1e-3, 0.003))
         lookup = database.lookup()
     other = Row(replace(problem, m=128), device.fingerprint, kernel())
     snapshot = Snapshot([other], lookups=[lookup])

@@ -87,7 +87,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Snapshot, list[Rec
         entries = database.entries(PROBLEM)
         best = max(entries, key=rank)
         split = replace(best.measurement, candidate=SPLITTING)
-        database.settle(PROBLEM, recorded_device(), split)
+        database.confirm(PROBLEM, recorded_device(), split)
         return Snapshot(lookups=[database.lookup()]), database.entries(PROBLEM)
 
 

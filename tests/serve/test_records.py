@@ -294,7 +294,7 @@ def test_records_of_a_real_database_are_dispatched(monkeypatch, tmp_path, device
     with Database.open(path) as database:
         for m, candidate in ((32, CANDIDATE), (16, baseline)):
             samples = (10.0, 11.0, 10.5)
-            database.settle(Problem(m, 48, 64), real, Measurement(candidate, samples, samples, 1e-3, 0.003))
+            database.confirm(Problem(m, 48, 64), real, Measurement(candidate, samples, samples, 1e-3, 0.003))
     monkeypatch.setenv("TUNEGEMM_DB", str(path))
     dispatcher = Dispatcher(
         Planner(
@@ -416,7 +416,7 @@ def test_what_is_looked_at_changes_when_another_process_publishes(monkeypatch, t
     with Database.open(path) as database:
         for m in (16, 32):
             measured = Measurement(CANDIDATE, (1.0, 1.1, 1.2), (1.0, 1.1, 1.2), 1e-3, 0.003)
-            database.settle(Problem(m, 48, 64), real, measured)
+            database.confirm(Problem(m, 48, 64), real, measured)
             seen.append(modified())
         with Database.open(path, read_only=True) as reader:
             reader.lookup()

@@ -33,7 +33,7 @@ def source(tmp_path: Path) -> Iterator[Database]:
         )
         database.publish(PROBLEM, DEVICE, measurement(1.02, tiled), resources=RESOURCES, label="first")
         database.publish(PROBLEM, DEVICE, Failure(OTHER, "timeout", "no answer within 10 s"))
-        database.settle(PROBLEM, DEVICE, measurement(1.05, OTHER), label="second, raced")
+        database.confirm(PROBLEM, DEVICE, measurement(1.05, OTHER), label="second, raced")
         database.publish(RAGGED, DEVICE, measurement(0.97), label="ragged")
         yield database
 
@@ -73,7 +73,7 @@ def test_every_dtype_comes_back(tmp_path: Path, target: Database, in_dtype: str,
     problems = [replace(fast, accumulation=kind) for kind in kinds]
     with Database.open(tmp_path / "dtypes.sqlite") as source:
         for problem in problems:
-            source.settle(problem, DEVICE, measurement(1.05))
+            source.confirm(problem, DEVICE, measurement(1.05))
         write(dump(source), path := tmp_path / f"export.{format}", format)
     load(target, read(path, format), origin="colleague")
     assert sorted(record.problem for record in target.records()) == sorted(problems)
@@ -171,7 +171,7 @@ class TestMerge:
             repeated = replace(
                 full, samples_us=full.samples_us * rounds, baseline_us=full.baseline_us * rounds
             )
-            database.settle(PROBLEM, device, repeated, label=f"{candidate.launch_params}")
+            database.confirm(PROBLEM, device, repeated, label=f"{candidate.launch_params}")
         return str(path)
 
     @pytest.mark.parametrize("swapped", [False, True])

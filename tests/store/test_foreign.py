@@ -53,7 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Database.open(path) as database:
         database.publish(PROBLEM, DEVICE, measurement(1.02), resources=RESOURCES, label="first")
         database.publish(PROBLEM, DEVICE, Failure(OTHER, "timeout", "no answer within 10 s"))
-        database.settle(PROBLEM, DEVICE, measurement(1.05, OTHER), label="second")
+        database.confirm(PROBLEM, DEVICE, measurement(1.05, OTHER), label="second")
         database.publish(SMALL, DEVICE, measurement(0.97, TORCH_MM), label="torch.mm")
     return path
 
@@ -89,7 +89,7 @@ class TestNames:
     def named(self, database: Database, *names: str) -> None:
         for name in names:
             device = replace(DEVICE, name=name, fingerprint=replace(FINGERPRINT, device_name=name))
-            database.settle(PROBLEM, device, measurement(1.05))
+            database.confirm(PROBLEM, device, measurement(1.05))
 
     def test_no_name_leads_out_of_the_folder(self, tmp_path: Path, into: Path) -> None:
         with Database.open(into) as database:

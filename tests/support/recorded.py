@@ -43,7 +43,7 @@ def fill(path: Path, shapes: Sequence[str] = SHAPES, *, each: int = 60) -> Path:
                 label = families.get(outcome.candidate.family).label(outcome.candidate)
                 database.publish(problem, device, outcome, label=label)
             best = winner(problem, [o for o in chosen if isinstance(o, Measurement)])
-            database.settle(
+            database.confirm(
                 problem, device, best, label=families.get(best.candidate.family).label(best.candidate)
             )
             for number, outcome in enumerate(own[1:4]):

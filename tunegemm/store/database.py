@@ -134,8 +134,6 @@ class Database:
                 row_id = publishing.add_measurement(connection, keys, values)
             publishing.confirm(connection, keys, row_id)
 
-    settle = confirm  # the former name
-
     def best(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
         """The record of one problem under one fingerprint."""
         return next(iter(self._records(problem=problem, fingerprint=fingerprint)), None)

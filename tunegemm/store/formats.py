@@ -136,7 +136,8 @@ def _write_csv(rows: Iterable[Row], path: Path) -> None:
 
 
 def _read_csv(content: bytes) -> Iterator[Row | BadValueError]:
-    csv.field_size_limit(len(content) + 1)  # a cell of 131,072 letters would end the reading
+    # A cell of 131,072 letters would end the reading. The limit is the whole process's: it is only raised.
+    csv.field_size_limit(max(csv.field_size_limit(), len(content) + 1))
     lines = (line.rstrip("\r") for line in _text(content).rstrip("\r\n").split("\n"))
     names = _cells(next(lines))
     if "kind" not in names:

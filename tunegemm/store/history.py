@@ -67,9 +67,6 @@ def related(
     return list(dict.fromkeys(candidate for _, candidate in ordered))[:top]
 
 
-kindred = related  # the former name
-
-
 def _product(problem: Problem) -> tuple[int | str, ...]:
     """Which elements are multiplied with which, and how wide they are."""
     width = DTYPE_BYTES[problem.in_dtype]

@@ -100,7 +100,3 @@ class Record:
     def replayed(self) -> bool:
         """Whether its times come from a recording."""
         return self.telemetry.get("source") == "replayed"
-
-
-#: Former names.
-Entry = Record
