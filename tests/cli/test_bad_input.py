@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tunegemm.cli import app
+from tunegemm.describe.device import cuda_device_count
 from tunegemm.resources import data_path
 
 SHAPE = ("--shape", "64x64x64")
@@ -170,11 +171,17 @@ def test_gpus_and_clusters_that_are_not_there(given: tuple[str, ...], said: str)
 
 
 def test_a_gpu_that_is_not_there() -> None:
-    from tunegemm.describe.device import cuda_device_count
-
     count = cuda_device_count()
     remedy = f"here are {count}: 0 to {count - 1}" if count else "no CUDA device here"
     assert remedy in refused_here("tune", *SHAPE, "--devices", "0,99")
+
+
+@pytest.mark.skipif(cuda_device_count() > 0, reason="with a GPU it tunes")
+def test_ray_without_an_address_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert "--ray without an address or RAY_ADDRESS: no CUDA device here" in refused_here(
+        "tune", *SHAPE, "--ray"
+    )
 
 
 def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,8 +103,8 @@ def command(
         typer.Option(
             "--ray",
             metavar="[HOST:PORT]",
-            help="The GPUs of the Ray cluster of that head. Without an address: RAY_ADDRESS, or the cluster "
-            "of this host, or one started for this.",
+            help="The GPUs of the Ray cluster of that head. Without an address: that of RAY_ADDRESS, or one "
+            "started for this with all GPUs of this host.",
         ),
     ] = None,
     db: options.DatabaseLocation = None,

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ClusterError, DatabaseError, DeviceError, TunegemmError
 from tunegemm.generate.compile import default_workers
@@ -312,25 +312,31 @@ def started_here(gpus: Sequence[int]) -> Iterator[None]:
 def connected(address: str) -> Iterator[None]:
     """A connection to a Ray cluster that runs, by the address of its head; the cluster is left as it is.
 
-    ``auto``: RAY_ADDRESS; without it the cluster that this host belongs to, or else one that is started here
-    for as long as the context lasts. Raises ClusterError for one that does not answer.
+    ``auto``: RAY_ADDRESS, or else one that is started here for as long as the context lasts. What Ray
+    remembers of earlier clusters is not asked: it tries for minutes to reach one that has ended. Raises
+    ClusterError for one that does not answer, DeviceError where one is to be started and there is no GPU.
     """
     ray = import_ray()
-    named = os.environ.get("RAY_ADDRESS", "auto") if address == "auto" else address
-    if named != "auto":
-        host, _, port = named.rpartition(":")
-        if not host or not port.isdigit() or "/" in host:
-            raise ClusterError(f"Ray address {named!r}: not HOST:PORT, such as 10.0.0.1:6379")
-        try:
-            socket.create_connection((host, int(port)), timeout=_REACH_S).close()
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ClusterError(
-                f"Ray address {named!r} does not answer ({reason}); start it by `ray start --head`, or see "
-                "there which address it says"
-            ) from None
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    if not named:
+        if not (count := cuda_device_count()):
+            raise DeviceError("--ray without an address or RAY_ADDRESS: no CUDA device here; give HOST:PORT")
+        with started_here(range(count)):
+            yield
+        return
+    host, _, port = named.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise ClusterError(f"Ray address {named!r}: not HOST:PORT, such as 10.0.0.1:6379")
     try:
-        ray.init(address=None if named == "auto" else named, **_QUIET)
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ClusterError(
+            f"Ray address {named!r} does not answer ({reason}); start it by `ray start --head`, or see "
+            "there which address it says"
+        ) from None
+    try:
+        ray.init(address=named, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(
             f"Ray address {named!r}: {str(error).strip().splitlines()[0]}; run this on a host of "
