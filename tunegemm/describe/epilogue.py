@@ -100,7 +100,7 @@ class Epilogue:
     def custom(function: Callable[..., Any]) -> Epilogue:
         """The user's own: ``function(acc, operand, ...)``, each operand annotated by its kind.
 
-        The kinds are `Number`, `Scalar`, `PerColumn`, `PerRow` and `Matrix` of this module, as in
+        The kinds are `Number`, `Scalar`, `PerColumn`, `PerRow` and `Matrix` of this module, as in::
 
             @Epilogue.custom
             def capped(acc, bias: PerColumn, cap: Number):
