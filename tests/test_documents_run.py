@@ -31,12 +31,14 @@ _NEEDS_GPU = "# on a GPU"
 _NOT_HERE = ("git ", "make ", "pip ", "createdb ", "ray ", "export ")
 #: What a host without a GPU says of a command that measures: what it needs, or that it has no records.
 _WITHOUT_GPU = re.compile(
-    r"needs a GPU|no CUDA|needs? a CUDA|no GPU|is not here|nothing is measured|no records?"
+    r"needs a GPU|on a GPU|no CUDA|needs? a CUDA|no GPU|is not here|nothing is measured|no records?"
 )
 
+#: Its product is a recorded one, so that it can be tuned without a GPU, too.
 PROGRAM = """
 import torch
-torch.nn.functional.linear(torch.randn(64, 64), torch.randn(128, 64))
+half = {"dtype": torch.bfloat16}
+torch.nn.functional.linear(torch.randn(512, 4096, **half), torch.randn(6144, 4096, **half))
 """
 
 

@@ -240,7 +240,7 @@ def test_read_only_place(tmp_path: Path) -> None:
 
 def test_leaderboard_of_nothing(tmp_path: Path) -> None:
     line = refused_here("leaderboard", "--db", tmp_path / "absent.sqlite")
-    assert "absent.sqlite: no such database; `tunegemm tune` creates it" in line
+    assert "absent.sqlite: no such database; `tunegemm tune` on a GPU creates it" in line
     assert not (tmp_path / "absent.sqlite").exists()
 
 

@@ -96,7 +96,9 @@ def expected(events: Sequence[Event]) -> tuple[Candidate, float, bool] | None:
         bests = [best(c) for c in CANDIDATES if any(row.candidate == c for row in rows) and eligible(c)]
         top = max(((*standing(i), rows[i].ratio) for i in bests), default=None)
         tied = [i for i in bests if (*standing(i), rows[i].ratio) == top]
-        record = confirmed if confirmed is not None else record if record in tied else (tied or [None])[0]
+        # Among equals the candidate that is the record stays, with its latest measurement of that evidence.
+        same = [i for i in tied if record is not None and rows[i].candidate == rows[record].candidate]
+        record = confirmed if confirmed is not None else ([*same, *tied] or [None])[0]
     return None if record is None else (rows[record].candidate, rows[record].ratio, record == confirmed)
 
 

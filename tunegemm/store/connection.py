@@ -104,7 +104,7 @@ def _check_readable(path: Path) -> None:
     try:
         found = kind(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        raise DatabaseError(f"{path}: no such database; `tunegemm tune` creates it") from None
+        raise DatabaseError(f"{path}: no such database; `tunegemm tune` on a GPU creates it") from None
     except OSError as error:
         raise DatabaseError(f"{path}: {cause(error, 'choose another path')}") from None
     if found is not None:  # opening a pipe would wait for ever

@@ -16,6 +16,9 @@ from tunegemm.generate.tiles import split_fits
 #: their way come on top: 56 were enough, but not for warps whose share of a tile is not a power of 2, which
 #: spilled at 95.
 _OVERHEAD_REGISTERS = 46
+#: More of them for warps whose share of a tile is not a power of 2: 88 accumulators and 2 x 52 fragments use
+#: 250, 96 and 2 x 56 spill 48 to 172 B in blocks of one, two and four warps (the same compilers).
+_UNEVEN_REGISTERS = 12
 _SHIFT_REGISTERS = 10
 _UNEVEN_SHIFT_REGISTERS = 54
 #: Longest k that fp16 accumulators add up within the tolerance of a right fp16 result, 9.8e-4: rounding sums
@@ -103,9 +106,11 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     resident = config.threads * config.ctas_per_sm
     budget = min(limits.registers_per_thread, limits.registers_per_sm // resident // 8 * 8)
     overhead = _OVERHEAD_REGISTERS
+    uneven = config.accumulators & (config.accumulators - 1)
     if config.shifts:
-        uneven = config.accumulators & (config.accumulators - 1)
         overhead += _UNEVEN_SHIFT_REGISTERS if uneven else _SHIFT_REGISTERS
+    elif uneven:
+        overhead += _UNEVEN_REGISTERS
     need = config.accumulator_registers + 2 * config.fragment_registers + overhead
     if need > budget:
         return (
