@@ -189,6 +189,7 @@ class TestSpace:
         assert "(the whole space)" in run.stdout
         assert re.search(r"feasible\s+.*[\d,]+ of [\d,]+ kernels", run.stdout)
 
+    @pytest.mark.slow
     def test_shipped_spaces(self) -> None:
         run = tunegemm("space", "--shape", SHAPE, "--device", "model:h200", "--format", "json")
         counts = {count["family"]: count for count in json.loads(run.stdout)}
