@@ -109,7 +109,7 @@ def test_python_blocks_run(document: Path, installed: dict[str, str], tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_commands_run(installed: dict[str, str], place: Path) -> None:
     """All in one test and in their order: what one writes the next one reads."""
     import torch
@@ -117,7 +117,7 @@ def test_commands_run(installed: dict[str, str], place: Path) -> None:
     failed = []
     for document, command in commands():
         run = subprocess.run(
-            ["/bin/sh", "-c", command], cwd=place, env=installed, capture_output=True, text=True, timeout=300
+            ["/bin/sh", "-c", command], cwd=place, env=installed, capture_output=True, text=True, timeout=600
         )
         said = run.stdout + run.stderr
         fine = run.returncode == 0 or (not torch.cuda.is_available() and _WITHOUT_GPU.search(said))
