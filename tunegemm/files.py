@@ -150,7 +150,7 @@ def _writable(path: Path, number: int | None) -> int:
         except OSError as error:
             if error.errno != errno.ENXIO or time.monotonic() > deadline:
                 raise
-            time.sleep(0.02)
+            time.sleep(0.02)  # then asked again: nothing says when a pipe gets its reader
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -9,4 +9,4 @@ def until(happened: Callable[[], object], *, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, f"did not happen within {seconds:g} s"
-        time.sleep(0.02)
+        time.sleep(0.02)  # then asked again, with the deadline above

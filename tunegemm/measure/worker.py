@@ -215,4 +215,4 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.kill()
     deadline = time.monotonic() + 30
     while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
+        time.sleep(0.005)  # then asked again, for as long as the driver may take
