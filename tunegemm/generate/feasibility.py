@@ -53,6 +53,122 @@ def apply_rules(rules: Sequence[Rule], problem: Problem, candidate: Candidate, d
     return FEASIBLE
 
 
+class Remembered:
+    """Rules for one problem on one device, each asked once about equal parameters: for many candidates.
+
+    What a rule reads of a candidate is seen when it is asked; a candidate that agrees in that has the same
+    verdict. So a rule is stated once, for one candidate, and costs thousands of them next to nothing.
+    """
+
+    def __init__(self, rules: Sequence[Rule], problem: Problem, device: Device) -> None:
+        self._problem, self._device = problem, device
+        self._rules: list[tuple[Rule, dict[str, Any]]] = [(rule, {}) for rule in rules]
+
+    def __call__(self, candidate: Candidate) -> bool:
+        """Whether no rule objects."""
+        for rule, tree in self._rules:
+            if not self._allows(rule, tree, candidate):
+                return False
+        return True
+
+    def _allows(self, rule: Rule, tree: dict[str, Any], candidate: Candidate) -> bool:
+        """tree: by the value of what the rule reads first a tree of what it reads then, or the verdict."""
+        params = candidate.params
+        while tree:
+            name = tree["reads"]
+            if name in _WHOLE:
+                value: Any = getattr(candidate, name)
+            else:
+                value = params.get(name, _MISSING)
+            found = tree["then"].get(value)
+            if found is None:
+                break
+            if isinstance(found, bool):
+                return found
+            tree = found
+        traced = _Traced(candidate)
+        try:
+            verdict = rule(self._problem, traced, self._device) is None  # type: ignore[arg-type]
+        except _ReadsAll:
+            return rule(self._problem, candidate, self._device) is None
+        if not traced.read:
+            return verdict
+        self._remember(rule, traced.read, verdict)
+        return verdict
+
+    def _remember(self, rule: Rule, read: Mapping[str, Any], verdict: bool) -> None:
+        node = next(tree for known, tree in self._rules if known is rule)
+        for name, value in list(read.items())[:-1]:
+            node.setdefault("reads", name)
+            node = node.setdefault("then", {}).setdefault(value, {})
+        name, value = list(read.items())[-1]
+        node.setdefault("reads", name)
+        node.setdefault("then", {})[value] = verdict
+
+
+#: Stands for a parameter that a candidate does not have.
+_MISSING = object()
+#: Of a candidate what may be read as one.
+_WHOLE = ("compile_params", "launch_params")
+
+
+class _Traced:
+    """A candidate, and its parameters, that remember what was read of them, in that order."""
+
+    def __init__(self, candidate: Candidate, read: dict[str, Any] | None = None) -> None:
+        self.family = candidate.family
+        self.read: dict[str, Any] = {} if read is None else read
+        self._candidate = candidate
+
+    @property
+    def params(self) -> _Traced:
+        return self
+
+    def __getitem__(self, name: str) -> Value:
+        value = self._candidate.params.get(name, _MISSING)
+        self.read.setdefault(name, value)
+        if value is _MISSING:
+            raise KeyError(name)
+        return value  # type: ignore[return-value]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def with_launch(self, **launch_params: Value) -> _Changed:
+        return _Changed(self, launch_params)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _WHOLE:
+            raise _ReadsAll
+        value = getattr(self._candidate, name)
+        self.read.setdefault(name, value)
+        return value
+
+
+class _Changed:
+    """A traced candidate with some parameters replaced, which are not read of it."""
+
+    def __init__(self, traced: _Traced, changed: Mapping[str, Value]) -> None:
+        self.family = traced.family
+        self._traced, self._changed = traced, changed
+
+    @property
+    def params(self) -> _Changed:
+        return self
+
+    def __getitem__(self, name: str) -> Value:
+        return self._changed[name] if name in self._changed else self._traced[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._changed[name] if name in self._changed else self._traced.get(name, default)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _ReadsAll
+
+
 def half_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """For families whose kernels multiply 16-bit operands only."""
     if problem.in_dtype not in ("bf16", "fp16"):

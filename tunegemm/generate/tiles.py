@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem, default_out_dtype, swapped_dtype
@@ -15,6 +17,8 @@ from tunegemm.generate.launching import Workspace
 _SWAP_MAX_M = 128
 _MIN_K_TILES_PER_SPLIT = 4
 _MAX_WORK_PER_SM = 2
+#: Stream-K gives no cluster fewer k tiles than that.
+_MIN_K_TILES_OF_SHARE = 4
 
 
 def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
@@ -66,6 +70,25 @@ def balanced(work: int, resident: int) -> int:
     """The fewest of at most `resident` workers that need no further wave: same makespan, less power."""
     resident = min(resident, work)
     return math.ceil(work / math.ceil(work / resident))
+
+
+def stream_clusters(
+    tiles: Any, k_tiles: Any, resident: Any, *, least: Callable[..., Any] = min, most: Callable[..., Any] = max
+) -> Any:
+    """The grid of stream-K, in clusters: all that run at once, as long as each has some k tiles.
+
+    least, most: those of arrays, where the numbers are arrays.
+    """
+    return most(1, least(resident, tiles * k_tiles // _MIN_K_TILES_OF_SHARE))
+
+
+def stream_tiles(tiles: Any, k_tiles: Any, clusters: Any) -> Any:
+    """Of so many cluster tiles those that stream-K cuts: what the last wave has; the wave before too, where
+    that leaves a cluster but a few k tiles. Numbers or arrays.
+    """
+    last = tiles % clusters
+    few = last * k_tiles < _MIN_K_TILES_OF_SHARE * clusters
+    return last + clusters * ((last > 0) & few & (tiles > clusters))
 
 
 def streams(candidate: Candidate) -> bool:

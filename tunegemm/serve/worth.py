@@ -13,7 +13,7 @@ from dataclasses import replace
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
-from tunegemm.generate import model
+from tunegemm.generate.terms import elementwise_us
 from tunegemm.serve.library import absorbed
 from tunegemm.serve.neighbours import library_us
 
@@ -30,7 +30,7 @@ def least_ratio(problem: Problem, device: Device) -> float:
     out_dtype = "int32" if problem.in_dtype == "int8" else problem.out_dtype
     plain = replace(problem, epilogue="", accumulation="fast", out_dtype=out_dtype)
     matrix_bytes = plain.m * plain.n * plain.batch * DTYPE_BYTES[plain.out_dtype]
-    after_us = kernels * model.elementwise_us(2 * matrix_bytes, device)
+    after_us = kernels * elementwise_us(2 * matrix_bytes, device)
     return (1 + LEAST_GAIN) * (1 + after_us / library_us(plain, device))
 
 

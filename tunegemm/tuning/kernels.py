@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -12,7 +13,8 @@ from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import DeviceError
 from tunegemm.generate import families, model
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.generate.feasibility import plausible_kernels
+from tunegemm.generate.possible import kind_of, possible_kernels, extent_check
+from tunegemm.generate.terms import Columns
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,19 @@ class Ranking:
 class Kernels:
     """What the families have for a device. Remembers which kernels all problems of a kind share."""
 
-    def __init__(self, device: Device, names: Sequence[str] | None = None) -> None:
-        """names: of the families to try; by default all whose packages are installed.
+    def __init__(
+        self, device: Device, names: Sequence[str] | None = None, folder: Path | None = None
+    ) -> None:
+        """names: of the families to try; by default all whose packages are installed. folder: where lists of
+        kernels are kept between processes; None for nowhere.
 
         Raises SpaceError for a family that is not known, DeviceError for one that cannot be used here.
         """
         self.device = device
         self.families = _usable(names)
         self.space: Callable[[str], SearchSpace] = cache(families.load_space)
-        self._possible: dict[tuple[str | int, ...], list[Candidate]] = {}
+        self._folder = folder
+        self._possible: dict[tuple[str | int, ...], tuple[list[Candidate], Columns]] = {}
 
     @property
     def generators(self) -> tuple[str, ...]:
@@ -82,28 +88,33 @@ class Kernels:
         recorded: on a recorded device the candidates that have a time; others cannot be tried. only: which
         kernels to take.
         """
-        kernels = self._feasible(problem, name)
+        fits_extents = extent_check(families.get(name), problem, self.device)
+        kernels, columns = self._feasible(problem, name, fits_extents)
         if only is not None:
-            kernels = [kernel for kernel in kernels if only(kernel)]
+            taken_rows = [row for row, kernel in enumerate(kernels) if only(kernel)]
+            kernels, columns = [kernels[row] for row in taken_rows], columns.take(taken_rows)
         values = self.space(name).launch_values
         if recorded is not None:
             return Ranking(values, self._ranked_recorded(problem, set(kernels), recorded))
         # Depth of the ring and of the epilogue have no say in what a launch may be.
         shapes = {model.grid_shape(kernel): kernel for kernel in kernels}.values()
+        limited = families.get(name).limited_launch
 
-        def fits(launch: Candidate) -> bool:
-            return self.is_feasible(problem, launch)
+        def fits(launch: Candidate) -> bool:  # extents reject most, and are remembered
+            return fits_extents(launch) and self.is_feasible(problem, launch)
 
         taken = {
             parameter: tuple(
                 value
                 for value in listed
                 if value == listed[0]
+                or parameter not in limited
                 or any(fits(shape.with_launch(**{parameter: value})) for shape in shapes)
             )
             for parameter, listed in values.items()
         }
-        return Ranking(taken, model.rank_kernels(problem, kernels, taken, self.device, feasible=fits))
+        ranked = model.rank_kernels(problem, kernels, taken, self.device, feasible=fits, columns=columns)
+        return Ranking(taken, ranked)
 
     def _ranked_recorded(
         self, problem: Problem, kernels: Collection[Candidate], recorded: Iterable[Candidate]
@@ -115,30 +126,19 @@ class Kernels:
             best.setdefault(prediction.candidate.kernel, prediction)
         return list(best.values())
 
-    def _feasible(self, problem: Problem, name: str) -> list[Candidate]:
-        """Those of a generator's space. Of its 100,000 kernels most are ruled out for all extents alike."""
-        family = families.get(name)
-        majors = (problem.a_major, problem.b_major, problem.out_major)
-        dtypes = (problem.in_dtype, problem.out_dtype, problem.accumulation, problem.epilogue)
-        kind = (name, *dtypes, *majors, problem.alignment)
-        known = self._possible.get(kind)
-        rules = [rule for rule in family.rules if rule.__name__ not in family.extent_rules]
-        kernels: Iterable[Candidate] = (
-            plausible_kernels(self.space(name), rules, problem, self.device) if known is None else known
-        )
-        possible, feasible, learned = [], [], False
-        for kernel in kernels:
-            rule = family.check(problem, kernel, self.device).rule
-            if rule is None:
-                feasible.append(kernel)
-            if rule is None or rule in family.extent_rules:
-                possible.append(kernel)
-            else:
-                learned = True
-        # Where extents rule out the whole family first, nothing was learned of its kernels.
-        if known is None and learned:
-            self._possible[kind] = possible
-        return feasible
+    def _feasible(
+        self, problem: Problem, name: str, fits_extents: Callable[[Candidate], bool]
+    ) -> tuple[list[Candidate], Columns]:
+        """Those of a generator's space, and what the model reads of them."""
+        family, kind = families.get(name), (name, *kind_of(problem))
+        if families.refusal_by_all(problem, [name]):
+            return [], Columns.of([])
+        if kind not in self._possible:
+            kernels = possible_kernels(family, self.space(name), problem, self.device, self._folder)
+            self._possible[kind] = kernels, Columns.of(kernels)
+        kernels, columns = self._possible[kind]
+        fits = [fits_extents(kernel) for kernel in kernels]
+        return [kernel for kernel, fit in zip(kernels, fits, strict=True) if fit], columns.take(fits)
 
 
 def _usable(names: Sequence[str] | None) -> tuple[str, ...]:

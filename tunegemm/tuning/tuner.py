@@ -74,8 +74,9 @@ class Tuner:
         Raises SpaceError for a family or a seed that is not one, DeviceError for a family of no use here.
         """
         self.device, self.database = device, database
-        self.kernels = Kernels(device, families)
-        self.pool = CompilePool(ArtifactStore(cache), workers=workers)
+        store = ArtifactStore(cache)
+        self.kernels = Kernels(device, families, store.root.with_name("kernels"))
+        self.pool = CompilePool(store, workers=workers)
         self.compiled_only, self._seed = compiled_only, checked_seed(seed)
         self._final = replace(FINAL, energy_ms=_ENERGY_MS if energy else 0.0)
         self._measurer: Measurer | None = None

@@ -26,9 +26,15 @@ from tunegemm.generate.launching import (
     tma_takes,
     words_reader,
 )
-from tunegemm.generate.model import stream_clusters, stream_tiles
 from tunegemm.generate.ptxas import Resources
-from tunegemm.generate.tiles import balanced, seen_by_kernel, streams, tile_count
+from tunegemm.generate.tiles import (
+    balanced,
+    seen_by_kernel,
+    stream_clusters,
+    stream_tiles,
+    streams,
+    tile_count,
+)
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:

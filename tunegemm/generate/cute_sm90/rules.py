@@ -14,10 +14,11 @@ from tunegemm.generate.cute_sm90.config import (
     KernelConfig,
 )
 from tunegemm.generate.generator import config_maker
-from tunegemm.generate.model import stream_clusters, stream_tiles
 from tunegemm.generate.tiles import (
     seen_by_kernel,
     split_fits,
+    stream_clusters,
+    stream_tiles,
     streams,
     swap_fits,
     tile_count,

@@ -1,0 +1,108 @@
+"""What a candidate's product draws, and what is left of its speed at the power cap.
+
+Above some 2,000 rows Hopper runs at its 700 W: its clock falls until work fits the cap, and the kernel that
+draws least is the fastest. The joules of a kernel's work are told by a measured table (energy.toml,
+docs/decisions/0014); the clock is the highest at which they fit. It ranks, as `model` does.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.generate.terms import Columns, Floats, Terms, steady_clock_mhz, time_at
+
+#: Clock at which the table holds, MHz.
+_REFERENCE_MHZ = 1500.0
+_STEP_MHZ = 20.0
+#: Of what device memory moves half crosses between the halves of L2 (docs/decisions/0014).
+_CROSSING = 0.5
+
+
+@dataclass(frozen=True)
+class Table:
+    """Joules of work on one kind of GPU."""
+
+    cap_w: float
+    static_w: float
+    clocks_mhz: tuple[int, int]
+    """The lowest that a cap is known to lead to, and the highest."""
+    slope: float
+    bend: float
+    pj_per_flop: Mapping[str, float]
+    pj_per_byte: Mapping[str, float]
+
+    def flop_pj(self, columns: Floats) -> Floats:
+        """Of WGMMAs of so many columns; of more than were measured those of the nearest."""
+        widths = sorted(self.pj_per_flop, key=int)
+        return np.interp(columns, [int(w) for w in widths], [self.pj_per_flop[w] for w in widths])
+
+    def clocks(self) -> Floats:
+        low, high = self.clocks_mhz
+        return np.arange(low, high + 1, _STEP_MHZ)
+
+    def voltage(self, clocks_mhz: Floats) -> Floats:
+        """How many times as much the chip's own terms cost at a clock."""
+        x = clocks_mhz / _REFERENCE_MHZ - 1
+        return 1 + self.slope * x + self.bend * x * x
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Predictions for lasting work, one entry for each candidate."""
+
+    us: Floats
+    clock_mhz: Floats
+    at_cap: bool
+    """Whether the fastest of them runs below the highest clock."""
+
+    def take(self, rows: Any) -> Steady:
+        """Some candidates, by their numbers or a mask."""
+        return Steady(self.us[rows], self.clock_mhz[rows], self.at_cap)
+
+
+@cache
+def table_of(device_name: str) -> Table | None:
+    """The table of a kind of GPU; None where nobody measured one."""
+    data = tomllib.loads(Path(__file__).with_name("energy.toml").read_text(encoding="utf-8"))
+    if not any(device_name.startswith(part) for part in data.pop("parts")):
+        return None
+    return Table(**{**data, "clocks_mhz": tuple(data["clocks_mhz"])})
+
+
+def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> Steady:
+    """Times at the clocks that lasting work leaves. Where there is no table: as `terms` has them."""
+    table = table_of(device.fingerprint.device_name)
+    if table is None:
+        clocks = np.full(len(found.total_us), steady_clock_mhz(device))
+        return Steady(found.total_us, clocks, False)
+    pj = table.pj_per_byte
+    out_bytes = problem.m * problem.n * problem.batch * DTYPE_BYTES[problem.out_dtype]
+    flops = 2.0 * problem.m * problem.n * problem.k * problem.batch
+    # A multiplication of operands half as wide takes half as long; that it takes half the energy is assumed.
+    flop_pj = table.flop_pj(columns.tile_n.astype(float)) * DTYPE_BYTES[problem.in_dtype] / 2
+    chip_pj = (
+        flops * flop_pj
+        + pj["filled"] * found.filled_bytes
+        + pj["l2_read"] * found.l2_bytes
+        + pj["stored"] * out_bytes
+        + pj["crossing"] * _CROSSING * found.dram_bytes
+    )
+    memory_pj = pj["dram"] * found.dram_bytes
+    clocks = table.clocks()[:, None]
+    us = time_at(found, clocks, device)
+    watts = (chip_pj * table.voltage(clocks) + memory_pj) * 1e-6 / us + table.static_w
+    fits = watts <= table.cap_w
+    # The highest clock that fits; the lowest where none does.
+    chosen = np.where(fits.any(axis=0), len(clocks) - 1 - fits[::-1].argmax(axis=0), 0)
+    us = us[chosen, np.arange(len(chosen))]
+    clock = clocks[chosen, 0]
+    return Steady(us, clock, bool(len(us) and clock[us.argmin()] < clocks[-1, 0]))

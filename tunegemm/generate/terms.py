@@ -1,0 +1,385 @@
+"""What a tile candidate's product takes, as arrays over candidates: waves, tensor cores, shared memory, L2,
+DRAM and epilogue in microseconds, and what is moved for the energy it draws.
+
+Every term is a closed formula of the problem, the candidate and the device. `model` says what they are for.
+The terms of one product, in order:
+
+1. *waves*: a persistent grid of clusters takes the tiles; the slowest CTA computes ceil(tiles / resident).
+2. *compute*: WGMMA cycles of one k-step, or the shared-memory cycles of its operands where they are
+   more, or the latency of a load that the ring of stages does not hide.
+3. *L2*: operand bytes of all CTAs at once; a cluster multicasts, and so asks for less.
+4. *DRAM*: every operand once, and again what a wave's working set pushes out of L2; output once.
+5. *epilogue*: exposed for each tile when cooperative, only for the last one when pingpong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.describe.space import Candidate, Value
+from tunegemm.errors import SpaceError
+from tunegemm.generate.tiles import stream_clusters, stream_tiles
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# The constants were fitted by coordinate search on the six recorded sweeps of an H200 in db/sweeps
+# (2026-11-20), starting from the published figures named below, and may differ from them. That the best
+# kernel of each of those shapes is among the model's first 16 is in-sample; no shape was held out.
+
+# Tensor cores: m64 nN k16 of 16-bit elements takes N/2 cycles, 4096 FLOP per cycle and SM. Its operands
+# come from shared memory at 128 B per cycle: A (2 KiB) and B (32 N bytes) for every instruction. That
+# ratio *is* the published efficiency table: N=32 gives 16/24 = 67 % (63 % seen), N=16 40 % (38 %), N=8
+# 22 % (21 %), N >= 64 is bound by the tensor cores (95-96 %); arXiv 2402.13499, table of SS WGMMA on H800.
+_FLOP_PER_CYCLE_AND_SM = 4096
+_WGMMA_PEAK = 1.0
+_SMEM_BYTES_PER_CYCLE = 128
+_INSTRUCTION_K_BYTES = 32
+# TMA's writes of the next stages share the same banks, but mostly fall into cycles in which the
+# tensor cores read nothing: with full weight 128x128 tiles could never reach the 88 % they do.
+_SMEM_WRITE_WEIGHT = 0.07
+# Dense work runs at the power cap: SM clocks near 1500 of 1830 MHz on an H200 (nvidia-smi, 700 W).
+_SUSTAINED_CLOCK = 0.82
+# Two warpgroups that share a tile wait for each other at every ring slot and idle the tensor cores
+# between tiles: no cooperative tile is among the best four of the large squares in `anchors_h200.toml`.
+_COOPERATIVE_EFFICIENCY = 0.94
+# Cycles per k-step to pass the ring's barriers when only one warpgroup issues; two hide each other's.
+_BARRIER_CYCLES = 12
+# Cycles per k-step and further CTA of a cluster: a slot is free again when all its readers say so.
+_CLUSTER_CYCLES = 13
+# Two-level accumulation adds the tensor cores' sums in registers, 128 a cycle; they wait meanwhile, unless
+# the other warpgroup of a cooperative tile has work for them. Not fitted: no sweep has it.
+_ADDS_PER_CYCLE = 128
+# L2 to SM bytes per cycle and SM, at full clock. DeepGEMM's constants are 64 per SM, at most 6154 (47 per SM)
+# on 132 SMs; the sweeps want more, since main loops of large squares lose nothing without a cluster.
+_L2_BYTES_PER_CYCLE_AND_SM = 78
+# From issuing a TMA load to its first bytes, in cycles: an L2 miss. The slot's bytes follow at L2's rate.
+_LOAD_LATENCY_CYCLES = 980
+_DRAM_EFFICIENCY = 0.77
+# Part of the L2 that holds operands over a wave; the rest turns over with output and the other partition.
+_L2_USABLE = 0.6
+# Epilogue: cycles per 64-row subtile beside its bytes (stmatrix, fence, TMA store, barrier).
+_SUBTILE_CYCLES = 185
+# Split-K: the last split of a tile waits for an atomic and reads the others' sums through L2.
+_REDUCTION_US = 1.5
+# Sums that meet in pairs, or in a second kernel: for each level of the tree, for the kernel, and the bytes a
+# microsecond in which sums are written and read. Fitted by hand to splits of five shapes on an H200,
+# each timed both ways (splits-log-2026-11-21.json).
+_MEETING_US, _PAIRS_BYTES_PER_US = 3.0, 3.5e6
+_SECOND_KERNEL_US, _SECOND_BYTES_PER_US = 2.5, 7.0e6
+# Where stream-K's whole tiles follow, sums that meet do so under others' main loops; those of a second kernel
+# are out of L2 by the time that it reads them (four shapes, same file).
+_EARLY_PAIRS_BYTES_PER_US, _EARLY_SECOND_BYTES_PER_US = 7.0e6, 3.0e6
+# Clusters of stream-K go through k out of step: that share of what L2 would else have served is read again.
+_OUT_OF_STEP = 0.6
+_LAUNCH_US = 2.0
+_FILL_US = 1.0
+# Overlapping limits disturb each other: the sum of powers lies between their maximum and their sum.
+_OVERLAP_POWER = 4.9
+# A part that is not in `device.PARTS`: cycles and bytes of a mid-range Hopper.
+_DEFAULT_CLOCK_MHZ = 1700.0
+_DEFAULT_BANDWIDTH_GBPS = 3000.0
+
+_REQUIRED = ("tile_m", "tile_n", "tile_k")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the formulas read of candidates, one entry each."""
+
+    tile_m: Ints
+    tile_n: Ints
+    tile_k: Ints
+    stages: Ints
+    cluster_m: Ints
+    cluster_n: Ints
+    epi_n: Ints
+    swap_ab: Bools
+    pingpong: Bools
+    streams: Bools
+    split_k: Ints
+    reduces: Bools
+    """Whether the family has a choice of how k splits are added."""
+    second: Bools
+    """Whether a second kernel adds them."""
+    balanced: Bools
+    along_n: Bools
+    swizzle: Ints
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Self:
+        """Raises SpaceError for a candidate without a tile shape, such as a library's algorithm."""
+        params = [candidate.params for candidate in candidates]
+        for candidate in candidates:
+            for name in _REQUIRED:
+                if name not in candidate.params:
+                    raise SpaceError(f"the model ranks tiles, and {candidate} has no {name}")
+
+        def ints(name: str, default: int = 1) -> Ints:
+            return np.array([p.get(name, default) for p in params], dtype=np.int64)
+
+        def bools(name: str, value: Value) -> Bools:
+            return np.array([p.get(name) == value for p in params], dtype=np.bool_)
+
+        return cls(
+            ints("tile_m"), ints("tile_n"), ints("tile_k"), ints("stages", 4),
+            ints("cluster_m"), ints("cluster_n"), ints("epi_n", 32), bools("swap_ab", True),
+            bools("schedule", "pingpong"), bools("tile_scheduler", "stream_k"), ints("split_k"),
+            np.array(["reduction" in p for p in params], dtype=np.bool_),
+            bools("reduction", "second_kernel"), bools("ctas", "balanced"),
+            bools("raster_order", "along_n"), ints("swizzle_size"),
+        )  # fmt: skip
+
+    def take(self, rows: Any) -> Columns:
+        """Some candidates, by their numbers or a mask."""
+        return Columns(*(getattr(self, one.name)[rows] for one in fields(self)))
+
+    def launched(self, **columns: NDArray[Any]) -> Columns:
+        """The same kernels with launch parameters replaced: arrays as long as these, or single values."""
+        size = len(self.tile_m)
+        return replace(self, **{name: np.broadcast_to(values, size) for name, values in columns.items()})
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Predictions, one entry for each candidate."""
+
+    tiles: Ints
+    ctas: Ints
+    waves: Ints
+    wave_efficiency: Floats
+    compute_us: Floats
+    l2_us: Floats
+    dram_us: Floats
+    epilogue_us: Floats
+    total_us: Floats
+    filled_bytes: Floats
+    """Bytes that arrive in shared memory, by multicast as well."""
+    l2_bytes: Floats
+    """Bytes that are read from L2: a multicast reads once."""
+    dram_bytes: Floats
+
+    def take(self, rows: Any) -> Terms:
+        """Some candidates, by their numbers or a mask."""
+        return Terms(*(getattr(self, one.name)[rows] for one in fields(self)))
+
+
+def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
+    """The terms of every candidate."""
+    c, batch = columns, problem.batch
+    # With swap_ab a kernel computes D^T = B^T A^T.
+    m = np.where(c.swap_ab, problem.n, problem.m)
+    n = np.where(c.swap_ab, problem.m, problem.n)
+    in_bytes, out_bytes = DTYPE_BYTES[problem.in_dtype], DTYPE_BYTES[problem.out_dtype]
+    clock_mhz = steady_clock_mhz(device)
+    full_clock_mhz = _clock_mhz(device)
+    size = c.cluster_m * c.cluster_n
+    clusters_m, clusters_n = _ceil(m, c.tile_m * c.cluster_m), _ceil(n, c.tile_n * c.cluster_n)
+    clusters = clusters_m * clusters_n * batch * c.split_k
+    tiles = clusters * size
+
+    # 1. Waves. Splits of k are tiles of their own.
+    resident = _resident(size, device)
+    waves = _ceil(clusters, resident)
+    launched = np.where(c.balanced, _ceil(clusters, waves), np.minimum(resident, clusters))
+    filled = clusters / (waves * resident)
+    k_tiles = _ceil(problem.k, c.tile_k)
+    sharing = stream_clusters(clusters, k_tiles, resident, least=np.minimum, most=np.maximum)
+    cut = np.where(c.streams, stream_tiles(clusters, k_tiles, sharing), 0)
+    launched = np.where(c.streams, sharing, launched)
+    filled = np.where(c.streams, launched / resident, filled)
+    active_ctas = np.minimum(resident, clusters) * size
+
+    # 2. Compute: cycles of one k-step of one tile; a CTA's tiles share the SM's tensor cores one by one.
+    k_steps = _ceil(k_tiles, c.split_k)
+    instructions = (c.tile_m // 64) * _ceil(c.tile_k * in_bytes, _INSTRUCTION_K_BYTES)
+    mma_cycles = instructions * c.tile_n / 2 / _WGMMA_PEAK
+    # A warpgroup that owns only part of the columns (192 rows have 3 groups, 256 columns may be split)
+    # reads the same A again; the families here split rows, so B is what every 64 rows read again.
+    smem_bytes = instructions * _INSTRUCTION_K_BYTES * (64 + c.tile_n)
+    load_bytes = (c.tile_m + c.tile_n) * c.tile_k * in_bytes
+    smem_cycles = (smem_bytes + _SMEM_WRITE_WEIGHT * load_bytes) / _SMEM_BYTES_PER_CYCLE
+    issuing = np.where(c.pingpong | (c.tile_m == 64), 1, 2)
+    barrier_cycles = _BARRIER_CYCLES / issuing**2 + _CLUSTER_CYCLES * (size - 1)
+    step_cycles = np.maximum(mma_cycles, smem_cycles) + barrier_cycles
+    if problem.accumulation == "two_level":
+        step_cycles = step_cycles + c.tile_m * c.tile_n / _ADDS_PER_CYCLE / issuing
+    step_cycles = np.where(c.pingpong, step_cycles, step_cycles / _COOPERATIVE_EFFICIENCY)
+    # One slot is being computed on; the others are in flight and must cover the latency of a load.
+    slot_bytes = c.tile_k * in_bytes * (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m)
+    load_cycles = _LOAD_LATENCY_CYCLES + slot_bytes / _L2_BYTES_PER_CYCLE_AND_SM
+    step_cycles = _overlap(step_cycles, load_cycles / np.maximum(c.stages - 1, 1))
+    mainloop_us = k_steps * step_cycles / clock_mhz
+    compute_us = np.where(c.streams, clusters / launched, waves) * mainloop_us
+
+    # 3. L2: what all CTAs of a wave ask for together; the tail wave asks for less but takes as long.
+    operand_bytes = problem.k / c.split_k * in_bytes * (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m)
+    tile_out_bytes = c.tile_m * c.tile_n * out_bytes
+    asked = np.where(c.streams, tiles, active_ctas * waves)
+    l2_bytes = asked * (operand_bytes + tile_out_bytes)
+    work_units = np.where(c.streams, np.where(cut > 0, cut + launched, 0), np.where(c.split_k > 1, clusters, 0))
+    sum_bytes = work_units * size * c.tile_m * c.tile_n * 4
+    l2_bytes = l2_bytes + 2 * sum_bytes  # partial sums are written once and read once
+    l2_us = l2_bytes / (_L2_BYTES_PER_CYCLE_AND_SM * device.sm_count * full_clock_mhz)
+
+    # 4. DRAM.
+    grid = _Grid(m, n, problem.k * in_bytes, batch, clusters_m, clusters_n, c, resident, usable_l2(device))
+    read_bytes = grid.read_bytes() + np.where(c.streams, _OUT_OF_STEP * cut / clusters * grid.unshared_bytes(), 0)
+    dram_bytes = read_bytes + problem.m * problem.n * batch * out_bytes
+    dram_us = dram_bytes / _bandwidth(device)
+
+    # 5. Epilogue of one tile, and how much of all of them stays exposed.
+    subtiles = _ceil(c.tile_n, c.epi_n)
+    if problem.fused.gated:
+        subtiles = np.where(c.epi_n == 16, 1, subtiles)  # staged whole
+    rows_in_turn = np.where(c.pingpong, c.tile_m // 64, _ceil(c.tile_m, 128))
+    epilogue_cycles = subtiles * rows_in_turn * _SUBTILE_CYCLES + 2 * tile_out_bytes / _SMEM_BYTES_PER_CYCLE
+    tile_epilogue_us = epilogue_cycles / clock_mhz
+    exposed_us = tile_epilogue_us - np.minimum(tile_epilogue_us, mainloop_us)
+    epilogue_us = np.where(
+        c.pingpong, tile_epilogue_us + (waves - 1) / 2 * exposed_us, waves * tile_epilogue_us
+    )
+    meets = (work_units > 0) & c.reduces
+    splits = np.where(c.streams, _ceil(launched, np.maximum(cut, 1)) + 1, c.split_k)
+    early = c.streams & (clusters > launched)
+    in_one_kernel = _REDUCTION_US + c.split_k * c.tile_m * c.tile_n * 4 / _SMEM_BYTES_PER_CYCLE / clock_mhz
+    epilogue_us = epilogue_us + np.where(
+        meets, _sums_us(sum_bytes, splits, c.second, early), np.where(c.split_k > 1, in_one_kernel, 0.0)
+    )
+
+    total_us = _LAUNCH_US + _FILL_US + _overlap(compute_us, l2_us, dram_us) + epilogue_us
+    loads = tiles * (problem.k / c.split_k) * in_bytes
+    return Terms(
+        tiles, launched * size, waves, filled, compute_us, l2_us, dram_us, epilogue_us, total_us,
+        loads * (c.tile_m + c.tile_n),
+        loads * (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) + sum_bytes, dram_bytes,
+    )  # fmt: skip
+
+
+def time_at(found: Terms, clocks_mhz: Floats, device: Device) -> Floats:
+    """Total microseconds if the chip ran at other clocks than those of lasting work; device memory has its own.
+
+    clocks_mhz: any shape that broadcasts against the candidates.
+    """
+    scale = steady_clock_mhz(device) / clocks_mhz
+    l2_scale = _clock_mhz(device) / clocks_mhz
+    busy_us = _overlap(found.compute_us * scale, found.l2_us * l2_scale, found.dram_us)
+    return _LAUNCH_US + _FILL_US + busy_us + found.epilogue_us * scale
+
+
+def steady_clock_mhz(device: Device) -> float:
+    """The SM clock of which the terms are, that of dense work at the power cap."""
+    return _clock_mhz(device) * _SUSTAINED_CLOCK
+
+
+def elementwise_us(num_bytes: int, device: Device) -> float:
+    """Of a kernel that does nothing but read and write so many bytes."""
+    return _LAUNCH_US + num_bytes / _bandwidth(device)
+
+
+def usable_l2(device: Device) -> int:
+    """Bytes of operands that stay in L2 over a wave."""
+    return int(device.l2_bytes * _L2_USABLE)
+
+
+def fits_l2(problem: Problem, device: Device) -> bool:
+    """Whether both operands of an entry stay in L2: the rasterization is free then."""
+    return (problem.m + problem.n) * problem.k * DTYPE_BYTES[problem.in_dtype] <= usable_l2(device)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Output cut into clusters, and in which order they are computed."""
+
+    m: Ints
+    n: Ints
+    k_bytes: int
+    """Of a row of an operand."""
+    batch: int
+    clusters_m: Ints
+    clusters_n: Ints
+    columns: Columns
+    resident: Ints
+    l2_bytes: int
+
+    def read_bytes(self) -> Floats:
+        """Operand bytes read from device memory, given the rasterization of the grid.
+
+        It goes along M (or N) through groups of `swizzle` clusters of the other mode. A wave covers a
+        block of the grid; its rows of A and columns of B are read once, and a next wave finds again what
+        L2 still holds. Where both operands fit, that is everything.
+        """
+        c = self.columns
+        rows, columns = c.tile_m * c.cluster_m, c.tile_n * c.cluster_n
+        m, n = np.where(c.along_n, self.n, self.m), np.where(c.along_n, self.m, self.n)
+        along = np.where(c.along_n, self.clusters_n, self.clusters_m)
+        across = np.where(c.along_n, self.clusters_m, self.clusters_n)
+        extent_along, extent_across = np.where(c.along_n, columns, rows), np.where(c.along_n, rows, columns)
+        once = (m + n) * self.k_bytes
+        group = np.minimum(c.swizzle, across)
+        wave_along = np.minimum(along, _ceil(self.resident, group))
+        wave_across = np.minimum(across, np.maximum(group, _ceil(self.resident, along)))
+        wave = np.minimum(m, wave_along * extent_along) + np.minimum(n, wave_across * extent_across)
+        wave_bytes = wave * self.k_bytes
+        waves = np.maximum(1.0, along * across / self.resident)
+        # Within a group the columns stay; from one group to the next, the rows come round again.
+        again = np.maximum(0.0, waves * wave_bytes - once)
+        kept = np.minimum(1.0, self.l2_bytes / np.where(wave_bytes < self.l2_bytes, once, wave_bytes))
+        return self.batch * np.where(once <= self.l2_bytes, once, once + again * (1 - kept))
+
+    def unshared_bytes(self) -> Floats:
+        """Operand bytes beyond one reading, if each cluster read its own; of operands that L2 cannot keep."""
+        readers = ((self.m * self.k_bytes, self.clusters_n), (self.n * self.k_bytes, self.clusters_m))
+        again = [np.where(size > self.l2_bytes, size * (count - 1.0), 0.0) for size, count in readers]
+        return self.batch * (again[0] + again[1])
+
+
+def _sums_us(sum_bytes: Ints, splits: Ints, second: Bools, early: Bools) -> Floats:
+    """What it costs to add the sums of a tile's k splits. early: whole tiles follow them."""
+    rate = np.where(early, _EARLY_SECOND_BYTES_PER_US, _SECOND_BYTES_PER_US)
+    by_second = _SECOND_KERNEL_US + 2 * sum_bytes / rate
+    # Of two that meet only one writes its sums, and the other reads them.
+    splits = np.maximum(splits, 1)
+    moved = 2 * sum_bytes * (splits - 1) / splits
+    in_pairs = np.where(
+        early,
+        _MEETING_US + moved / _EARLY_PAIRS_BYTES_PER_US,
+        np.ceil(np.log2(splits)) * _MEETING_US + moved / _PAIRS_BYTES_PER_US,
+    )
+    return np.where(second, by_second, in_pairs)
+
+
+def _ceil(a: Any, b: Any) -> Any:
+    return -(-a // b)
+
+
+def _overlap(*limits: Floats) -> Floats:
+    """The time of work that runs at once under several limits: a little over the largest."""
+    powers = [limit**_OVERLAP_POWER for limit in limits]
+    return np.asarray(sum(powers[1:], powers[0]) ** (1 / _OVERLAP_POWER))
+
+
+def _resident(cluster_size: Ints, device: Device) -> Ints:
+    sizes = {int(size): device.resident_clusters(int(size)) for size in set(cluster_size.tolist())}
+    if len(sizes) == 1:
+        return np.full_like(cluster_size, next(iter(sizes.values())))
+    return np.array([sizes[size] for size in cluster_size.tolist()], dtype=np.int64)
+
+
+def _clock_mhz(device: Device) -> float:
+    if not device.peak_tflops:
+        return _DEFAULT_CLOCK_MHZ
+    return device.peak_tflops * 1e6 / (device.sm_count * _FLOP_PER_CYCLE_AND_SM)
+
+
+def _bandwidth(device: Device) -> float:
+    """Bytes a microsecond of device memory."""
+    return (device.bandwidth_gbps or _DEFAULT_BANDWIDTH_GBPS) * 1e3 * _DRAM_EFFICIENCY
