@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -198,7 +199,10 @@ def command(
                 as_json=as_json,
             )
             raise typer.Exit(ended)
-        requests = [Request(one, (effort or Effort.quick).value, trials, budget_seconds) for one in problems]
+        requests = [
+            Request(one, (effort or Effort.quick).value, trials, budget_seconds, following)
+            for one, following in itertools.zip_longest(problems, list(problems)[1:])
+        ]
         found, cut, unfinished = 0, [], set(problems)
         view = stack.enter_context(ProgressView(log))
         for result in tuning.tune_all(requests, None if as_json else view.update):

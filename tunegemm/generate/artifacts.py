@@ -35,6 +35,11 @@ class Artifact:
     """Registers, spills, shared memory and warnings from the compiler."""
 
 
+def digest(key: Key) -> str:
+    """The name of a kernel key."""
+    return hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
+
+
 class ArtifactStore:
     """The compiled objects of one user."""
 
@@ -70,9 +75,9 @@ class ArtifactStore:
             raise ArtifactError(f"{path}: its bytes changed since it was compiled; delete it and tune again")
         return Artifact(path, resources)
 
-    def holds(self, key: Key) -> bool:
-        """Whether there is an object of a key: a look at its name. `find` says whether it may be used."""
-        return self._path(key, ".o").exists()
+    def names(self) -> set[str]:
+        """The `digest` of each object's key. `find` says whether one may be used."""
+        return {path.parent.name + path.stem for path in self.root.glob("??/*.o")}
 
     def failure(self, key: Key) -> str | None:
         """Why an earlier compile of this key failed, so that nobody pays for it again; None otherwise."""
@@ -125,8 +130,8 @@ class ArtifactStore:
                 _refuse_foreign(folder, folder.stat())
 
     def _path(self, key: Key, suffix: str) -> Path:
-        digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
-        return self.root / digest[:2] / (digest[2:] + suffix)
+        name = digest(key)
+        return self.root / name[:2] / (name[2:] + suffix)
 
     def _entry(self, key: Key) -> dict | None:  # type: ignore[type-arg]
         """The JSON beside an object. A truncated or foreign one counts as absent: it is compiled again."""

@@ -64,12 +64,14 @@ class CompilePool:
         workers: int | None = None,
         timeout_s: float = 60.0,
         families_module: str = "tunegemm.generate.families",
+        shipped: ArtifactStore | None = None,
     ) -> None:
         """
+        shipped: a store of further objects, which are not compiled again.
         timeout_s: bounds one compile; the largest tiles take about 3 s on one core.
         families_module: where a worker finds ``get(name) -> Family``; tests plant families that misbehave.
         """
-        self.store = store
+        self.store, self._shipped = store, shipped
         self.workers = workers or default_workers()
         self._timeout_s = timeout_s
         self._families_module = families_module
@@ -104,6 +106,10 @@ class CompilePool:
                 self._pending[name] = future
             return self._pending[name]
 
+    def ready(self) -> set[str]:
+        """The `digest` of each key of which there is an object now."""
+        return set().union(*(store.names() for store in filter(None, (self.store, self._shipped))))
+
     def drop_waiting(self) -> None:
         """Forget the jobs that no worker has begun; their futures are cancelled."""
         with self._lock:
@@ -121,9 +127,9 @@ class CompilePool:
             worker.close_pipes()
 
     def _from_store(self, key: Key) -> CompileResult | None:
-        artifact = self.store.find(key)
-        if artifact is not None:
-            return CompileResult(artifact, cached=True)
+        for store in filter(None, (self.store, self._shipped)):
+            if (artifact := store.find(key)) is not None:
+                return CompileResult(artifact, cached=True)
         failure = self.store.failure(key)
         return None if failure is None else CompileResult(None, failure, cached=True)
 

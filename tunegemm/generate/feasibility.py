@@ -66,10 +66,7 @@ class Remembered:
 
     def __call__(self, candidate: Candidate) -> bool:
         """Whether no rule objects."""
-        for rule, tree in self._rules:
-            if not self._allows(rule, tree, candidate):
-                return False
-        return True
+        return all(self._allows(rule, tree, candidate) for rule, tree in self._rules)
 
     def _allows(self, rule: Rule, tree: dict[str, Any], candidate: Candidate) -> bool:
         """tree: by the value of what the rule reads first a tree of what it reads then, or the verdict."""

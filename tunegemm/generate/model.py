@@ -34,6 +34,9 @@ _STEADY_PINGPONG = 0.031
 _TILE_GRID = ("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
 #: How a kernel goes through the grid.
 _RASTERIZATION = ("raster_order", "swizzle_size")
+#: At the power cap clusters of a GPC take neighbouring tiles, of so many: the reads that it then saves are
+#: clock, some per cent of a large product (benchmarks/results/h200/gpc-2026-11-22.json).
+_GATHERED: Mapping[str, Value] = {"cluster_order": "gpc", "swizzle_size": 8}
 #: What decides on the best launch: the grid of tiles, and for a split of k also the length of the main loop.
 _GRID_PARAMETERS = (*_TILE_GRID, "tile_k", "schedule", "tile_scheduler")
 
@@ -111,7 +114,9 @@ def _predictions(candidates: Sequence[Candidate], found: Terms, lasting: Steady)
     return [Prediction(c, *values) for c, *values in zip(candidates, *columns, strict=True)]
 
 
-def seen_launches(problem: Problem, launch_values: Mapping[str, Sequence[Value]], device: Device) -> list[str]:
+def seen_launches(
+    problem: Problem, launch_values: Mapping[str, Sequence[Value]], device: Device
+) -> list[str]:
     """The launch parameters on which the model's time of a problem depends."""
     names = [] if fits_l2(problem, device) else list(_RASTERIZATION)
     return [name for name in (*names, "split_k", "reduction") if len(launch_values.get(name, ())) > 1]
@@ -132,6 +137,15 @@ def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> l
 def _by(found: Terms, lasting: Steady) -> Floats:
     """What kernels of a problem are ranked by: at the power cap the time at the clocks that each leaves."""
     return lasting.us if lasting.at_cap else found.total_us
+
+
+def in_turn(ranked: Sequence[Prediction]) -> list[Prediction]:
+    """A ranking for the power cap and one by cycles, alternately: which of the two holds for a product is for
+    measuring to say. The same below the cap.
+    """
+    by_cycles = sorted(ranked, key=lambda p: p.total_us)
+    both = itertools.chain.from_iterable(zip(ranked, by_cycles, strict=True))
+    return list({id(prediction): prediction for prediction in both}.values())
 
 
 def steady_ratio(candidate: Candidate, ratio: float) -> float:
@@ -217,9 +231,17 @@ def rank_kernels(
     lasting = steady(problem, columns, found_terms, device)
     order = np.argsort(_by(found_terms, lasting), kind="stable").tolist()
     hints = launch_values.get("l2_hint", ())
+    gathers = lasting.at_cap and "gpc" in launch_values.get("cluster_order", ())
+    gathered: dict[Value | None, bool] = {}
     ranked = []
     for number in order:
         launch = whole[number]
+        if gathers:
+            occupancy = kernels[number].params.get("occupancy")  # all that decides, beside what fits already
+            if occupancy not in gathered:
+                gathered[occupancy] = feasible(kernels[number].with_launch(**launch | _GATHERED))
+            if gathered[occupancy]:
+                launch = launch | _GATHERED
         if (hint := l2_hint(problem, kernels[number])) in hints:
             launch = launch | {"l2_hint": hint}
         ranked.append(kernels[number].with_launch(**launch))

@@ -1,5 +1,5 @@
-"""The kernels of a family that can be compiled for problems of one kind: of the same dtypes, majors, alignment
-and epilogue.
+"""The kernels of a family that can be compiled for problems of one kind: of the same dtypes, majors,
+alignment and epilogue.
 
 Of a million kernels in a search space some 20,000 are left, and to look at all takes seconds. What is left is
 kept in a folder, as places in the space's lists, under a name that changes with the rules and the space.

@@ -225,14 +225,18 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     tile_out_bytes = c.tile_m * c.tile_n * out_bytes
     asked = np.where(c.streams, tiles, active_ctas * waves)
     l2_bytes = asked * (operand_bytes + tile_out_bytes)
-    work_units = np.where(c.streams, np.where(cut > 0, cut + launched, 0), np.where(c.split_k > 1, clusters, 0))
+    work_units = np.where(
+        c.streams, np.where(cut > 0, cut + launched, 0), np.where(c.split_k > 1, clusters, 0)
+    )
     sum_bytes = work_units * size * c.tile_m * c.tile_n * 4
     l2_bytes = l2_bytes + 2 * sum_bytes  # partial sums are written once and read once
     l2_us = l2_bytes / (_L2_BYTES_PER_CYCLE_AND_SM * device.sm_count * full_clock_mhz)
 
     # 4. DRAM.
     grid = _Grid(m, n, problem.k * in_bytes, batch, clusters_m, clusters_n, c, resident, usable_l2(device))
-    read_bytes = grid.read_bytes() + np.where(c.streams, _OUT_OF_STEP * cut / clusters * grid.unshared_bytes(), 0)
+    read_bytes = grid.read_bytes() + np.where(
+        c.streams, _OUT_OF_STEP * cut / clusters * grid.unshared_bytes(), 0
+    )
     dram_bytes = read_bytes + problem.m * problem.n * batch * out_bytes
     dram_us = dram_bytes / _bandwidth(device)
 
@@ -265,7 +269,7 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
 
 
 def time_at(found: Terms, clocks_mhz: Floats, device: Device) -> Floats:
-    """Total microseconds if the chip ran at other clocks than those of lasting work; device memory has its own.
+    """Total microseconds at other clocks of the chip than those of lasting work; device memory has its own.
 
     clocks_mhz: any shape that broadcasts against the candidates.
     """

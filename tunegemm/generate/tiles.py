@@ -73,7 +73,12 @@ def balanced(work: int, resident: int) -> int:
 
 
 def stream_clusters(
-    tiles: Any, k_tiles: Any, resident: Any, *, least: Callable[..., Any] = min, most: Callable[..., Any] = max
+    tiles: Any,
+    k_tiles: Any,
+    resident: Any,
+    *,
+    least: Callable[..., Any] = min,
+    most: Callable[..., Any] = max,
 ) -> Any:
     """The grid of stream-K, in clusters: all that run at once, as long as each has some k tiles.
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, sqrt
 from statistics import median
 from typing import Protocol
 
 from tunegemm.measure.policy import Policy
-from tunegemm.measure.statistics import clearly_slower
+from tunegemm.measure.statistics import clearly_slower, slower_by
+
+#: Rounds of steady-state timing that a winner has at least.
+_FEWEST_STEADY = 3
 
 
 class Runner(Protocol):
@@ -89,6 +92,8 @@ def race(
             running, counted = index, True
         if round_index + 1 >= policy.race_after:
             active = _survivors(active, kept, samples, policy)
+        if policy.steady_ms and round_index + 1 >= _FEWEST_STEADY and len(active) <= kept + 1:
+            break  # of the one that is left no further round changes anything
     waiting_for(running)
     samples[running].append(replays[running].finish())
     return samples
@@ -100,11 +105,11 @@ def _survivors(active: list[int], kept: int, samples: list[list[float]], policy:
     if rounds == 0:
         return active
     leader = min(active, key=lambda index: median(samples[index]))
-    return [
-        index
-        for index in active
-        if index < kept
-        or not clearly_slower(
-            samples[index][:rounds], samples[leader][:rounds], policy.race_margin, policy.confidence
-        )
-    ]
+
+    def is_slower(index: int) -> bool:
+        mine, leading = samples[index][:rounds], samples[leader][:rounds]
+        if policy.steady_ms:
+            return slower_by(mine, leading) > policy.race_margin + policy.steady_spread / sqrt(rounds)
+        return clearly_slower(mine, leading, policy.race_margin, policy.confidence)
+
+    return [index for index in active if index < kept or not is_slower(index)]

@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from tunegemm.describe.device import Device
@@ -138,11 +138,15 @@ class Session:
 
         replay_seconds = self._replay_seconds(product_us, passes, bench)
         before, is_steady = self._settled(replays, policy, replay_seconds)
+        # torch.mm as a candidate is its second capture, which is raced anyway.
+        raced = [entry for entry in entries if entry.candidate != TORCH_MM]
         timed: list[tuple[Replay, float]] = [(replay, replay_seconds) for replay in replays]
-        timed += [(entry.replay, entry.replay_seconds) for entry in entries]
+        timed += [(entry.replay, entry.replay_seconds) for entry in raced]
         runners: list[Runner] = [replay for replay, _ in timed]
         in_flight_seconds = 2 * max(seconds for _, seconds in timed)
-        if is_steady:
+        if not is_steady:
+            policy = replace(policy, steady_ms=0.0)
+        else:
             policy = policy.in_steady_state()
             runners = [SteadyState.of(replay, seconds, policy.steady_ms) for replay, seconds in timed]
             # Two are in flight, and clocks fall: each may take twice what is planned.
@@ -152,7 +156,7 @@ class Session:
             kept=len(replays),
             policy=policy,
             waiting_for=lambda i: self._step(
-                entries[i - 2].job if i >= 2 else None, "launch", in_flight_seconds
+                raced[i - 2].job if i >= 2 else None, "launch", in_flight_seconds
             ),
         )
         self._step(None, "launch", replay_seconds)
@@ -169,9 +173,12 @@ class Session:
             STEADY_MS: policy.steady_ms if is_steady else 0.0,
             "aa_ratio": _median_ratio(samples[0], samples[1]),
         }
-        for entry, own in zip(entries, samples[2:], strict=True):
+        samples_of = dict(zip((entry.job for entry in raced), samples[2:], strict=True))
+        most = max(map(len, samples))
+        for entry in entries:
+            own = samples_of.get(entry.job, samples[1])
             evidence = common | {"rounds": len(own), "products_per_replay": entry.products}
-            if len(own) == policy.rounds and (energy_mj := self._energy_mj(entry, policy)) is not None:
+            if len(own) == most and (energy_mj := self._energy_mj(entry, policy)) is not None:
                 evidence["energy_mj"] = energy_mj
             measurement = Measurement(
                 candidate=entry.candidate,

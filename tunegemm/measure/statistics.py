@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Protocol
 
 from tunegemm.describe.problem import Problem
@@ -125,3 +126,8 @@ def clearly_slower(
     """Whether even the optimistic end of the interval is more than `margin` slower than the leader."""
     low, _ = median_interval([a / b for a, b in zip(samples, leader, strict=True)], confidence)
     return low > 1 + margin
+
+
+def slower_by(samples: Sequence[float], leader: Sequence[float]) -> float:
+    """By what fraction samples are slower than the leader's of the same rounds; negative for faster."""
+    return median(a / b for a, b in zip(samples, leader, strict=True)) - 1

@@ -20,6 +20,8 @@ class Budget:
 
     screen: int
     """Kernels at their model-best launch, in the model's order."""
+    vary: int
+    """Further kernels of the leaders' tiles: other rings, other epilogues."""
     explore: int
     """Suggestions of the sampler, over compile-time and launch parameters."""
     probe: int
@@ -31,13 +33,12 @@ class Budget:
 
     @property
     def trials(self) -> int:
-        return self.screen + self.explore + self.probe + self.refine
+        return self.screen + self.vary + self.explore + self.probe + self.refine
 
 
-# A candidate costs some 15 ms once compiled: 108 of them a second and a half, 440 seven. On the recorded
-# sweeps of an H200 these 108 trials end within 0.5 % of the best of 2,500 or more on every shape, and these
-# 440 within 0.2 % (benchmarks/search.py). In-sample: model and split were both chosen on these sweeps.
-_TRIALS = {"quick": 108, "full": 440}
+# A candidate costs some 15 ms once compiled. On an H200 the model's order, which knows cycles and joules, has
+# the winner's tile among its first few; the rest is to find its ring and its launch.
+_TRIALS = {"quick": 32, "full": 440}
 #: Larger than any number of trials or seconds that is meant.
 _LARGEST = 2**53
 #: Of tuning in one process where TUNEGEMM_ONLINE_BUDGET is not set. With its kernels compiled a problem takes
@@ -56,17 +57,21 @@ def budget_for(effort: Effort, *, kernels: int, launches: int, trials: int | Non
     if trials is not None:
         trials = _whole("trials", trials, least=1)
     if not kernels:
-        return Budget(0, 0, 0, 0, 0)
+        return Budget(0, 0, 0, 0, 0, 0)
     leaders = min(_LEADERS[effort], kernels)
     if effort == "exhaustive":
         grid = leaders * (launches - 1)
         screen = kernels if trials is None else min(kernels, trials)
-        return Budget(screen, 0, 0, grid if trials is None else min(grid, trials - screen), leaders)
+        return Budget(screen, 0, 0, 0, grid if trials is None else min(grid, trials - screen), leaders)
     total = _TRIALS[effort] if trials is None else trials
-    screen = min(kernels, max(1, total * 3 // 8))
-    probe = min(total - screen, total // 4, kernels * (launches - 1))
-    refine = min(total - screen - probe, total * 13 // 50, leaders * (launches - 1))
-    return Budget(screen, total - screen - probe - refine, probe, refine, leaders)
+    screen = min(kernels, max(1, total * 7 // 16))
+    probe = min(total - screen, total * 3 // 16, kernels * (launches - 1))
+    refine = min(total - screen - probe, total * 3 // 16, leaders * (launches - 1))
+    left = total - screen - probe - refine
+    if effort == "quick":
+        return Budget(screen, left, 0, probe, refine, leaders)
+    vary = min(left, total // 16)
+    return Budget(screen, vary, left - vary, probe, refine, leaders)
 
 
 def checked_seconds(budget_seconds: float | None) -> float:

@@ -1,4 +1,4 @@
-"""The search of one problem: screen, explore, probe, refine, then name the finalists.
+"""The search of one problem: screen, vary, explore, probe, refine, then name the finalists.
 
 ::
 
@@ -24,7 +24,7 @@ from tunegemm.search.budget import Budget, Effort, budget_for
 from tunegemm.search.sampler import Sampler, is_ordered
 
 #: What the search is doing. `library` is the vendor's algorithms and the seeds.
-StageName = Literal["library", "screen", "explore", "probe", "refine", "done"]
+StageName = Literal["library", "screen", "vary", "explore", "probe", "refine", "done"]
 
 #: The screen takes each tile once per cluster shape, with few clusters, before it takes a variant of stages.
 _TILE = ("schedule", "tile_m", "tile_n")
@@ -34,9 +34,9 @@ _CLUSTERS_PER_TILE = 3
 _RASTER, _SWIZZLE = "raster_order", "swizzle_size"
 #: Which clusters take neighbouring tiles.
 _ORDER = "cluster_order"
-#: Kernels taken in the model's order before tiles are spread: on the recorded sweeps the best kernel of each
-#: shape is among the model's first 16 (in-sample: the model was fitted on them).
-_TRUSTED = 24
+#: Kernels taken in the model's order before tiles are spread, by effort: many of them differ by the depth of
+#: the ring only, which few trials leave to the leaders.
+_TRUSTED = {"quick": 0, "full": 24, "exhaustive": 24}
 #: Suggestions per batch of the exploring stage: the sampler learns between batches only.
 _EXPLORE_BATCH = 12
 #: Suggestions in a row that come to nothing new before the model's next best is taken instead.
@@ -80,6 +80,7 @@ class Search:
         """
         _check_alike(ranked)
         self._ranked = list(ranked)
+        self._effort: Effort = effort
         self._launch_values = {name: tuple(values) for name, values in launch_values.items()}
         self._allowed = allowed or (lambda candidate: True)
         self._by_kernel = {candidate.kernel: candidate for candidate in self._ranked}
@@ -131,7 +132,7 @@ class Search:
 
     def planned_screen(self) -> list[Candidate]:
         """What the screen will ask for whatever the results: may be compiled ahead, in this order."""
-        chosen = itertools.chain(self._seeds, _screening_order(self._ranked))
+        chosen = itertools.chain(self._seeds, self._screening_order())
         new = (c for c in chosen if c.kernel in self._by_kernel and self._is_new(c) and self._is_allowed(c))
         return list(itertools.islice(dict.fromkeys(new), self._budget.screen))
 
@@ -173,16 +174,22 @@ class Search:
         budget = self._budget
         seeds = [seed for seed in self._seeds if seed.kernel in self._by_kernel]
         yield from self._take(seeds, "screen", limit=budget.screen)
-        yield from self._take(_screening_order(self._ranked), "screen", limit=budget.screen)
+        yield from self._take(self._screening_order(), "screen", limit=budget.screen)
         yield None
+        # Neither waits for the other's values: one batch of both.
+        spent = self._spent
+        yield from self._take(self._variants(), "vary", limit=spent + budget.vary)
         if budget.explore:
-            yield from self._explore(budget.screen + budget.explore)
+            yield None
+            yield from self._explore(spent + budget.vary + budget.explore)
             yield None
         if budget.probe:
             yield from self._take(self._other_rasterizations(), "probe", limit=budget.trials - budget.refine)
-            yield None
-        # Two rounds, so that the second one turns around the best launch that the first has found.
-        for limit in (budget.trials - budget.refine // 2, budget.trials):
+        yield None
+        # Two rounds, so that the second one turns around the best launch that the first has found; a quick
+        # search has time for one.
+        first = budget.trials if self._effort == "quick" else budget.trials - budget.refine // 2
+        for limit in dict.fromkeys((first, budget.trials)):
             yield from self._take(self._launches_of_leaders(), "refine", limit=limit)
             yield None
         self._stage = "done"
@@ -254,6 +261,19 @@ class Search:
                 if self._is_new(candidate) and self._is_allowed(candidate):
                     return candidate
         return None
+
+    def _variants(self) -> Iterator[Candidate]:
+        """Kernels that share tile and cluster with the fastest, of each in the model's order, in turn."""
+        of_tile: dict[tuple[Value | None, ...], list[Candidate]] = {}
+        for candidate in self._ranked:
+            of_tile.setdefault(_tile_and_cluster(candidate), []).append(candidate)
+        tiles = dict.fromkeys(_tile_and_cluster(leader) for leader in self._best_of_kernels())
+        leading = [of_tile[tile] for tile in itertools.islice(tiles, self._budget.leaders)]
+        for kernels in itertools.zip_longest(*leading):
+            yield from (kernel for kernel in kernels if kernel is not None)
+
+    def _screening_order(self) -> list[Candidate]:
+        return _spread(self._ranked, _TRUSTED[self._effort])
 
     def _other_rasterizations(self) -> Iterator[Candidate]:
         """For each kernel, the fastest first, both raster orders with a small and with a large swizzle size.
@@ -349,22 +369,25 @@ class _Nearest:
         return [listed.index(point[name]) for name, listed in self._values.items()]
 
 
-def _screening_order(ranked: Sequence[Candidate]) -> list[Candidate]:
+def _spread(ranked: Sequence[Candidate], trusted: int) -> list[Candidate]:
     """The model's first in its order; then, in case it is wrong, the best of each tile and cluster shape
     first, few clusters per tile, and the rest."""
     clusters_of_tile: Counter[tuple[Value | None, ...]] = Counter()
     seen: set[tuple[Value | None, ...]] = set()
-    trusted, first, rest = list(ranked[:_TRUSTED]), [], []
-    for candidate in ranked[_TRUSTED:]:
-        tile = tuple(candidate.params.get(name) for name in _TILE)
-        shape = tile + tuple(candidate.params.get(name) for name in _CLUSTER)
-        if shape in seen or clusters_of_tile[tile] >= _CLUSTERS_PER_TILE:
+    begin, first, rest = list(ranked[:trusted]), [], []
+    for candidate in ranked[trusted:]:
+        shape = _tile_and_cluster(candidate)
+        if shape in seen or clusters_of_tile[shape[: len(_TILE)]] >= _CLUSTERS_PER_TILE:
             rest.append(candidate)
             continue
         seen.add(shape)
-        clusters_of_tile[tile] += 1
+        clusters_of_tile[shape[: len(_TILE)]] += 1
         first.append(candidate)
-    return trusted + first + rest
+    return begin + first + rest
+
+
+def _tile_and_cluster(candidate: Candidate) -> tuple[Value | None, ...]:
+    return tuple([candidate.params.get(name) for name in (*_TILE, *_CLUSTER)])
 
 
 def _value_lists(

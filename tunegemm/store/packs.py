@@ -70,7 +70,12 @@ class Pack:
     def find(self, key: Key) -> Artifact | None:
         """Its object of a kernel key, whatever compilers are here. Raises as `ArtifactStore.find`."""
         compilers = {name: version for name, version in self.toolchain.items() if name in key}
-        return ArtifactStore(self.folder, is_package=self.is_package).find({**key, **compilers})
+        return self.store.find({**key, **compilers})
+
+    @property
+    def store(self) -> ArtifactStore:
+        """Its objects, by the compilers that they are of."""
+        return ArtifactStore(self.folder, is_package=self.is_package)
 
     def objects(self) -> int:
         """How many kernels it holds."""

@@ -4,7 +4,7 @@ every generator's kernels in the model's order. Where nothing can be timed, that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 
 from tunegemm.describe.device import Device
@@ -21,9 +21,6 @@ from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.trials import Trial, Trials, speed
 
-#: Kernels that draw little power by their tiles, added to what the model has screened anyway; among a number
-#: of trials that was asked for one in so many.
-_LOW_POWER, _TRIALS_PER_LOW_POWER = 10, 12
 #: Kernels compiled where nothing can be timed, to show that the model's best are real.
 _MODELLED = 16
 
@@ -34,14 +31,14 @@ def start_search(
     library: Sequence[Candidate],
     *,
     recorded: Collection[Candidate] | None = None,
-    only: Callable[[Candidate], bool] | None = None,
+    compiled: Set[str] | None = None,
     effort: Effort = "quick",
     limit: int | None = None,
     seed: int = 0,
 ) -> Portfolio:
     """One search per generator that has kernels for the problem; the first one has the library's algorithms.
 
-    recorded, only: see `Kernels.ranked`. effort, limit: how many candidates; see `tunegemm.search`.
+    recorded, compiled: see `Kernels.ranked`. effort, limit: how many candidates; see `tunegemm.search`.
     """
     problem, device = trials.problem, trials.device
     trials.results += (known := known_results(trials.database, problem, device, kernels, library))
@@ -50,22 +47,23 @@ def start_search(
     first_tries = seeds_of(trials.database, problem, device, kernels)
 
     def allowed(launch: Candidate) -> bool:
-        return kernels.is_worth_a_trial(problem, launch) if recorded is None else launch in recorded
+        if recorded is not None:
+            return launch in recorded
+        if compiled is not None and not kernels.is_compiled(problem, launch, compiled):
+            return False
+        return kernels.is_worth_a_trial(problem, launch)
 
     searches: list[Search] = []
     for name in kernels.generators:
-        ranking = kernels.ranked(problem, name, recorded=recorded, only=only)
+        ranking = kernels.ranked(problem, name, recorded=recorded, compiled=compiled)
         trials.feasible += len(ranking.predictions)
         if not ranking.predictions:
             continue
         is_first = not searches
         begin = [seed for seed in first_tries if seed.family == name]
-        if is_first and recorded is None:
-            count = _LOW_POWER if limit is None else min(_LOW_POWER, limit // _TRIALS_PER_LOW_POWER)
-            begin += model.low_power(ranking.predictions, count)
         searches.append(
             Search(
-                [prediction.candidate for prediction in ranking.predictions],
+                [prediction.candidate for prediction in model.in_turn(ranking.predictions)],
                 ranking.launch_values,
                 allowed=allowed,
                 library=library if is_first else (),
@@ -78,7 +76,7 @@ def start_search(
         )
     if not searches:
         if kernels.generators:
-            trials.note = without_kernels(problem, kernels, only_compiled=only is not None)
+            trials.note = without_kernels(problem, kernels, only_compiled=compiled is not None)
         searches.append(Search([], {}, library=library, known=values, effort=effort, trials=limit))
     portfolio = Portfolio(searches)
     trials.planned = portfolio.trials
@@ -138,18 +136,18 @@ def rank_by_model(
     effort: Effort,
     limit: int | None,
     *,
-    only: Callable[[Candidate], bool] | None = None,
+    compiled: Set[str] | None = None,
 ) -> TuneResult:
     """Where nothing can be timed: compile the model's best for real, and give its ranking as such."""
     problem = trials.problem
     trials.report(stage="compile")
     # Predictions of two families do not compare: the first that has kernels for the problem it is.
-    rankings = (kernels.ranked(problem, name, only=only) for name in kernels.generators)
+    rankings = (kernels.ranked(problem, name, compiled=compiled) for name in kernels.generators)
     ranked = next(filter(None, (ranking.predictions for ranking in rankings)), [])
     trials.feasible = len(ranked)
     budget = budget_for(effort, kernels=len(ranked), launches=1, trials=limit)
     if not ranked:
-        return trials.result(None, note=without_kernels(problem, kernels, only_compiled=only is not None))
+        return trials.result(None, note=without_kernels(problem, kernels, only_compiled=compiled is not None))
     ranked = ranked[: min(_MODELLED, budget.trials)]
     trials.planned = len(ranked)
     jobs = trials.compile([prediction.candidate for prediction in ranked])

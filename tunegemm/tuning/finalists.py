@@ -1,78 +1,69 @@
-"""Which candidates go on to qualifying rounds and to the final race. Pure: no GPU, no database."""
+"""Which candidates go on to the final race. Pure: no GPU, no database."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import model
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.measure.outcome import Measurement
-
-#: Own candidates that enter the final race, by ratio and by time, beside the best library algorithms.
-_FINALISTS = 12
-_QUICKEST = 4
-_LIBRARY_FINALISTS = 6
-_LAUNCHES_PER_FINALIST = 2
-#: Kernels in the first qualifying round by what is expected of them in steady state, beside the `_QUICKEST`;
-#: and the library's algorithms at least so fast, in interleaved timing, as the fastest of all.
-_QUALIFYING = 14
-_QUALIFYING_LIBRARY_RATIO = 0.85
-#: Own candidates and the library's that go on from the qualifying rounds to the final race.
-_QUALIFIED, _QUALIFIED_LIBRARY = 8, 2
-#: Candidates that are raced where there is no time for qualifying rounds.
-_UNQUALIFIED = 4
+from tunegemm.search.budget import Effort
 
 Measured = Mapping[Candidate, Measurement]
 
 
-def of_interleaved(screened: Measured) -> list[Candidate]:
-    """For the final race: the fastest, those that took the least time, and the library's best.
+@dataclass(frozen=True)
+class Places:
+    """How many candidates a final race has, beside torch.mm."""
 
-    Time, too, since for some shapes torch.mm has two speeds, some 10 % apart, and keeps one for most
+    own: int
+    """Own ones, by what is expected of them."""
+    quickest: int
+    """Own ones by time, not by ratio."""
+    library: int
+    """Of the library's algorithms."""
+
+
+#: In interleaved timing a candidate costs milliseconds; in steady state a turn of 160 ms in each round. There
+#: two to four of those that were screened hold the fastest to within 0 to 1.4 %.
+_INTERLEAVED: Mapping[Effort, Places] = {
+    "quick": Places(6, 2, 3), "full": Places(12, 4, 6), "exhaustive": Places(12, 4, 6),
+}  # fmt: skip
+_STEADY: Mapping[Effort, Places] = {
+    "quick": Places(4, 1, 1), "full": Places(12, 4, 3), "exhaustive": Places(12, 4, 3),
+}  # fmt: skip
+_LAUNCHES_PER_FINALIST = 2
+
+
+def finalists(screened: Measured, effort: Effort, *, is_throttled: bool) -> list[Candidate]:
+    """Those of which most is expected, those that took the least time, the library's best, and torch.mm.
+
+    is_throttled: the GPU is at its power cap, where the fastest by an interleaved screen need not be the
+    fastest in use: all share the clocks that their mixture leaves, so that a candidate which draws less power
+    gives what it gains to the others (docs/decisions/0012-steady-state-at-the-power-cap.md).
+
+    By time, too, since for some shapes torch.mm has two speeds, some 10 % apart, and keeps one for most
     interleaves throughout: a candidate that met the slow one leads by ratio
     (H200, benchmarks/results/h200/torch-modes-2026-11-22.json).
     """
+    places = (_STEADY if is_throttled else _INTERLEAVED)[effort]
     own, library = _by_ratio(screened)
-    quickest = sorted(own, key=lambda m: m.median_us)
-    chosen = of_several_kernels(own, _FINALISTS) + of_several_kernels(quickest, _QUICKEST)
-    return list(dict.fromkeys([*chosen, *library[:_LIBRARY_FINALISTS], *filter(is_torch, library)]))
+    if is_throttled:
+        expected = sorted(own, key=lambda m: -model.steady_ratio(m.candidate, m.ratio))
+        quickest, each = own, 1
+    else:
+        expected, quickest, each = own, sorted(own, key=lambda m: m.median_us), _LAUNCHES_PER_FINALIST
+    chosen = of_several_kernels(expected, places.own, each) + of_several_kernels(
+        quickest, places.quickest, each
+    )
+    algorithms = [candidate for candidate in library if not is_torch(candidate)]
+    return list(dict.fromkeys([*chosen, *algorithms[: places.library], *filter(is_torch, library)]))
 
 
-def for_qualifying(screened: Measured) -> list[Candidate]:
-    """At the power cap: own kernels of which most is expected in steady state, the fastest in interleaved
-    timing, and the library's algorithms.
-    """
-    own, library = _by_ratio(screened)
-    expected = sorted(own, key=lambda m: -model.steady_ratio(m.candidate, m.ratio))
-    chosen = of_several_kernels(expected, _QUALIFYING, each=1) + of_several_kernels(own, _QUICKEST, each=1)
-    enough = _QUALIFYING_LIBRARY_RATIO * max((m.ratio for m in screened.values()), default=0.0)
-    near = [c for c in library if screened[c].ratio >= enough or is_torch(c)]
-    return list(dict.fromkeys(chosen + near))
-
-
-def without_qualifying(screened: Measured) -> list[Candidate]:
-    """At the power cap, without time for qualifying rounds: few of those that would run in them."""
-    contenders = for_qualifying(screened)
-    return contenders[:_UNQUALIFIED] + [c for c in contenders[_UNQUALIFIED:] if is_torch(c)]
-
-
-def leaders_of(qualified: Measured, count: int) -> list[Candidate]:
-    """The best launch of each of the best own kernels."""
-    return of_several_kernels(_by_ratio(qualified)[0], count, each=1)
-
-
-def of_qualified(qualified: Measured) -> list[Candidate]:
-    """For the final race: the fastest in steady state, the library's first ones, and torch.mm."""
-    own, library = _by_ratio(qualified)
-    chosen = of_several_kernels(own, _QUALIFIED) + library[:_QUALIFIED_LIBRARY]
-    return list(dict.fromkeys([*chosen, *filter(is_torch, library)]))
-
-
-def of_several_kernels(
-    measurements: Iterable[Measurement], count: int, each: int = _LAUNCHES_PER_FINALIST
-) -> list[Candidate]:
+def of_several_kernels(measurements: Iterable[Measurement], count: int, each: int) -> list[Candidate]:
     """The first candidates, but few launches of one kernel.
 
     They are often all in front together and would leave no room for others, which the screen's few rounds

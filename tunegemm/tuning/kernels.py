@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -12,9 +12,13 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import DeviceError
 from tunegemm.generate import families, model
+from tunegemm.generate.artifacts import digest
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.generate.possible import kind_of, possible_kernels, extent_check
+from tunegemm.generate.possible import extent_check, kind_of, possible_kernels
 from tunegemm.generate.terms import Columns
+
+#: The one argument of a launch of which each value is compiled in.
+_ORDER = "cluster_order"
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Kernels:
         self.space: Callable[[str], SearchSpace] = cache(families.load_space)
         self._folder = folder
         self._possible: dict[tuple[str | int, ...], tuple[list[Candidate], Columns]] = {}
+        self._compiled: dict[tuple[str | int, ...], tuple[Set[str], list[Candidate], Columns]] = {}
 
     @property
     def generators(self) -> tuple[str, ...]:
@@ -81,18 +86,15 @@ class Kernels:
         name: str,
         *,
         recorded: Collection[Candidate] | None = None,
-        only: Callable[[Candidate], bool] | None = None,
+        compiled: Set[str] | None = None,
     ) -> Ranking:
         """A generator's feasible kernels for the problem, in the model's order.
 
-        recorded: on a recorded device the candidates that have a time; others cannot be tried. only: which
-        kernels to take.
+        recorded: on a recorded device the candidates that have a time; others cannot be tried. compiled:
+        digests of the kernel keys to take, None for all.
         """
         fits_extents = extent_check(families.get(name), problem, self.device)
-        kernels, columns = self._feasible(problem, name, fits_extents)
-        if only is not None:
-            taken_rows = [row for row, kernel in enumerate(kernels) if only(kernel)]
-            kernels, columns = [kernels[row] for row in taken_rows], columns.take(taken_rows)
+        kernels, columns = self._feasible(problem, name, fits_extents, compiled)
         values = self.space(name).launch_values
         if recorded is not None:
             return Ranking(values, self._ranked_recorded(problem, set(kernels), recorded))
@@ -114,7 +116,24 @@ class Kernels:
             for parameter, listed in values.items()
         }
         ranked = model.rank_kernels(problem, kernels, taken, self.device, feasible=fits, columns=columns)
+        if compiled is not None:
+            ranked = [
+                replace(one, candidate=self._as_compiled(problem, one.candidate, compiled)) for one in ranked
+            ]
         return Ranking(taken, ranked)
+
+    def is_compiled(self, problem: Problem, launch: Candidate, compiled: Set[str]) -> bool:
+        """Whether a launch's kernel is among the digests of kernel keys."""
+        return digest(families.get(launch.family).kernel_key(problem, launch, self.device)) in compiled
+
+    def _as_compiled(self, problem: Problem, launch: Candidate, compiled: Set[str]) -> Candidate:
+        return next(one for one in self._in_each_order(launch) if self.is_compiled(problem, one, compiled))
+
+    def _in_each_order(self, launch: Candidate) -> list[Candidate]:
+        """The launch first, then launches of the same parameters that are other kernels."""
+        orders = self.space(launch.family).launch_values.get(_ORDER, ())
+        mine = launch.params.get(_ORDER)
+        return [launch, *(launch.with_launch(**{_ORDER: order}) for order in orders if order != mine)]
 
     def _ranked_recorded(
         self, problem: Problem, kernels: Collection[Candidate], recorded: Iterable[Candidate]
@@ -127,18 +146,45 @@ class Kernels:
         return list(best.values())
 
     def _feasible(
-        self, problem: Problem, name: str, fits_extents: Callable[[Candidate], bool]
+        self,
+        problem: Problem,
+        name: str,
+        fits_extents: Callable[[Candidate], bool],
+        compiled: Set[str] | None,
     ) -> tuple[list[Candidate], Columns]:
         """Those of a generator's space, and what the model reads of them."""
-        family, kind = families.get(name), (name, *kind_of(problem))
         if families.refusal_by_all(problem, [name]):
             return [], Columns.of([])
-        if kind not in self._possible:
-            kernels = possible_kernels(family, self.space(name), problem, self.device, self._folder)
-            self._possible[kind] = kernels, Columns.of(kernels)
-        kernels, columns = self._possible[kind]
+        kernels, columns = self._possible_of(problem, name)
+        if compiled is not None:
+            kernels, columns = self._compiled_of(problem, name, compiled)
         fits = [fits_extents(kernel) for kernel in kernels]
         return [kernel for kernel, fit in zip(kernels, fits, strict=True) if fit], columns.take(fits)
+
+    def _possible_of(self, problem: Problem, name: str) -> tuple[list[Candidate], Columns]:
+        kind = (name, *kind_of(problem))
+        if kind not in self._possible:
+            family, space = families.get(name), self.space(name)
+            kernels = possible_kernels(family, space, problem, self.device, self._folder)
+            self._possible[kind] = kernels, Columns.of(kernels)
+        return self._possible[kind]
+
+    def _compiled_of(
+        self, problem: Problem, name: str, compiled: Set[str]
+    ) -> tuple[list[Candidate], Columns]:
+        """Those in some order of clusters: a kernel's key does not depend on extents."""
+        kind = (name, *kind_of(problem))
+        known = self._compiled.get(kind)
+        if known is None or known[0] != compiled:
+            kernels, columns = self._possible_of(problem, name)
+            rows = [
+                row
+                for row, kernel in enumerate(kernels)
+                if any(self.is_compiled(problem, one, compiled) for one in self._in_each_order(kernel))
+            ]
+            known = compiled, [kernels[row] for row in rows], columns.take(rows)
+            self._compiled[kind] = known
+        return known[1:]
 
 
 def _usable(names: Sequence[str] | None) -> tuple[str, ...]:

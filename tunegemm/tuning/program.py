@@ -7,6 +7,7 @@ has the figures), so that the second pass of a large problem comes after the fir
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -116,11 +117,14 @@ def spend(
     for each in passes:
 
         def requests(each: Effort = each) -> Iterator[Request]:
-            for standing in sorted(current.values(), key=_order):
+            ordered = sorted(current.values(), key=_order)
+            for standing, following in itertools.zip_longest(ordered, ordered[1:]):
                 if (left_s := deadline - time.monotonic()) <= 0:
                     return
                 limit_s = left_s if budget_seconds is not None else None
-                yield Request(standing.demand.problem, each, trials, limit_s)
+                yield Request(
+                    standing.demand.problem, each, trials, limit_s, following and following.demand.problem
+                )
 
         for result in tuning.tune_all(requests(), on_progress):
             problem, interrupted = result.problem, interrupted or result.interrupted

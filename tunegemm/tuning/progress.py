@@ -26,6 +26,8 @@ class Request:
     """Most candidates to measure; None for the effort's own number."""
     budget_seconds: float | None = None
     """Most time; None for no limit."""
+    following: Problem | None = None
+    """What is likely to be asked for next: its kernels are compiled meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Progress:
 
     problem: Problem
     stage: str
-    """What is being done: library, screen, explore, probe, refine, qualifying (on a GPU at its power cap),
-    final and done; or compile and done, where nothing can be timed."""
+    """What is being done: library, screen, vary, explore, probe, refine, final
+    and done; or compile and done, where nothing can be timed."""
     feasible: int
     """Kernels that passed feasibility."""
     compiled: int
@@ -45,7 +47,7 @@ class Progress:
     library: int
     """Algorithms of the vendor's library that were measured."""
     measured: int
-    """Candidates of the generators that were measured by this call before the qualifying rounds."""
+    """Candidates of the generators that were measured by this call before its final race."""
     planned: int
     """Candidates of the generators that the effort allows; those that fail count, too."""
     failures: Mapping[str, int]

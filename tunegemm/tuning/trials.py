@@ -100,21 +100,13 @@ class Trials:
 
     @property
     def measured(self) -> int:
-        """Candidates that were measured by this tuning before its qualifying rounds."""
+        """Candidates that were measured by this tuning before its final race."""
         return len(self._measured)
 
     @property
     def screened(self) -> dict[Candidate, Measurement]:
         """Per candidate its latest interleaved measurement, of this search and of those before."""
-        return self._of(Evidence.SCREEN)
-
-    @property
-    def qualified(self) -> dict[Candidate, Measurement]:
-        """Per candidate its latest qualifying round in steady-state timing, of this tuning."""
-        return self._of(Evidence.STEADY)
-
-    def _of(self, level: Evidence) -> dict[Candidate, Measurement]:
-        return {one.candidate: one.measurement for one in self.results if one.evidence is level}
+        return {one.candidate: one.measurement for one in self.results if one.evidence is Evidence.SCREEN}
 
     @property
     def is_throttled(self) -> bool:
@@ -159,21 +151,27 @@ class Trials:
 
     def evaluate(self, batch: Sequence[Candidate], policy: Policy, *, stage: str) -> Iterator[Outcome]:
         """Compile a batch and measure it; every outcome is published before it is yielded."""
-        assert self.measurer is not None
         self.stage = stage
+        ready = [candidate for candidate in batch if self._is_ready(candidate)]
+        # While the GPU measures those that are ready, all cores compile the others.
+        self.compile_ahead(batch)
+        for part in (ready, [candidate for candidate in batch if candidate not in set(ready)]):
+            yield from self._evaluate(part, policy)
+
+    def _evaluate(self, batch: Sequence[Candidate], policy: Policy) -> Iterator[Outcome]:
+        assert self.measurer is not None
         published = len(self.outcomes)
         jobs = [job for _, job in self.compile(batch) if job is not None]
         yield from self.outcomes[published:]  # what did not compile
         if jobs:
             for outcome in self.measurer.measure(self.problem, jobs, replace(policy, seed=self._seed)):
-                self._publish(outcome, _word(outcome, stage))
+                self._publish(outcome, _word(outcome, self.stage))
                 self.report()
                 yield outcome
 
-    def is_compiled(self, kernel: Candidate) -> bool:
-        """Whether the object store holds a kernel."""
-        key = families.get(kernel.family).kernel_key(self.problem, kernel, self.device)
-        return self._pool.store.holds(key)
+    def _is_ready(self, candidate: Candidate) -> bool:
+        future = self._future(candidate)
+        return future is None or future.done()
 
     def report(self, stage: str | None = None) -> None:
         """Say how far this is."""
@@ -253,7 +251,7 @@ class Trials:
         self.outcomes.append(outcome)
         if isinstance(outcome, Measurement) and speed(outcome) is not None:
             self.results.append(Trial(outcome, evidence_of(word)))
-            if self.stage not in ("qualifying", "final"):
+            if self.stage != "final":
                 self._measured.add(outcome.candidate)
         if self.database is not None:
             self.database.publish(
@@ -283,11 +281,8 @@ def speed(outcome: Outcome) -> float | None:
 
 
 def _word(outcome: Outcome, stage: str) -> str:
-    """The stored word for what an outcome of a stage proves.
-
-    A GPU that was at its power cap before may hold its clocks by now: then a qualifying round is interleaved.
-    """
+    """The stored word for what an outcome of a stage proves."""
+    if stage != "final":
+        return evidence.SCREEN
     is_steady = isinstance(outcome, Measurement) and outcome.is_steady
-    if stage == "final":
-        return evidence.STEADY_FINAL if is_steady else evidence.RACE
-    return evidence.QUALIFYING if is_steady else evidence.SCREEN
+    return evidence.STEADY_FINAL if is_steady else evidence.RACE

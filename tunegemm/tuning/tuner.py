@@ -1,14 +1,15 @@
 """Tuning one problem: `Tuner.tune` is the whole story, from a search's first candidate to the record.
 
 What it calls, in the order of its steps: `begin` (known results, seeds, kernels in the model's order),
-`search` (what to try next), `trials` (compile, measure, publish), `qualifying` (steady-state rounds at the
-power cap), `final` (the race that chooses the record). What is passed between them is plain data.
+`search` (what to try next), `trials` (compile, measure, publish), `finalists` and `final` (the race that
+chooses the record). What is passed between them is plain data.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +19,19 @@ from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, ProblemError
+from tunegemm.generate import families, model
 from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.policy import FINAL, SCREEN
+from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Policy
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
 from tunegemm.measure.worker import MeasureWorker
+from tunegemm.search import Search
 from tunegemm.search.budget import Effort, budget_for, checked_seconds, checked_seed
-from tunegemm.tuning import final, qualifying
+from tunegemm.store import packs
+from tunegemm.tuning import final
 from tunegemm.tuning.begin import rank_by_model, start_search
+from tunegemm.tuning.finalists import finalists
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.trials import Measurer, Trials, speed
@@ -36,9 +41,9 @@ if TYPE_CHECKING:
 
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
 _BATCH = 32
-#: Seconds that qualifying rounds and a final race in steady-state timing take, some 18 and 12. A search that
-#: has a budget leaves them so much of it, but no more than half.
-_STEADY_S = 30.0
+#: Seconds that a final race in steady-state timing takes, by effort. A search that has a budget leaves it so
+#: much, but no more than half.
+_STEADY_S = {"quick": 5.0, "full": 20.0, "exhaustive": 20.0}
 #: Seconds for which the energy of a finalist is metered: ten steps and more of NVML's meter.
 _ENERGY_MS = 1000.0
 
@@ -68,7 +73,7 @@ class Tuner:
         workers: compile workers; default by cores and memory.
         seed: of operands, of the order of rounds and of the sampler.
         cache: folder of compiled objects; default the user's cache directory.
-        compiled_only: try no kernel that is not in that folder yet.
+        compiled_only: try no kernel that is neither in that folder yet nor shipped.
         energy: meter the finalists' energy, too, a second each.
 
         Raises SpaceError for a family or a seed that is not one, DeviceError for a family of no use here.
@@ -76,11 +81,13 @@ class Tuner:
         self.device, self.database = device, database
         store = ArtifactStore(cache)
         self.kernels = Kernels(device, families, store.root.with_name("kernels"))
-        self.pool = CompilePool(store, workers=workers)
+        shipped = packs.shipped()
+        self.pool = CompilePool(store, workers=workers, shipped=shipped.store if shipped else None)
         self.compiled_only, self._seed = compiled_only, checked_seed(seed)
-        self._final = replace(FINAL, energy_ms=_ENERGY_MS if energy else 0.0)
+        self._energy_ms = _ENERGY_MS if energy else 0.0
         self._measurer: Measurer | None = None
         self._resources = ExitStack()
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
 
     def __enter__(self) -> Self:
         self._resources.enter_context(self.pool)
@@ -91,6 +98,7 @@ class Tuner:
 
     def close(self) -> None:
         """End the workers; what was measured is stored already."""
+        self._ahead.shutdown(cancel_futures=True)
         self._resources.close()
         self._measurer = None
 
@@ -118,7 +126,7 @@ class Tuner:
         measurer = state.measurer
         try:
             if measurer is None:
-                return rank_by_model(state, self.kernels, effort, trials, only=self._only(state))
+                return rank_by_model(state, self.kernels, effort, trials, compiled=self._compiled())
 
             # Where to begin: what is known of the problem and of related ones, the library's algorithms, and
             # every generator's feasible kernels in the model's order. All cores begin to compile.
@@ -126,7 +134,7 @@ class Tuner:
             library = [c for c in measurer.discover(problem) if c.family in self.kernels.families]
             search = start_search(
                 state, self.kernels, library,
-                recorded=measurer.recorded(problem), only=self._only(state), effort=effort, limit=trials,
+                recorded=measurer.recorded(problem), compiled=self._compiled(), effort=effort, limit=trials,
                 seed=self._seed,
             )  # fmt: skip
             state.compile_ahead(search.planned_screen())
@@ -134,8 +142,9 @@ class Tuner:
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
             # search learns how fast each candidate was.
             while batch := search.ask(_BATCH):
-                reserved_s = min(_STEADY_S, budget_s / 2) if state.is_throttled else 0.0
+                reserved_s = min(_STEADY_S[effort], budget_s / 2) if state.is_throttled else 0.0
                 if time.monotonic() >= deadline - reserved_s:
+                    self.pool.drop_waiting()
                     state.note = (
                         f"the budget of {budget_seconds:g} s ended the search after {state.measured} "
                         "measurements; a larger one goes on"
@@ -144,22 +153,24 @@ class Tuner:
                 for outcome in state.evaluate(batch, SCREEN, stage=search.stage):
                     search.tell(outcome.candidate, speed(outcome))
 
-            # At its power cap a GPU slows each kernel by what it draws: qualifying rounds show how much.
-            left_s = deadline - time.monotonic()
-            finalists = qualifying.qualify(state, self.kernels, left_s)
-
-            # The finalists once more, in many rounds; the winner becomes the record.
-            return final.race(state, finalists, self._final)
+            # The best once more, in many rounds: at the power cap in steady state, as there a GPU slows each
+            # kernel by what it draws. The winner becomes the record.
+            runners = finalists(state.screened, effort, is_throttled=state.is_throttled)
+            return final.race(state, runners, self._final(effort))
         except KeyboardInterrupt:
-            return state.interrupted()
-        finally:
             self.pool.drop_waiting()
+            return state.interrupted()
 
     def tune_all(
         self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
     ) -> Iterator[TuneResult]:
-        """Tune one problem after the other; a result that Ctrl-C cut short is the last one."""
+        """Tune one problem after the other; a result that Ctrl-C cut short is the last one.
+
+        Kernels of the problem that follows are compiled while one is measured.
+        """
         for request in requests:
+            if request.following is not None and self.device.is_real and not self.compiled_only:
+                self._ahead.submit(self._compile_for, request.following, request.effort, request.trials)
             result = self.tune(
                 request.problem,
                 effort=request.effort,
@@ -188,7 +199,7 @@ class Tuner:
             raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
         try:
             feasible = (c for c in candidates if self.kernels.is_feasible(problem, c))
-            return final.race(state, list(dict.fromkeys([*feasible, TORCH_MM])), self._final)
+            return final.race(state, list(dict.fromkeys([*feasible, TORCH_MM])), self._final("full"))
         except KeyboardInterrupt:
             return state.interrupted()
         finally:
@@ -206,6 +217,17 @@ class Tuner:
             self._measurer = ReplayMeasurer(open_replay(self.device.spec))
         return self._measurer if self._measurer.recorded(problem) else None
 
+    def _compile_for(self, problem: Problem, effort: Effort, trials: int | None) -> None:
+        """What the first family's search will ask for first, as far as it does not depend on the database."""
+        name, *_ = self.kernels.generators or ("",)
+        if not name or self.device.lacks_memory(problem) is not None:
+            return
+        ranked = model.in_turn(self.kernels.ranked(problem, name).predictions)
+        search = Search([one.candidate for one in ranked], {}, effort=effort, trials=trials)
+        for candidate in search.planned_screen():
+            key = families.get(name).kernel_key(problem, candidate, self.device)
+            self.pool.submit(name, key)
+
     def _begin(self, problem: Problem, on_progress: Callable[[Progress], None] | None) -> Trials:
         if (lack := self.device.lacks_memory(problem)) is not None:
             raise ProblemError(f"{lack}; tune a smaller one")
@@ -219,8 +241,12 @@ class Tuner:
             on_progress=on_progress,
         )
 
-    def _only(self, state: Trials) -> Callable[[Candidate], bool] | None:
-        return state.is_compiled if self.compiled_only else None
+    def _final(self, effort: Effort) -> Policy:
+        return replace(QUICK_FINAL if effort == "quick" else FINAL, energy_ms=self._energy_ms)
+
+    def _compiled(self) -> set[str] | None:
+        """What alone may be tried; None for everything."""
+        return self.pool.ready() if self.compiled_only else None
 
 
 def tune(

@@ -1,0 +1,106 @@
+"""Tunes the products whose records ship (db/products.toml) that have no record yet.
+
+    python -m benchmarks.campaign --budget 600          # on a GPU
+    tunegemm db export --records db/records --db campaign.sqlite
+
+What a run reaches is in its database; the next one, given that database, goes on. Kernels lie in the object
+store (TUNEGEMM_CACHE_DIR). Writes results/GPU/campaign.json: for each product how long its tuning took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.results import Results, meta, problem_fields, results_path
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import TunegemmError
+from tunegemm.resources import data_path
+from tunegemm.store import Database
+from tunegemm.store.shipped import read_shipped
+from tunegemm.tuning.progress import Request
+from tunegemm.tuning.tuner import Tuner
+
+METHOD = "Tuner.tune_all of one process, quick; seconds of wall time each"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.campaign", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--compile", type=int, metavar="N", help="compile the model's first N of each product"
+    )
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds")
+    parser.add_argument("--rows", help="M,... in place of the list's")
+    parser.add_argument("--db", type=Path, default=Path("campaign.sqlite"))
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    parser.add_argument("--device", default="cuda:0", help="cuda:N")
+    options = parser.parse_args(arguments)
+    try:
+        rows = [int(m) for m in options.rows.split(",")] if options.rows else None
+        device = find_device(options.device)
+        run(list(products(rows)), device, options)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def products(rows: list[int] | None = None) -> Iterator[Problem]:
+    """The list's products in the order in which they are tuned: all layers of the first rows, then others."""
+    listed = tomllib.loads(data_path("db", "products.toml").read_text(encoding="utf-8"))
+    layers = dict.fromkeys(layer for model_layers in listed["models"].values() for layer in model_layers)
+    for m in rows or listed["rows"]:
+        for layer in layers:
+            yield Problem.parse(f"{m}x{layer}")
+
+
+def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:
+    """Tunes until the budget is spent."""
+    results = Results(results_path(options.out, device, "campaign.json"), meta(device, METHOD))
+    deadline = time.monotonic() + options.budget
+    with Database.open(options.db) as database, Tuner(device, database) as tuner:
+        known = {r.problem for r in database.records()}
+        known |= {r.problem for r in read_shipped()[0] if r.fingerprint.device_name == device.name}
+        known |= set(database.problems())
+
+        left = [problem for problem in problems if problem not in known]
+
+        def requests() -> Iterator[Request]:
+            for problem, following in itertools.zip_longest(left, left[1:]):
+                if time.monotonic() > deadline:
+                    return
+                yield Request(problem, following=following)
+
+        for result in tuner.tune_all(requests()):
+            best = result.best
+            row = problem_fields(result.problem) | {
+                "seconds": round(result.seconds, 2), "measured": len({o.candidate for o in result.outcomes}),
+                "ratio": round(best.ratio, 4) if best else None,
+                "noise": round(best.noise, 5) if best else None,
+                "steady": bool(best and best.is_steady),
+                "best": result.labels.get(best.candidate.digest, "") if best else "", "note": result.note,
+            }  # fmt: skip
+            results.put(row)
+            print(
+                row["m"],
+                row["n"],
+                row["k"],
+                row["seconds"],
+                row["ratio"],
+                row["best"],
+                row["note"],
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
