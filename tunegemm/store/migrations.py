@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection, column, func, inspect, select, table
+from sqlalchemy import (
+    Column,
+    Connection,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    column,
+    func,
+    inspect,
+    select,
+    table,
+)
 
 from tunegemm.errors import DatabaseError
 from tunegemm.resources import data_path
+from tunegemm.store.models import Base
 from tunegemm.store.schema import SCHEMA_VERSION, VERSION_TABLE
 
 if TYPE_CHECKING:
@@ -45,6 +58,9 @@ def upgrade(connection: Connection) -> None:
     version = stored_version(connection)
     if version == SCHEMA_VERSION:
         return
+    if version is None:
+        _create(connection)
+        return
     _refuse_newer(version)
     from alembic import command
 
@@ -58,6 +74,15 @@ def upgrade(connection: Connection) -> None:
                 f"a row of its table {broken[0]!r} refers to a missing one in {broken[2]!r}, so it was not "
                 "migrated; delete the row, or use another database"
             )
+
+
+def _create(connection: Connection) -> None:
+    """What the migrations would build step by step, and Alembic's mark; a test compares the two."""
+    number = Column("version_num", String(32), nullable=False)
+    mark = Table(VERSION_TABLE, MetaData(), number, PrimaryKeyConstraint(number, name=f"{VERSION_TABLE}_pkc"))
+    Base.metadata.create_all(connection)
+    mark.create(connection)
+    connection.execute(mark.insert().values(version_num=SCHEMA_VERSION))
 
 
 def require_current(connection: Connection) -> None:
