@@ -21,7 +21,19 @@ from tests.support.commands import TUNEGEMM, here, process
 
 SHAPE = "4096x4096x4096"
 
-TUNE = ("tune", "--shape", SHAPE, "--device", "replay:h200", "--families", "cute_sm90", "--trials", "3")
+TUNE = (
+    "tune",
+    "--shape",
+    SHAPE,
+    "--device",
+    "replay:h200",
+    "--families",
+    "cute_sm90",
+    "--workers",
+    "1",
+    "--trials",
+    "3",
+)
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ class TestTuneFrom:
         Workload(products).write(path)
         return str(path)
 
-    OPTIONS = ("--device", "replay:h200", "--families", "cute_sm90", "--trials", "3")
+    OPTIONS = ("--device", "replay:h200", "--families", "cute_sm90", "--workers", "1", "--trials", "3")
 
     @pytest.mark.slow
     def test_the_most_headroom_first(self, shapes: str) -> None:
