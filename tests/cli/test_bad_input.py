@@ -171,6 +171,12 @@ def test_formats_of_exports(tmp_path: Path) -> None:
         assert "use one of json, csv, parquet" in refused(*arguments[:-1], name)
 
 
+@pytest.mark.parametrize("out", ["", "nowhere/x.pack"])
+def test_a_pack_that_cannot_be_written_is_refused_before_it_is_made(tmp_path: Path, out: str) -> None:
+    line = refused("pack", "--out", tmp_path / out)  # which else compiles a hundred kernels first
+    assert "Is a directory; name a file in it" in line or "No such file or directory" in line
+
+
 def test_no_such_command() -> None:
     assert "No such command 'tun'" in refused("tun")
 

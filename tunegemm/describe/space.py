@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.errors import SpaceError
+from tunegemm.untrusted import shown
 
 Value = int | str | bool
 _TABLES = ("compile", "launch")
@@ -83,7 +84,7 @@ class Candidate:
             data = json.loads(text)
             return cls.make(data["family"], data["compile"], data["launch"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SpaceError(f"not a stored candidate: {text[:80]!r} ({error})") from None
+            raise SpaceError(f"not a stored candidate: {shown(text)} ({error})") from None
 
     @cached_property
     def digest(self) -> str:

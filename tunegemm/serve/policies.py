@@ -25,7 +25,7 @@ class Policy:
     """Multiprocessors that a launch may fill; None for all."""
 
     def __post_init__(self) -> None:
-        if self.prefer not in get_args(Preference):
+        if not isinstance(self.prefer, str) or self.prefer not in get_args(Preference):
             raise PolicyError(
                 f"policy {self.prefer!r} is not known; use one of {', '.join(get_args(Preference))}"
             )

@@ -27,6 +27,7 @@ from tunegemm.describe.problem import MAX_ALIGNMENT, alignment_of, contiguous_mo
 from tunegemm.describe.workload import Product, Workload, merge
 from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import ProblemError, WorkloadError
+from tunegemm.files import impossible
 from tunegemm.serve import api
 from tunegemm.serve.library import OPERATORS, added
 from tunegemm.serve.torch.aten import Layer, replacements
@@ -157,7 +158,7 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
     """
     if path is None:
         return Recording()
-    if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
+    if impossible(path) or not str(path):
         raise WorkloadError(f"path {path!r:.60} is not a file's; give one such as shapes.json")
     return Recording(Path(path))
 
