@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from tests.support.stores import Location, Store
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
+from tunegemm.errors import DatabaseError
 from tunegemm.resources import data_path
 from tunegemm.store import Database, rows
 from tunegemm.store.connection import connect, migrating, resolve
@@ -70,6 +73,32 @@ class TestMigrations(Store):
 
     def test_a_new_database_is_what_they_build(self, built: Engine, database: Database) -> None:
         assert described(database._engine) == described(built)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("'9999'", "its schema 9999 is newer"),
+        ("x'ff00'", "is not a number of ours"),
+        ("NULL", "its schema null is not a number of ours"),
+        ("7", "its schema 7 is not a number of ours"),
+        ("'seven'", "is not a number of ours"),
+        ("'0000'", "its tables are not those of its schema 0000"),
+        ("'0001'", "its tables are not those of its schema 0001"),
+        ("'0006'", "no such table"),
+    ],
+)
+def test_a_mark_that_its_tables_belie(tmp_path: Path, version: str, said: str) -> None:
+    with closing(sqlite3.connect(tmp_path / "t.sqlite")) as connection, connection:
+        connection.execute(f"CREATE TABLE {VERSION_TABLE} (version_num)")
+        connection.execute(f"INSERT INTO {VERSION_TABLE} VALUES ({version})")
+        connection.execute("CREATE TABLE problems (id)")
+    before = (tmp_path / "t.sqlite").read_bytes()
+    with pytest.raises(DatabaseError, match=said):
+        Database.open(tmp_path / "t.sqlite")
+    with pytest.raises(DatabaseError, match=rf"{said}|is older than {SCHEMA_VERSION}"):
+        Database.open(tmp_path / "t.sqlite", read_only=True)
+    assert (tmp_path / "t.sqlite").read_bytes() == before
 
 
 @pytest.mark.parametrize(("value", "row"), [(Problem, ProblemRow), (Fingerprint, FingerprintRow)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from sqlalchemy import (
@@ -22,6 +23,7 @@ from tunegemm.errors import DatabaseError
 from tunegemm.resources import data_path
 from tunegemm.store.models import Base
 from tunegemm.store.schema import SCHEMA_VERSION, VERSION_TABLE
+from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -37,7 +39,13 @@ def stored_version(connection: Connection) -> str | None:
     """
     tables = inspect(connection).get_table_names()
     if VERSION_TABLE in tables:
-        return connection.scalar(select(column("version_num")).select_from(table(VERSION_TABLE)))
+        version = connection.scalar(select(column("version_num")).select_from(table(VERSION_TABLE)))
+        if not isinstance(version, str) or not re.fullmatch(r"\d{4}", version):
+            raise DatabaseError(
+                f"damaged: its schema {shown(version)} is not a number of ours; restore a copy, or choose "
+                "another path"
+            )
+        return version
     if tables:
         raise DatabaseError(
             f"a database of another program (it has a table {sorted(tables)[0]!r}); choose another path"
@@ -63,10 +71,17 @@ def upgrade(connection: Connection) -> None:
         return
     _refuse_newer(version)
     from alembic import command
+    from alembic.util.exc import CommandError
 
     config = alembic_config()
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    try:
+        command.upgrade(config, "head")
+    except (CommandError, KeyError, ValueError) as error:  # as of a constraint that is not there
+        raise DatabaseError(
+            f"damaged: its tables are not those of its schema {version} ({error}); restore a copy, or choose "
+            "another path"
+        ) from None
     if connection.dialect.name == "sqlite":
         broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
         if broken is not None:
