@@ -238,7 +238,7 @@ def test_stream_k_gives_every_cluster_as_many_k_tiles(h200: Device) -> None:
         division = Division.of(problem, chosen, h200)
         assert (division.clusters, division.split, division.units) == (clusters, cut, cut + clusters), shape
         pairs, second = (
-            FAMILY.workspace(problem, chosen.with_launch(reduction=reduction), h200, None)
+            FAMILY.workspace(problem, chosen.with_launch(reduction=reduction), h200)
             for reduction in ("pairs", "second_kernel")
         )
         assert pairs is not None and second is not None

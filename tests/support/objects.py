@@ -147,7 +147,7 @@ OF_GLUON: list[tuple[dict[str, Value], dict[str, Value]]] = [
 OF_TRITON: list[tuple[dict[str, Value], dict[str, Value]]] = [
     ({}, {}),
     ({"layout": "tt"}, {"schedule": "flattened"}),
-    ({"dtype": "fp16"}, {"schedule": "warp_specialized", "warps": 4, "epi_n": 128}),
+    ({"dtype": "fp16"}, {"warps": 4, "tile_n": 64, "epi_n": 64}),
 ]
 
 

@@ -170,8 +170,8 @@ class Device:
 
     @property
     def index(self) -> int:
-        """The CUDA ordinal of a real device."""
-        return int(self.spec.partition(":")[2] or 0)
+        """The CUDA ordinal of a real device; 0 of others."""
+        return int(self.spec.partition(":")[2] or 0) if self.is_real else 0
 
     def lacks_memory(self, problem: Problem) -> str | None:
         """Why operands and output of the problem cannot be in the device's memory together; None if they can.
@@ -316,24 +316,6 @@ def even_cut(sm_count: int, cluster_size: int) -> int:
     pairs, odd = divmod(sm_count // 2, gpcs)
     sizes = [2 * (pairs + 1)] * odd + [2 * pairs] * (gpcs - odd)
     return max(1, sum(size // cluster_size for size in sizes))
-
-
-def memory_device(address: int) -> int | None:
-    """Index of the CUDA device that an address is memory of; None for the host's, and for nobody's.
-
-    A kernel that is given the host's faults, and with it everything that its process does on the device.
-    """
-    from cuda.bindings import driver
-
-    attribute = driver.CUpointer_attribute
-    try:
-        error, kind = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
-    except RuntimeError:  # there is no driver
-        return None
-    if error != driver.CUresult.CUDA_SUCCESS or int(kind) != int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
-        return None
-    error, index = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
-    return int(index) if error == driver.CUresult.CUDA_SUCCESS else None
 
 
 @contextmanager

@@ -110,9 +110,7 @@ class Family(Protocol):
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
         """Compile the kernel of a `kernel_key` into the object file `out`. Runs in a worker without a GPU."""
 
-    def workspace(
-        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
-    ) -> Workspace | None:
+    def workspace(self, problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
         """The device memory that a launch needs beside its operands, not allocated yet; None for none."""
 
     def load(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from pathlib import Path
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem, default_out_dtype, swapped_dtype
@@ -94,12 +93,10 @@ def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | 
     return None
 
 
-def split_workspace(
-    problem: Problem, candidate: Candidate, device: Device, artifact: Path | None = None
-) -> Workspace | None:
+def split_workspace(problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
     """Where the last block of a tile adds its k splits: their fp32 partial sums, and a counter per tile."""
     split_k = int(candidate["split_k"])
     if split_k == 1:
         return None
-    tiles, index = tile_count(problem, candidate), device.index if device.is_real else 0
-    return Workspace(tiles * split_k * candidate["tile_m"] * candidate["tile_n"] * 4, tiles * 4, index)
+    tiles = tile_count(problem, candidate)
+    return Workspace(tiles * split_k * candidate["tile_m"] * candidate["tile_n"] * 4, tiles * 4, device.index)

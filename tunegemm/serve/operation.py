@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.describe.device import Device, find_device, memory_device
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.epilogue import check_operands
 from tunegemm.describe.problem import Problem, operand_dtypes, overlaps_itself
 from tunegemm.describe.space import Candidate
@@ -91,8 +91,7 @@ class Operation:
         None for a library's kernel, of which it is not known. Raises OperationError where `can_implement`
         says no, or the compiler does.
         """
-        if not (verdict := self.can_implement()):
-            raise OperationError(f"{self.candidate} cannot compute {self.problem}: {verdict}")
+        self._ensure_feasible()
         if self._artifact is None and self._family.compiled:
             key = self._family.kernel_key(self.problem, self.candidate, self.device)
             with CompilePool(self._store, workers=1) as pool:
@@ -104,29 +103,26 @@ class Operation:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that a launch needs beside its operands, as for split-K's partial sums; 0 for none.
-
-        Compiles the kernel if nothing has: some say only then.
-        """
+        """Device memory that a launch needs beside its operands, such as split-K's partial sums; 0 for none."""
         memory = self._memory
         return 0 if memory is None else memory.num_bytes
 
-    def initialize(
-        self, workspace: torch.Tensor | int | None = None, *, stream: Stream | None = None
-    ) -> None:
+    def initialize(self, workspace: torch.Tensor | None = None, *, stream: Stream | None = None) -> None:
         """Load the kernel; zero what of the workspace must start as zeros, on `stream` or the current one.
 
-        workspace: at least `workspace_bytes` of the device's memory, a contiguous tensor of any dtype or an
-        address, at a multiple of 256 bytes. Every launch then uses it, whatever its stream, so that launches
-        must follow each other; that an address has the room, and stays, is the caller's word. None: memory of
-        torch's allocator, for each stream its own. Operands that TMA refuses are copied in either case.
+        workspace: a contiguous tensor of any dtype with at least `workspace_bytes` of the device's memory, at
+        a multiple of 256 bytes. Every launch then uses it, whatever its stream, so that launches must follow
+        each other. None: memory of torch's allocator, for each stream its own. Operands that TMA refuses are
+        copied in either case.
 
-        May be called again, with another workspace. Raises OperationError for one too small or not aligned.
+        Compiles the kernel if nothing has. May be called again, with another workspace. Raises OperationError
+        for one too small or not aligned.
         """
         import torch
 
         if not self.device.is_real:
             raise DeviceError(f"{self.device.spec} is not a GPU; use a device such as 'cuda:0'")
+        self.compile()
         memory = self._memory
         lent = self._lent(workspace, memory) if workspace is not None and memory is not None else None
         with self._on(stream):
@@ -139,7 +135,7 @@ class Operation:
             if self._launch is None:
                 path = self._artifact.path if self._artifact else None
                 self._launch = self._family.load(self.problem, self.candidate, self.device, path, memory)
-        self._given = workspace if isinstance(workspace, torch.Tensor) else None
+        self._given = workspace
 
     def run(
         self,
@@ -170,6 +166,10 @@ class Operation:
         with self._on(stream):
             self._launch(a, b, out, *operands)
 
+    def _ensure_feasible(self) -> None:
+        if not (verdict := self.can_implement()):
+            raise OperationError(f"{self.candidate} cannot compute {self.problem}: {verdict}")
+
     @property
     def _label(self) -> str:
         return self._family.label(self.candidate)
@@ -177,9 +177,8 @@ class Operation:
     @cached_property
     def _memory(self) -> Workspace | None:
         """The launcher's."""
-        self.compile()
-        path = self._artifact.path if self._artifact else None
-        return self._family.workspace(self.problem, self.candidate, self.device, path)
+        self._ensure_feasible()
+        return self._family.workspace(self.problem, self.candidate, self.device)
 
     def _wrong_parameter(self) -> str | None:
         """A parameter that the candidate lacks or has too much, or a value that is none.
@@ -210,33 +209,29 @@ class Operation:
                     return f"{table} parameter {name!r} is {value!r}; {allowed}"
         return None
 
-    def _lent(self, workspace: torch.Tensor | int, memory: Workspace) -> torch.Tensor:
+    def _lent(self, workspace: torch.Tensor, memory: Workspace) -> torch.Tensor:
         """The bytes that a launch uses of a caller's workspace, or an OperationError that says why not."""
         import torch
 
         need, place = memory.num_bytes, torch.device("cuda", self.device.index)
-        if isinstance(workspace, torch.Tensor):
-            if workspace.device != place:
-                raise OperationError(
-                    f"workspace on {workspace.device}; {self._label} runs on {place}: make it there"
-                )
-            if not workspace.is_contiguous():
-                raise OperationError(f"workspace of strides {workspace.stride()}; give a contiguous tensor")
-            if workspace.nbytes < need:
-                raise OperationError(
-                    f"workspace of {workspace.nbytes} B; {self._label} needs {need} B, its workspace_bytes"
-                )
-        address = workspace.data_ptr() if isinstance(workspace, torch.Tensor) else workspace
-        if address % WORKSPACE_ALIGNMENT:
+        if not isinstance(workspace, torch.Tensor):
+            raise OperationError(f"workspace {workspace!r:.40} is not a tensor; give one on {place}")
+        if workspace.device != place:
             raise OperationError(
-                f"workspace at {address:#x}, not a multiple of {WORKSPACE_ALIGNMENT} B; "
+                f"workspace on {workspace.device}; {self._label} runs on {place}: make it there"
+            )
+        if not workspace.is_contiguous():
+            raise OperationError(f"workspace of strides {workspace.stride()}; give a contiguous tensor")
+        if workspace.nbytes < need:
+            raise OperationError(
+                f"workspace of {workspace.nbytes} B; {self._label} needs {need} B, its workspace_bytes"
+            )
+        if workspace.data_ptr() % WORKSPACE_ALIGNMENT:
+            raise OperationError(
+                f"workspace at {workspace.data_ptr():#x}, not a multiple of {WORKSPACE_ALIGNMENT} B; "
                 "give the start of an allocation"
             )
-        if isinstance(workspace, torch.Tensor):
-            return workspace.detach().reshape(-1).view(torch.uint8)[:need]
-        if memory_device(address) != self.device.index:
-            raise OperationError(f"workspace at {address:#x} is not memory of {place}; allocate it there")
-        return torch.as_tensor(_Bytes(address, need), device=place)
+        return workspace.detach().reshape(-1).view(torch.uint8)[:need]
 
     def _check(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         import torch
@@ -277,12 +272,3 @@ class Operation:
         if stream.device.index != index:
             raise OperationError(f"stream of {stream.device}; {self._label} runs on {self.device.spec}")
         return torch.cuda.stream(stream)
-
-
-class _Bytes:
-    """Memory at an address, as torch.as_tensor takes it without a copy."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip

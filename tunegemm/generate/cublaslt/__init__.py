@@ -177,12 +177,10 @@ class CublasLt:
         """Never called: `compiled` is False."""
         raise CompileError("family 'cublaslt' has nothing to compile: its kernels ship with the library")
 
-    def workspace(
-        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
-    ) -> Workspace | None:
+    def workspace(self, problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
         """What the algorithm was chosen with; torch.mm has torch's own."""
         num_bytes = int(candidate.params.get("workspace_bytes", 0))
-        return Workspace(num_bytes, 0, device.index if device.is_real else 0) if num_bytes else None
+        return Workspace(num_bytes, 0, device.index) if num_bytes else None
 
     def load(
         self,
@@ -200,7 +198,7 @@ class CublasLt:
                 return torch_mm(problem)
             from tunegemm.generate.cublaslt import library
 
-            workspace = workspace or self.workspace(problem, candidate, device, artifact)
+            workspace = workspace or self.workspace(problem, candidate, device)
             return library.launcher(problem, candidate, device.index, workspace)
         raise ValueError(f"{candidate} cannot run: {verdict}")
 

@@ -11,11 +11,11 @@ from typing import Any
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.cute_object import compile_object, load_function, toolchain
+from tunegemm.generate.cute_object import compile_object, load_launch, toolchain
 from tunegemm.generate.cute_sm80.config import KernelConfig
 from tunegemm.generate.cute_sm80.rules import RULES, config_of
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, Workspace, operand_reader
+from tunegemm.generate.launching import AddressLauncher, Launcher, Workspace, operand_reader
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.tiles import balanced, split_workspace, tile_count
 
@@ -45,28 +45,14 @@ def grid_ctas(problem: Problem, candidate: Candidate, device: Device) -> int:
 def launcher(
     problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
 ) -> Launcher:
-    from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
-
-    function = load_function(artifact)
     extents = (problem.m, problem.n, problem.k, problem.batch)
-    scheduling = (
+    schedule = (
         int(candidate["raster_order"] == "along_m"),
         int(candidate["swizzle_size"]),
         grid_ctas(problem, candidate, device),
         int(candidate["split_k"]),
     )
-    index = device.index if device.is_real else 0
-
-    def make(*strides: int) -> AddressLaunch:
-        fixed = (*extents, *strides, *scheduling)
-
-        def launch(a: int, b: int, d: int) -> None:
-            stream = current_stream(index)
-            scratch = (0, 0) if workspace is None else workspace.addresses(stream)
-            function(a, b, d, *fixed, *scratch, stream)
-
-        return launch
-
+    make = load_launch(artifact, candidate, device, workspace, extents, schedule)
     read = operand_reader(problem, int(candidate["vector_bytes"]), DTYPE_BYTES[problem.out_dtype])
     return AddressLauncher(read, make)
 
