@@ -103,7 +103,7 @@ class Operation:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that a launch needs beside its operands, such as split-K's partial sums; 0 for none."""
+        """Device memory that a launch needs beside its operands, as for split-K's sums; 0 for none."""
         memory = self._memory
         return 0 if memory is None else memory.num_bytes
 
