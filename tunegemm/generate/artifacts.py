@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tunegemm.errors import ArtifactError
 from tunegemm.files import cause
@@ -44,8 +45,9 @@ class ArtifactStore:
         is_package: it lies in the package, whose owner may write the code that runs here anyway, so that the
         objects' owner is not asked for.
         """
-        if root is None:
-            root = os.environ.get("TUNEGEMM_CACHE_DIR") or _default_root()
+        import platformdirs  # dispatch of a library's kernels does without
+
+        root = root or os.environ.get("TUNEGEMM_CACHE_DIR") or platformdirs.user_cache_dir("tunegemm")
         self.root = Path(root) / "objects"
         self._is_package = is_package
 
@@ -59,7 +61,7 @@ class ArtifactStore:
         if entry is None or "object_sha256" not in entry:
             return None
         try:
-            resources = _resources(entry["resources"])
+            resources = resources_of(entry["resources"])
         except (KeyError, TypeError, AttributeError):
             return None  # damaged: it is compiled again
         path = self._path(key, ".o")
@@ -189,11 +191,6 @@ def _refuse_foreign(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _default_root() -> str:
-    import platformdirs
-
-    return platformdirs.user_cache_dir("tunegemm")
-
-
-def _resources(data: dict) -> Resources:  # type: ignore[type-arg]
+def resources_of(data: Mapping[str, Any]) -> Resources:
+    """From JSON."""
     return Resources(**{**data, "warnings": tuple(data["warnings"])})

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.errors import CompileError
-from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
+from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key, resources_of
 from tunegemm.generate.ptxas import Resources
 
 #: Errors of the disk that the store is on. Remembered as a candidate's failure they would hide a good kernel.
@@ -146,7 +146,7 @@ class CompilePool:
         if reply.get("errno") in _DISK:
             scratch.unlink(missing_ok=True)
             raise self.store.refuse_write(OSError(reply["errno"], os.strerror(reply["errno"])))
-        failure = reply.get("failure") or _refusal(resources := Resources(**_tuples(reply["resources"])))
+        failure = reply.get("failure") or _refusal(resources := resources_of(reply["resources"]))
         if failure:
             scratch.unlink(missing_ok=True)
             self.store.add_failure(key, failure)
@@ -156,13 +156,12 @@ class CompilePool:
         return CompileResult(self.store.add(key, scratch, resources))
 
     def _take_worker(self) -> _Worker:
-        try:
+        with suppress(queue.Empty):
             return self._idle.get_nowait()
-        except queue.Empty:
-            worker = _Worker(self._families_module)
-            with self._lock:
-                self._all.add(worker)
-            return worker
+        worker = _Worker(self._families_module)
+        with self._lock:
+            self._all.add(worker)
+        return worker
 
 
 def _refusal(resources: Resources) -> str:
@@ -172,10 +171,6 @@ def _refusal(resources: Resources) -> str:
     if resources.warnings:
         return f"ptxas warns {', '.join(resources.warnings)}"
     return ""
-
-
-def _tuples(resources: dict[str, Any]) -> dict[str, Any]:
-    return {**resources, "warnings": tuple(resources["warnings"])}
 
 
 class _WorkerDied(Exception):

@@ -53,6 +53,13 @@ def apply_rules(rules: Sequence[Rule], problem: Problem, candidate: Candidate, d
     return FEASIBLE
 
 
+def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """For Hopper's families: WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, sm_90a)."""
+    if device.architecture.capability != (9, 0):
+        return f"{device.architecture.compile_target} has no WGMMA; {candidate.family} needs sm_90a"
+    return None
+
+
 def half_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """For families whose kernels multiply 16-bit operands only."""
     if problem.in_dtype not in ("bf16", "fp16"):

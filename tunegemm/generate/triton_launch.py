@@ -62,27 +62,18 @@ class Kernel:
     def launch(self, ctas: int, stream: int, arguments: Arguments) -> None:
         """Launch on a stream. Raises RuntimeError when the driver refuses."""
         header = self.header
-        (result,) = self._launch(
-            self._function, ctas, 1, 1, header.threads, 1, 1, header.smem_bytes, stream, arguments.address, 0
-        )
+        grid = ctas, 1, 1, header.threads, 1, 1, header.smem_bytes, stream, arguments.address, 0
+        (result,) = self._launch(self._function, *grid)
         if result != self._success:
-            self._launch_again(result, ctas, stream, arguments)
+            if result.name != "CUDA_ERROR_INVALID_CONTEXT":
+                raise RuntimeError(f"cuLaunchKernel: {result.name}")
+            self.ensure_context()
+            _call("cuLaunchKernel", self._function, *grid)
 
     def ensure_context(self) -> None:
         """Give a thread that has not used CUDA yet the device's context: tensor maps want one."""
         if not int(_call("cuCtxGetCurrent")):
             _call("cuCtxSetCurrent", self._context)
-
-    def _launch_again(self, result: Any, ctas: int, stream: int, arguments: Arguments) -> None:
-        from cuda.bindings import driver
-
-        if result != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            raise RuntimeError(f"cuLaunchKernel: {result.name}")
-        self.ensure_context()
-        _call(
-            "cuLaunchKernel", self._function, ctas, 1, 1, self.header.threads, 1, 1, self.header.smem_bytes,
-            stream, arguments.address, 0,
-        )  # fmt: skip
 
 
 class Arguments:
@@ -205,14 +196,10 @@ def _encode(tensor_map: TensorMap, address: int, extents: Sequence[int], strides
     from cuda.bindings import driver
 
     element_bytes, rank = DTYPE_BYTES[tensor_map.element], len(tensor_map.box)
-    element = {
-        "bf16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        "fp16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        "fp32": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-    }[tensor_map.element]
+    element = {"bf16": "BFLOAT16", "fp16": "FLOAT16", "fp32": "FLOAT32"}[tensor_map.element]
     encoded = _call(
         "cuTensorMapEncodeTiled",
-        element,
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{element}"),
         rank,
         address,
         [driver.cuuint64_t(extent) for extent in reversed(extents)],

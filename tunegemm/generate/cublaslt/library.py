@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.cublaslt.operands import Matrix, Product, Strides, column_major, packed_strides
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, Workspace
@@ -39,13 +39,8 @@ _ATTRIBUTES = COMPILE_ATTRIBUTES | LAUNCH_ATTRIBUTES
 _CUDA_TYPES = {"bf16": 14, "fp16": 2, "fp32": 0}
 _COMPUTE_32F = 68
 
-#: Bytes to which operands are aligned: 128-bit loads and TMA need no more.
-ALIGNMENT = 16
 
-
-def algorithms(
-    problem: Problem, device_index: int, *, requested: int, workspace_bytes: int
-) -> list[Candidate]:
+def algorithms(problem: Problem, device_index: int, requested: int, workspace_bytes: int) -> list[Candidate]:
     """What the heuristic names for packed operands, best guess first, at most `requested` distinct ones.
 
     Empty when the library has no algorithm for the problem. Raises RuntimeError when it fails.
@@ -65,7 +60,7 @@ def algorithms(
             )
             for operand in "ABCD":
                 attribute = getattr(names, f"MIN_ALIGNMENT_{operand}_BYTES")
-                _set(lt.matmul_preference_set_attribute, preference, attribute, np.uint32(ALIGNMENT))
+                _set(lt.matmul_preference_set_attribute, preference, attribute, np.uint32(MAX_ALIGNMENT))
             results = np.zeros(requested, dtype=lt.matmul_heuristic_result_dtype)
             count = np.zeros(1, dtype=np.int32)
             try:
@@ -137,9 +132,9 @@ def launcher(
 
     def read(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
         addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        if any(address % ALIGNMENT for address in addresses):
+        if any(address % MAX_ALIGNMENT for address in addresses):
             raise ValueError(
-                f"{label(candidate)} needs operands aligned to {ALIGNMENT} B; copy the view first"
+                f"{label(candidate)} needs operands aligned to {MAX_ALIGNMENT} B; copy the view first"
             )
         return *addresses, a.stride(), b.stride(), out.stride()
 

@@ -13,15 +13,10 @@ from tunegemm.generate.cute_sm90.config import (
     WARPGROUP_THREADS,
     KernelConfig,
 )
+from tunegemm.generate.feasibility import architecture, ring_depth
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.model import stream_clusters, stream_tiles
-from tunegemm.generate.tiles import (
-    seen_by_kernel,
-    split_fits,
-    streams,
-    swap_fits,
-    tile_count,
-)
+from tunegemm.generate.tiles import seen_by_kernel, split_fits, streams, swap_fits, tile_count
 
 #: Registers a consumer thread needs beside its accumulators: descriptors, barriers, addresses, the
 #: epilogue's fragment. Of a budget of 240, 208 accumulators leave 32 and compile without spills; 216 leave
@@ -75,13 +70,6 @@ def resident_clusters(candidate: Candidate, device: Device) -> int:
     """Clusters of the candidate's kernel that run at once."""
     size = candidate["cluster_m"] * candidate["cluster_n"]
     return device.resident_clusters(size) * _or_one(candidate, "occupancy")
-
-
-def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, target sm_90a)."""
-    if device.architecture.capability != (9, 0):
-        return f"{device.architecture.compile_target} has no WGMMA; cute_sm90 needs sm_90a"
-    return None
 
 
 def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -236,13 +224,6 @@ def gpc_aware_alone(problem: Problem, candidate: Candidate, device: Device) -> s
     return None
 
 
-def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """One WGMMA group stays in flight and its stage with it: with 1 stage nothing could be loaded."""
-    if candidate["stages"] < 2:
-        return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
-    return None
-
-
 def ring_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The ring alone must fit a CTA's shared memory: that of half the kernels does not."""
     rows, occupancy = candidate["tile_m"] + candidate["tile_n"], _or_one(candidate, "occupancy")
@@ -366,5 +347,3 @@ RULES = (
     reduction_fits,
     stream_fits,
 )
-
-assert WARPGROUP_THREADS == 128  # the formulas above count per 128-thread warpgroup

@@ -10,7 +10,13 @@ from __future__ import annotations
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import exceeded_smem, half_operands, tma_alignment
+from tunegemm.generate.feasibility import (
+    architecture,
+    exceeded_smem,
+    half_operands,
+    ring_depth,
+    tma_alignment,
+)
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.gluon_wgmma.config import MMA_ATOM_M, SCHEDULES, WARPGROUP_WARPS, KernelConfig
 from tunegemm.generate.tiles import swap_fits
@@ -19,13 +25,6 @@ _OVERHEAD_REGISTERS = 26
 
 
 config_of = config_maker(KernelConfig)
-
-
-def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, target sm_90a)."""
-    if device.architecture.capability != (9, 0):
-        return f"{device.architecture.compile_target} has no WGMMA; gluon_wgmma needs sm_90a"
-    return None
 
 
 def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -113,9 +112,7 @@ def ring(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     exact = {"blocking": 1, "pipelined": 2}.get(schedule)
     if exact is not None and stages != exact:
         return f"{stages} stages: {schedule} has {exact}"
-    if exact is None and stages < 2:
-        return f"{stages} stage < 2: the ring never runs ahead of the tensor cores"
-    return None
+    return ring_depth(problem, candidate, device) if exact is None else None
 
 
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:

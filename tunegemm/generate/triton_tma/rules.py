@@ -6,7 +6,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import (
-    RESERVED_SMEM_BYTES,
+    architecture,
     exceeded_smem,
     half_operands,
     ring_depth,
@@ -22,13 +22,6 @@ _OTHER_REGISTERS = 64
 
 
 config_of = config_maker(KernelConfig)
-
-
-def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The kernels are compiled for WGMMA and the shared memory of compute capability 9.0."""
-    if device.architecture.capability != (9, 0):
-        return f"{device.architecture.compile_target} has no WGMMA; triton_tma needs sm_90a"
-    return None
 
 
 def block_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -99,9 +92,8 @@ def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | No
     if work <= device.sm_count:
         return f"{work} work units <= {device.sm_count} multiprocessors: one block each does the same"
     config, limits = config_of(problem, candidate), device.architecture
-    need = 2 * (config.smem_bytes + RESERVED_SMEM_BYTES)
-    if need > limits.smem_bytes_per_sm:
-        return f"two blocks of {config.smem_bytes} B smem + 1 KiB > {limits.smem_bytes_per_sm} B"
+    if (reason := exceeded_smem(config.smem_bytes, limits, blocks=2)) is not None:
+        return reason
     registers = config.accumulator_registers + _OTHER_REGISTERS
     if 2 * config.threads * registers > limits.registers_per_sm:
         return f"2 x {config.threads} threads x {registers} registers > {limits.registers_per_sm}"
