@@ -7,8 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -318,25 +317,18 @@ def even_cut(sm_count: int, cluster_size: int) -> int:
     return max(1, sum(size // cluster_size for size in sizes))
 
 
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def _driver_version() -> str:
     """From the kernel module where it says so: starting NVML looks at every GPU of the host."""
     with suppress(OSError):
         return Path("/sys/module/nvidia/version").read_text().strip()
     import pynvml
 
-    with suppress(pynvml.NVMLError), _nvml() as nvml:
-        return str(nvml.nvmlSystemGetDriverVersion())
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
     return ""
 
 

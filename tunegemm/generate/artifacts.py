@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tunegemm.errors import ArtifactError
 from tunegemm.files import cause
@@ -61,7 +60,8 @@ class ArtifactStore:
         if entry is None or "object_sha256" not in entry:
             return None
         try:
-            resources = resources_of(entry["resources"])
+            found = entry["resources"]
+            resources = Resources(**{**found, "warnings": tuple(found["warnings"])})
         except (KeyError, TypeError, AttributeError):
             return None  # damaged: it is compiled again
         path = self._path(key, ".o")
@@ -189,8 +189,3 @@ def _refuse_foreign(path: Path, status: os.stat_result) -> None:
         raise ArtifactError(
             f"{path}: writable by other users (mode {mode}); chmod go-w, and check what is in it"
         )
-
-
-def resources_of(data: Mapping[str, Any]) -> Resources:
-    """From JSON."""
-    return Resources(**{**data, "warnings": tuple(data["warnings"])})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,33 +111,20 @@ def launch_plan(
     numbers: Sequence[float],
 ) -> None:
     """Launches a kernel on the operands; its device is the current one meanwhile."""
-    if plan.guarded and torch.cuda.current_device() != plan.device.index:
-        with torch.cuda.device(plan.device):
-            return _launch_here(plan, a, b, out, form, tensors, numbers)
-    return _launch_here(plan, a, b, out, form, tensors, numbers)
-
-
-def _launch_here(
-    plan: Plan,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    form: Form,
-    tensors: Sequence[torch.Tensor],
-    numbers: Sequence[float],
-) -> None:
-    if plan.at is not None:
-        words = () if plan.words is None else plan.words(tensors, numbers)
-        if words is None:  # pragma: no cover - the key tells alignments apart
-            raise ValueError("an operand of the epilogue is not aligned")
-        plan.at(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
-        return
-    a_shape, b_shape, out_shape = plan.views
-    operands: Sequence[Any] = ()
-    if plan.operand_views or numbers:
-        seen = [tensor.view(shape) for tensor, shape in zip(tensors, plan.operand_views, strict=True)]
-        operands = form.join(seen, numbers)
-    plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape), *operands)
+    elsewhere = plan.guarded and torch.cuda.current_device() != plan.device.index
+    with torch.cuda.device(plan.device) if elsewhere else nullcontext():
+        if plan.at is not None:
+            words = () if plan.words is None else plan.words(tensors, numbers)
+            if words is None:  # pragma: no cover - the key tells alignments apart
+                raise ValueError("an operand of the epilogue is not aligned")
+            plan.at(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
+            return
+        a_shape, b_shape, out_shape = plan.views
+        operands: Sequence[Any] = ()
+        if plan.operand_views or numbers:
+            seen = [tensor.view(shape) for tensor, shape in zip(tensors, plan.operand_views, strict=True)]
+            operands = form.join(seen, numbers)
+        plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape), *operands)
 
 
 def expanding(launch: Launcher, views: tuple[tuple[int, ...], ...]) -> Launcher:
