@@ -7,8 +7,9 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.compile import CompilePool
+from tunegemm.generate.tiles import persistent_grid
 from tunegemm.generate.triton_object import read_object
-from tunegemm.generate.triton_tma import FAMILY, grid
+from tunegemm.generate.triton_tma import FAMILY
 from tunegemm.generate.triton_tma.rules import config_of
 
 SHAPE = "4096x4096x4096"
@@ -124,7 +125,7 @@ def test_grids(h200: Device) -> None:
         ("128x1024x4096", "all", 4, 32),
     ]:
         launch = candidate().with_launch(**LAUNCH | {"ctas": ctas, "split_k": split_k})
-        assert grid(Problem.parse(shape), launch, h200) == expected
+        assert persistent_grid(Problem.parse(shape), launch, h200) == expected
 
 
 def test_a_failing_compile_is_remembered_and_the_pool_goes_on(pool: CompilePool, h200: Device) -> None:

@@ -67,6 +67,22 @@ def balanced(work: int, resident: int) -> int:
     return math.ceil(work / math.ceil(work / resident))
 
 
+def persistent_grid(problem: Problem, candidate: Candidate, device: Device) -> int:
+    """Blocks of a launch, for the candidate's `ctas`.
+
+    ``tiles`` is one for each work unit: the hardware hands them out. ``all`` fills the device, with as many
+    blocks on a multiprocessor as the kernel is made for, ``two_per_sm`` with two; ``balanced`` takes the
+    fewest of all that need no further wave.
+    """
+    params, work = candidate.params, tile_count(problem, candidate)
+    work *= int(params.get("split_k", 1))
+    per_sm = 2 if params["ctas"] == "two_per_sm" else params.get("ctas_per_sm", params.get("occupancy", 1))
+    resident = device.sm_count * int(per_sm)
+    if params["ctas"] == "tiles":
+        return work
+    return balanced(work, resident) if params["ctas"] == "balanced" else min(work, resident)
+
+
 def streams(candidate: Candidate) -> bool:
     """Whether the candidate's clusters share k tiles evenly, instead of taking tiles."""
     return candidate.params.get("tile_scheduler", "static") == "stream_k"

@@ -62,13 +62,14 @@ class Kernel:
     def launch(self, ctas: int, stream: int, arguments: Arguments) -> None:
         """Launch on a stream. Raises RuntimeError when the driver refuses."""
         header = self.header
-        grid = ctas, 1, 1, header.threads, 1, 1, header.smem_bytes, stream, arguments.address, 0
-        (result,) = self._launch(self._function, *grid)
+        (result,) = self._launch(
+            self._function, ctas, 1, 1, header.threads, 1, 1, header.smem_bytes, stream, arguments.address, 0
+        )
         if result != self._success:
-            if result.name != "CUDA_ERROR_INVALID_CONTEXT":
+            if result.name != "CUDA_ERROR_INVALID_CONTEXT" or int(_call("cuCtxGetCurrent")):
                 raise RuntimeError(f"cuLaunchKernel: {result.name}")
             self.ensure_context()
-            _call("cuLaunchKernel", self._function, *grid)
+            self.launch(ctas, stream, arguments)
 
     def ensure_context(self) -> None:
         """Give a thread that has not used CUDA yet the device's context: tensor maps want one."""

@@ -187,26 +187,20 @@ class Operation:
         """
         if not self._family.compiled:
             return None
-        known = self._family.parameters
-        for table, given in (
-            ("compile", self.candidate.compile_params),
-            ("launch", self.candidate.launch_params),
+        space = families.load_space(self._family.name)
+        for table, given, values in (
+            ("compile", self.candidate.compile_params, space.compile_values),
+            ("launch", self.candidate.launch_params, space.launch_values),
         ):
-            names = [name for name, _ in given]
-            for name in names:
-                if name not in known[table]:
-                    near = difflib.get_close_matches(name, known[table], n=1) or known[table]
-                    return (
-                        f"{name!r} is not a {table} parameter of {self._family.name}; use {', '.join(near)}"
-                    )
-            space = families.load_space(self._family.name)
-            values = space.compile_values | space.launch_values  # type: ignore[operator]
-            if missing := [name for name in known[table] if name not in names]:
-                listed = ", ".join(map(str, values[missing[0]]))
-                return f"{table} parameter {missing[0]!r} is missing; use one of {listed}"
             for name, value in given:
+                if name not in values:
+                    near = ", ".join(difflib.get_close_matches(name, values, n=1) or values)
+                    return f"{name!r} is not a {table} parameter of {self._family.name}; use {near}"
                 if (allowed := families.expected(self._family.name, name, value)) is not None:
                     return f"{table} parameter {name!r} is {value!r}; {allowed}"
+            if missing := [name for name in values if name not in self.candidate.params]:
+                listed = ", ".join(map(str, values[missing[0]]))
+                return f"{table} parameter {missing[0]!r} is missing; use one of {listed}"
         return None
 
     def _lent(self, workspace: torch.Tensor, memory: Workspace) -> torch.Tensor:

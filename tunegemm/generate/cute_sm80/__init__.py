@@ -17,7 +17,7 @@ from tunegemm.generate.cute_sm80.rules import RULES, config_of
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
 from tunegemm.generate.launching import AddressLauncher, Launcher, Workspace, operand_reader
 from tunegemm.generate.ptxas import Resources
-from tunegemm.generate.tiles import balanced, split_workspace, tile_count
+from tunegemm.generate.tiles import persistent_grid, split_workspace
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:
@@ -29,19 +29,6 @@ def compile_kernel(key: Key, out: Path) -> Resources:
     return compile_object(make, 4, str(key["target"]), out)
 
 
-def grid_ctas(problem: Problem, candidate: Candidate, device: Device) -> int:
-    """The grid for the candidate's `ctas` rule.
-
-    ``tiles`` is one block for each work unit: the hardware hands them out. ``all`` fills the device with
-    `ctas_per_sm` persistent blocks each; ``balanced`` takes the fewest of these that need no further wave.
-    """
-    work = tile_count(problem, candidate) * int(candidate["split_k"])
-    resident = device.sm_count * int(candidate["ctas_per_sm"])
-    if candidate["ctas"] == "tiles":
-        return work
-    return balanced(work, resident) if candidate["ctas"] == "balanced" else min(resident, work)
-
-
 def launcher(
     problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
 ) -> Launcher:
@@ -49,7 +36,7 @@ def launcher(
     schedule = (
         int(candidate["raster_order"] == "along_m"),
         int(candidate["swizzle_size"]),
-        grid_ctas(problem, candidate, device),
+        persistent_grid(problem, candidate, device),
         int(candidate["split_k"]),
     )
     make = load_launch(artifact, candidate, device, workspace, extents, schedule)

@@ -12,20 +12,14 @@ from tunegemm.generate.gluon_wgmma.build import compile_kernel
 from tunegemm.generate.gluon_wgmma.config import KernelConfig
 from tunegemm.generate.gluon_wgmma.rules import RULES, config_of
 from tunegemm.generate.launching import Launcher, Workspace
-from tunegemm.generate.tiles import balanced, seen_by_kernel, tile_count
+from tunegemm.generate.tiles import persistent_grid, seen_by_kernel, tile_count
 from tunegemm.generate.triton_object import toolchain
 
 
 def grid(problem: Problem, candidate: Candidate, device: Device) -> int:
-    """The grid, in blocks: one per tile, but what the `ctas` rule says for persistent kernels.
-
-    ``all`` fills the device, ``balanced`` takes as few blocks as need no further wave.
-    """
-    config, work = config_of(problem, candidate), tile_count(problem, candidate)
-    if not config.specialized:
-        return work
-    resident = device.sm_count * config.occupancy
-    return balanced(work, resident) if candidate["ctas"] == "balanced" else min(work, resident)
+    """The grid, in blocks: one per tile, but what the `ctas` rule says for persistent kernels."""
+    persistent = config_of(problem, candidate).specialized
+    return persistent_grid(problem, candidate, device) if persistent else tile_count(problem, candidate)
 
 
 def launcher(

@@ -10,22 +10,11 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator
 from tunegemm.generate.launching import Launcher, Workspace
-from tunegemm.generate.tiles import balanced, seen_by_kernel, split_workspace, tile_count
+from tunegemm.generate.tiles import persistent_grid, seen_by_kernel, split_workspace
 from tunegemm.generate.triton_object import toolchain
 from tunegemm.generate.triton_tma.build import compile_kernel
 from tunegemm.generate.triton_tma.config import KernelConfig
 from tunegemm.generate.triton_tma.rules import RULES, config_of
-
-
-def grid(problem: Problem, candidate: Candidate, device: Device) -> int:
-    """The grid, in blocks, for the candidate's `ctas` rule.
-
-    ``all`` is one per multiprocessor, ``two_per_sm`` two, ``balanced`` as few as need no further wave.
-    """
-    work = tile_count(problem, candidate) * int(candidate["split_k"])
-    if candidate["ctas"] == "balanced":
-        return balanced(work, device.sm_count)
-    return min(work, device.sm_count * (2 if candidate["ctas"] == "two_per_sm" else 1))
 
 
 def launcher(
@@ -44,7 +33,7 @@ def launcher(
         "swizzle": int(candidate["swizzle_size"]),
         "split_k": split_k,
     }
-    ctas = grid(problem, candidate, device)
+    ctas = persistent_grid(problem, candidate, device)
     return load_launcher(problem, candidate, device, artifact, ctas, scalars, workspace)
 
 
