@@ -6,7 +6,7 @@ The products of a backward pass are dispatched like any other, and so are those 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,13 +33,14 @@ def is_simple(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def gradients(
-    multiply: Multiply, grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: tuple[bool, bool]
+    multiply: Multiply, grad: torch.Tensor, operands: Sequence[torch.Tensor], wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of a and b, as far as they are wanted: grad x B^T and A^T x grad, each laid out as its operand is.
 
     A weight that was multiplied transposed so gets the gradient that an optimizer can add without a copy;
     `Problem.backward` names these products.
     """
+    a, b = operands
     if 0 in grad.stride():  # of a sum, say: no kernel reads one element many times
         grad = grad.contiguous()
     of_a = _laid_out(multiply, grad, b.mT, like=a) if wanted[0] else None
@@ -68,7 +69,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         multiply = partial(multiply_differentiably, ctx.product)
-        return None, *gradients(multiply, grad, *ctx.saved_tensors, ctx.needs_input_grad[1:])
+        return None, *gradients(multiply, grad, ctx.saved_tensors, ctx.needs_input_grad[1:])
 
 
 class Sum(torch.autograd.Function):
@@ -87,7 +88,7 @@ class Sum(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         multiply = partial(multiply_differentiably, ctx.product)
         of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[4] else None
-        return None, None, *gradients(multiply, grad, *ctx.saved_tensors, ctx.needs_input_grad[2:4]), of_bias
+        return None, None, *gradients(multiply, grad, ctx.saved_tensors, ctx.needs_input_grad[2:4]), of_bias
 
 
 def _multiply(product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

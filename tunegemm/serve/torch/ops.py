@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._guards import TracingContext
@@ -31,6 +31,9 @@ DEVICE_TYPE = "cuda"
 #: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it
 #: keeps on disk is of any age.
 _CALLS = "calls-2"
+
+Operands: TypeAlias = Sequence[torch.Tensor]
+Numbers: TypeAlias = Sequence[float]
 
 _library = torch.library.Library("tunegemm", "DEF")
 
@@ -106,7 +109,7 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            return None, *gradients(operator, grad, *ctx.saved_tensors, ctx.needs_input_grad[1:])
+            return None, *gradients(operator, grad, ctx.saved_tensors, ctx.needs_input_grad[1:])
 
     def below_autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
@@ -143,7 +146,6 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
         tags=tags,
     )
     operator = torch.ops.tunegemm.fused.default
-    Operands, Numbers = Sequence[torch.Tensor], Sequence[float]
 
     # `form`: the epilogue, and the output's dtype and accumulation where they are given.
     def compute(
