@@ -57,7 +57,7 @@ def command(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON.",
+            help="Tune a program's products: JSON of `tunegemm record` or TunableOp's CSV.",
         ),
     ] = None,
     dtype: options.Dtype = "bf16",
