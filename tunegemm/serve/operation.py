@@ -32,21 +32,8 @@ class Operation:
 
     The device layer of CUTLASS 3.x, ``cutlass::gemm::device::GemmUniversalAdapter``: `can_implement`,
     `workspace_bytes` (there ``get_workspace_size``), `initialize` and `run` mean the same. `compile` takes
-    the place of the C++ compiler. All but `initialize` and `run` work without a GPU. ::
-
-        kernel = {"schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 5,
-                  "cluster_m": 1, "cluster_n": 2, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
-                  "occupancy": 1, "wgmma_in_flight": 1}
-        launch = {"raster_order": "along_m", "swizzle_size": 8, "cluster_order": "index", "ctas": "all",
-                  "split_k": 8, "reduction": "second_kernel", "l2_hint": "none"}
-        operation = tunegemm.Operation(
-            Problem.parse("512x512x65536"), Candidate.make("cute_sm90", kernel, launch), "cuda:0"
-        )
-        if not (verdict := operation.can_implement()):
-            raise SystemExit(f"{verdict}")
-        workspace = torch.empty(operation.workspace_bytes, dtype=torch.uint8, device="cuda:0")
-        operation.initialize(workspace)
-        operation.run(a, b, out)
+    the place of the C++ compiler. All but `initialize` and `run` work without a GPU:
+    docs/guide/operation.md has an example.
 
     A handle is for one thread at a time, and a CUDA graph that captured its launches needs it alive.
     """

@@ -52,15 +52,10 @@ def algorithms(problem: Problem, device_index: int, requested: int, workspace_by
         preference = lt.matmul_preference_create()
         try:
             names = lt.MatmulPreferenceAttribute
-            _set(
-                lt.matmul_preference_set_attribute,
-                preference,
-                names.MAX_WORKSPACE_BYTES,
-                np.uint64(workspace_bytes),
-            )
-            for operand in "ABCD":
-                attribute = getattr(names, f"MIN_ALIGNMENT_{operand}_BYTES")
-                _set(lt.matmul_preference_set_attribute, preference, attribute, np.uint32(MAX_ALIGNMENT))
+            limits: dict[str, np.generic] = {"MAX_WORKSPACE_BYTES": np.uint64(workspace_bytes)}
+            limits |= {f"MIN_ALIGNMENT_{operand}_BYTES": np.uint32(MAX_ALIGNMENT) for operand in "ABCD"}
+            for name, limit in limits.items():
+                _set(lt.matmul_preference_set_attribute, preference, getattr(names, name), limit)
             results = np.zeros(requested, dtype=lt.matmul_heuristic_result_dtype)
             count = np.zeros(1, dtype=np.int32)
             try:
@@ -178,14 +173,9 @@ class _Plan:
         layout = lt.matrix_layout_create(_CUDA_TYPES[dtype], matrix.rows, matrix.columns, matrix.leading)
         self._layouts.append(layout)
         if problem.batch > 1:
-            names = lt.MatrixLayoutAttribute
-            _set(lt.matrix_layout_set_attribute, layout, names.BATCH_COUNT, np.int32(problem.batch))
-            _set(
-                lt.matrix_layout_set_attribute,
-                layout,
-                names.STRIDED_BATCH_OFFSET,
-                np.int64(matrix.batch_stride),
-            )
+            names, change = lt.MatrixLayoutAttribute, lt.matrix_layout_set_attribute
+            _set(change, layout, names.BATCH_COUNT, np.int32(problem.batch))
+            _set(change, layout, names.STRIDED_BATCH_OFFSET, np.int64(matrix.batch_stride))
         return int(layout)
 
     def __del__(self) -> None:
