@@ -31,7 +31,6 @@ pytestmark = pytest.mark.gpu
 _HOPPER = {
     "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4, "cluster_m": 1,
     "cluster_n": 2, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
-    "occupancy": 1, "wgmma_in_flight": 1,
 }  # fmt: skip
 _HOPPER_LAUNCH = {
     "raster_order": "along_m", "swizzle_size": 2, "ctas": "all", "split_k": 1, "reduction": "pairs",

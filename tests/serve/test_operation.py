@@ -18,7 +18,7 @@ from tunegemm.generate.cublaslt import ALGORITHM_PARAMETERS, FAMILY, TORCH_MM
 from tunegemm.serve.operation import Operation
 
 PROBLEM = Problem.parse("512x512x65536")
-HOPPER = test_cute_sm90.candidate(tile_n=64, occupancy=1, wgmma_in_flight=1).with_launch(
+HOPPER = test_cute_sm90.candidate(tile_n=64).with_launch(
     **test_cute_sm90.LAUNCH, l2_hint="none", cluster_order="index"
 )
 AMPERE = test_cute_sm80.candidate().with_launch(**test_cute_sm80.LAUNCH)

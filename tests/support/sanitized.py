@@ -34,8 +34,6 @@ CASES = [
     ("200x520x1032", {}, {"tile_m": 64}, {"split_k": 3}),
     ("200x520x1032", {}, _PINGPONG | {"tile_n": 64}, {"split_k": 4}),
     ("16x520x1032", {}, _NARROW, {"split_k": 2}),
-    ("200x520x1032", {}, {"tile_n": 64, "stages": 3, "occupancy": 2}, {}),
-    ("328x520x392", {}, {"wgmma_in_flight": 0}, {}),
     ("200x520x1032", {}, {"tile_m": 64}, _SECOND | {"split_k": 3}),
     ("16x520x1032", {}, _NARROW, _SECOND | {"split_k": 2}),
     ("200x520x1032", {}, _STREAM | {"tile_m": 64}, {}),

@@ -167,13 +167,21 @@ def load_launch(
     def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
         strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
         fixed = (*extents, *strides, *schedule)
+        if workspace is None:
+            everything = (*fixed, 0, 0, *addresses)
 
-        def launch(a: int, b: int, d: int, *words: int) -> None:
-            if swap:
-                a, b = b, a
-            stream = current_stream(index)
-            scratch = (0, 0) if workspace is None else workspace.addresses(stream)
-            function(a, b, d, *fixed, *scratch, *addresses, *words, stream)
+            def launch(a: int, b: int, d: int, *words: int) -> None:
+                if swap:
+                    a, b = b, a
+                function(a, b, d, *everything, *words, current_stream(index))
+
+        else:
+
+            def launch(a: int, b: int, d: int, *words: int) -> None:
+                if swap:
+                    a, b = b, a
+                stream = current_stream(index)
+                function(a, b, d, *fixed, *workspace.addresses(stream), *addresses, *words, stream)
 
         return launch
 

@@ -186,7 +186,7 @@ FAMILY = Generator(
     parameters={
         "compile": (
             "schedule", "tile_scheduler", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n",
-            "epi_n", "occupancy", "wgmma_in_flight", "swap_ab",
+            "epi_n", "swap_ab",
         ),
         "launch": (
             "raster_order", "swizzle_size", "cluster_order", "ctas", "split_k", "reduction", "l2_hint",
@@ -197,7 +197,7 @@ FAMILY = Generator(
     config_of=config_of,
     rules=RULES,
     extent_rules=frozenset({"cluster_fits", "swap_fits", "split_fits", "reduction_fits", "stream_fits"}),
-    unlisted={"epi_n": (0,), "wgmma_in_flight": (0,)},
+    unlisted={"epi_n": (0,)},
     limited_launch=("split_k", "reduction", "cluster_order"),
     tma=True,
     edges_inside=True,
