@@ -74,6 +74,14 @@ def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | 
     return None
 
 
+def no_power_of_two(candidate: Candidate, name: str, least: int, most: int | None = None) -> str | None:
+    """Why a parameter is not a power of two within these; None where it is."""
+    value = candidate[name]
+    if value & (value - 1) or value < least or (most is not None and value > most):
+        return f"{name} {value} is not a power of two from {least} {'on' if most is None else f'to {most}'}"
+    return None
+
+
 def exceeded_smem(smem_bytes: int, limits: Architecture, blocks: int = 1) -> str | None:
     """Why a block cannot have so much shared memory, or a multiprocessor so many; None where they can."""
     if smem_bytes > limits.smem_bytes_per_block:

@@ -14,6 +14,7 @@ from tunegemm.generate.feasibility import (
     architecture,
     exceeded_smem,
     half_operands,
+    no_power_of_two,
     ring_depth,
     tma_alignment,
 )
@@ -29,11 +30,8 @@ config_of = config_maker(KernelConfig)
 
 def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Gluon's tensors are powers of two; WGMMA takes 64 x 8 x 16, and a TMA box 256 of each mode."""
-    for name, least in (("tile_m", MMA_ATOM_M), ("tile_n", 8), ("tile_k", 16)):
-        extent = candidate[name]
-        if extent & (extent - 1) or not least <= extent <= 256:
-            return f"{name} {extent} is not a power of two from {least} to 256"
-    return None
+    least = {"tile_m": MMA_ATOM_M, "tile_n": 8, "tile_k": 16}
+    return next(filter(None, (no_power_of_two(candidate, *each, 256) for each in least.items())), None)
 
 
 def narrow_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -69,10 +67,7 @@ def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | 
 
 def instruction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """One WGMMA has a multiple of 8 columns, up to 256, of which Gluon's tiles are whole powers of two."""
-    instr_n = candidate["instr_n"]
-    if instr_n & (instr_n - 1) or not 8 <= instr_n <= 256:
-        return f"instr_n {instr_n} is not a power of two from 8 to 256"
-    return None
+    return no_power_of_two(candidate, "instr_n", 8, 256)
 
 
 def instruction_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:

@@ -9,6 +9,7 @@ from tunegemm.generate.feasibility import (
     architecture,
     exceeded_smem,
     half_operands,
+    no_power_of_two,
     ring_depth,
     tma_alignment,
 )
@@ -26,19 +27,13 @@ config_of = config_maker(KernelConfig)
 
 def block_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Triton's blocks are powers of two. WGMMA takes 64 rows at least; Triton has it from 16 columns on."""
-    for name, least in (("tile_m", 64), ("tile_n", 16), ("tile_k", 16)):
-        extent = candidate[name]
-        if extent & (extent - 1) or extent < least:
-            return f"{name} {extent} is not a power of two from {least} on"
-    return None
+    least = {"tile_m": 64, "tile_n": 16, "tile_k": 16}
+    return next(filter(None, (no_power_of_two(candidate, *each) for each in least.items())), None)
 
 
 def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """WGMMA is issued by groups of four warps, and Triton has powers of two of them."""
-    count = candidate["warps"]
-    if count & (count - 1) or count < 4:
-        return f"warps {count} is not a power of two from 4 on"
-    return None
+    return no_power_of_two(candidate, "warps", 4)
 
 
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
