@@ -282,10 +282,10 @@ class TestAlignment:
     @pytest.mark.parametrize(
         ("shape", "alignment", "named"),
         [
-            ("64x64x64", 32, "alignment 32 of bf16 operands; use one of 2, 4, 8, 16 bytes"),
-            ("64x64x64", 3, "alignment 3 of bf16 operands; use one of 2, 4, 8, 16 bytes"),
+            ("64x64x64", 32, "alignment 32 of 64x64x64: use one of 2, 4, 8, 16 bytes"),
+            ("64x64x64", 3, "alignment 3 of 64x64x64: use one of 2, 4, 8, 16 bytes"),
             ("64x64x64", 1, "alignment 1 of"),
-            ("64x64x64", 0, "alignment 0: give the bytes, or nothing"),
+            ("64x64x64", 0, "alignment 0 of 64x64x64: use one of 2, 4, 8, 16 bytes"),
         ],
     )
     def test_refusals(self, shape: str, alignment: int, named: str) -> None:

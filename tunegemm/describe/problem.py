@@ -233,9 +233,13 @@ class Problem:
             epilogue=epilogue,
             accumulation=accumulation,
         )
-        if alignment == 0:
-            raise ProblemError("alignment 0: give the bytes, or nothing for that of packed operands")
-        return problem if alignment is None else replace(problem, alignment=alignment)
+        if alignment is None:
+            return problem
+        allowed = problem._alignments()
+        if type(alignment) is not int or alignment not in allowed:
+            words = ", ".join(map(str, allowed))
+            raise ProblemError(f"alignment {alignment!r} of {problem.shape}: use one of {words} bytes")
+        return replace(problem, alignment=alignment)
 
     @classmethod
     def from_tensors(
