@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,20 +110,22 @@ def launch_plan(
     numbers: Sequence[float],
 ) -> None:
     """Launches a kernel on the operands; its device is the current one meanwhile."""
-    elsewhere = plan.guarded and torch.cuda.current_device() != plan.device.index
-    with torch.cuda.device(plan.device) if elsewhere else nullcontext():
-        if plan.at is not None:
-            words = () if plan.words is None else plan.words(tensors, numbers)
-            if words is None:  # pragma: no cover - the key tells alignments apart
-                raise ValueError("an operand of the epilogue is not aligned")
-            plan.at(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
-            return
-        a_shape, b_shape, out_shape = plan.views
-        operands: Sequence[Any] = ()
-        if plan.operand_views or numbers:
-            seen = [tensor.view(shape) for tensor, shape in zip(tensors, plan.operand_views, strict=True)]
-            operands = form.join(seen, numbers)
-        plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape), *operands)
+    if plan.guarded and torch.cuda.current_device() != plan.device.index:
+        with torch.cuda.device(plan.device):
+            launch_plan(plan, a, b, out, form, tensors, numbers)
+        return
+    if plan.at is not None:
+        words = () if plan.words is None else plan.words(tensors, numbers)
+        if words is None:  # pragma: no cover - the key tells alignments apart
+            raise ValueError("an operand of the epilogue is not aligned")
+        plan.at(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
+        return
+    a_shape, b_shape, out_shape = plan.views
+    operands: Sequence[Any] = ()
+    if plan.operand_views or numbers:
+        seen = [tensor.view(shape) for tensor, shape in zip(tensors, plan.operand_views, strict=True)]
+        operands = form.join(seen, numbers)
+    plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape), *operands)
 
 
 def expanding(launch: Launcher, views: tuple[tuple[int, ...], ...]) -> Launcher:
