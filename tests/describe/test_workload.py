@@ -1,4 +1,4 @@
-"""Files of shapes, ours and TunableOp's; and what of them can be tuned."""
+"""Files of shapes: ours, TunableOp's and CUTLASS's; and what of them can be tuned."""
 
 from __future__ import annotations
 
@@ -127,13 +127,41 @@ class TestTunableOp:
         assert "dtype 'float'" in refused[0] and "ScaledGemm" in refused[1] and "tn_128_16" in refused[2]
 
 
+class TestCutlass:
+    def test_entries(self, tmp_path: Path) -> None:
+        usual = {"m": 4096, "n": 2048, "k": 1024, "dtype_a": "bf16", "dtype_b": "bf16", "dtype_d": "bf16"}
+        entries = [
+            usual
+            | {"layout": "tnt", "beta": 0.0, "use_fast_acc": False, "dtype_c": "bf16", "dtype_acc": "f32"},
+            usual | {"layout": "ttn", "batch_count": 2, "dtype_d": "f32"},
+            usual | {"layout": "nnt", "dtype_a": "f16", "dtype_b": "F16", "dtype_d": "f16", "beta": 1.0},
+            usual | {"layout": "tnt", "alignment_a": 2},
+            usual | {"layout": "tnt", "dtype_a": "e4m3"},
+            usual | {"layout": "tn"},
+            usual,
+            7,
+        ]
+        path = tmp_path / "problems.json"
+        path.write_text(json.dumps(entries))
+        found, refused = read(path)
+        assert found == [
+            Demand(Problem.parse("4096x2048x1024"), 1),
+            Demand(
+                replace(Problem.parse("4096x2048x1024x2", layout="tt", out_dtype="fp32"), out_major="m"), 1
+            ),
+            Demand(Problem.parse("4096x2048x1024", dtype="fp16", layout="nn"), 1, None, 1),
+            Demand(Problem.parse("4096x2048x1024", alignment=4), 1),
+        ]
+        assert [line.partition(":")[0] for line in refused] == [f"entry {i}" for i in (5, 6, 7, 8)]
+        assert "e4m3 x bf16" in refused[0] and "'tn'" in refused[1] and "layout missing" in refused[2]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("m,n,k\n1,2,3\n", "no list of shapes; known are"),
-        ("[]", "no list of shapes; known are"),
-        ("Validator,PT_VERSION,2.9.0", "no product in it can be tuned"),
-        ("GemmTunableOp_float_TN,tn_1_1_1_ld_1_1_1", "the first because: line 1: dtype 'float'"),
+        ("[]", "no product in it can be tuned"),
+        ('[{"m": 3}]', "the first because: entry 1: n, k, layout"),
         ("{\n", "line 2 column 1"),
     ],
 )
@@ -147,7 +175,9 @@ def test_what_is_no_list_of_shapes(tmp_path: Path, text: str, named: str) -> Non
 
 
 LONG = "7" * 5000
-ROW = "GemmTunableOp_BFloat16_TN,tn_128_16_64_ld_64_64_128\n"
+CUTLASS = {
+    "m": 64, "n": 64, "k": 64, "layout": "tnt", "dtype_a": "bf16", "dtype_b": "bf16", "dtype_d": "bf16",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -186,12 +216,36 @@ def test_a_bad_value_of_a_product(tmp_path: Path, change: dict[str, object], nam
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"beta": [1]}, "beta a list is not a number"),
+        ({"beta": 10**400}, "beta a number of over 19 digits is not a number"),
+        ({"dtype_a": ["bf16"]}, "dtype_a a list is not a line"),
+        ({"m": 10**400}, "m a number of over 19 digits is not a whole number"),
+        ({"layout": 5}, "layout 5 is not a line"),
+        ({"operation": ["gemm"]}, "operation a list has no kernels"),
+    ],
+)
+def test_a_bad_entry_of_cutlass_is_named_and_the_others_are_read(
+    tmp_path: Path, change: dict[str, object], named: str
+) -> None:
+    path = tmp_path / "problems.json"
+    path.write_text(json.dumps([CUTLASS | change, CUTLASS]))
+    found, refused = read(path)
+    assert found == [Demand(Problem.parse("64x64x64"), 1)]
+    assert refused[0].startswith(f"entry 1: {named}")
+
+
 def test_numbers_of_5000_digits(tmp_path: Path) -> None:
     path = tmp_path / "shapes"
-    path.write_text(TestOwnFormat.WORKLOAD.to_json().replace('"m": 16', f'"m": {LONG}', 1))
+    path.write_text(json.dumps([CUTLASS]).replace("64", LONG, 1))
     with pytest.raises(WorkloadError, match=f"{path}: not JSON .*4300.*write the file anew"):
         read(path)
-    path.write_text(f"GemmTunableOp_BFloat16_TN,tn_{LONG}_16_64_ld_64_64_128\n{ROW}")
+    path.write_text(
+        f"GemmTunableOp_BFloat16_TN,tn_{LONG}_16_64_ld_64_64_128\n"
+        "GemmTunableOp_BFloat16_TN,tn_128_16_64_ld_64_64_128\n"
+    )
     found, refused = read(path)
     assert [demand.problem for demand in found] == [Problem.parse("16x128x64")]
     assert refused[0].startswith("line 1: extents 'tn_777") and len(refused[0]) < 200
@@ -199,8 +253,8 @@ def test_numbers_of_5000_digits(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_and_other_encodings(tmp_path: Path) -> None:
     path = tmp_path / "shapes.json"
-    path.write_bytes("\ufeff".encode() + ROW.encode())
+    path.write_bytes("\ufeff".encode() + json.dumps([CUTLASS]).encode())
     assert len(read(path)[0]) == 1
-    path.write_bytes(ROW.encode("utf-16"))
+    path.write_bytes(json.dumps([CUTLASS]).encode("utf-16"))
     with pytest.raises(WorkloadError, match=f"{path}: not UTF-8 text"):
         read(path)

@@ -246,6 +246,11 @@ OWN = {
          "device": "cuda", "calls": 3, "replayed": 0, "captured": 0, "timed": 2, "median_us": 15.25}
     ],
 }  # fmt: skip
+CUTLASS = [
+    {"m": 4096, "n": 2048, "k": 1024, "dtype_a": "bf16", "dtype_b": "bf16", "dtype_d": "bf16",
+     "layout": "tnt", "beta": 0.0, "dtype_acc": "f32", "batch_count": 1, "alignment_a": 8, "alignment_b": 8,
+     "operation": "gemm"}
+]  # fmt: skip
 TUNABLE = (
     "Validator,PT_VERSION,2.9.0\nGemmTunableOp_BFloat16_TN,tn_6144_512_4096_ld_4096_4096_6144\n"
     "GemmStridedBatchedTunableOp_BFloat16_NN,nn_24_8_16_B_3_ld_24_16_24,Default,0.1\n"
@@ -253,7 +258,7 @@ TUNABLE = (
 
 
 @CASES
-@pytest.mark.parametrize("document", [OWN, TUNABLE], ids=["ours", "TunableOp"])
+@pytest.mark.parametrize("document", [OWN, CUTLASS, TUNABLE], ids=["ours", "CUTLASS", "TunableOp"])
 def test_shapes(tmp_path: Path, document: Any, cases: int) -> None:
     file = tmp_path / "shapes"
 

@@ -57,7 +57,7 @@ def command(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Tune a program's products: JSON of `tunegemm record` or TunableOp's CSV.",
+            help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON.",
         ),
     ] = None,
     dtype: options.Dtype = "bf16",
