@@ -93,7 +93,7 @@ def test_arguments_of_tune(arguments: tuple[str, ...], named: str) -> None:
     ("candidate", "named"),
     [
         ("cute_sm90,schedule=foo", "cute_sm90: schedule=foo; use one of cooperative, pingpong"),
-        ("triton_tma,schedule=foo", "use one of pipelined, flattened, warp_specialized"),
+        ("triton_tma,schedule=foo", "use one of pipelined, flattened"),
         ("cute_sm90,swap_ab=maybe", "swap_ab=maybe; use true or false"),
         ("gluon_wgmma,tile_m=0", "gluon_wgmma: tile_m=0; use a whole number from 1 to 2147483647"),
         ("cute_sm90,tile_m=x", "tile_m=x; use a whole number from 1"),

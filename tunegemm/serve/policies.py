@@ -35,10 +35,6 @@ class Policy:
     def __str__(self) -> str:
         return self.prefer + (f" on {self.max_sms} multiprocessors" if self.max_sms else "")
 
-    @property
-    def is_default(self) -> bool:
-        return self == FASTEST
-
     def refusal(self, problem: Problem, candidate: Candidate) -> str:
         """Why the candidate must not be launched under this policy; empty when it may be."""
         if self.max_sms is not None and (reason := _grid_refusal(candidate)):

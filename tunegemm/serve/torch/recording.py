@@ -118,7 +118,6 @@ class Recording:
     def workload(self) -> Workload:
         """What the file says."""
         with _interception.lock:
-            tallies = list(self._tallies.values())
             products = [
                 Product(
                     tally.kind,
@@ -128,23 +127,16 @@ class Recording:
                     len(tally.times_us),
                     round(statistics.median(tally.times_us), 3) if tally.times_us else None,
                 )
-                for tally in tallies
+                for tally in self._tallies.values()
             ]
         on_gpu = any(product.kind.device == "cuda" for product in products)
-        # Strides that no kernel tells apart make several tallies of one kind.
-        parts = [Workload((product,), processes=0) for product in products]
-        return merge(
-            [
-                *parts,
-                Workload(
-                    (),
-                    torch=torch.__version__,
-                    device=torch.cuda.get_device_name() if on_gpu else "",
-                    unknown_replays=self._unknown_replays,
-                ),
-            ],
-            self._program,
+        whole = Workload(
+            tuple(products),
+            torch=torch.__version__,
+            device=torch.cuda.get_device_name() if on_gpu else "",
+            unknown_replays=self._unknown_replays,
         )
+        return merge([whole], self._program)  # strides that no kernel tells apart make several of one kind
 
 
 def record(path: str | os.PathLike[str] | None = None) -> Recording:
