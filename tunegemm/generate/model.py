@@ -188,9 +188,12 @@ def rank_kernels(
     device: Device,
     feasible: Callable[[Candidate], bool] = lambda launch: True,
     columns: Columns | None = None,
+    most: int | None = None,
 ) -> list[Prediction]:
     """One prediction per kernel, each at its model-best feasible launch, fastest first; the first of equal
     launches in the lists' order.
+
+    most: how many at least, if not all: so many of the fastest by either ranking (`in_turn`).
 
     Launch parameters that the prediction does not depend on stand at their first values. Those that it does
     are left out where they are infeasible with the others' first values. The launch enters the DRAM term and
@@ -230,18 +233,18 @@ def rank_kernels(
     found_terms = terms(problem, columns, device)
     lasting = steady(problem, columns, found_terms, device)
     order = np.argsort(_by(found_terms, lasting), kind="stable").tolist()
+    if most is not None:
+        wanted = {*order[:most], *np.argsort(found_terms.total_us, kind="stable")[:most].tolist()}
+        order = [number for number in order if number in wanted]
     hints = launch_values.get("l2_hint", ())
-    gathers = lasting.at_cap and "gpc" in launch_values.get("cluster_order", ())
-    gathered: dict[Value | None, bool] = {}
+    gathers = lasting.at_cap and _GATHERED.items() <= {
+        (name, value) for name in _GATHERED for value in launch_values.get(name, ())
+    }
     ranked = []
     for number in order:
         launch = whole[number]
         if gathers:
-            occupancy = kernels[number].params.get("occupancy")  # all that decides, beside what fits already
-            if occupancy not in gathered:
-                gathered[occupancy] = feasible(kernels[number].with_launch(**launch | _GATHERED))
-            if gathered[occupancy]:
-                launch = launch | _GATHERED
+            launch = launch | _GATHERED
         if (hint := l2_hint(problem, kernels[number])) in hints:
             launch = launch | {"l2_hint": hint}
         ranked.append(kernels[number].with_launch(**launch))

@@ -70,8 +70,8 @@ SCREEN = Policy(rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, set
 
 #: The few that matter, and the figures that are stored. What a screen finds on a GPU at its power cap is few
 #: cycles at clocks that all share; in steady state each has clocks of its own, and what draws less power has
-#: higher ones (docs/decisions/0012-steady-state-at-the-power-cap.md). Turns of 160 ms: those of 80 ms lose 0.6
-#: to 0.9 %. A round of one kernel differs by some 1 % from the next: 2.3 % are what two differ by with 95 %.
+#: higher ones (docs/decisions/0012-steady-state-at-the-power-cap.md). Turns of 160 ms: those of 80 ms lose
+#: 0.6 to 0.9 %. A round of one kernel differs by some 1 % from the next: two rounds by 2.3 % at most, mostly.
 FINAL = Policy(
     rounds=21, min_replay_ms=1.0, race_after=7, race_margin=0.02, settle_ms=300,
     steady_ms=160, steady_rounds=7,

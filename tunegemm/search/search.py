@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -92,7 +93,6 @@ class Search:
             # the last ten kernels to be screened, the fastest among them (H200, 2026-11-22).
             begun = sum(seed.kernel in self._by_kernel for seed in self._seeds)
             self._budget = replace(self._budget, screen=min(self._budget.screen + begun, len(self._ranked)))
-        self._values = _value_lists(self._ranked, self._launch_values)
         self._seed = seed
         self._sampler: Sampler | None = None
         self._asked: list[Candidate] = []
@@ -235,6 +235,10 @@ class Search:
                 return
             sampler.start(candidate)
             yield from self._take([candidate], "explore", limit=limit)
+
+    @functools.cached_property
+    def _values(self) -> dict[str, tuple[Value, ...]]:
+        return _value_lists(self._ranked, self._launch_values)
 
     def _learned_sampler(self) -> Sampler:
         """The sampler, with every result that came in since; made on first use, as it loads Optuna."""

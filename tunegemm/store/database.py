@@ -104,6 +104,7 @@ class Database:
         `tunegemm.measure.evidence.POLICIES`. Raises DatabaseError when it cannot be written, for a device
         that is not real, and for samples that are not times.
         """
+        rows.require(outcome, Measurement | Failure, "outcome")
         values = rows.outcome_values(outcome, resources, policy)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
             if isinstance(outcome, Failure):
@@ -126,6 +127,7 @@ class Database:
         It is published as of a final race, unless the candidate's newest measurement has the very same
         samples. Where it is slower than torch.mm it is kept, and the record is chosen by the evidence.
         """
+        rows.require(measurement, Measurement, "measurement")
         policy = STEADY_FINAL if measurement.is_steady else FINAL
         values = rows.outcome_values(measurement, resources, policy)
         with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
@@ -208,6 +210,8 @@ class Database:
         self, problem: Problem, device: Device, candidate: Candidate, label: str
     ) -> Iterator[tuple[Connection, publishing.Values]]:
         """A transaction that writes, and the keys of the problem, fingerprint and candidate."""
+        rows.require(problem, Problem, "problem")
+        rows.require(device, Device, "device")
         if not device.is_real:
             raise DatabaseError(
                 f"device {device.spec!r}: its times are not measured here, so never stored; tune on cuda:N"

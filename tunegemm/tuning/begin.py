@@ -12,7 +12,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families, model
 from tunegemm.measure.evidence import Evidence
-from tunegemm.search import Portfolio, Search
+from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.budget import Effort, budget_for
 from tunegemm.store import Database
 from tunegemm.store.history import related, seeds
@@ -21,6 +21,8 @@ from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.trials import Trial, Trials, speed
 
+#: How many kernels of a family a search knows, of several thousand: a quick one measures 32.
+RANKED: dict[Effort, int | None] = {"quick": 512, "full": None, "exhaustive": None}
 #: Kernels compiled where nothing can be timed, to show that the model's best are real.
 _MODELLED = 16
 
@@ -55,15 +57,19 @@ def start_search(
 
     searches: list[Search] = []
     for name in kernels.generators:
-        ranking = kernels.ranked(problem, name, recorded=recorded, compiled=compiled)
-        trials.feasible += len(ranking.predictions)
+        ranking = kernels.ranked(problem, name, recorded=recorded, compiled=compiled, most=RANKED[effort])
+        trials.feasible += ranking.feasible
         if not ranking.predictions:
             continue
         is_first = not searches
         begin = [seed for seed in first_tries if seed.family == name]
+        ranked = [prediction.candidate for prediction in model.in_turn(ranking.predictions)]
+        # What is known to be good is tried whatever the model says of it.
+        kernels_ranked = {candidate.kernel for candidate in ranked}
+        ranked += [c for c in begin if c.kernel not in kernels_ranked and allowed(c)]
         searches.append(
             Search(
-                [prediction.candidate for prediction in model.in_turn(ranking.predictions)],
+                first_of_each_kernel(ranked),
                 ranking.launch_values,
                 allowed=allowed,
                 library=library if is_first else (),

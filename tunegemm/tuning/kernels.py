@@ -21,6 +21,10 @@ from tunegemm.generate.terms import Columns
 _ORDER = "cluster_order"
 
 
+#: Rankings that are kept, of all families together: those of this problem and of the next one.
+_REMEMBERED = 16
+
+
 @dataclass(frozen=True)
 class Ranking:
     """One generator's feasible kernels for a problem."""
@@ -29,6 +33,8 @@ class Ranking:
     """Values of each launch-time parameter that some kernel can take."""
     predictions: list[model.Prediction]
     """One per kernel at its model-best launch, fastest first."""
+    feasible: int
+    """How many kernels there are, if not all were asked for."""
 
 
 class Kernels:
@@ -47,6 +53,7 @@ class Kernels:
         self.space: Callable[[str], SearchSpace] = cache(families.load_space)
         self._folder = folder
         self._possible: dict[tuple[str | int, ...], tuple[list[Candidate], Columns]] = {}
+        self._latest: dict[tuple[Problem, str, int | None], Ranking] = {}
         self._compiled: dict[tuple[str | int, ...], tuple[Set[str], list[Candidate], Columns]] = {}
 
     @property
@@ -87,17 +94,40 @@ class Kernels:
         *,
         recorded: Collection[Candidate] | None = None,
         compiled: Set[str] | None = None,
+        most: int | None = None,
     ) -> Ranking:
         """A generator's feasible kernels for the problem, in the model's order.
 
         recorded: on a recorded device the candidates that have a time; others cannot be tried. compiled:
-        digests of the kernel keys to take, None for all.
+        digests of the kernel keys to take, None for all. most: see `model.rank_kernels`. The latest are
+        remembered.
         """
+        if recorded is None and compiled is None:
+            return self._remembered(problem, name, most)
+        return self._rank(problem, name, recorded, compiled, most)
+
+    def _remembered(self, problem: Problem, name: str, most: int | None) -> Ranking:
+        place = problem, name, most
+        if place not in self._latest:
+            while len(self._latest) >= _REMEMBERED:
+                del self._latest[next(iter(self._latest))]
+            self._latest[place] = self._rank(problem, name, None, None, most)
+        return self._latest[place]
+
+    def _rank(
+        self,
+        problem: Problem,
+        name: str,
+        recorded: Collection[Candidate] | None,
+        compiled: Set[str] | None,
+        most: int | None,
+    ) -> Ranking:
         fits_extents = extent_check(families.get(name), problem, self.device)
         kernels, columns = self._feasible(problem, name, fits_extents, compiled)
         values = self.space(name).launch_values
         if recorded is not None:
-            return Ranking(values, self._ranked_recorded(problem, set(kernels), recorded))
+            predictions = self._ranked_recorded(problem, set(kernels), recorded)
+            return Ranking(values, predictions, len(predictions))
         # Depth of the ring and of the epilogue have no say in what a launch may be.
         shapes = {model.grid_shape(kernel): kernel for kernel in kernels}.values()
         limited = families.get(name).limited_launch
@@ -115,12 +145,14 @@ class Kernels:
             )
             for parameter, listed in values.items()
         }
-        ranked = model.rank_kernels(problem, kernels, taken, self.device, feasible=fits, columns=columns)
+        ranked = model.rank_kernels(
+            problem, kernels, taken, self.device, feasible=fits, columns=columns, most=most
+        )
         if compiled is not None:
             ranked = [
                 replace(one, candidate=self._as_compiled(problem, one.candidate, compiled)) for one in ranked
             ]
-        return Ranking(taken, ranked)
+        return Ranking(taken, ranked, len(kernels))
 
     def is_compiled(self, problem: Problem, launch: Candidate, compiled: Set[str]) -> bool:
         """Whether a launch's kernel is among the digests of kernel keys."""

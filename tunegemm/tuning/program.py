@@ -7,13 +7,13 @@ has the figures), so that the second pass of a large problem comes after the fir
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import Demand
 from tunegemm.search.budget import Effort, checked_seconds
 from tunegemm.tuning.progress import Progress, Request, TuneResult
@@ -118,13 +118,12 @@ def spend(
 
         def requests(each: Effort = each) -> Iterator[Request]:
             ordered = sorted(current.values(), key=_order)
-            for standing, following in itertools.zip_longest(ordered, ordered[1:]):
+            later: list[Problem | None] = [standing.demand.problem for standing in ordered[1:]]
+            for standing, following in zip(ordered, [*later, None], strict=True):
                 if (left_s := deadline - time.monotonic()) <= 0:
                     return
                 limit_s = left_s if budget_seconds is not None else None
-                yield Request(
-                    standing.demand.problem, each, trials, limit_s, following and following.demand.problem
-                )
+                yield Request(standing.demand.problem, each, trials, limit_s, following)
 
         for result in tuning.tune_all(requests(), on_progress):
             problem, interrupted = result.problem, interrupted or result.interrupted

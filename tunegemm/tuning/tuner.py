@@ -30,17 +30,20 @@ from tunegemm.search import Search
 from tunegemm.search.budget import Effort, budget_for, checked_seconds, checked_seed
 from tunegemm.store import packs
 from tunegemm.tuning import final
-from tunegemm.tuning.begin import rank_by_model, start_search
+from tunegemm.tuning.begin import RANKED, rank_by_model, start_search
 from tunegemm.tuning.finalists import finalists
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.trials import Measurer, Trials, speed
+from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
     from tunegemm.store import Database
 
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
 _BATCH = 32
+#: Kernels of each family but the first that are compiled ahead: so many are asked for in any case.
+_FIRST_ROUND = 2
 #: Seconds that a final race in steady-state timing takes, by effort. A search that has a budget leaves it so
 #: much, but no more than half.
 _STEADY_S = {"quick": 5.0, "full": 20.0, "exhaustive": 20.0}
@@ -218,15 +221,15 @@ class Tuner:
         return self._measurer if self._measurer.recorded(problem) else None
 
     def _compile_for(self, problem: Problem, effort: Effort, trials: int | None) -> None:
-        """What the first family's search will ask for first, as far as it does not depend on the database."""
-        name, *_ = self.kernels.generators or ("",)
-        if not name or self.device.lacks_memory(problem) is not None:
+        """What searches will ask for first, as far as that does not depend on the database."""
+        if self.device.lacks_memory(problem) is not None:
             return
-        ranked = model.in_turn(self.kernels.ranked(problem, name).predictions)
-        search = Search([one.candidate for one in ranked], {}, effort=effort, trials=trials)
-        for candidate in search.planned_screen():
-            key = families.get(name).kernel_key(problem, candidate, self.device)
-            self.pool.submit(name, key)
+        for name in self.kernels.generators:
+            ranking = self.kernels.ranked(problem, name, most=RANKED[effort])
+            ranked = [one.candidate for one in model.in_turn(ranking.predictions)]
+            planned = Search(ranked, {}, effort=effort, trials=trials).planned_screen()
+            for candidate in planned if name == self.kernels.generators[0] else planned[:_FIRST_ROUND]:
+                self.pool.submit(name, families.get(name).kernel_key(problem, candidate, self.device))
 
     def _begin(self, problem: Problem, on_progress: Callable[[Progress], None] | None) -> Trials:
         if (lack := self.device.lacks_memory(problem)) is not None:
@@ -281,6 +284,8 @@ def open_device(spec: str | None = None) -> Device:
     """The device of a name; without one the first GPU, or the recorded H200 on a machine that has none."""
     if spec is None:
         spec = "cuda:0" if cuda_device_count() else "replay:h200"
+    if not isinstance(spec, str):
+        raise DeviceError(f"device {shown(spec)}: give a tunegemm.Device, or text such as cuda:0")
     kind, _, name = spec.partition(":")
     return open_replay(name).device if kind == "replay" else find_device(spec)
 
