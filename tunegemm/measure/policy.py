@@ -78,4 +78,4 @@ FINAL = Policy(
 )  # fmt: skip
 
 #: The same in a quick tuning, on a GPU that has just measured the screen.
-QUICK_FINAL = replace(FINAL, rounds=15, race_after=5, race_margin=0.01, settle_ms=100, steady_rounds=5)
+QUICK_FINAL = replace(FINAL, rounds=15, race_after=5, race_margin=0.01, settle_ms=100)
