@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from tunegemm.errors import MeasureError
-from tunegemm.measure.policy import FINAL, QUALIFYING, SCREEN, Policy
+from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Policy
 from tunegemm.measure.race import SteadyState, race
 
 
@@ -133,9 +134,60 @@ def test_the_time_is_filled_whatever_a_replay_takes() -> None:
 
 
 def test_rounds_of_steady_state_timing_are_few() -> None:
-    policy = FINAL.in_steady_state()
-    assert policy.rounds == FINAL.steady_rounds < FINAL.rounds and policy.race_after == 3
-    assert SCREEN.steady_ms == 0 and QUALIFYING.steady_ms > 0
+    for preset in (FINAL, QUICK_FINAL):
+        policy = preset.in_steady_state()
+        assert policy.rounds == preset.steady_rounds < preset.rounds and policy.race_after == 1
+        assert policy.steady_ms == FINAL.steady_ms > 0
+    assert SCREEN.steady_ms == 0
+
+
+STEADY = Policy(
+    rounds=7, min_replay_ms=1, race_after=1, race_margin=0.01, steady_ms=160, steady_spread=0.02
+)  # fmt: skip
+
+
+def test_in_steady_state_the_slow_go_after_each_round() -> None:
+    """More than 3 % after one complete round, 2.4 % after two, 1.8 % after all; the last one is in flight."""
+    _, samples = run([103.0, 103.0, 100.0, 100.5, 102.5, 104.0], STEADY)
+    assert [len(one) for one in samples] == [7, 7, 7, 7, 3, 2]
+    # In interleaved timing an interval decides, which 3 rounds do not have; and never the spread.
+    _, interleaved = run([103.0, 103.0, 100.0, 100.5], replace(STEADY, steady_ms=0, steady_spread=0.0))
+    assert [len(one) for one in interleaved] == [7] * 4
+
+
+class Noisy(Replay):
+    """Another time each time, in turn."""
+
+    def __init__(self, device: Device, index: int, times: list[float]) -> None:
+        super().__init__(device, index)
+        self.times = times
+
+    def finish(self) -> float:
+        super().finish()
+        self.times.append(self.times.pop(0))
+        return self.times[-1]
+
+
+def test_in_steady_state_one_bad_round_is_no_reason_to_go() -> None:
+    """Two rounds of a kernel differ by some 2 %: the spread bears that, the median what is worse later."""
+    device = Device([103.0, 103.0, 100.0, 0.0])
+    replays = [*device.replays()[:3], Noisy(device, 3, [102.5, 99.0, 99.0, 99.0, 106.0, 99.0, 99.0])]
+    samples = race(replays, 2, STEADY, device.waited.append)
+    assert [len(one) for one in samples] == [7] * 4
+
+
+@pytest.mark.parametrize("rivals", [[130.0, 150.0], []])
+def test_in_steady_state_the_last_one_ends_the_race_after_three_rounds(rivals: list[float]) -> None:
+    _, samples = run([103.0, 103.0, 100.0, *rivals], STEADY)
+    assert [len(one) for one in samples[:3]] == [3, 3, 3]
+    assert [len(one) for one in samples[3:]] == [2] * len(rivals)
+    _, alone = run([103.0, 103.0], STEADY)
+    assert [len(one) for one in alone] == [3, 3], "torch.mm itself"
+
+
+def test_what_races_torch_alone_in_interleaved_timing_has_all_rounds() -> None:
+    _, samples = run([103.0, 103.0, 100.0], replace(STEADY, steady_ms=0))
+    assert [len(one) for one in samples] == [7, 7, 7]
 
 
 def test_presets_and_bad_policies() -> None:

@@ -1,7 +1,14 @@
-"""The final race: its winner is the record, unless the GPU did other work, or torch.mm is as fast."""
+"""The final race: its winner is the record, unless the GPU did other work, or torch.mm is as fast.
+
+And what a tuning leaves that ends amid it.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,19 +18,26 @@ import pytest
 from tests.tuning.planted import (
     DEVICE,
     PROBLEM,
+    Timed,
+    capped,
+    interrupt_when,
     kernels,
     launches,
     measurement,
     planted_tuner,
     trials_of,
-)  # fmt: skip
+)
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Measurement
-from tunegemm.measure.policy import FINAL, SCREEN, Job, Policy
+from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Job, Policy
 from tunegemm.store import Database
 from tunegemm.tuning.final import race
+from tunegemm.tuning.finalists import finalists
+from tunegemm.tuning.progress import Progress
+from tunegemm.tuning.trials import Trials
+from tunegemm.tuning.tuner import Tuner
 
 FASTEST = launches(kernels(16)[0])[0]
 
@@ -127,3 +141,166 @@ def test_samples_of_impossible_sizes_end_in_a_result(tmp_path: Path, us: float) 
             trials_of(tuner, Planted([odd, measurement(TORCH_MM, 10.0)])), [FASTEST, TORCH_MM], FINAL
         )
     assert result.best is not None
+
+
+OWN = [launches(kernel)[0] for kernel in kernels(16, 32, 64)]
+
+
+@pytest.fixture
+def tuner(tmp_path: Path) -> Iterator[Tuner]:
+    with (
+        Database.open(tmp_path / "tuning.sqlite") as database,
+        planted_tuner(DEVICE, database, cache=tmp_path) as tuner,
+    ):
+        yield tuner
+
+
+def screen(trials: Trials, *candidates: Candidate) -> None:
+    for _ in trials.evaluate([*candidates, TORCH_MM], SCREEN, stage="screen"):
+        pass
+
+
+def words(tuner: Tuner) -> set[str]:
+    assert tuner.database is not None
+    return {entry.policy for entry in tuner.database.entries(PROBLEM)}
+
+
+def test_at_the_power_cap_the_fastest_in_steady_state_wins(tuner: Tuner) -> None:
+    measurer = capped()
+    trials = trials_of(tuner, measurer)
+    screen(trials, *OWN)
+    assert trials.is_throttled
+    assert trials.leader is not None and trials.leader.candidate["tile_n"] == 16
+    asked = len(measurer.asked)
+    result = race(trials, finalists(trials.screened, "quick", is_throttled=True), QUICK_FINAL)
+    assert tuner.database is not None
+    record = tuner.database.best(PROBLEM, DEVICE.fingerprint)
+    assert all(steady_ms == 0 for steady_ms, _ in measurer.asked[:asked])
+    ((steady_ms, raced),) = measurer.asked[asked:]
+    assert steady_ms == QUICK_FINAL.steady_ms and set(raced) == {*OWN, TORCH_MM}
+    assert result.best is not None and record is not None and record.candidate == result.best.candidate
+    assert record.confirmed and record.candidate["tile_n"] == 64
+    assert words(tuner) == {"screen", "steady_final"}
+
+
+@pytest.mark.parametrize("screened_at_the_cap", [True, False])
+def test_a_race_of_a_gpu_that_holds_its_clocks_is_no_steady_state(
+    tuner: Tuner, screened_at_the_cap: bool
+) -> None:
+    """It may have been at its cap while it screened: what it times now is interleaved all the same."""
+    measurer = Timed(
+        lambda c, _: c["tile_n"], is_throttled=lambda policy: screened_at_the_cap and policy == screening
+    )
+    trials, screening = trials_of(tuner, measurer), replace(SCREEN, seed=0)
+    screen(trials, *OWN)
+    assert trials.is_throttled == screened_at_the_cap
+    race(trials, finalists(trials.screened, "quick", is_throttled=trials.is_throttled), QUICK_FINAL)
+    assert words(tuner) == {"screen", "race"}
+
+
+def test_a_short_screen_that_saw_no_cap_does_not_hide_it(tuner: Tuner) -> None:
+    throttled = [True, False, False]
+    trials = trials_of(tuner, Timed(lambda *_: 9.0, is_throttled=lambda _: throttled.pop(0)))
+    screen(trials)
+    screen(trials, *OWN)
+    assert trials.is_throttled
+
+
+A, B = launches(kernels(32)[0])[0], launches(kernels(64)[0])[0]
+RATIOS = {(A, False): 1.05, (B, False): 1.01, (A, True): 0.98, (B, True): 1.03}
+"""Of issue and old records alike: A leads the screen, and in steady state it is slower than torch.mm."""
+
+
+def by_ratio(candidate: Candidate, policy: Policy) -> float:
+    return 10 / RATIOS.get((candidate, policy.steady_ms > 0), 0.9)
+
+
+class TestEndedAmidIt:
+    @pytest.mark.parametrize("measured", range(5))
+    def test_ctrl_c_reports_the_record_that_it_leaves(
+        self, tuner: Tuner, monkeypatch: pytest.MonkeyPatch, measured: int
+    ) -> None:
+        """After so many of the four outcomes, whatever comes first."""
+        monkeypatch.setattr(Tuner, "measurer_for", lambda *_: Timed(by_ratio))
+        screen(trials_of(tuner, Timed(by_ratio)), A, B)
+        assert tuner.database is not None
+        database = tuner.database
+
+        def raced() -> int:
+            return sum(entry.policy == "steady_final" for entry in database.entries(PROBLEM))
+
+        def is_due(progress: Progress) -> bool:
+            return progress.stage == "final" and raced() == measured
+
+        result = tuner.tune(PROBLEM, trials=1, on_progress=interrupt_when(is_due))
+        assert raced() == measured
+        record = database.best(PROBLEM, DEVICE.fingerprint)
+        assert result.interrupted and result.best is not None and record is not None
+        assert (result.best.candidate, result.best.ratio) == (record.candidate, record.ratio)
+        assert not record.confirmed
+        latest = {m.candidate: m for m in database.measurements(PROBLEM, DEVICE.fingerprint)}
+        assert latest[record.candidate].ratio >= 1 or record.candidate == TORCH_MM
+
+    @pytest.mark.parametrize("stored", [True, False])
+    def test_the_three_measurements(self, tmp_path: Path, stored: bool) -> None:
+        """A at 1.05 by a screen, 0.98 in steady state; B at 1.03 there: it is B."""
+        with (
+            Database.open(tmp_path / "tuning.sqlite") as database,
+            planted_tuner(DEVICE, database if stored else None, cache=tmp_path) as tuner,
+        ):
+            trials = trials_of(tuner, Timed(by_ratio))
+            screen(trials, A)
+            assert trials.leader is not None and trials.leader.candidate == A
+            for candidate in (A, B):
+                [*trials.evaluate([candidate], FINAL, stage="final")]
+            result = trials.interrupted()
+            record = database.best(PROBLEM, DEVICE.fingerprint)
+        assert result.best is not None and result.best.candidate == B
+        assert result.best.ratio == pytest.approx(1.03)
+        assert not stored or (record is not None and record.candidate == B)
+
+    def test_a_budget_that_ends_the_search_leaves_what_it_reports(
+        self, tuner: Tuner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Tuner, "measurer_for", lambda *_: Timed(by_ratio))
+        screen(trials_of(tuner, Timed(by_ratio)), A, B)
+        result = tuner.tune(PROBLEM, trials=1, budget_seconds=0.0)
+        assert tuner.database is not None
+        record = tuner.database.best(PROBLEM, DEVICE.fingerprint)
+        assert result.best is not None and record is not None
+        assert record.candidate == result.best.candidate == B
+
+    def test_kill_9_leaves_no_record_that_is_slower_than_torch(self, tmp_path: Path) -> None:
+        """A process of its own that is killed by itself, right after A's outcome was published."""
+        program = (
+            "import os, signal, sys; from tests.tuning.test_final import *\n"
+            "def die(progress):\n"
+            "    if sum(one.measurement.is_steady for one in trials.results) == 2:\n"
+            "        os.kill(os.getpid(), signal.SIGKILL)\n"
+            "folder = Path(sys.argv[1])\n"
+            "database = Database.open(folder / 'tuning.sqlite')\n"
+            "with planted_tuner(DEVICE, database, cache=folder) as tuner:\n"
+            "    trials = trials_of(tuner, Timed(by_ratio), on_progress=die)\n"
+            "    screen(trials, A, B)\n"
+            "    [*trials.evaluate([TORCH_MM, A, B], FINAL, stage='final')]\n"
+        )
+        path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=path, timeout=120)
+        assert killed.returncode == -signal.SIGKILL
+        with Database.open(tmp_path / "tuning.sqlite") as database:
+            record = database.best(PROBLEM, DEVICE.fingerprint)
+            assert len(database.measurements(PROBLEM, DEVICE.fingerprint)) == 5
+            raced = [m.candidate for m in database.measurements(PROBLEM, DEVICE.fingerprint) if m.is_steady]
+        assert raced == [TORCH_MM, A]
+        assert record is not None and record.candidate in (B, TORCH_MM)
+
+
+def test_a_record_that_is_older_than_the_tuning_is_what_ctrl_c_reports(tuner: Tuner) -> None:
+    """A confirmed record stays, whatever a screen says of another candidate."""
+    assert tuner.database is not None
+    tuner.database.confirm(PROBLEM, DEVICE, measurement(B, 9.0))
+    trials = trials_of(tuner, Timed(by_ratio))
+    screen(trials, A)
+    result = trials.interrupted()
+    assert result.best is not None and result.best.candidate == B
+    assert isinstance(result.best, Measurement) and result.interrupted

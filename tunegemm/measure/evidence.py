@@ -21,7 +21,7 @@ class Evidence(IntEnum):
     RACE = 1
     """The many interleaved rounds of a final race."""
     STEADY = 2
-    """A qualifying round in steady-state timing."""
+    """A qualifying round in steady-state timing, as older releases had before their final races."""
     FINAL = 3
     """A final race in steady-state timing, or one that was won."""
 

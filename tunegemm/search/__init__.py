@@ -2,7 +2,7 @@
 
 from tunegemm.search.budget import EFFORTS, Budget, Effort, budget_for
 from tunegemm.search.portfolio import Portfolio
-from tunegemm.search.search import Search, first_of_each_kernel, gpc_aware, launches_around
+from tunegemm.search.search import Search, first_of_each_kernel, launches_around
 
 __all__ = [
     "EFFORTS",
@@ -12,6 +12,5 @@ __all__ = [
     "Search",
     "budget_for",
     "first_of_each_kernel",
-    "gpc_aware",
     "launches_around",
 ]

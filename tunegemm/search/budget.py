@@ -39,6 +39,9 @@ class Budget:
 # A candidate costs some 15 ms once compiled. On an H200 the model's order, which knows cycles and joules, has
 # the winner's tile among its first few; the rest is to find its ring and its launch.
 _TRIALS = {"quick": 32, "full": 440}
+#: Parts of the trials: screen, probe, refine. What a quick search has over is for `vary`; a full one may look
+#: at many launches, since one that the model misjudged can be the best of a kernel that is far from the top.
+_SHARES = {"quick": (7 / 16, 3 / 16, 3 / 16), "full": (3 / 8, 1 / 4, 13 / 50)}
 #: Larger than any number of trials or seconds that is meant.
 _LARGEST = 2**53
 #: Of tuning in one process where TUNEGEMM_ONLINE_BUDGET is not set. With its kernels compiled a problem takes
@@ -64,9 +67,10 @@ def budget_for(effort: Effort, *, kernels: int, launches: int, trials: int | Non
         screen = kernels if trials is None else min(kernels, trials)
         return Budget(screen, 0, 0, 0, grid if trials is None else min(grid, trials - screen), leaders)
     total = _TRIALS[effort] if trials is None else trials
-    screen = min(kernels, max(1, total * 7 // 16))
-    probe = min(total - screen, total * 3 // 16, kernels * (launches - 1))
-    refine = min(total - screen - probe, total * 3 // 16, leaders * (launches - 1))
+    of_screen, of_probe, of_refine = _SHARES[effort]
+    screen = min(kernels, max(1, int(total * of_screen)))
+    probe = min(total - screen, int(total * of_probe), kernels * (launches - 1))
+    refine = min(total - screen - probe, int(total * of_refine), leaders * (launches - 1))
     left = total - screen - probe - refine
     if effort == "quick":
         return Budget(screen, left, 0, probe, refine, leaders)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tunegemm.describe.space import Candidate
 from tunegemm.search.search import Search, StageName
 
-#: Candidates of each family but the first before its chances are judged, as a part of its budget: 8 of 108.
+#: Candidates of each family but the first before its chances are judged, as a part of its budget: 2 of 32.
 _FIRST_ROUND = 0.08
 #: A family goes on when the best of its first round is at most this much slower than the best first round.
 _MARGIN = 0.02

@@ -33,8 +33,6 @@ _CLUSTER = ("cluster_m", "cluster_n")
 _CLUSTERS_PER_TILE = 3
 #: Rasterization, where a family has both: which mode first, and how many tiles of the other at a time.
 _RASTER, _SWIZZLE = "raster_order", "swizzle_size"
-#: Which clusters take neighbouring tiles.
-_ORDER = "cluster_order"
 #: Kernels taken in the model's order before tiles are spread, by effort: many of them differ by the depth of
 #: the ring only, which few trials leave to the leaders.
 _TRUSTED = {"quick": 0, "full": 24, "exhaustive": 24}
@@ -331,19 +329,6 @@ def launches_around(leader: Candidate, launch_values: Mapping[str, Sequence[Valu
         leader.with_launch(**dict(zip(names, values, strict=True))) for values in itertools.product(*lists)
     )
     return sorted(grid, key=lambda launch: _differences(launch, leader))
-
-
-def gpc_aware(leader: Candidate, launch_values: Mapping[str, Sequence[Value]]) -> list[Candidate]:
-    """Launches of the leader's kernel that give a GPC neighbouring tiles: along either mode, wide swizzle.
-
-    At the power cap the reads that a GPC then saves are clock: of an H200's large products some per cent of
-    energy, and next to nothing in interleaved timing (benchmarks/results/h200/gpc-2026-11-22.json).
-    """
-    if not {_RASTER, _SWIZZLE, _ORDER} <= launch_values.keys():
-        return []
-    widths = launch_values[_SWIZZLE]
-    wide = {_SWIZZLE: widths[len(widths) * 3 // 4], _ORDER: "gpc"}
-    return [leader.with_launch(**wide, **{_RASTER: order}) for order in launch_values[_RASTER]]
 
 
 _END = Candidate("end of the stream")
