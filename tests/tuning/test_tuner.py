@@ -5,7 +5,9 @@ The recording is written here; its numbers are made up. Compile workers are plan
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -17,23 +19,29 @@ from tests.support.planted import tuning_families
 from tests.tuning.planted import (
     DEVICE,
     PROBLEM,
+    Timed,
     capped,
     interrupt_when,
     kernels,
     launches,
     measurement,
     planted_tuner,
+    trials_of,
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, ProblemError, SpaceError
 from tunegemm.generate import families
+from tunegemm.generate.artifacts import Key, digest
+from tunegemm.generate.compile import CompileResult
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
+from tunegemm.measure.policy import SCREEN, Policy
 from tunegemm.measure.sweeps import write_sweep
+from tunegemm.search.budget import Effort
 from tunegemm.store import Database
 from tunegemm.tuning import tuner as tuning
-from tunegemm.tuning.progress import Progress, TuneResult
+from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.tuner import Tuner, open_device, open_gpu
 
 BROKEN = Problem.parse("512x512x1024")
@@ -328,7 +336,7 @@ def test_a_whole_tuning_at_the_power_cap(
         again = tuner.tune(PROBLEM, trials=12, budget_seconds=0.0)
         record = database.best(PROBLEM, DEVICE.fingerprint)
     stages = list(dict.fromkeys(progress.stage for progress in told))
-    assert stages[0] == "library" and stages[-3:] == ["qualifying", "final", "done"]
+    assert stages[0] == "library" and stages[-2:] == ["final", "done"]
     assert result.best is not None and result.best.is_steady
     steady = [o for o in result.outcomes if isinstance(o, Measurement) and o.is_steady]
     assert result.best.ratio == max(o.ratio for o in steady)
@@ -336,4 +344,113 @@ def test_a_whole_tuning_at_the_power_cap(
     # Without a budget nothing is searched, and few are raced; what the race finds is the record all the same.
     assert "the budget of 0 s ended the search" in again.note
     assert record is not None and again.best is not None and record.candidate == again.best.candidate
-    assert len([o for o in again.outcomes if isinstance(o, Measurement)]) <= 5
+    assert len([o for o in again.outcomes if isinstance(o, Measurement)]) <= 7
+
+
+def test_a_quick_search_measures_32_of_the_first_family_and_two_of_each_other(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are far behind here. The final race measures some of them again, and no more of them."""
+
+    def time_us(candidate: Candidate, _: Policy) -> float:
+        return 9.0 + candidate["tile_n"] / 100 if candidate.family == "cute_sm90" else 20.0
+
+    measurer = Timed(time_us)
+    monkeypatch.setattr(Tuner, "measurer_for", lambda *_: measurer)
+    told: list[Progress] = []
+    with planted_tuner(DEVICE, cache=cache) as tuner:
+        generators = tuner.kernels.generators
+        result = tuner.tune(PROBLEM, on_progress=told.append)
+    screened = {c for steady_ms, asked in measurer.asked if not steady_ms for c in asked}
+    of_family = {name: sum(c.family == name for c in screened) for name in generators}
+    assert of_family.pop("cute_sm90") == 32
+    assert all(count <= 2 for count in of_family.values())
+    assert told[-1].measured <= told[-1].planned == 32 + 2 * sum(map(bool, of_family.values()))
+    (last, *_) = [asked for steady_ms, asked in measurer.asked if steady_ms]
+    assert set(last) <= screened and set(candidates(result)) == screened
+    # A dozen tiles, and half as many variants of the best of them: the rest are launches of these.
+    assert len({c.kernel for c in screened if c.family == "cute_sm90"}) <= 14 + 6
+
+
+def test_what_is_compiled_is_measured_while_the_rest_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler waits for the first measurement here: whoever compiles all first would wait for ever."""
+    awaited = tmp_path / "measured"
+    monkeypatch.setenv("PLANTED_WAITS", f"64:{awaited}")
+
+    def time_us(candidate: Candidate, _: Policy) -> float:
+        awaited.touch()
+        return 9.0
+
+    slow, ready = (launches(kernel)[0] for kernel in kernels(64, 32))
+    with planted_tuner(DEVICE, cache=tmp_path / "cache") as tuner:
+        family = families.get(ready.family)
+        tuner.pool.submit(ready.family, family.kernel_key(PROBLEM, ready, DEVICE)).result()
+        trials = trials_of(tuner, measurer := Timed(time_us))
+        outcomes = list(trials.evaluate([slow, ready, TORCH_MM], SCREEN, stage="screen"))
+    assert [asked for _, asked in measurer.asked] == [[ready, TORCH_MM], [slow]]
+    assert [outcome.candidate for outcome in outcomes] == [ready, TORCH_MM, slow]
+    assert all(isinstance(outcome, Measurement) for outcome in outcomes)
+
+
+class TestFollowing:
+    """Kernels of the next problem are compiled while one is measured."""
+
+    NEXT = Problem.parse("512x512x512", dtype="fp16")
+    """None of its kernels is one of PROBLEM's."""
+
+    def tuned(
+        self, cache: Path, monkeypatch: pytest.MonkeyPatch, effort: Effort, **options: Any
+    ) -> tuple[list[str], list[str]]:
+        """Kernels of NEXT that were asked of the pool: ahead of its tuning, and in it."""
+        slow = {"triton_tma": 30.0}  # so that the family is given up after its first round
+        measurer = Timed(lambda candidate, _: slow.get(candidate.family, 9.0))
+        monkeypatch.setattr(Tuner, "measurer_for", lambda *_: measurer)
+        ahead: list[str] = []
+        asked: list[str] = []
+        with planted_tuner(DEVICE, cache=cache, **options) as tuner:
+            submit = tuner.pool.submit
+
+            def noted(family: str, key: Key) -> Future[CompileResult]:
+                is_ahead = threading.current_thread().name.startswith("ahead")
+                if is_ahead or is_next:
+                    (ahead if is_ahead else asked).append(digest(key))
+                return submit(family, key)
+
+            def requests() -> Iterator[Request]:
+                nonlocal is_next
+                yield Request(PROBLEM, effort, trials=12, following=self.NEXT)
+                tuner._ahead.submit(bool).result()  # what is asked ahead is asked by now
+                is_next = True
+                yield Request(self.NEXT, effort, trials=12)
+
+            is_next = False
+            monkeypatch.setattr(tuner.pool, "submit", noted)
+            first, second = tuner.tune_all(requests())
+        assert first.best is not None and second.best is not None
+        return ahead, asked
+
+    @pytest.mark.parametrize("effort", ["quick", "full"])
+    def test_what_it_will_ask_for_and_no_more(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effort: Effort
+    ) -> None:
+        ahead, asked = self.tuned(tmp_path, monkeypatch, effort, families=["cute_sm90", "triton_tma"])
+        assert len(ahead) == len(set(ahead)) and len(ahead) >= 4
+        assert set(ahead) <= set(asked)
+
+    def test_nothing_where_nothing_may_be_compiled(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        library = ["cute_sm90", "cublaslt"]
+        ahead, _ = self.tuned(tmp_path, monkeypatch, "quick", families=library, compiled_only=True)
+        assert ahead == []
+
+    def test_one_that_cannot_be_tuned_harms_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Tuner, "measurer_for", lambda *_: Timed(lambda *_: 9.0))
+        with planted_tuner(DEVICE, cache=tmp_path, families=["cute_sm90"]) as tuner:
+            for following in (Problem(200000, 200000, 200000), Problem.parse("64x64x63")):
+                (result,) = tuner.tune_all([Request(PROBLEM, trials=2, following=following)])
+                assert result.best is not None

@@ -26,7 +26,7 @@ from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Policy
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
 from tunegemm.measure.worker import MeasureWorker
-from tunegemm.search import Search
+from tunegemm.search import Portfolio, Search
 from tunegemm.search.budget import Effort, budget_for, checked_seconds, checked_seed
 from tunegemm.store import packs
 from tunegemm.tuning import final
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
 _BATCH = 32
-#: Kernels of each family but the first that are compiled ahead: so many are asked for in any case.
-_FIRST_ROUND = 2
 #: Seconds that a final race in steady-state timing takes, by effort. A search that has a budget leaves it so
 #: much, but no more than half.
 _STEADY_S = {"quick": 5.0, "full": 20.0, "exhaustive": 20.0}
@@ -224,12 +222,15 @@ class Tuner:
         """What searches will ask for first, as far as that does not depend on the database."""
         if self.device.lacks_memory(problem) is not None:
             return
+        searches = []
         for name in self.kernels.generators:
             ranking = self.kernels.ranked(problem, name, most=RANKED[effort])
-            ranked = [one.candidate for one in model.in_turn(ranking.predictions)]
-            planned = Search(ranked, {}, effort=effort, trials=trials).planned_screen()
-            for candidate in planned if name == self.kernels.generators[0] else planned[:_FIRST_ROUND]:
-                self.pool.submit(name, families.get(name).kernel_key(problem, candidate, self.device))
+            if ranking.predictions:
+                ranked = [one.candidate for one in model.in_turn(ranking.predictions)]
+                searches.append(Search(ranked, {}, effort=effort, trials=trials))
+        for candidate in Portfolio(searches).planned_screen():
+            family = families.get(candidate.family)
+            self.pool.submit(candidate.family, family.kernel_key(problem, candidate, self.device))
 
     def _begin(self, problem: Problem, on_progress: Callable[[Progress], None] | None) -> Trials:
         if (lack := self.device.lacks_memory(problem)) is not None:

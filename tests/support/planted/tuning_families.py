@@ -1,8 +1,9 @@
 """Families whose objects take no time to compile; the compiler gives up on one width of tile and dies on
-another.
+another. PLANTED_WAITS=WIDTH:FILE has those of a third one wait for a file.
 """
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,9 @@ class _Planted:
             raise ValueError("a tile that the compiler refuses")
         if key["tile_n"] == ABORTS:
             os.abort()
+        width, _, awaited = os.environ.get("PLANTED_WAITS", "").partition(":")
+        while awaited and key["tile_n"] == int(width) and not Path(awaited).exists():
+            time.sleep(0.01)
         out.write_bytes(repr(sorted(key.items())).encode())
         return Resources(128, 0, 1024, (), 0.0)
 
