@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
@@ -54,6 +55,7 @@ class Kernels:
         self._folder = folder
         self._possible: dict[tuple[str | int, ...], tuple[list[Candidate], Columns]] = {}
         self._latest: dict[tuple[Problem, str, int | None], Ranking] = {}
+        self._lock = threading.Lock()
         self._compiled: dict[tuple[str | int, ...], tuple[Set[str], list[Candidate], Columns]] = {}
 
     @property
@@ -108,11 +110,13 @@ class Kernels:
 
     def _remembered(self, problem: Problem, name: str, most: int | None) -> Ranking:
         place = problem, name, most
-        if place not in self._latest:
-            while len(self._latest) >= _REMEMBERED:
-                del self._latest[next(iter(self._latest))]
-            self._latest[place] = self._rank(problem, name, None, None, most)
-        return self._latest[place]
+        if (ranking := self._latest.get(place)) is None:
+            ranking = self._rank(problem, name, None, None, most)
+            with self._lock:  # another thread asks for those of the next problem
+                while len(self._latest) >= _REMEMBERED:
+                    del self._latest[next(iter(self._latest))]
+                self._latest[place] = ranking
+        return ranking
 
     def _rank(
         self,
