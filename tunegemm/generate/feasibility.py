@@ -180,6 +180,13 @@ def half_operands(problem: Problem, candidate: Candidate, device: Device) -> str
     return None
 
 
+def epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """For families whose kernels take no epilogue."""
+    if problem.epilogue:
+        return f"{candidate.family} stores products as they are, without {problem.epilogue}"
+    return None
+
+
 def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """One stage is being multiplied: with 1 nothing could be loaded meanwhile."""
     if candidate["stages"] < 2:

@@ -13,7 +13,7 @@ from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem, swapped_dtype
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import ArtifactError
-from tunegemm.generate.feasibility import Rule, Verdict, apply_rules
+from tunegemm.generate.feasibility import Rule, Verdict, apply_rules, epilogue
 from tunegemm.generate.launching import Launcher, Workspace
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.sources import hash_of_code, kernel_sources
@@ -162,6 +162,10 @@ class Generator:
     """Whether kernels take an epilogue."""
     compiled: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if not self.fuses:
+            object.__setattr__(self, "rules", (epilogue, *self.rules))
+
     @property
     def space_file(self) -> Path:
         return self.space or data_path("search_spaces", f"{self.name}.toml")
@@ -175,8 +179,6 @@ class Generator:
         return next(filter(None, (package.missing() for package in packages)), None)
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        if problem.epilogue and not self.fuses:
-            return Verdict("epilogue", f"{self.name} stores products as they are, without {problem.epilogue}")
         return apply_rules(self.rules, problem, candidate, device)
 
     def kernel_key(self, problem: Problem, candidate: Candidate, device: Device) -> Key:

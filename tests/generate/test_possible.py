@@ -1,0 +1,217 @@
+"""Rules that are asked once, and kernels that are kept between processes: both say what the rules say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate, SearchSpace
+from tunegemm.errors import TunegemmError
+from tunegemm.generate import families, possible
+from tunegemm.generate.feasibility import Remembered, Rule, apply_rules
+from tunegemm.generate.possible import extent_check, possible_kernels
+
+GENERATORS = [name for name in families.NAMES if families.get(name).compiled]
+PROBLEM = Problem.parse("512x512x512")
+
+
+def small(name: str) -> SearchSpace:
+    """A family's space with few tiles."""
+    space = families.load_space(name)
+    tiles = {"tile_m": (64, 128), "tile_n": (32, 64)}
+    kept = {n: tuple(v for v in tiles[n] if v in space.compile_values[n]) for n in tiles}
+    return replace(space, compile_values=dict(space.compile_values) | kept)
+
+
+EXTENT = st.sampled_from([1, 3, 8, 16, 63, 64, 100, 128, 129, 512, 1000, 4096, 16384])
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Of every dtype, layout, alignment and epilogue that a problem can have."""
+    while True:
+        shape = "x".join(str(draw(EXTENT)) for _ in range(3)) + draw(st.sampled_from(["", "x3"]))
+        try:
+            return Problem.parse(
+                shape,
+                dtype=draw(st.sampled_from(["bf16", "fp16", "fp8_e4m3", "int8", "fp32"])),
+                layout=draw(st.sampled_from(["tn", "nn", "nt", "tt"])),
+                alignment=draw(st.sampled_from([2, 8, 16])),
+                epilogue=draw(st.sampled_from(["", "relu", "bias_n+gelu_tanh", "silu_gate"])),
+            )
+        except TunegemmError:
+            continue
+
+
+def sample(space: SearchSpace, count: int, seed: int) -> list[Candidate]:
+    """Kernels and launches of the space, whatever its rules say of them."""
+    draw, found = random.Random(seed), []
+    for number in range(count):
+        kernel = Candidate.make(
+            space.family, {name: draw.choice(values) for name, values in space.compile_values.items()}
+        )
+        launch = {name: draw.choice(values) for name, values in space.launch_values.items()}
+        found.append(kernel.with_launch(**launch) if number % 2 else kernel)
+    return found
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 2**16))
+def test_what_is_remembered_is_what_the_rules_say(name: str, problem: Problem, seed: int) -> None:
+    """Of all of a family's rules, and of each alone: those behind one that objects are seldom asked."""
+    family, device = families.get(name), find_device("model:h200")
+    candidates = sample(families.load_space(name), 60, seed)
+    # Some differ in one parameter only, which may be one that a rule reads late.
+    whole = [c for c in candidates if c.launch_params]
+    candidates += [one.kernel.with_launch(**dict(whole[0].launch_params)) for one in whole]
+    remembered = Remembered(family.rules, problem, device)
+    expected = [bool(family.check(problem, c, device)) for c in candidates]
+    assert [remembered(c) for c in candidates] == expected
+    assert [remembered(c) for c in candidates] == expected, "when all is known"
+    extents = [rule for rule in family.rules if rule.__name__ in family.extent_rules]
+    fits = extent_check(family, problem, device)
+    feasible = [c for c in candidates if family.check(problem, c, device)]
+    assert all(fits(c) for c in feasible)
+    for candidate in (c for c in candidates if plain(extents, problem, c, device) is not None):
+        assert fits(candidate) == plain(extents, problem, candidate, device)
+
+
+def plain(rules: Sequence[Rule], problem: Problem, candidate: Candidate, device: Device) -> bool | None:
+    """What rules say without a memory; None where one cannot be asked of what another one forbids."""
+    try:
+        return bool(apply_rules(rules, problem, candidate, device))
+    except (ValueError, ZeroDivisionError, KeyError):
+        return None
+
+
+def kernel(**params: int | str) -> Candidate:
+    return Candidate.make("planted", params)
+
+
+def test_each_rule_is_asked_once_about_what_it_reads(h200: Device) -> None:
+    asked = []
+
+    def crossed(_: Problem, candidate: Candidate, __: Device) -> str | None:
+        asked.append(candidate["a"])
+        if candidate["a"] == 3:  # of others it reads more
+            return "3"
+        return "too many" if candidate.params.get("b", 0) + candidate["a"] > 4 else None
+
+    remembered = Remembered([crossed], PROBLEM, h200)
+    grid = [kernel(a=a, b=b, c=c) for a in (1, 2, 3) for b in (1, 2, 3) for c in range(5)]
+    expected = [c["a"] != 3 and c["a"] + c["b"] <= 4 for c in grid]
+    assert [remembered(c) for c in grid] == expected
+    assert sorted(asked) == [1] * 3 + [2] * 3 + [3]
+    assert [remembered(c) for c in reversed(grid)] == expected[::-1] and len(asked) == 7
+    assert remembered(kernel(a=2)) and not remembered(kernel(a=5)), "without b it is another one"
+
+
+def test_a_rule_that_reads_what_cannot_be_traced_is_asked_each_time(h200: Device) -> None:
+    asked = []
+
+    def whole(_: Problem, candidate: Candidate, __: Device) -> str | None:
+        asked.append(candidate)
+        return "odd" if len(candidate.digest) % 2 else None
+
+    def nothing(problem: Problem, candidate: Candidate, __: Device) -> str | None:
+        return "never" if problem.m == 1 else None
+
+    remembered = Remembered([whole, nothing], PROBLEM, h200)
+    some = [kernel(a=a) for a in (1, 2, 1)]
+    assert [remembered(c) for c in some] == [True] * 3
+    assert [c for c in asked if isinstance(c, Candidate)] == some
+    assert not Remembered([nothing], replace(PROBLEM, m=1), h200)(some[0])
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("problem", [PROBLEM, replace(PROBLEM, m=8, epilogue="silu")], ids=str)
+def test_kernels_of_the_file_are_those_of_the_rules(
+    tmp_path: Path, h200: Device, name: str, problem: Problem
+) -> None:
+    family, space = families.get(name), small(name)
+    rules = [rule for rule in family.rules if rule.__name__ not in family.extent_rules]
+    expected = [k for k in space.kernels() if apply_rules(rules, problem, k, h200)]
+    assert bool(expected) == (name == "cute_sm90" or not problem.epilogue)
+    assert possible_kernels(family, space, problem, h200, None) == expected
+    assert possible_kernels(family, space, problem, h200, tmp_path) == expected
+    (path,) = tmp_path.iterdir()
+    before = path.stat().st_mtime_ns
+    assert possible_kernels(family, space, problem, h200, tmp_path) == expected, "as it was read"
+    assert path.stat().st_mtime_ns == before
+
+
+def test_problems_of_a_kind_share_a_file_and_others_do_not(
+    tmp_path: Path, h200: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, space = families.get("triton_tma"), small("triton_tma")
+    found = possible_kernels(family, space, PROBLEM, h200, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(possible, "plausible_kernels", None)  # whoever computes anew fails
+        assert possible_kernels(family, space, replace(PROBLEM, m=8192, k=64), h200, tmp_path) == found
+        for other in (
+            replace(PROBLEM, in_dtype="fp16", out_dtype="fp16"), replace(PROBLEM, alignment=8),
+            replace(PROBLEM, epilogue="silu"), replace(PROBLEM, out_major="m"),
+        ):  # fmt: skip
+            with pytest.raises(TypeError):
+                possible_kernels(family, space, other, h200, tmp_path)
+        narrower = replace(space, compile_values=dict(space.compile_values) | {"tile_n": (64,)})
+        with pytest.raises(TypeError):
+            possible_kernels(family, narrower, PROBLEM, h200, tmp_path)
+        # Of rules that changed.
+        patch.setattr(possible, "_sources", lambda _: {Path(__file__)})
+        with pytest.raises(TypeError):
+            possible_kernels(family, space, PROBLEM, h200, tmp_path)
+
+
+def damages(places: np.ndarray) -> dict[str, np.ndarray | bytes]:
+    beyond = places.copy()
+    beyond[-1, -1] = 200
+    return {
+        "empty": b"", "text": b"not an array at all", "another dtype": places.astype(np.int64),
+        "a column less": places[:, 1:], "one dimension": places.reshape(-1), "beyond the lists": beyond,
+        "objects": np.array([{"a": 1}], dtype=object),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [*damages(np.zeros((1, 2), dtype=np.uint8)), "truncated"])
+def test_a_damaged_or_foreign_file_is_computed_anew(tmp_path: Path, h200: Device, what: str) -> None:
+    family, space = families.get("triton_tma"), small("triton_tma")
+    expected = possible_kernels(family, space, PROBLEM, h200, tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    if what == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif isinstance(damage := damages(np.load(path))[what], bytes):
+        path.write_bytes(damage)
+    else:
+        np.save(path, damage, allow_pickle=True)
+    assert path.read_bytes() != whole
+    assert possible_kernels(family, space, PROBLEM, h200, tmp_path) == expected
+    assert path.read_bytes() == whole, "mended"
+
+
+def test_a_folder_that_cannot_be_written_is_let_be(tmp_path: Path, h200: Device) -> None:
+    family, space = families.get("triton_tma"), small("triton_tma")
+    expected = possible_kernels(family, space, PROBLEM, h200, None)
+    (tmp_path / "file").write_text("no folder")
+    assert possible_kernels(family, space, PROBLEM, h200, tmp_path / "file") == expected
+    assert possible_kernels(family, space, PROBLEM, h200, tmp_path / "file" / "below") == expected
+    assert (tmp_path / "file").read_text() == "no folder"
+
+
+def test_lists_too_long_for_a_byte_are_not_kept(tmp_path: Path, h200: Device) -> None:
+    family = families.get("triton_tma")
+    long = dict(small("triton_tma").compile_values) | {"tile_k": tuple(range(1, 302))}
+    space = replace(small("triton_tma"), compile_values=long)
+    assert possible_kernels(family, space, PROBLEM, h200, tmp_path)
+    assert not list(tmp_path.iterdir())
