@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--compile", type=int, metavar="N", help="compile the model's first N of each product"
     )
     parser.add_argument("--budget", type=float, default=600.0, help="seconds")
+    parser.add_argument("--compiled-only", action="store_true", help="only kernels of the object store")
     parser.add_argument("--rows", help="M,... in place of the list's")
     parser.add_argument("--db", type=Path, default=Path("campaign.sqlite"))
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
@@ -67,7 +68,10 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
     """Tunes until the budget is spent."""
     results = Results(results_path(options.out, device, "campaign.json"), meta(device, METHOD))
     deadline = time.monotonic() + options.budget
-    with Database.open(options.db) as database, Tuner(device, database) as tuner:
+    with (
+        Database.open(options.db) as database,
+        Tuner(device, database, compiled_only=options.compiled_only) as tuner,
+    ):
         known = {r.problem for r in database.records()}
         known |= {r.problem for r in read_shipped()[0] if r.fingerprint.device_name == device.name}
         known |= set(database.problems())
