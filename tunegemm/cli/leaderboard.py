@@ -25,8 +25,6 @@ class Format(StrEnum):
     csv = "csv"
     json = "json"
     md = "md"
-    html = "html"
-    parquet = "parquet"
 
 
 class By(StrEnum):
@@ -68,10 +66,8 @@ def command(
     shapes = options.parse_shapes(shape)
     if family is not None:
         options.parse_families(family)
-    if format is Format.parquet and out is None:
-        raise options.UsageError("--format parquet is not for a terminal: name a file with --out")
-    from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, parquet
-    from tunegemm.report.stored import of_all_layers, problems_of
+    from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, problems_of
+    from tunegemm.report.stored import of_all_layers
     from tunegemm.store import Database
     from tunegemm.store.leaders import leaders
 
@@ -111,10 +107,6 @@ def command(
         boards = [Leaderboard.summary(frame)]
     else:
         boards = [Leaderboard.standings(frame, "family" if by is By.family else "device")]
-    if format is Format.parquet:
-        assert out is not None
-        parquet(boards, top, out)
-        return
     console = options.stdout_console()
     if format is Format.table and out is None and console.is_terminal:
         for board in boards:
@@ -153,12 +145,8 @@ def _of(problems: list[Problem], frame: pandas.DataFrame) -> pandas.DataFrame:
 
 def _render(boards: list[Leaderboard], format: Format, top: int | None) -> str:
     """One document for all boards: JSON a list, CSV under one header."""
-    from tunegemm.report.leaderboard import html
-
     if format is Format.json:
         return to_json([board.as_dict(top) for board in boards]) + "\n"
-    if format is Format.html:
-        return html(boards, top)
     texts = [board.render(format.value, top) for board in boards]
     if format is Format.csv:
         return "".join([texts[0], *(text.partition("\n")[2] for text in texts[1:])])

@@ -1,4 +1,4 @@
-"""What figures show, computed: the same for the HTML page and for image files."""
+"""What the figures and tables of the page show, computed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Grid:
 
 
 def best_so_far(trials: Sequence[Trial]) -> list[tuple[int, float]]:
-    """Number of the trial and the ratio, wherever a trial was better than all before; races left out."""
+    """Number of the trial and the ratio, wherever a trial was better than all before."""
     steps: list[tuple[int, float]] = []
-    for number, trial in enumerate((t for t in trials if t.stage != "race"), 1):
+    for number, trial in enumerate(trials, 1):
         if not steps or trial.ratio > steps[-1][1]:
             steps.append((number, trial.ratio))
     return steps
@@ -34,9 +34,8 @@ def best_so_far(trials: Sequence[Trial]) -> list[tuple[int, float]]:
 
 def gap(details: Details) -> str:
     """Why the record's ratio is not where the curve of its search ends; empty where the two agree."""
-    record = details.winner.record
-    tried = [trial for trial in details.sequence if trial.stage != "race"]
-    if not tried or tie_of(best_so_far(tried)[-1][1], record.ratio):
+    record, tried = details.winner.record, details.tried
+    if not tried or abs(math.log(best_so_far(tried)[-1][1] / record.ratio)) <= math.log1p(NOISE_FLOOR):
         return ""
     own = [trial.ratio for trial in tried if trial.candidate == record.candidate]
     if not own:
@@ -46,11 +45,6 @@ def gap(details: Details) -> str:
         f"The search measured the record's candidate at {own[-1]:.3f}, in few rounds beside many others; its "
         f"{record.ratio:.3f} is of {race}, of {details.winner.rounds} rounds. The two do not compare."
     )
-
-
-def tie_of(one: float, other: float) -> bool:
-    """Whether two ratios look the same in a figure."""
-    return abs(math.log(one / other)) <= math.log1p(NOISE_FLOOR)
 
 
 def tile_grids(trials: Sequence[Trial]) -> list[Grid]:
@@ -105,9 +99,9 @@ def ratio_limits(winners: Sequence[Winner]) -> tuple[float, float]:
     return low / margin, high * margin
 
 
-def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round values between two ends of a linear axis."""
-    raw = (high - low) / max(most - 1, 1)
+def linear_ticks(low: float, high: float) -> list[float]:
+    """Some six round values between two ends of a linear axis."""
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(unit * power for unit in (1, 2, 2.5, 5, 10) if unit * power >= raw * 0.999999)
     return [

@@ -93,6 +93,11 @@ class Details:
     def problem(self) -> Problem:
         return self.winner.record.problem
 
+    @property
+    def tried(self) -> list[Trial]:
+        """The sequence without final races, whose ratios do not compare with a search's."""
+        return [trial for trial in self.sequence if trial.stage != "race"]
+
 
 @dataclass(frozen=True)
 class FailureGroup:

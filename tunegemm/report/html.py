@@ -109,7 +109,7 @@ def _anchor(problem: Problem) -> str:
 
 
 def _shape(details: Details) -> _Shape:
-    tried = [trial for trial in details.sequence if trial.stage != "race"]
+    tried = details.tried
     grids = analysis.tile_grids(details.trials)
     tiles = [trial for grid in grids for trial in grid.best.values()]
     return _Shape(

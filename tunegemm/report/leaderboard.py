@@ -12,20 +12,19 @@ import io
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
-from tunegemm.files import replacing
-from tunegemm.measure.evidence import Evidence, evidence_of
+from tunegemm.measure.evidence import QUALIFYING, SCREEN, Evidence
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.report.text import clean, markdown, significant, to_json
+from tunegemm.store.frames import by_evidence
 
 if TYPE_CHECKING:
     import pandas
@@ -34,39 +33,18 @@ if TYPE_CHECKING:
 #: Where times come from: this GPU, a recording of another, or nothing but a model.
 Source = Literal["measured", "replayed", "modelled"]
 
-Format = Literal["table", "csv", "json", "md", "html"]
+Format = Literal["table", "csv", "json", "md"]
 
 #: What `Leaderboard.standings` compares over all shapes.
 By = Literal["family", "device"]
+
+_NOTHING = "Nothing was measured for this device and software."
 
 #: The baseline's name, in tables and as the label of the candidate that calls it.
 BASELINE = "torch.mm"
 
 #: The family whose candidates are the vendor's library.
 VENDOR_FAMILY = "cublaslt"
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One candidate's evidence, wherever it comes from."""
-
-    label: str
-    family: str
-    median_us: float
-    ratio: float
-    spread: float
-    noise: float
-    evidence: Evidence = Evidence.SCREEN
-    chosen: bool = False
-    baseline_median_us: float = math.nan
-    baseline_spread: float = math.nan
-    origin: str = ""
-    """What it was imported or merged from: such a row goes behind all that was measured here."""
-
-    @property
-    def standing(self) -> tuple[bool, Evidence]:
-        """What its ratio may be compared within, better for more."""
-        return not self.origin, self.evidence
 
 
 @dataclass(frozen=True)
@@ -139,29 +117,32 @@ class Leaderboard:
         labels: candidate digest -> short name; the candidate's parameters where there is none.
         best: the winner of the final race; it comes first.
         """
+        import pandas
+
         latest = {outcome.candidate: outcome for outcome in outcomes if isinstance(outcome, Measurement)}
         if source == "modelled":
             predicted = ((candidate, measurement.median_us) for candidate, measurement in latest.items())
             return cls.from_predictions(problem, device, predicted, labels)
         names = labels or {}
-        rows = [
-            _Row(
-                names.get(candidate.digest, str(candidate)),
-                candidate.family,
-                measurement.median_us,
-                measurement.ratio,
-                measurement.spread,
-                measurement.noise,
-                chosen=candidate == best,
-                baseline_median_us=measurement.baseline_median_us,
-                baseline_spread=replace(measurement, samples_us=measurement.baseline_us).spread,
-                evidence=Evidence.STEADY if measurement.is_steady else Evidence.SCREEN,
-            )
-            for candidate, measurement in latest.items()
-        ]
-        return cls(
-            _title(problem, device.name), source, _note(source, device, rows), _ranked(rows, problem, device)
+        frame = pandas.DataFrame(
+            [
+                {
+                    "candidate": candidate.digest,
+                    "label": names.get(candidate.digest, str(candidate)),
+                    "family": candidate.family,
+                    **{name: getattr(one, name) for name in _FIGURES},
+                    "baseline_spread": replace(one, samples_us=one.baseline_us).spread,
+                    "policy": QUALIFYING if one.is_steady else SCREEN,
+                    "confirmed": False,
+                    "origin": "",
+                    "chosen": candidate == best,
+                }
+                for candidate, one in latest.items()
+            ],
+            columns=_ROW,
         )
+        note = _note(source, device, frame)
+        return cls(_title(problem, device.name), source, note, _ranked(frame, problem, device))
 
     @classmethod
     def from_predictions(
@@ -175,22 +156,14 @@ class Leaderboard:
         import pandas
 
         names = labels or {}
-        ordered = sorted(predictions, key=lambda prediction: prediction[1])
         rows = [
-            {
-                "rank": rank,
-                "problem": str(problem),
-                "candidate": names.get(candidate.digest, str(candidate)),
-                "predicted_us": predicted_us,
-                "family": candidate.family,
-                "device": device.name,
-            }
-            for rank, (candidate, predicted_us) in enumerate(ordered, 1)
+            (rank, str(problem), names.get(one.digest, str(one)), predicted_us, one.family, device.name)
+            for rank, (one, predicted_us) in enumerate(sorted(predictions, key=lambda pair: pair[1]), 1)
         ]
-        frame = pandas.DataFrame(
-            rows, columns=["rank", "problem", "candidate", "predicted_us", "family", "device"]
-        )
-        return cls(_title(problem, device.name), "modelled", _note("modelled", device, []), frame)
+        columns = ["rank", "problem", "candidate", "predicted_us", "family", "device"]
+        note = f"Ranked by a model of {device.name}; nothing was timed, and a model only ranks."
+        frame = pandas.DataFrame(rows, columns=columns)
+        return cls(_title(problem, device.name), "modelled", note, frame)
 
     @classmethod
     def from_frame(
@@ -201,50 +174,32 @@ class Leaderboard:
         device: only rows measured under its fingerprint. Without one: of each device name the fingerprint
         measured last, each ranked for itself.
         """
-        import pandas
-
-        boards = [
-            _ranked(_stored_rows(group), problem, shown)
-            for shown, group in _groups(_only(frame, problem), device)
-        ]
-        ranked = pandas.concat(boards, ignore_index=True) if boards else _ranked([], problem, device)
+        ranked = _boards(_only(frame, problem), device)
         return cls(_title(problem, _names(ranked)), "measured", _stored_note(frame, problem, device), ranked)
 
     @classmethod
-    def summary(cls, frame: pandas.DataFrame, device: Device | None = None) -> Leaderboard:
+    def summary(cls, frame: pandas.DataFrame) -> Leaderboard:
         """The best candidate of every problem in `Database.frame`, and the best of the vendor's beside it.
 
         `best_vendor_ratio` is at least that of torch.mm itself, 1, and missing where none of the vendor's
         algorithms was measured. The note has the geometric means.
         """
-        import pandas
-
-        rows = []
-        for problem in sorted(set(_problems(frame))):
-            for shown, group in _groups(_only(frame, problem), device):
-                board = _ranked(_stored_rows(group), problem, shown)
-                row = {name: board.iloc[0][name] for name in _SUMMARY_COLUMNS[:-2]}
-                vendors = board[(board["family"] == VENDOR_FAMILY) & (board["candidate"] != BASELINE)]
-                if len(vendors):
-                    label, ratio = vendors.iloc[0][["candidate", "ratio_to_torch_mm"]]
-                    row["best_vendor"], row["best_vendor_ratio"] = (
-                        (label, ratio) if ratio >= 1 else (BASELINE, 1.0)
-                    )
-                rows.append(row)
-        return cls._of_best(pandas.DataFrame(rows, columns=list(_SUMMARY_COLUMNS)))
-
-    @classmethod
-    def _of_best(cls, table: pandas.DataFrame) -> Leaderboard:
-        """The best of each problem; without the vendor's columns where most would be empty."""
-        title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
-        note = _mean_note(table)
-        if not table["best_vendor_ratio"].notna().mean() >= 0.5:  # or of no rows, where it is not a number
-            table = table.drop(columns=["best_vendor", "best_vendor_ratio"])
-        return cls(title, "measured", note, table)
+        place = [*_PROBLEM_FIELDS, "device_name"]
+        latest = frame.groupby(place)["measured_at"].transform("max")
+        newest = frame[frame["measured_at"] == latest][[*place, "fingerprint"]].drop_duplicates(place)
+        ordered = frame.merge(newest, on=[*place, "fingerprint"])
+        ordered = by_evidence(ordered, "ratio", first="confirmed")
+        vendor = ordered[ordered["family"] == VENDOR_FAMILY].drop_duplicates(place, keep="last")
+        vendor = vendor.assign(vendor_label=vendor["label"], vendor_ratio=vendor["ratio"])
+        best = ordered.drop_duplicates(place, keep="last")
+        return cls.best_of_all(best.merge(vendor[[*place, "vendor_label", "vendor_ratio"]], "left", place))
 
     @classmethod
     def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
-        """As `summary`, of rows of `tunegemm.store.leaders`: of any number of problems at once."""
+        """As `summary`, of rows of `tunegemm.store.leaders`, in which each problem and device has one.
+
+        The vendor's columns are left out where most would be empty.
+        """
         found = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
         problem_of = functools.cache(Problem)
         problems = [
@@ -274,7 +229,11 @@ class Leaderboard:
             best_vendor=found["vendor_label"].where(~vendor_lost, BASELINE),
             best_vendor_ratio=found["vendor_ratio"].where(~vendor_lost, 1.0),
         )[list(_SUMMARY_COLUMNS)].reset_index(drop=True)
-        return cls._of_best(table)
+        title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
+        note = _mean_note(table)
+        if not table["best_vendor_ratio"].notna().mean() >= 0.5:  # or of no rows, where it is not a number
+            table = table.drop(columns=["best_vendor", "best_vendor_ratio"])
+        return cls(title, "measured", note, table)
 
     @classmethod
     def standings(cls, frame: pandas.DataFrame, by: By) -> Leaderboard:
@@ -283,39 +242,29 @@ class Leaderboard:
         Of each problem a family counts with its best candidate, a device with the best of all families.
         Means are geometric, and over the problems that the family or device was tried on.
         """
-        import pandas
-
-        found: dict[tuple[str, ...], list[tuple[float, bool]]] = {}
-        for problem in sorted(set(_problems(frame))):
-            for shown, group in _groups(_only(frame, problem), None):
-                board = _ranked(_stored_rows(group), problem, shown)
-                leader = board.iloc[0]
-                if by == "device":
-                    found.setdefault((shown.name,), []).append((float(leader["ratio_to_torch_mm"]), True))
-                    continue
-                for family in dict.fromkeys(group["family"]):
-                    best = board[board["family"] == family].iloc[0]
-                    won = leader["family"] == family
-                    found.setdefault((family, shown.name), []).append((float(best["ratio_to_torch_mm"]), won))
-        rows = [
-            dict(zip(("family", "device") if by == "family" else ("device",), key, strict=True))
-            | {
-                "shapes": len(ratios),
-                **({"won": sum(won for _, won in ratios)} if by == "family" else {}),
-                "mean_ratio": _mean(ratio for ratio, _ in ratios),
-                "lowest_ratio": min(ratio for ratio, _ in ratios),
-                "highest_ratio": max(ratio for ratio, _ in ratios),
-            }
-            for key, ratios in found.items()
-        ]
-        rows.sort(key=lambda row: -float(row["mean_ratio"]))
-        columns = ["family"] * (by == "family") + ["device", "shapes"] + ["won"] * (by == "family")
-        columns += ["mean_ratio", "lowest_ratio", "highest_ratio"]
+        keys = ["family", "device"] if by == "family" else ["device"]
+        ranked = _boards(frame, None)
+        leader = ranked.drop_duplicates(["problem", "device"])
+        best = ranked.drop_duplicates(["problem", *keys])
+        best = best.assign(won=best.index.isin(leader.index))
+        if by == "family":  # that torch.mm stands in every board does not make it a family that was tried
+            tried = set(zip(frame["family"], frame["device_name"], strict=True))
+            best = best[[pair in tried for pair in zip(best["family"], best["device"], strict=True)]]
+        table = (
+            best.groupby(keys, sort=False)
+            .agg(
+                shapes=("won", "size"),
+                won=("won", "sum"),
+                mean_ratio=("ratio_to_torch_mm", _mean),
+                lowest_ratio=("ratio_to_torch_mm", "min"),
+                highest_ratio=("ratio_to_torch_mm", "max"),
+            )
+            .reset_index()
+            .sort_values("mean_ratio", ascending=False, ignore_index=True)
+        )
         title = "Kernel families" if by == "family" else "Devices"
         note = "Each shape counts with its best candidate; ratios are to torch.mm in the same interleave."
-        if not rows:
-            note = "Nothing was measured for this device and software."
-        return cls(title, "measured", note, pandas.DataFrame(rows, columns=columns))
+        return cls(title, "measured", note, table if by == "family" else table.drop(columns="won"))
 
     def top(self, count: int | None) -> Leaderboard:
         """The first `count` rows per device, and the baseline's row wherever it is; all rows for None."""
@@ -374,10 +323,6 @@ class Leaderboard:
         frame = frame.map(lambda value: clean(value) if isinstance(value, str) else value)
         return str(frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
-    def html(self, top: int | None = None) -> str:
-        """A page of its own with a sortable table."""
-        return html([self], top)
-
     def as_dict(self, top: int | None = None) -> dict[str, Any]:
         """Title, source, note and rows, with nothing but JSON's types; unknown figures are None."""
         board = self.top(top)
@@ -386,66 +331,24 @@ class Leaderboard:
         ]
         return {"title": board.title, "source": board.source, "note": board.note, "rows": rows}
 
-    def json(self, top: int | None = None) -> str:
-        """`as_dict` as JSON, units in the names."""
-        return to_json(self.as_dict(top)) + "\n"
-
     def render(self, format: str = "table", top: int | None = None) -> str:
-        """As text in one of the formats `table`, `csv`, `json`, `md`, `html`. TunegemmError for any other."""
+        """As text in one of the formats `table`, `csv`, `json`, `md`. Raises TunegemmError for any other."""
         if format == "table":
             from rich.console import Console
 
             text = io.StringIO()
             Console(file=text, width=240).print(self.table(top, width=240))
             return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
-        renderers = {"csv": self.csv, "json": self.json, "md": self.markdown, "html": self.html}
-        if format not in renderers:
+        if format == "json":
+            return to_json(self.as_dict(top)) + "\n"
+        if format not in get_args(Format):
             raise TunegemmError(f"format {format!r} is not known; use one of {', '.join(get_args(Format))}")
-        return renderers[format](top)
+        return self.csv(top) if format == "csv" else self.markdown(top)
 
     def _shown(self) -> list[str]:
         """Columns for people. On a board of one problem the title names it."""
         hidden = {"problem"} if "rank" in self.frame else set()
         return [name for name in self.frame.columns if name in COLUMNS and name not in hidden]
-
-
-def html(boards: Sequence[Leaderboard], top: int | None = None) -> str:
-    """One page with a sortable table per board, the rows that are dispatched in bold."""
-    from tunegemm.report.page import render
-
-    pages = []
-    for board in (board.top(top) for board in boards):
-        numeric = {name: COLUMNS[name].decimals is not None for name in board._shown()}
-        rows = [
-            {
-                "chosen": row.get("chosen", False),
-                "cells": [
-                    {"text": _cell(name, row), "value": _plain(row[name]) if numeric[name] else None}
-                    for name in numeric
-                ],
-            }
-            for row in board.frame.to_dict("records")
-        ]
-        columns = [{"heading": COLUMNS[name].heading, "numeric": numeric[name]} for name in numeric]
-        pages.append({"title": board.title, "note": board.note, "columns": columns, "rows": rows})
-    return render("boards.html", boards=pages)
-
-
-def parquet(boards: Sequence[Leaderboard], top: int | None, out: Path) -> None:
-    """The rows of all boards as one Parquet file, with a column ``source``.
-
-    Raises TunegemmError without pyarrow, and where the file cannot be written.
-    """
-    import pandas
-
-    frames = [board.top(top).frame.assign(source=board.source) for board in boards]
-    try:
-        with replacing(out) as part:
-            pandas.concat(frames, ignore_index=True).to_parquet(part, index=False)
-    except ImportError:
-        raise TunegemmError("Parquet needs pyarrow, which is not installed; pip install pyarrow") from None
-    except OSError as error:
-        raise TunegemmError(f"{out}: {error.strerror}; choose another --out") from None
 
 
 _PROBLEM_FIELDS = [entry.name for entry in fields(Problem)]
@@ -456,78 +359,77 @@ _SUMMARY_COLUMNS = (
 )  # fmt: skip
 
 
-def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas.DataFrame:
-    """The frame of one problem on one device."""
+#: What is ranked of a measurement: these figures, by their names in `Measurement` and in `Database.frame`.
+_FIGURES = ("median_us", "baseline_median_us", "ratio", "spread", "noise")
+_ROW = [
+    "candidate", "label", "family", *_FIGURES, "baseline_spread", "policy", "confirmed", "origin", "chosen",
+]  # fmt: skip
+
+
+def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas.DataFrame:
+    """The board of one problem on one device. frame: of `_ROW`; what is `confirmed` is chosen if not said."""
     import pandas
 
-    def place(row: _Row) -> tuple[bool, bool, int, float, str]:
-        own, evidence = row.standing
-        return not row.chosen, not own, -evidence, -row.ratio, row.label
-
-    ordered = sorted(rows, key=place)
-    if ordered and not any(row.label == BASELINE for row in ordered):
+    unnamed = frame["family"] + " " + frame["candidate"]
+    label = frame["label"].where(frame["label"] != "", unnamed)
+    chosen = frame.get("chosen", frame["confirmed"]).astype(bool)
+    rows = _placed(frame.assign(label=label, chosen=chosen))
+    if len(rows) and not rows["label"].eq(BASELINE).any():
         # The leader's interleave is the one whose baseline can stand beside the leader's time.
-        leader = ordered[0]
-        baseline = _Row(
-            BASELINE,
-            VENDOR_FAMILY,
-            leader.baseline_median_us,
-            1.0,
-            leader.baseline_spread,
-            leader.noise,
-            leader.evidence,
-            origin=leader.origin,
+        baseline = rows.iloc[[0]].assign(label=BASELINE, family=VENDOR_FAMILY, ratio=1.0, chosen=False)
+        baseline["median_us"], baseline["spread"] = (
+            baseline["baseline_median_us"],
+            baseline["baseline_spread"],
         )
-        ordered = sorted([*ordered, baseline], key=place)
+        rows = _placed(pandas.concat([rows, baseline], ignore_index=True))
     ranks: list[int] = []
+    ordered = list(rows.itertuples())
     for position, row in enumerate(ordered):
         first = ordered[ranks[-1] - 1] if ranks else row
-        tied = bool(ranks) and row.standing == first.standing and tie(row, first)
-        ranks.append(ranks[-1] if tied else position + 1)
-    roofline_us = device.roofline_us(problem) if device else 0.0
+        alike = (row.own, row.level) == (first.own, first.level)
+        ranks.append(ranks[-1] if ranks and alike and tie(row, first) else position + 1)
     return pandas.DataFrame(
         {
             "rank": ranks,
             "tie": [ranks.count(rank) > 1 for rank in ranks],
-            "problem": [str(problem)] * len(ordered),
-            "candidate": [row.label for row in ordered],
-            "median_us": [row.median_us for row in ordered],
-            "tflops": [problem.flops / row.median_us / 1e6 for row in ordered],
-            "ratio_to_torch_mm": [row.ratio for row in ordered],
-            "percent_of_roofline": [
-                100 * roofline_us / row.median_us if roofline_us else math.nan for row in ordered
-            ],
-            "spread_percent": [100 * row.spread for row in ordered],
-            "family": [row.family for row in ordered],
-            "device": [device.name if device else ""] * len(ordered),
-            "evidence": [row.evidence.name.lower() for row in ordered],
-            "chosen": [row.chosen for row in ordered],
-            "origin": [row.origin for row in ordered],
+            "problem": str(problem),
+            "candidate": rows["label"],
+            "median_us": rows["median_us"],
+            "tflops": problem.flops / rows["median_us"] / 1e6,
+            "ratio_to_torch_mm": rows["ratio"],
+            "percent_of_roofline": 100 * (device.roofline_us(problem) or math.nan) / rows["median_us"],
+            "spread_percent": 100 * rows["spread"],
+            "family": rows["family"],
+            "device": device.name,
+            "evidence": [Evidence(level).name.lower() for level in rows["level"]],
+            "chosen": rows["chosen"],
+            "origin": rows["origin"],
         }
     )
 
 
-def _stored_rows(frame: pandas.DataFrame) -> list[_Row]:
-    return [
-        _Row(
-            row["label"] or f"{row['family']} {row['candidate']}",
-            row["family"],
-            row["median_us"],
-            row["ratio"],
-            row["spread"],
-            row["noise"],
-            evidence_of(row["policy"], confirmed=bool(row["confirmed"])),
-            bool(row["confirmed"]),
-            row["baseline_median_us"],
-            row["baseline_spread"],
-            str(row.get("origin") or ""),
-        )
-        for row in frame.to_dict("records")
+def _placed(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """By what is dispatched, then the evidence, then the ratio."""
+    ordered = by_evidence(rows.sort_values("label", ascending=False), "ratio", first="chosen")
+    return ordered[::-1].reset_index(drop=True)
+
+
+def _boards(frame: pandas.DataFrame, device: Device | None) -> pandas.DataFrame:
+    """The boards of all problems of a frame on each device, one below the other."""
+    import pandas
+
+    boards = [
+        _ranked(group, problem, shown)
+        for problem in problems_of(frame)
+        for shown, group in _groups(_only(frame, problem), device)
     ]
+    nothing = _ranked(frame.iloc[:0], Problem(1, 1, 1), _device_named(""))
+    return pandas.concat(boards, ignore_index=True) if boards else nothing
 
 
-def _problems(frame: pandas.DataFrame) -> list[Problem]:
-    return [Problem(*row) for row in frame[_PROBLEM_FIELDS].drop_duplicates().itertuples(index=False)]
+def problems_of(frame: pandas.DataFrame) -> list[Problem]:
+    """The problems of the rows, smallest first."""
+    return sorted(Problem(*row) for row in frame[_PROBLEM_FIELDS].drop_duplicates().itertuples(index=False))
 
 
 def _only(frame: pandas.DataFrame, problem: Problem) -> pandas.DataFrame:
@@ -577,59 +479,55 @@ def _names(frame: pandas.DataFrame) -> str:
     return ", ".join(dict.fromkeys(frame["device"]))
 
 
-def _note(source: Source, device: Device, rows: list[_Row]) -> str:
-    if source == "modelled":
-        return f"Ranked by a model of {device.name}; nothing was timed, and a model only ranks."
+def _note(source: Source, device: Device, rows: pandas.DataFrame) -> str:
     origin = {
         "measured": f"Measured on {device.name}.",
         "replayed": f"Replayed from a recording of {device.name}; nothing was measured here.",
     }[source]
-    notes = _noise_note([row.noise for row in rows]), _unlike_note(row.evidence for row in rows)
-    return " ".join(filter(None, [origin, *notes]))
+    return f"{origin} {_how_to_read(rows)}".strip()
 
 
-def _unlike_note(evidence: Iterable[Evidence]) -> str:
-    """What to make of rows whose ratios do not compare with those before them."""
-    found = Counter(evidence)
-    if len(found) < 2:
+def _how_to_read(rows: pandas.DataFrame) -> str:
+    """What ties are, and what to make of rows whose ratios do not compare with those before them."""
+    if rows.empty:
         return ""
+    noise = max(NOISE_FLOOR, rows["noise"].max())
+    note = f"= marks ties: closer than the noise, here up to {100 * noise:.1f} %."
+    found = Counter(map(Evidence, by_evidence(rows)["level"]))
+    if len(found) < 2:
+        return note
     counts = ", ".join(
         f"{count} {level.name.lower()}" for level, count in sorted(found.items(), reverse=True)
     )
-    return f"Ordered by evidence ({counts}): ratios compare among rows of the same only."
-
-
-def _noise_note(noises: list[float]) -> str:
-    if not noises:
-        return ""
-    return f"= marks ties: closer than the noise, here up to {100 * max(NOISE_FLOOR, *noises):.1f} %."
+    return f"{note} Ordered by evidence ({counts}): ratios compare among rows of the same only."
 
 
 def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | None) -> str:
+    import pandas
+
     rows = _only(frame, problem)
     groups = _groups(rows, device)
     if not groups:
-        return "Nothing was measured for this device and software."
+        return _NOTHING
     parts = [
         f"Measured on {shown.name}, driver {shown.fingerprint.driver}, torch {shown.fingerprint.torch}."
         if not group["origin"].astype(bool).all()
         else f"Imported from {', '.join(sorted(set(group['origin'])))}; measured on another {shown.name}."
         for shown, group in groups
     ]
-    imported = sum(int(group["origin"].astype(bool).sum()) for _, group in groups)
-    if 0 < imported < sum(len(group) for _, group in groups):
+    shown_rows = pandas.concat([group for _, group in groups])
+    imported = int(shown_rows["origin"].astype(bool).sum())
+    if 0 < imported < len(shown_rows):
         parts.append(f"Imported: {imported} of the rows.")
-    parts.append(_noise_note([noise for _, group in groups for noise in group["noise"]]))
-    parts.append(_unlike_note(row.evidence for _, group in groups for row in _stored_rows(group)))
-    left_out = len(rows) - sum(len(group) for _, group in groups)
-    if left_out:
+    parts.append(_how_to_read(shown_rows))
+    if left_out := len(rows) - len(shown_rows):
         parts.append(f"Rows of other devices or software versions, left out: {left_out}.")
-    return " ".join(filter(None, parts))
+    return " ".join(parts)
 
 
 def _mean_note(table: pandas.DataFrame) -> str:
     if table.empty:
-        return "Nothing was measured for this device and software."
+        return _NOTHING
     note = f"Geometric mean over {len(table)} rows, to torch.mm: {_mean(table['ratio_to_torch_mm']):.3f}."
     vendors = table["best_vendor_ratio"].dropna()
     if vendors.empty:

@@ -44,11 +44,6 @@ def of_all_layers(
     return together[together["_layer"] == narrowest].drop(columns="_layer"), warnings
 
 
-def problems_of(frame: pandas.DataFrame) -> list[Problem]:
-    """The problems of the rows, smallest first."""
-    return sorted(Problem(*row) for row in frame[_PROBLEM].drop_duplicates().itertuples(index=False))
-
-
 def _frame(records: Iterable[Record]) -> pandas.DataFrame:
     """One row per problem and device, from the toolchain that was measured last; without what files lack."""
     import pandas

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import func, select
 
-from tunegemm.measure.evidence import evidence_of
 from tunegemm.store.database import Database
-from tunegemm.store.frames import sound
+from tunegemm.store.frames import by_evidence, sound
 from tunegemm.store.models import (
     CandidateRow,
     FingerprintRow,
@@ -101,11 +100,8 @@ def _best_of_vendor(rows: pandas.DataFrame, labels: dict[int, str]) -> pandas.Da
     rows = rows[
         rows["ratio"].map(lambda cell: isinstance(cell, int | float) and 0 < cell < 1e300).astype(bool)
     ]
-    levels = {word: int(evidence_of(str(word))) for word in rows["policy"].unique()}
-    rows = rows.assign(here=rows["origin"].eq(""), level=rows["policy"].map(levels))
-    rows = rows.sort_values(["here", "level", "id"], kind="stable")
-    rows = rows.drop_duplicates([*_PAIR, "candidate_id"], keep="last")
-    rows = rows.sort_values(["here", "level", "ratio"], kind="stable").drop_duplicates(_PAIR, keep="last")
+    rows = by_evidence(rows, "id").drop_duplicates([*_PAIR, "candidate_id"], keep="last")
+    rows = by_evidence(rows, "ratio").drop_duplicates(_PAIR, keep="last")
     return rows.assign(vendor_label=rows["candidate_id"].map(labels), vendor_ratio=rows["ratio"])[
         [*_PAIR, "vendor_label", "vendor_ratio"]
     ]
