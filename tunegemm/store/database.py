@@ -24,7 +24,7 @@ from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import frames, migrations, publishing, rows
 from tunegemm.store.connection import connect, display, migrating, resolve, translated, writer
 from tunegemm.store.lookup import Lookup, read_lookup
-from tunegemm.store.models import CandidateRow, ChoiceRow, FailureRow, MeasurementRow, ProblemRow, RecordRow
+from tunegemm.store.models import ChoiceRow, FailureRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.record import Record
 
 if TYPE_CHECKING:
@@ -168,10 +168,9 @@ class Database:
     def failures(self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False) -> list[Failure]:
         """All failures of a problem, oldest first: what a search need not try again. current: see above."""
         row = FailureRow
-        query = rows.with_keys(select(*rows.CANDIDATE_COLUMNS, row.stage, row.reason).select_from(row), row)
-        query = query.join(CandidateRow, CandidateRow.id == row.candidate_id).order_by(row.id)
-        query = rows.where_current(query, row) if current else query
-        query = rows.where_problem(rows.where_fingerprint(query, fingerprint), problem)
+        columns = select(*rows.CANDIDATE_COLUMNS, row.stage, row.reason).select_from(row)
+        query = rows.where_fingerprint(rows.with_keys(columns, row), fingerprint).order_by(row.id)
+        query = rows.where_problem(rows.where_current(query, row) if current else query, problem)
         return rows.readable(self._read(query), rows.failure, "failure")
 
     def problems(self) -> list[Problem]:

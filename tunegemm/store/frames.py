@@ -60,7 +60,7 @@ def candidates_query(
         ).select_from(row),
         row,
     )
-    query = query.join(CandidateRow, CandidateRow.id == row.candidate_id).outerjoin(
+    query = query.outerjoin(
         RecordRow,
         (RecordRow.problem_id == row.problem_id)
         & (RecordRow.fingerprint_id == row.fingerprint_id)

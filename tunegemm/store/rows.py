@@ -85,16 +85,17 @@ def records_query(
         query = query.select_from(chosen).join(_row, _row.id == chosen.measurement_id)
         query = query.where(chosen.policy == FASTEST)
         query = query.order_by(*((ChoiceRow.chosen_at,) if chosen is ChoiceRow else ()), chosen.id)
-    return with_keys(query, chosen or _row).join(CandidateRow, CandidateRow.id == _row.candidate_id)
+    return with_keys(query, chosen or _row)
 
 
 def with_keys(
     query: Select[*tuple[Any, ...]], row: type[MeasurementRow | FailureRow | RecordRow | ChoiceRow]
 ) -> Select[Any]:
-    """The query with the rows of the problem and fingerprint that a row refers to."""
-    return query.join(ProblemRow, ProblemRow.id == row.problem_id).join(
-        FingerprintRow, FingerprintRow.id == row.fingerprint_id
-    )
+    """The query with the problem and fingerprint of a row, and the candidate of it or its measurement."""
+    result = FailureRow if row is FailureRow else _row
+    query = query.join(ProblemRow, ProblemRow.id == row.problem_id)
+    query = query.join(FingerprintRow, FingerprintRow.id == row.fingerprint_id)
+    return query.join(CandidateRow, CandidateRow.id == result.candidate_id)
 
 
 def failure(row: Sequence[Any]) -> Failure:
