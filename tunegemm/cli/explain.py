@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import options
+from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
 
 if TYPE_CHECKING:
@@ -14,13 +15,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    shape: options.Shapes,
-    dtype: options.Dtype = "bf16",
-    out_dtype: options.OutDtype = None,
-    layout: options.Layout = "tn",
-    alignment: options.Alignment = None,
-    epilogue: options.EpilogueText = "",
-    accumulation: options.Accumulation = "fast",
+    problems: list[Problem],
     candidate: Annotated[
         str | None,
         typer.Option(
@@ -34,7 +29,6 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
     """Show the roofline of a shape, of a tile, and which kernel tunegemm.matmul would use."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue, accumulation)
     from tunegemm.report.explain import explain_problem
 
     chosen = _candidate(candidate)

@@ -23,15 +23,8 @@ if TYPE_CHECKING:
 Status = Literal["ok", "note", "fail"]
 
 _REQUIRED = (
-    "torch",
-    "triton",
-    "nvidia-cutlass-dsl",
-    "apache-tvm-ffi",
-    "optuna",
-    "sqlalchemy",
-    "alembic",
-    "pandas",
-)
+    "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "optuna", "sqlalchemy", "alembic", "pandas",
+)  # fmt: skip
 _OPTIONAL = ("nvmath-python", "nvidia-ml-py")
 
 
@@ -72,22 +65,11 @@ def examine(database: str | None = None) -> list[Check]:
 def _packages() -> Check:
     versions = {name: package_version(name) for name in _REQUIRED + _OPTIONAL}
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    missing = [name for name in _REQUIRED if not versions[name]]
-    absent = [name for name in _OPTIONAL if not versions[name]]
-    if missing:
-        return Check(
-            "packages",
-            "fail",
-            f"missing: {', '.join(missing)}; found: {found}",
-            f"pip install {' '.join(missing)}",
-        )
-    if absent:
-        return Check(
-            "packages",
-            "note",
-            f"missing: {', '.join(absent)}; found: {found}",
-            f"pip install {' '.join(absent)}",
-        )
+    kinds: list[tuple[Status, tuple[str, ...]]] = [("fail", _REQUIRED), ("note", _OPTIONAL)]
+    for status, names in kinds:
+        if missing := [name for name in names if not versions[name]]:
+            detail = f"missing: {', '.join(missing)}; found: {found}"
+            return Check("packages", status, detail, f"pip install {' '.join(missing)}")
     return Check("packages", "ok", found)
 
 
@@ -148,7 +130,7 @@ def _packs() -> list[Check]:
     from tunegemm.store import packing, packs
 
     warnings: list[str] = []
-    checks = []
+    checks, remedy = [], "load another, or unload it"
     for pack in packs.loaded(warnings):
         records = pack.records
         names = ", ".join(sorted({record.fingerprint.device_name for record in records})) or "no GPU"
@@ -163,12 +145,10 @@ def _packs() -> list[Check]:
         except ArtifactError as error:
             troubles.append(str(error))
         if troubles:
-            checks.append(
-                Check("pack", "note", f"{detail}; {'; '.join(troubles)}", "load another, or unload it")
-            )
+            checks.append(Check("pack", "note", "; ".join([detail, *troubles]), remedy))
         else:
             checks.append(Check("pack", "ok", detail))
-    return checks + [Check("pack", "note", line, "load another, or unload it") for line in warnings]
+    return checks + [Check("pack", "note", line, remedy) for line in warnings]
 
 
 def _foreign_records(records: Sequence[Record]) -> list[str]:
@@ -203,9 +183,7 @@ def _database(location: str | None) -> Check:
         return Check("database", "fail", str(error), "choose another with --db or TUNEGEMM_DB")
     detail = f"{display(place)}: {records} tuned problem(s)"
     if damaged:
-        named = "; ".join(damaged[:_NAMED]) + (
-            f"; and {len(damaged) - _NAMED} more" if damaged[_NAMED:] else ""
-        )
+        named = "; ".join(damaged[:_NAMED] + [f"and {len(damaged) - _NAMED} more"] * (len(damaged) > _NAMED))
         remedy = "they are left out; tune their shapes anew, or restore the file from a copy"
         return Check("database", "note", f"{detail}, {len(damaged)} damaged row(s): {named}", remedy)
     return Check("database", "ok", detail)
@@ -215,7 +193,7 @@ def _cache() -> Check:
     from tunegemm.generate.artifacts import ArtifactStore
 
     store = ArtifactStore()
-    folder, stored = store.root, []
+    folder = store.root
     if refusal := _refusal_to_write(folder):
         remedy = "make it writable, or name another folder in TUNEGEMM_CACHE_DIR"
         return Check("kernel cache", "fail", f"{folder}: {refusal}", remedy)

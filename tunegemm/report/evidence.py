@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -151,9 +152,7 @@ class Evidence:
     @property
     def mean_ratio(self) -> float:
         """Geometric mean over all problems."""
-        return math.exp(
-            math.fsum(math.log(winner.record.ratio) for winner in self.winners) / len(self.winners)
-        )
+        return statistics.geometric_mean(winner.record.ratio for winner in self.winners)
 
     def verdicts(self) -> Counter[Verdict]:
         return Counter(winner.verdict for winner in self.winners)
@@ -196,19 +195,15 @@ def from_database(
     latest = sorted(stored, key=lambda record: record.measured_at, reverse=True)
     details = []
     for record in stored if shapes else latest[:detailed]:
-        rows = queries.trials(database, record, MOST_TRIALS)
         trials = tuple(
-            Trial(row.candidate, row.label or str(row.candidate), row.ratio, row.median_us,
-                  _stage(row.candidate, row.policy))
-            for row in rows
-        )  # fmt: skip
+            _trial(row, row.label, row.policy) for row in queries.trials(database, record, MOST_TRIALS)
+        )
         details.append(Details(winners[record.problem], trials, trials))
     return Evidence(
         "recorded" if any(record.replayed for record in stored) else "measured",
         place,
         part,
-        _ordered(winners.values()),
-        tuple(sorted(details, key=lambda one: -one.winner.record.ratio)),
+        *_fastest_first(winners.values(), details),
         queries.measurement_count(database, name, shapes),
         _grouped(queries.failure_counts(database, name)),
         tuple(other for other in names if other != name),
@@ -240,15 +235,14 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
         best = _winner(_would_win(problem, measured, sweep.fingerprint, sweep.recorded_at), replay.device)
         winners.append(best)
         if shapes or len(details) < detailed:
-            trials = {m.candidate: _recorded_trial(m) for m in measured}
+            trials = {m.candidate: _trial(m, _label(m.candidate)) for m in measured}
             order = _replayed_search(problem, trials, replay.device, best.record.candidate.family)
             details.append(Details(best, tuple(trials.values()), tuple(trials[c] for c in order)))
     return Evidence(
         "recorded",
         replay.device.spec,
         replay.device,
-        _ordered(winners),
-        tuple(sorted(details, key=lambda one: -one.winner.record.ratio)),
+        *_fastest_first(winners, details),
         count,
         _grouped([(*key, number) for key, number in failures.most_common()]),
     )
@@ -277,8 +271,13 @@ def _check_shapes(shapes: Sequence[str], problems: Sequence[Problem], where: str
         raise TunegemmError(f"{where} has no record; run `tunegemm tune --shape MxNxK` on a GPU first")
 
 
-def _ordered(winners: Iterable[Winner]) -> tuple[Winner, ...]:
-    return tuple(sorted(winners, key=lambda winner: -winner.record.ratio))
+def _fastest_first(
+    winners: Iterable[Winner], details: Iterable[Details]
+) -> tuple[tuple[Winner, ...], tuple[Details, ...]]:
+    return (
+        tuple(sorted(winners, key=lambda winner: -winner.record.ratio)),
+        tuple(sorted(details, key=lambda one: -one.winner.record.ratio)),
+    )
 
 
 def _winner(record: Record, device: Device) -> Winner:
@@ -300,20 +299,15 @@ def _would_win(
     )  # fmt: skip
 
 
-def _recorded_trial(measurement: Measurement) -> Trial:
-    candidate = measurement.candidate
-    stage: Literal["library", "search"] = "library" if candidate.family == VENDOR_FAMILY else "search"
-    return Trial(candidate, _label(candidate), measurement.ratio, measurement.median_us, stage)
+def _trial(one: Record | Measurement, label: str, policy: str = SCREEN) -> Trial:
+    stage: Literal["library", "search", "race"] = "search" if policy == SCREEN else "race"
+    if stage == "search" and one.candidate.family == VENDOR_FAMILY:
+        stage = "library"
+    return Trial(one.candidate, label or str(one.candidate), one.ratio, one.median_us, stage)
 
 
 def _label(candidate: Candidate) -> str:
     return families.get(candidate.family).label(candidate)
-
-
-def _stage(candidate: Candidate, policy: str) -> Literal["library", "search", "race"]:
-    if policy != SCREEN:
-        return "race"
-    return "library" if candidate.family == VENDOR_FAMILY else "search"
 
 
 def _replayed_search(

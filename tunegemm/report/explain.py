@@ -124,9 +124,9 @@ class Explanation:
     @property
     def percent_of_peak(self) -> float | None:
         """Of the device's arithmetic peak, by the record's measured time."""
-        if self.record is None or self.near is not None:
+        if (percent := self.percent_of_roofline) is None:
             return None
-        return 100 * self.flops / self.record.median_us / 1e6 / self.device.peak_tflops_of(self.problem)
+        return percent * self.roofline_tflops / self.device.peak_tflops_of(self.problem)
 
     def asdict(self) -> dict[str, Any]:
         """For JSON."""
@@ -134,21 +134,15 @@ class Explanation:
         facts: dict[str, Any] = {"problem": asdict(self.problem), "device": self.device.spec}
         words = ("outcome", "why", "why_not", "change")
         facts |= {name: getattr(self, name) for name in (*names, "roofline_tflops", *words)}
-        facts["tile"] = None
+        facts |= {"tile": None, "record": None}
         if self.tile is not None:
             facts["tile"] = asdict(self.tile) | {"candidate": dict(self.tile.candidate.params)}
-        facts["record"] = None
         if self.record is not None:
-            facts["record"] = {
+            names = ("label", "layer", "median_us", "ratio", "noise", "confirmed")
+            facts["record"] = {name: getattr(self.record, name) for name in names} | {
                 "family": self.record.candidate.family,
                 "candidate": dict(self.record.candidate.params),
-                "label": self.record.label,
-                "layer": self.record.layer,
                 "shape": self.record.problem.shape,
-                "median_us": self.record.median_us,
-                "ratio": self.record.ratio,
-                "noise": self.record.noise,
-                "confirmed": self.record.confirmed,
                 "measured_at": self.record.measured_at.isoformat(timespec="seconds"),
                 "percent_of_roofline": self.percent_of_roofline,
                 "percent_of_peak": self.percent_of_peak,
@@ -188,18 +182,29 @@ class Explanation:
                 f"{tile.wave_efficiency:.0%} busy"
                 + (f"; {tile.smem_bytes} B of shared memory" if tile.smem_bytes is not None else ""),
             )
-        if (record := self.record) is None:
+        record = self.record
+        if record is None:
             yield "dispatch", f"torch: {self.why_not}"
         else:
-            yield "dispatch", self._served(record)
+            if self.near is not None:
+                yield "dispatch", f"near hit, {record.label} {self.near}"
+            else:
+                yield (
+                    "dispatch",
+                    f"{record.label}: {record.median_us:.1f} us, {record.ratio:.3f} x torch.mm, "
+                    f"{self.percent_of_roofline:.1f} % of the roofline, {self.percent_of_peak:.1f} % of peak",
+                )
             if self.why_not:
                 yield "", f"but torch computes it: {self.why_not}"
             elif self.why:
                 yield "", self.why
+            proof = "of a search, not confirmed by a final race"
+            if record.confirmed:
+                proof = "confirmed: it won a final race"
             yield (
                 "evidence",
                 f"{record.median_us:.1f} us, torch.mm {record.baseline_median_us:.1f} us, noise "
-                f"{record.noise:.1%}, {self._proof(record)}, "
+                f"{record.noise:.1%}, {proof}, "
                 f"{record.measured_at:%Y-%m-%d}" + (f"  [{record.layer} layer]" if record.layer else ""),
             )
         if (second := self.runner_up) is not None:
@@ -209,22 +214,6 @@ class Explanation:
                 f"in {second.evidence}",
             )
         yield "change", self.change
-
-    @staticmethod
-    def _proof(record: StoredRecord) -> str:
-        return (
-            "confirmed: it won a final race"
-            if record.confirmed
-            else "of a search, not confirmed by a final race"
-        )
-
-    def _served(self, record: StoredRecord) -> str:
-        if self.near is not None:
-            return f"near hit, {record.label} {self.near}"
-        return (
-            f"{record.label}: {record.median_us:.1f} us, {record.ratio:.3f} x torch.mm, "
-            f"{self.percent_of_roofline:.1f} % of the roofline, {self.percent_of_peak:.1f} % of peak"
-        )
 
 
 def explain(
@@ -286,7 +275,10 @@ def explain_problem(
     if mode in ("off", "record"):
         why_not = f"TUNEGEMM_MODE={mode}"
     elif chosen is not None and device.is_real and not is_torch(chosen.candidate):
-        why_not = _object_refusal(chosen, device)
+        try:
+            find_object(chosen, device)
+        except ArtifactError as error:
+            why_not = str(error)
     shown = candidate or (chosen.candidate if chosen is not None else None)
     ridge = device.peak_tflops_of(problem) * 1e3 / device.bandwidth_gbps
     roofline_us = device.roofline_us(problem)
@@ -350,12 +342,12 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
     work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
     waves = ceil(work / device.sm_count)
     verdict = family.check(problem, candidate, device)
-    smem_bytes: int | None = None
     try:
         smem_bytes = family.smem_bytes(problem, candidate)
     except (ArithmeticError, LookupError):  # such as no warpgroup for 7 rows
         if verdict:
             raise
+        smem_bytes = None
     return TileFacts(
         candidate=candidate,
         label=family.label(candidate),
@@ -395,14 +387,6 @@ def _runner_up(
     best = leaders(others)[0]
     evidence = _EVIDENCE[best.evidence] + (f", imported from {best.origin}" if best.origin else "")
     return RunnerUp(best.label, best.candidate.family, best.ratio, best.median_us, evidence)
-
-
-def _object_refusal(record: Any, device: Device) -> str:
-    try:
-        find_object(record, device)
-    except ArtifactError as error:
-        return str(error)
-    return ""
 
 
 def _change(problem: Problem, selection: Selection, record: StoredRecord | None, why_not: str) -> str:

@@ -58,8 +58,8 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
     limits = analysis.ratio_limits(listed)
     roofs = [w.percent_of_roofline for w in winners if w.percent_of_roofline is not None]
     stages = Counter[str]()
-    for group in evidence.failures:
-        stages[group.stage] += group.count
+    for failure in evidence.failures:
+        stages[failure.stage] += failure.count
     return render(
         "report.html",
         evidence=evidence,
@@ -166,13 +166,13 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
         reason for w in winners for reason in w.record.telemetry.get("throttle_reasons") or ()
     )
     limits = ", ".join(f"{reason} ({count} records)" for reason, count in throttled.most_common())
+    telemetry = {
+        "SM clock while measuring": ("sm_clock_mhz", "MHz"), "Board power while measuring": ("power_w", "W"),
+        "GPU temperature": ("temperature_c", "\u00b0C"),
+    }  # fmt: skip
+    for words, (name, unit) in telemetry.items():
+        facts.append((words, _range((w.record.telemetry.get(name) for w in winners), unit)))
     facts += [
-        (
-            "SM clock while measuring",
-            _range((w.record.telemetry.get("sm_clock_mhz") for w in winners), "MHz"),
-        ),
-        ("Board power while measuring", _range((w.record.telemetry.get("power_w") for w in winners), "W")),
-        ("GPU temperature", _range((w.record.telemetry.get("temperature_c") for w in winners), "\u00b0C")),
         ("Clock limits", limits or "none seen"),
         ("Noise of the interleaves", _range((100 * w.record.noise for w in winners), "%", 2)),
         ("Source", evidence.location),

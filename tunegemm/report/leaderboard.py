@@ -192,6 +192,7 @@ class Leaderboard:
         vendor = ordered[ordered["family"] == VENDOR_FAMILY].drop_duplicates(place, keep="last")
         vendor = vendor.assign(vendor_label=vendor["label"], vendor_ratio=vendor["ratio"])
         best = ordered.drop_duplicates(place, keep="last")
+        best = best.drop(columns=["vendor_label", "vendor_ratio"], errors="ignore")  # of shipped records
         return cls.best_of_all(best.merge(vendor[[*place, "vendor_label", "vendor_ratio"]], "left", place))
 
     @classmethod

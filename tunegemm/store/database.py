@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from sqlalchemy import URL, Connection, Engine, Executable, Select, exists, select, text
+from sqlalchemy import URL, Connection, Engine, Executable, exists, select, text
 from sqlalchemy.orm import Session
 
 from tunegemm.describe.device import Device, Fingerprint
@@ -106,10 +106,8 @@ class Database:
         """
         values = rows.outcome_values(outcome, resources, policy)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
-            if isinstance(outcome, Failure):
-                publishing.add_failure(connection, keys, values)
-            else:
-                publishing.add_measurement(connection, keys, values)
+            publishing.add(connection, keys, values)
+            if isinstance(outcome, Measurement):
                 publishing.choose_if_better(connection, keys)
 
     def confirm(
@@ -131,7 +129,7 @@ class Database:
         with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
             row_id = publishing.find_measurement(connection, keys, values)
             if row_id is None:
-                row_id = publishing.add_measurement(connection, keys, values)
+                row_id = publishing.add(connection, keys, values)
             publishing.confirm(connection, keys, row_id)
 
     def best(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
@@ -237,7 +235,7 @@ class Database:
                 connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
             yield lambda query: cast(Any, connection.execute(query)).cursor.fetchall()
 
-    def _read(self, query: Select[Any]) -> Sequence[Any]:
+    def _read(self, query: Executable) -> Sequence[Any]:
         with self._reading() as session:
             return session.execute(query).all()
 

@@ -321,11 +321,8 @@ def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
     keys = publishing.row_keys(
         connection, *key_values(parsed.problem, parsed.fingerprint, outcome.candidate, "")
     )
-    table, alike, add = (
-        (FailureRow, "stage", publishing.add_failure)
-        if isinstance(outcome, Failure)
-        else (MeasurementRow, "samples_us", publishing.add_measurement)
-    )
+    is_failure = isinstance(outcome, Failure)
+    table, alike = (FailureRow, "stage") if is_failure else (MeasurementRow, "samples_us")
     identity = {**keys, "kernel_source": parsed.kernel_source, "created_at": parsed.measured_at}
     identity[alike] = values[alike]
     found = session.scalar(select(table.id).filter_by(**identity).limit(1))
@@ -333,7 +330,7 @@ def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
         return found, False
     if parsed.label:
         publishing.label_if_none(connection, keys["candidate_id"], parsed.label)
-    return add(connection, keys, values, at=parsed.measured_at), True
+    return publishing.add(connection, keys, values, at=parsed.measured_at), True
 
 
 def _is_known(session: Session, choice: Row) -> bool:
