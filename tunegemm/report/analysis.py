@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tunegemm.describe.space import Candidate
+from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.statistics import NOISE_FLOOR
-from tunegemm.report.evidence import Details, Trial, Winner
+from tunegemm.report.evidence import Details, Winner
 from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.search.importance import Importance, importance
+from tunegemm.store.record import Record
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,11 @@ class Grid:
     title: str
     tile_m: tuple[int, ...]
     tile_n: tuple[int, ...]
-    best: Mapping[tuple[int, int], Trial]
+    best: Mapping[tuple[int, int], Record]
     """By (tile_m, tile_n); tiles that were not tried are missing."""
 
 
-def best_so_far(trials: Sequence[Trial]) -> list[tuple[int, float]]:
+def best_so_far(trials: Sequence[Record]) -> list[tuple[int, float]]:
     """Number of the trial and the ratio, wherever a trial was better than all before."""
     steps: list[tuple[int, float]] = []
     for number, trial in enumerate(trials, 1):
@@ -47,13 +50,13 @@ def gap(details: Details) -> str:
     )
 
 
-def tile_grids(trials: Sequence[Trial]) -> list[Grid]:
+def tile_grids(trials: Sequence[Record]) -> list[Grid]:
     """The best of each tile per family and schedule; the fastest grid first. Libraries have no tiles.
 
     Of the search alone, where there is one: ratios of its trials and of a race do not compare.
     """
-    found: dict[tuple[str, str], dict[tuple[int, int], Trial]] = {}
-    for trial in [trial for trial in trials if trial.stage != "race"] or trials:
+    found: dict[tuple[str, str], dict[tuple[int, int], Record]] = {}
+    for trial in [trial for trial in trials if trial.policy == SCREEN] or trials:
         params = trial.candidate.params
         tile_m, tile_n = params.get("tile_m"), params.get("tile_n")
         if (
@@ -75,16 +78,13 @@ def tile_grids(trials: Sequence[Trial]) -> list[Grid]:
     return sorted(grids, key=lambda grid: -max(trial.ratio for trial in grid.best.values()))
 
 
-def importances(trials: Iterable[Trial]) -> dict[str, Importance]:
+def importances(trials: Iterable[Record]) -> dict[str, Importance]:
     """By family; those of a library and those with too few trials are left out."""
-    results: dict[str, dict[object, tuple[Trial, float]]] = {}
+    ratios: dict[str, dict[Candidate, float]] = {}
     for trial in trials:
-        if trial.candidate.family != VENDOR_FAMILY and trial.stage != "race":
-            results.setdefault(trial.candidate.family, {})[trial.candidate] = (trial, trial.ratio)
-    judged = {
-        family: importance([(trial.candidate, ratio) for trial, ratio in rows.values()])
-        for family, rows in results.items()
-    }
+        if trial.candidate.family != VENDOR_FAMILY and trial.policy == SCREEN:
+            ratios.setdefault(trial.candidate.family, {})[trial.candidate] = trial.ratio
+    judged = {family: importance(list(found.items())) for family, found in ratios.items()}
     return {family: one for family, one in judged.items() if one.compile or one.launch}
 
 

@@ -15,8 +15,10 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.report import analysis
-from tunegemm.report.evidence import Details, Evidence, Trial, Verdict, Winner
+from tunegemm.report.evidence import Details, Evidence, Verdict, Winner
+from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.report.text import clean, significant
+from tunegemm.store.record import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,7 +107,7 @@ def heat_class(ratio: float) -> str:
     return "h-4"
 
 
-def trial_told(trial: Trial) -> str:
+def trial_told(trial: Record) -> str:
     return f"{clean(trial.label)}\n{trial.ratio:.3f} \u00d7 torch.mm, {significant(trial.median_us)} \u00b5s"
 
 
@@ -274,9 +276,11 @@ def _convergence(figure: Figure, details: Details) -> None:
     axes.set_ylim(low, max(best, record, 1.0) * 1.03)
     every = -(-len(tried) // _MOST_DOTS)
     shown = [(n, t) for n, t in enumerate(tried, 1) if t.ratio >= low]
-    _dots(axes, [(n, t.ratio) for n, t in shown if t.stage == "search" and n % every == 0], _MUTED)
+    library = [(n, t.ratio) for n, t in shown if t.candidate.family == VENDOR_FAMILY]
+    own = [(n, t.ratio) for n, t in shown if t.candidate.family != VENDOR_FAMILY]
+    _dots(axes, [(n, ratio) for n, ratio in own if n % every == 0], _MUTED)
     axes.plot([], [], ".", color=_MUTED, label="trial")
-    if library := [(n, t.ratio) for n, t in shown if t.stage == "library"]:
+    if library:
         axes.plot(
             *zip(*library, strict=True), "s", color=_MUTED, mfc=_GROUND, ms=5, label="the vendor's algorithm"
         )

@@ -69,25 +69,13 @@ class Winner:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One measured candidate."""
-
-    candidate: Candidate
-    label: str
-    ratio: float
-    median_us: float
-    stage: Literal["library", "search", "race"]
-    """The vendor's algorithms, which are tried first; the search; the final race."""
-
-
-@dataclass(frozen=True)
 class Details:
     """Everything that was tried for one problem."""
 
     winner: Winner
-    trials: tuple[Trial, ...]
+    trials: tuple[Record, ...]
     """Every measured candidate, oldest first."""
-    sequence: tuple[Trial, ...]
+    sequence: tuple[Record, ...]
     """The order in which a search measured: `trials`, or of a recording a search replayed on it."""
 
     @property
@@ -95,9 +83,9 @@ class Details:
         return self.winner.record.problem
 
     @property
-    def tried(self) -> list[Trial]:
+    def tried(self) -> list[Record]:
         """The sequence without final races, whose ratios do not compare with a search's."""
-        return [trial for trial in self.sequence if trial.stage != "race"]
+        return [trial for trial in self.sequence if trial.policy == SCREEN]
 
 
 @dataclass(frozen=True)
@@ -195,9 +183,7 @@ def from_database(
     latest = sorted(stored, key=lambda record: record.measured_at, reverse=True)
     details = []
     for record in stored if shapes else latest[:detailed]:
-        trials = tuple(
-            _trial(row, row.label, row.policy) for row in queries.trials(database, record, MOST_TRIALS)
-        )
+        trials = tuple(map(_named, queries.trials(database, record, MOST_TRIALS)))
         details.append(Details(winners[record.problem], trials, trials))
     return Evidence(
         "recorded" if any(record.replayed for record in stored) else "measured",
@@ -232,12 +218,14 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
         if not measured:
             continue
         count += len(measured)
-        best = _winner(_would_win(problem, measured, sweep.fingerprint, sweep.recorded_at), replay.device)
+        found = {
+            one.candidate: _recorded(problem, one, sweep.fingerprint, sweep.recorded_at) for one in measured
+        }
+        best = _winner(found[winner(problem, measured).candidate], replay.device)
         winners.append(best)
         if shapes or len(details) < detailed:
-            trials = {m.candidate: _trial(m, _label(m.candidate)) for m in measured}
-            order = _replayed_search(problem, trials, replay.device, best.record.candidate.family)
-            details.append(Details(best, tuple(trials.values()), tuple(trials[c] for c in order)))
+            order = _replayed_search(problem, found, replay.device, best.record.candidate.family)
+            details.append(Details(best, tuple(found.values()), tuple(found[c] for c in order)))
     return Evidence(
         "recorded",
         replay.device.spec,
@@ -283,35 +271,24 @@ def _fastest_first(
 def _winner(record: Record, device: Device) -> Winner:
     low, high = ratio_interval(record.measurement)
     floor_us = device.roofline_us(record.problem)
-    labelled = replace(record, label=record.label or str(record.candidate))
-    return Winner(labelled, low, high, 100 * floor_us / record.median_us if floor_us else None)
+    return Winner(_named(record), low, high, 100 * floor_us / record.median_us if floor_us else None)
 
 
-def _would_win(
-    problem: Problem, measured: Sequence[Measurement], fingerprint: Fingerprint, at: str
-) -> Record:
-    best = winner(problem, measured)
+def _named(record: Record) -> Record:
+    return record if record.label else replace(record, label=str(record.candidate))
+
+
+def _recorded(problem: Problem, one: Measurement, fingerprint: Fingerprint, at: str) -> Record:
     return Record(
-        problem, best.candidate, fingerprint, _label(best.candidate), best.median_us,
-        best.baseline_median_us, best.ratio, best.noise, best.relative_error, policy=SCREEN,
-        measured_at=datetime.fromisoformat(at), samples_us=best.samples_us, baseline_us=best.baseline_us,
-        telemetry=best.evidence,
+        problem, one.candidate, fingerprint, families.get(one.candidate.family).label(one.candidate),
+        one.median_us, one.baseline_median_us, one.ratio, one.noise, one.relative_error, policy=SCREEN,
+        measured_at=datetime.fromisoformat(at), samples_us=one.samples_us, baseline_us=one.baseline_us,
+        telemetry=one.evidence,
     )  # fmt: skip
 
 
-def _trial(one: Record | Measurement, label: str, policy: str = SCREEN) -> Trial:
-    stage: Literal["library", "search", "race"] = "search" if policy == SCREEN else "race"
-    if stage == "search" and one.candidate.family == VENDOR_FAMILY:
-        stage = "library"
-    return Trial(one.candidate, label or str(one.candidate), one.ratio, one.median_us, stage)
-
-
-def _label(candidate: Candidate) -> str:
-    return families.get(candidate.family).label(candidate)
-
-
 def _replayed_search(
-    problem: Problem, trials: Mapping[Candidate, Trial], device: Device, family: str
+    problem: Problem, trials: Mapping[Candidate, Record], device: Device, family: str
 ) -> list[Candidate]:
     """What `tunegemm tune` with its default effort asks for when only these candidates are allowed, in order.
 

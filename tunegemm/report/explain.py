@@ -67,19 +67,6 @@ class TileFacts:
 
 
 @dataclass(frozen=True)
-class RunnerUp:
-    """The best other measured candidate of a problem."""
-
-    label: str
-    family: str
-    ratio: float
-    """Speed relative to torch.mm, as for the record."""
-    median_us: float
-    evidence: str
-    """What that is of: ratios of unlike evidence do not compare."""
-
-
-@dataclass(frozen=True)
 class Explanation:
     """What is known of a problem before and after tuning."""
 
@@ -105,8 +92,9 @@ class Explanation:
     """What dispatch would launch, or where a near hit takes its kernel from; None where torch computes."""
     near: Near | None
     """What is expected of a near hit."""
-    runner_up: RunnerUp | None
-    """None where the database keeps no other measurement of the problem, as for shipped records."""
+    runner_up: StoredRecord | None
+    """The best other measured candidate; None where the database keeps no other measurement of the
+    problem, as for shipped records."""
     why: str
     """Of a hit what there is to say, of a near hit the rule's figures; empty for a miss and a plain hit."""
     why_not: str
@@ -148,7 +136,10 @@ class Explanation:
                 "percent_of_peak": self.percent_of_peak,
             }
         facts["expected_ratio"] = self.near.record.ratio if self.near is not None else None
-        facts["runner_up"] = asdict(self.runner_up) if self.runner_up is not None else None
+        facts["runner_up"] = None
+        if (second := self.runner_up) is not None:
+            facts["runner_up"] = {name: getattr(second, name) for name in ("label", "ratio", "median_us")}
+            facts["runner_up"] |= {"family": second.candidate.family, "evidence": _proof(second)}
         return facts
 
     def __str__(self) -> str:
@@ -211,7 +202,7 @@ class Explanation:
             yield (
                 "runner-up",
                 f"{second.label}: {second.median_us:.1f} us, {second.ratio:.3f} x torch.mm "
-                f"in {second.evidence}",
+                f"in {_proof(second)}",
             )
         yield "change", self.change
 
@@ -376,17 +367,18 @@ def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], l
 
 def _runner_up(
     record: StoredRecord | None, entries: Sequence[StoredRecord], device: Device
-) -> RunnerUp | None:
+) -> StoredRecord | None:
     others = [
         entry for entry in entries
         if record is not None and entry.candidate != record.candidate
         and judge_stored(entry, device.fingerprint).usable
     ]  # fmt: skip
-    if not others:
-        return None
-    best = leaders(others)[0]
-    evidence = _EVIDENCE[best.evidence] + (f", imported from {best.origin}" if best.origin else "")
-    return RunnerUp(best.label, best.candidate.family, best.ratio, best.median_us, evidence)
+    return next(iter(leaders(others)), None)
+
+
+def _proof(record: StoredRecord) -> str:
+    """What its figures are of: ratios of unlike evidence do not compare."""
+    return _EVIDENCE[record.evidence] + (f", imported from {record.origin}" if record.origin else "")
 
 
 def _change(problem: Problem, selection: Selection, record: StoredRecord | None, why_not: str) -> str:

@@ -19,10 +19,11 @@ from tunegemm.describe.problem import Problem
 from tunegemm.measure.statistics import NOISE_FLOOR
 from tunegemm.report import analysis, charts
 from tunegemm.report.analysis import Grid
-from tunegemm.report.evidence import Details, Evidence, Trial, Winner
+from tunegemm.report.evidence import Details, Evidence, Winner
 from tunegemm.report.page import render
 from tunegemm.report.text import significant
 from tunegemm.search.importance import Importance
+from tunegemm.store.record import Record
 
 #: Rows of the table and of the failures; the roofline and the figures at the top count all.
 MOST_ROWS, MOST_REASONS = 2_000, 100
@@ -48,7 +49,7 @@ class _Shape:
     """Why the record's ratio is not where the search ended."""
     importances: Mapping[str, Importance]
     grids: list[Grid]
-    top: Trial | None
+    top: Record | None
     """The best of all grids."""
 
 

@@ -122,19 +122,10 @@ def pack(
     return Packed(out, digest, len(chosen), gpus, len(objects), found.compiled, left_out)
 
 
-@dataclass(frozen=True)
-class Shipped:
-    """The kernels that were put into the package."""
-
-    objects: int
-    num_bytes: int
-    failures: Mapping[str, str]
-    """Why a record's kernel is not among them, by the record's problem."""
-
-
-def ship(folder: Path, *, workers: int | None = None) -> Shipped:
+def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
     """Compile the kernels of all shipped records into `folder`, which is replaced as a whole.
 
+    Returns how many kernels it holds, and by problem why a record's kernel is not among them.
     Kernels that the user's object store holds are not compiled again. Raises PackError where a record's
     sources or compilers are not those that are here: its kernel would not be the one that was measured.
     """
@@ -147,7 +138,7 @@ def ship(folder: Path, *, workers: int | None = None) -> Shipped:
             f"{len(outdated)} shipped records are of other kernel sources, first {outdated[0].problem}; "
             "tune them again, or re-key them if their kernels are the same"
         )
-    found = provide(usable, workers=workers)
+    found = provide(usable)
     failures |= {str(record.problem): reason for record, reason in found.failures.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as scratch:
@@ -161,8 +152,7 @@ def ship(folder: Path, *, workers: int | None = None) -> Shipped:
         if folder.exists():
             folder.rename(Path(scratch, "old"))
         fresh.rename(folder)
-    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Shipped(len(found.artifacts), num_bytes, failures)
+    return len(found.artifacts), failures
 
 
 def _toolchain() -> dict[str, str]:
@@ -240,10 +230,8 @@ def unfit(record: Record) -> str:
 
 def _distinct(records: Iterable[Record]) -> list[Record]:
     """Per problem and fingerprint the record of the narrowest layer."""
-    kept: dict[tuple[Problem, Fingerprint], Record] = {}
-    for record in sorted(records, key=lambda one: NARROWNESS.get(one.layer, len(NARROWNESS) + 1)):
-        kept[record.problem, record.fingerprint] = record
-    return list(kept.values())
+    ordered = sorted(records, key=lambda one: NARROWNESS.get(one.layer, len(NARROWNESS) + 1))
+    return list({(record.problem, record.fingerprint): record for record in ordered}.values())
 
 
 def _key(record: Record) -> Key:
@@ -284,13 +272,13 @@ def main() -> int:
         print("usage: python -m tunegemm.store.packing FOLDER", file=sys.stderr)
         return 2
     try:
-        shipped = ship(Path(sys.argv[1]))
+        count, failures = ship(Path(sys.argv[1]))
     except TunegemmError as error:
         print(f"tunegemm: {error}", file=sys.stderr)
         return 1
-    for problem, reason in shipped.failures.items():
+    for problem, reason in failures.items():
         print(f"left out: {problem}: {reason}", file=sys.stderr)
-    print(f"{sys.argv[1]}: {shipped.objects} kernels, {shipped.num_bytes / 1e6:.1f} MB")
+    print(f"{sys.argv[1]}: {count} kernels")
     return 0
 
 
