@@ -27,8 +27,6 @@ COMMANDS = [
     *(f"leaderboard --db DB --format {form}" for form in ("table", "csv", "json", "md")),
     f"leaderboard --db DB --shape {SHAPES[0]}",
     f"leaderboard --db DB --shape {SHAPES[0]} --format md",
-    "leaderboard --db DB --by family",
-    "leaderboard --db DB --by device --format json",
     "leaderboard --db DB --family cute_sm90",
     "leaderboard --db DB --device h200",
     "report --db DB --out OUT.html",

@@ -27,12 +27,6 @@ class Format(StrEnum):
     md = "md"
 
 
-class By(StrEnum):
-    shape = "shape"
-    family = "family"
-    device = "device"
-
-
 def command(
     shape: Annotated[
         list[str] | None,
@@ -50,10 +44,6 @@ def command(
             "--device", metavar="NAME", help="Only this one, by its name or a part of it. Default: all."
         ),
     ] = None,
-    by: Annotated[
-        By,
-        typer.Option("--by", help="Rows without --shape: shapes, or families or devices over all shapes."),
-    ] = By.shape,
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write there, not to the terminal.")
@@ -72,7 +62,7 @@ def command(
     from tunegemm.store.leaders import leaders
 
     # Of a large database every shape's best is read, and nothing else.
-    narrow = not shapes and by is By.shape and family is None
+    narrow = not shapes and family is None
 
     def read(database: Database) -> pandas.DataFrame:
         if narrow:
@@ -101,12 +91,10 @@ def command(
     problems = problems_of(frame)
     if narrow:
         boards = [Leaderboard.best_of_all(frame)]
-    elif shapes and by is By.shape:
+    elif shapes:
         boards = [Leaderboard.from_frame(problem, frame) for problem in problems]
-    elif by is By.shape:
-        boards = [Leaderboard.summary(frame)]
     else:
-        boards = [Leaderboard.standings(frame, "family" if by is By.family else "device")]
+        boards = [Leaderboard.summary(frame)]
     console = options.stdout_console()
     if format is Format.table and out is None and console.is_terminal:
         for board in boards:

@@ -7,7 +7,7 @@ L2; the truth lies between the two. See S. Williams et al., "Roofline", CACM 52(
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,7 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import ArtifactError, DeviceError, ProblemError
+from tunegemm.errors import ArtifactError, DeviceError, ProblemError, SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
@@ -294,13 +294,15 @@ def explain_problem(
     )
 
 
-def candidate_of(family: str, values: Mapping[str, str]) -> Candidate:
-    """A candidate from ``name=value`` texts; parameters that are not given take the space's first value.
+def candidate_of(text: str) -> Candidate:
+    """A candidate from ``FAMILY,NAME=VALUE,...``; parameters that are not given take the space's first value.
 
     Raises SpaceError for a family or a parameter that is not known, and for a value that it cannot have.
     """
-    from tunegemm.errors import SpaceError
-
+    family, *pairs = text.split(",")
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise SpaceError(f"candidate {text!r}: {wrong[0]!r} is not NAME=VALUE")
+    values = dict(pair.split("=", 1) for pair in pairs)
     space = families.load_space(family)
     known = {**space.compile_values, **space.launch_values}
     for name in values:

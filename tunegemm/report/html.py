@@ -1,16 +1,23 @@
 """`tunegemm report`: the evidence for one device as a page to read, sort, filter and print.
 
-The words are in `assets/report.html`, the figures in `charts`; here is what the two need.
+The words are in `assets/report.html`, the figures in `charts`; here is what the two need. The page asks
+nothing of the network: its content security policy allows its own script, by hash, and styles within it.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import tunegemm
@@ -20,10 +27,11 @@ from tunegemm.measure.statistics import NOISE_FLOOR
 from tunegemm.report import analysis, charts
 from tunegemm.report.analysis import Grid
 from tunegemm.report.evidence import Details, Evidence, Winner
-from tunegemm.report.page import render
-from tunegemm.report.text import significant
+from tunegemm.report.text import clean, significant
 from tunegemm.search.importance import Importance
 from tunegemm.store.record import Record
+
+_ASSETS = Path(__file__).parent / "assets"
 
 #: Rows of the table and of the failures; the roofline and the figures at the top count all.
 MOST_ROWS, MOST_REASONS = 2_000, 100
@@ -61,37 +69,58 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
     stages = Counter[str]()
     for failure in evidence.failures:
         stages[failure.stage] += failure.count
-    return render(
-        "report.html",
-        evidence=evidence,
-        version=tunegemm.__version__,
-        command=command,
-        headline=_headline(evidence),
-        days=evidence.days,
-        confirmed=any(winner.record.confirmed for winner in winners),
-        symbols=charts.SYMBOLS,
-        words=charts.WORDS,
-        failed=sum(stages.values()),
-        stages=stages.most_common(),
-        most_reasons=MOST_REASONS,
-        roofs=(statistics.median(roofs), max(roofs)) if roofs else None,
-        listed=listed,
-        anchors={details.problem: _anchor(details.problem) for details in evidence.details},
-        families=_choices(winner.record.candidate.family for winner in listed),
-        dtypes=_choices(winner.record.problem.dtypes for winner in listed),
-        layouts=_choices(winner.record.problem.layout for winner in listed),
-        ticks=_ticks(limits),
-        forest=lambda winner: _forest(winner, limits),
-        significant=significant,
-        heat=charts.heat_class,
-        told=charts.trial_told,
-        roofline=Markup(charts.inline_roofline(evidence)),
-        named=len(winners) <= charts.NAMED_MARKS,
-        replayed=any(details.sequence != details.trials for details in evidence.details),
-        shapes=[_shape(details) for details in evidence.details],
-        facts=_facts(evidence),
-        software=_SOFTWARE,
+    script = "\n" + (_ASSETS / "page.js").read_text(encoding="utf-8")
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            script=script,
+            digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            style=(_ASSETS / "page.css").read_text(encoding="utf-8"),
+            evidence=evidence,
+            version=tunegemm.__version__,
+            command=command,
+            headline=_headline(evidence),
+            days=evidence.days,
+            confirmed=any(winner.record.confirmed for winner in winners),
+            symbols=charts.SYMBOLS,
+            words=charts.WORDS,
+            failed=sum(stages.values()),
+            stages=stages.most_common(),
+            most_reasons=MOST_REASONS,
+            roofs=(statistics.median(roofs), max(roofs)) if roofs else None,
+            listed=listed,
+            anchors={details.problem: _anchor(details.problem) for details in evidence.details},
+            families=_choices(winner.record.candidate.family for winner in listed),
+            dtypes=_choices(winner.record.problem.dtypes for winner in listed),
+            layouts=_choices(winner.record.problem.layout for winner in listed),
+            ticks=_ticks(limits),
+            forest=lambda winner: _forest(winner, limits),
+            significant=significant,
+            heat=charts.heat_class,
+            told=charts.trial_told,
+            roofline=Markup(charts.inline_roofline(evidence)),
+            named=len(winners) <= charts.NAMED_MARKS,
+            replayed=any(details.sequence != details.trials for details in evidence.details),
+            shapes=[_shape(details) for details in evidence.details],
+            facts=_facts(evidence),
+            software=_SOFTWARE,
+        )
     )
+
+
+@cache
+def _environment() -> Environment:
+    """All text is escaped unless it is `Markup`."""
+    return Environment(
+        loader=FileSystemLoader(_ASSETS), autoescape=True, finalize=_shown, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+
+
+def _shown(value: Any) -> Any:
+    """What a template prints: text from elsewhere as `clean` has it, and then escaped."""
+    return clean(value, 2000) if type(value) is str and not value.isprintable() else value
 
 
 def _headline(evidence: Evidence) -> str:

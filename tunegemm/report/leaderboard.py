@@ -35,9 +35,6 @@ Source = Literal["measured", "replayed", "modelled"]
 
 Format = Literal["table", "csv", "json", "md"]
 
-#: What `Leaderboard.standings` compares over all shapes.
-By = Literal["family", "device"]
-
 _NOTHING = "Nothing was measured for this device and software."
 
 #: The baseline's name, in tables and as the label of the candidate that calls it.
@@ -47,34 +44,22 @@ BASELINE = "torch.mm"
 VENDOR_FAMILY = "cublaslt"
 
 
-@dataclass(frozen=True)
-class Column:
-    """How a column of a leaderboard is shown to people."""
-
-    heading: str
-    decimals: int | None = None
-    """Digits after the point; None for text; -1 for a time, which gets four significant digits."""
-
-
-COLUMNS: Mapping[str, Column] = {
-    "rank": Column("rank", 0),
-    "problem": Column("problem"),
-    "candidate": Column("candidate"),
-    "median_us": Column("median us", -1),
-    "predicted_us": Column("predicted us", -1),
-    "tflops": Column("TFLOP/s", 1),
-    "ratio_to_torch_mm": Column("ratio to torch.mm", 3),
-    "percent_of_roofline": Column("% of roofline", 1),
-    "spread_percent": Column("spread %", 1),
-    "best_vendor": Column("best of vendor"),
-    "best_vendor_ratio": Column("vendor ratio", 3),
-    "family": Column("family"),
-    "device": Column("device"),
-    "shapes": Column("shapes", 0),
-    "won": Column("fastest on", 0),
-    "mean_ratio": Column("mean ratio to torch.mm", 3),
-    "lowest_ratio": Column("lowest", 3),
-    "highest_ratio": Column("highest", 3),
+#: How each column is shown to people: its heading, and the digits after the point; none for text, -1 for a
+#: time, which gets four significant digits.
+COLUMNS: Mapping[str, tuple[str, int | None]] = {
+    "rank": ("rank", 0),
+    "problem": ("problem", None),
+    "candidate": ("candidate", None),
+    "median_us": ("median us", -1),
+    "predicted_us": ("predicted us", -1),
+    "tflops": ("TFLOP/s", 1),
+    "ratio_to_torch_mm": ("ratio to torch.mm", 3),
+    "percent_of_roofline": ("% of roofline", 1),
+    "spread_percent": ("spread %", 1),
+    "best_vendor": ("best of vendor", None),
+    "best_vendor_ratio": ("vendor ratio", 3),
+    "family": ("family", None),
+    "device": ("device", None),
 }
 
 #: What a narrow terminal goes without, in this order, so that candidates stay readable: the title names the
@@ -236,37 +221,6 @@ class Leaderboard:
             table = table.drop(columns=["best_vendor", "best_vendor_ratio"])
         return cls(title, "measured", note, table)
 
-    @classmethod
-    def standings(cls, frame: pandas.DataFrame, by: By) -> Leaderboard:
-        """Kernel families, or devices, over all problems of `Database.frame`, the highest mean ratio first.
-
-        Of each problem a family counts with its best candidate, a device with the best of all families.
-        Means are geometric, and over the problems that the family or device was tried on.
-        """
-        keys = ["family", "device"] if by == "family" else ["device"]
-        ranked = _boards(frame, None)
-        leader = ranked.drop_duplicates(["problem", "device"])
-        best = ranked.drop_duplicates(["problem", *keys])
-        best = best.assign(won=best.index.isin(leader.index))
-        if by == "family":  # that torch.mm stands in every board does not make it a family that was tried
-            tried = set(zip(frame["family"], frame["device_name"], strict=True))
-            best = best[[pair in tried for pair in zip(best["family"], best["device"], strict=True)]]
-        table = (
-            best.groupby(keys, sort=False)
-            .agg(
-                shapes=("won", "size"),
-                won=("won", "sum"),
-                mean_ratio=("ratio_to_torch_mm", _mean),
-                lowest_ratio=("ratio_to_torch_mm", "min"),
-                highest_ratio=("ratio_to_torch_mm", "max"),
-            )
-            .reset_index()
-            .sort_values("mean_ratio", ascending=False, ignore_index=True)
-        )
-        title = "Kernel families" if by == "family" else "Devices"
-        note = "Each shape counts with its best candidate; ratios are to torch.mm in the same interleave."
-        return cls(title, "measured", note, table if by == "family" else table.drop(columns="won"))
-
     def top(self, count: int | None) -> Leaderboard:
         """The first `count` rows per device, and the baseline's row wherever it is; all rows for None."""
         if count is None or self.frame.empty or "rank" not in self.frame:
@@ -292,11 +246,11 @@ class Leaderboard:
         for name in _DISPENSABLE:
             if width is not None and sum(widths.values()) + 3 * len(widths) + 1 > width:
                 widths.pop(name, None)
-        whole = sum(max(len(COLUMNS[name].heading), _longest(name, rows)) + 3 for name in widths) + 1
+        whole = sum(max(len(COLUMNS[name][0]), _longest(name, rows)) + 3 for name in widths) + 1
         for name, least in widths.items():
-            heading = COLUMNS[name].heading
+            heading = COLUMNS[name][0]
             # Numbers never fold: cut short, they would be others. Their headings do, before candidates.
-            if COLUMNS[name].decimals is not None:
+            if COLUMNS[name][1] is not None:
                 fixed = least if width is not None and whole > width else None
                 table.add_column(heading, justify="right", width=fixed, min_width=least)
             else:
@@ -310,8 +264,8 @@ class Leaderboard:
         """A table in GitHub's Markdown, under the title and the note."""
         board = self.top(top)
         shown = board._shown()
-        lines = ["| " + " | ".join(COLUMNS[name].heading for name in shown) + " |"]
-        rules = ("---" if COLUMNS[name].decimals is None else "---:" for name in shown)
+        lines = ["| " + " | ".join(COLUMNS[name][0] for name in shown) + " |"]
+        rules = ("---" if COLUMNS[name][1] is None else "---:" for name in shown)
         lines.append("|" + "|".join(rules) + "|")
         for row in board.frame.to_dict("records"):
             cells = [markdown(_cell(name, row)) for name in shown]
@@ -543,7 +497,7 @@ def _mean(ratios: Iterable[float]) -> float:
 
 
 def _cell(name: str, row: Mapping[Any, Any]) -> str:
-    value, decimals = row[name], COLUMNS[name].decimals
+    value, decimals = row[name], COLUMNS[name][1]
     if decimals is None:
         return clean(value) if isinstance(value, str) else ""
     if math.isnan(value):
@@ -560,7 +514,7 @@ def _longest(name: str, rows: list[dict[Any, Any]]) -> int:
 def _least_width(name: str, rows: list[dict[Any, Any]]) -> int:
     """Characters that a column needs: its longest cell, and the longest word of its heading."""
     longest = _longest(name, rows)
-    return max(min(longest, _READABLE.get(name, longest)), *map(len, COLUMNS[name].heading.split()))
+    return max(min(longest, _READABLE.get(name, longest)), *map(len, COLUMNS[name][0].split()))
 
 
 def _plain(value: Any) -> Any:
