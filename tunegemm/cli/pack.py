@@ -55,7 +55,14 @@ def pack_command(
     else:
         with Database.open(db, read_only=True) as database:
             records = database.records()
-    chosen = packing.select(records, gpu=gpu, shapes=shapes, problems=problems, families=names)
+    chosen = [
+        record
+        for record in records
+        if (gpu is None or gpu.lower() in record.fingerprint.device_name.lower())
+        and (not shapes or record.problem.shape in shapes)
+        and (problems is None or record.problem in problems)
+        and (names is None or record.candidate.family in names)
+    ]
     if not chosen:
         raise UsageError(f"none of {len(records)} records is of that kind; see `tunegemm db layers`")
     packed = packing.pack(chosen, out, compile_missing=not no_compile, workers=workers)

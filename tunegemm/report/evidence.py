@@ -189,7 +189,8 @@ def from_database(
         "recorded" if any(record.replayed for record in stored) else "measured",
         place,
         part,
-        *_fastest_first(winners.values(), details),
+        tuple(sorted(winners.values(), key=_slowness)),
+        tuple(sorted(details, key=lambda one: _slowness(one.winner))),
         queries.measurement_count(database, name, shapes),
         _grouped(queries.failure_counts(database, name)),
         tuple(other for other in names if other != name),
@@ -230,7 +231,8 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
         "recorded",
         replay.device.spec,
         replay.device,
-        *_fastest_first(winners, details),
+        tuple(sorted(winners, key=_slowness)),
+        tuple(sorted(details, key=lambda one: _slowness(one.winner))),
         count,
         _grouped([(*key, number) for key, number in failures.most_common()]),
     )
@@ -259,13 +261,8 @@ def _check_shapes(shapes: Sequence[str], problems: Sequence[Problem], where: str
         raise TunegemmError(f"{where} has no record; run `tunegemm tune --shape MxNxK` on a GPU first")
 
 
-def _fastest_first(
-    winners: Iterable[Winner], details: Iterable[Details]
-) -> tuple[tuple[Winner, ...], tuple[Details, ...]]:
-    return (
-        tuple(sorted(winners, key=lambda winner: -winner.record.ratio)),
-        tuple(sorted(details, key=lambda one: -one.winner.record.ratio)),
-    )
+def _slowness(winner: Winner) -> float:
+    return -winner.record.ratio
 
 
 def _winner(record: Record, device: Device) -> Winner:

@@ -11,8 +11,8 @@ import hashlib
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,8 @@ from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.statistics import NOISE_FLOOR
 from tunegemm.report import analysis, charts
-from tunegemm.report.analysis import Grid
 from tunegemm.report.evidence import Details, Evidence, Winner
 from tunegemm.report.text import clean, significant
-from tunegemm.search.importance import Importance
-from tunegemm.store.record import Record
 
 _ASSETS = Path(__file__).parent / "assets"
 
@@ -38,27 +35,6 @@ MOST_ROWS, MOST_REASONS = 2_000, 100
 
 #: The fields of a fingerprint that are not the device itself.
 _SOFTWARE = [field.name for field in fields(Fingerprint) if field.name not in ("device_name", "sm_count")]
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What the page shows of one problem's search."""
-
-    problem: Problem
-    winner: Winner
-    anchor: str
-    tried: int
-    """Trials of the search and of the vendor's algorithms."""
-    found_at: int
-    """Number of the trial that was best."""
-    raced: bool
-    convergence: Markup
-    gap: str
-    """Why the record's ratio is not where the search ended."""
-    importances: Mapping[str, Importance]
-    grids: list[Grid]
-    top: Record | None
-    """The best of all grids."""
 
 
 def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
@@ -138,23 +114,24 @@ def _anchor(problem: Problem) -> str:
     return "shape-" + "".join(letter if letter.isalnum() else "-" for letter in str(problem))
 
 
-def _shape(details: Details) -> _Shape:
+def _shape(details: Details) -> dict[str, Any]:
+    """What the page shows of one problem's search."""
     tried = details.tried
     grids = analysis.tile_grids(details.trials)
     tiles = [trial for grid in grids for trial in grid.best.values()]
-    return _Shape(
-        details.problem,
-        details.winner,
-        _anchor(details.problem),
-        len(tried),
-        analysis.best_so_far(tried)[-1][0] if tried else 0,
-        len(tried) < len(details.sequence),
-        Markup(charts.inline_convergence(details)),
-        analysis.gap(details),
-        analysis.importances(details.trials),
-        grids,
-        max(tiles, key=lambda trial: trial.ratio, default=None),
-    )
+    return {
+        "problem": details.problem,
+        "winner": details.winner,
+        "anchor": _anchor(details.problem),
+        "tried": len(tried),
+        "found_at": analysis.best_so_far(tried)[-1][0] if tried else 0,
+        "raced": len(tried) < len(details.sequence),
+        "convergence": Markup(charts.inline_convergence(details)),
+        "gap": analysis.gap(details),
+        "importances": analysis.importances(details.trials),
+        "grids": grids,
+        "top": max(tiles, key=lambda trial: trial.ratio, default=None),
+    }
 
 
 def _place(value: float, limits: tuple[float, float]) -> float:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import io
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part
@@ -126,8 +126,11 @@ class Leaderboard:
             ],
             columns=_ROW,
         )
-        note = _note(source, device, frame)
-        return cls(_title(problem, device.name), source, note, _ranked(frame, problem, device))
+        origin = f"Measured on {device.name}."
+        if source == "replayed":
+            origin = f"Replayed from a recording of {device.name}; nothing was measured here."
+        note = f"{origin} {_how_to_read(frame)}".strip()
+        return cls(f"{problem} on {device.name}", source, note, _ranked(frame, problem, device))
 
     @classmethod
     def from_predictions(
@@ -148,19 +151,20 @@ class Leaderboard:
         columns = ["rank", "problem", "candidate", "predicted_us", "family", "device"]
         note = f"Ranked by a model of {device.name}; nothing was timed, and a model only ranks."
         frame = pandas.DataFrame(rows, columns=columns)
-        return cls(_title(problem, device.name), "modelled", note, frame)
+        return cls(f"{problem} on {device.name}", "modelled", note, frame)
 
     @classmethod
-    def from_frame(
-        cls, problem: Problem, frame: pandas.DataFrame, device: Device | None = None
-    ) -> Leaderboard:
-        """Of rows of `Database.frame`.
+    def from_frame(cls, problem: Problem, frame: pandas.DataFrame) -> Leaderboard:
+        """Of rows of `Database.frame`: of each device the fingerprint measured last, ranked for itself."""
+        import pandas
 
-        device: only rows measured under its fingerprint. Without one: of each device name the fingerprint
-        measured last, each ranked for itself.
-        """
-        ranked = _boards(_only(frame, problem), device)
-        return cls(_title(problem, _names(ranked)), "measured", _stored_note(frame, problem, device), ranked)
+        for name in _PROBLEM_FIELDS:
+            frame = frame[frame[name] == getattr(problem, name)]
+        groups = _groups(frame)
+        boards = [_ranked(group, problem, device) for device, group in groups]
+        ranked = pandas.concat(boards or [_ranked(frame, problem, _device_named(""))], ignore_index=True)
+        title = f"{problem} on {_names(ranked)}" if groups else str(problem)
+        return cls(title, "measured", _stored_note(frame, groups), ranked)
 
     @classmethod
     def summary(cls, frame: pandas.DataFrame) -> Leaderboard:
@@ -332,10 +336,7 @@ def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas
     if len(rows) and not rows["label"].eq(BASELINE).any():
         # The leader's interleave is the one whose baseline can stand beside the leader's time.
         baseline = rows.iloc[[0]].assign(label=BASELINE, family=VENDOR_FAMILY, ratio=1.0, chosen=False)
-        baseline["median_us"], baseline["spread"] = (
-            baseline["baseline_median_us"],
-            baseline["baseline_spread"],
-        )
+        baseline = baseline.assign(median_us=rows["baseline_median_us"], spread=rows["baseline_spread"])
         rows = _placed(pandas.concat([rows, baseline], ignore_index=True))
     ranks: list[int] = []
     ordered = list(rows.itertuples())
@@ -369,41 +370,17 @@ def _placed(rows: pandas.DataFrame) -> pandas.DataFrame:
     return ordered[::-1].reset_index(drop=True)
 
 
-def _boards(frame: pandas.DataFrame, device: Device | None) -> pandas.DataFrame:
-    """The boards of all problems of a frame on each device, one below the other."""
-    import pandas
-
-    boards = [
-        _ranked(group, problem, shown)
-        for problem in problems_of(frame)
-        for shown, group in _groups(_only(frame, problem), device)
-    ]
-    nothing = _ranked(frame.iloc[:0], Problem(1, 1, 1), _device_named(""))
-    return pandas.concat(boards, ignore_index=True) if boards else nothing
-
-
 def problems_of(frame: pandas.DataFrame) -> list[Problem]:
     """The problems of the rows, smallest first."""
     return sorted(Problem(*row) for row in frame[_PROBLEM_FIELDS].drop_duplicates().itertuples(index=False))
 
 
-def _only(frame: pandas.DataFrame, problem: Problem) -> pandas.DataFrame:
-    for name in _PROBLEM_FIELDS:
-        frame = frame[frame[name] == getattr(problem, name)]
-    return frame
-
-
-def _groups(frame: pandas.DataFrame, device: Device | None) -> list[tuple[Device, pandas.DataFrame]]:
-    """The rows to show per device: those of its fingerprint, or of the fingerprint measured last."""
+def _groups(frame: pandas.DataFrame) -> list[tuple[Device, pandas.DataFrame]]:
+    """The rows to show per device: those of the fingerprint measured last."""
     found: dict[str, tuple[Any, Device, pandas.DataFrame]] = {}
     for _, group in frame.groupby("fingerprint", sort=False):
         fingerprint = Fingerprint(*(_python(group.iloc[0][name]) for name in _FINGERPRINT_FIELDS))
-        if device is not None:
-            if fingerprint == device.fingerprint:
-                return [(device, group)]
-            continue
-        latest = group["measured_at"].max()
-        name = fingerprint.device_name
+        name, latest = fingerprint.device_name, group["measured_at"].max()
         if name not in found or latest > found[name][0]:
             found[name] = (latest, known_device(fingerprint), group)
     return [(shown, group) for _, shown, group in (found[name] for name in sorted(found))]
@@ -426,20 +403,8 @@ def _device_named(name: str) -> Device:
     return known_device(Fingerprint(name, 0, "", "", 0, "", "", "", "", ""))
 
 
-def _title(problem: Problem, device_name: str) -> str:
-    return f"{problem} on {device_name}" if device_name else str(problem)
-
-
 def _names(frame: pandas.DataFrame) -> str:
     return ", ".join(dict.fromkeys(frame["device"]))
-
-
-def _note(source: Source, device: Device, rows: pandas.DataFrame) -> str:
-    origin = {
-        "measured": f"Measured on {device.name}.",
-        "replayed": f"Replayed from a recording of {device.name}; nothing was measured here.",
-    }[source]
-    return f"{origin} {_how_to_read(rows)}".strip()
 
 
 def _how_to_read(rows: pandas.DataFrame) -> str:
@@ -457,11 +422,9 @@ def _how_to_read(rows: pandas.DataFrame) -> str:
     return f"{note} Ordered by evidence ({counts}): ratios compare among rows of the same only."
 
 
-def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | None) -> str:
+def _stored_note(rows: pandas.DataFrame, groups: list[tuple[Device, pandas.DataFrame]]) -> str:
     import pandas
 
-    rows = _only(frame, problem)
-    groups = _groups(rows, device)
     if not groups:
         return _NOTHING
     parts = [
@@ -483,17 +446,13 @@ def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | Non
 def _mean_note(table: pandas.DataFrame) -> str:
     if table.empty:
         return _NOTHING
-    note = f"Geometric mean over {len(table)} rows, to torch.mm: {_mean(table['ratio_to_torch_mm']):.3f}."
+    mean = geometric_mean(table["ratio_to_torch_mm"])
+    note = f"Geometric mean over {len(table)} rows, to torch.mm: {mean:.3f}."
     vendors = table["best_vendor_ratio"].dropna()
     if vendors.empty:
         return f"{note} None of the vendor's other algorithms was measured."
     which = "each row" if len(vendors) == len(table) else f"the {len(vendors)} rows where one was measured"
-    return f"{note} The best of the vendor's algorithms on {which}: {_mean(vendors):.3f}."
-
-
-def _mean(ratios: Iterable[float]) -> float:
-    """The geometric mean."""
-    return statistics.geometric_mean(ratios)
+    return f"{note} The best of the vendor's algorithms on {which}: {geometric_mean(vendors):.3f}."
 
 
 def _cell(name: str, row: Mapping[Any, Any]) -> str:

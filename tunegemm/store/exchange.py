@@ -24,6 +24,7 @@ from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.generate.ptxas import Resources
+from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.outcome import Failure, Measurement, Stage
 from tunegemm.store import publishing
 from tunegemm.store.checks import BAD, candidate_of, check_roofline, one_line, times_of, typed
@@ -231,14 +232,14 @@ class Parsed:
 
     id: str
     """What the choices of the same file call it; empty when they cannot."""
-    problem: Problem
-    fingerprint: Fingerprint
-    outcome: Measurement | Failure
-    resources: Resources | None
     label: str
     kernel_source: str
     origin: str
     policy: str
+    problem: Problem
+    fingerprint: Fingerprint
+    outcome: Measurement | Failure
+    resources: Resources | None
     measured_at: datetime
 
 
@@ -249,16 +250,14 @@ def parse(row: Any) -> Parsed:
     if not isinstance(row, dict) or row.get("kind") not in ("measurement", "failure"):
         raise BadValueError("its kind is not one of measurement, failure, choice")
     widths = {"id": 64, "label": 200, "kernel_source": 16, "origin": 4096, "policy": 16}
-    texts = {name: line(_given(row, name, ""), name, longest) for name, longest in widths.items()}
-    problem, fingerprint = typed(Problem, row.get("problem")), typed(Fingerprint, row.get("fingerprint"))
-    return Parsed(
-        **{**texts, "policy": texts["policy"] or "screen"},
-        problem=problem,
-        fingerprint=fingerprint,
-        outcome=_outcome(row, problem, fingerprint),
-        resources=None if row.get("resources") is None else _resources(row["resources"]),
-        measured_at=moment(row.get("measured_at"), "measured_at"),
+    id_, label, source, origin, policy = (
+        line(_given(row, name, ""), name, longest) for name, longest in widths.items()
     )
+    problem, fingerprint = typed(Problem, row.get("problem")), typed(Fingerprint, row.get("fingerprint"))
+    outcome = _outcome(row, problem, fingerprint)
+    resources = None if row.get("resources") is None else _resources(row["resources"])
+    at = moment(row.get("measured_at"), "measured_at")
+    return Parsed(id_, label, source, origin, policy or SCREEN, problem, fingerprint, outcome, resources, at)
 
 
 def _given(row: Row, name: str, default: Any) -> Any:

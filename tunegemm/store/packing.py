@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from tunegemm.describe.device import (
     device_from_part,
     package_version,
 )
-from tunegemm.describe.problem import Problem
 from tunegemm.errors import PackError, TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
@@ -50,25 +49,6 @@ class Packed:
     """Those of `objects` that were compiled for it: the store did not have them."""
     left_out: Mapping[str, int]
     """Why records are not in it, and how many."""
-
-
-def select(
-    records: Iterable[Record],
-    *,
-    gpu: str | None = None,
-    shapes: Collection[str] = (),
-    problems: Collection[Problem] | None = None,
-    families: Collection[str] | None = None,
-) -> list[Record]:
-    """The records of a GPU (its name or a part of it), of shapes, of exact problems, of kernel families."""
-    return [
-        record
-        for record in records
-        if (gpu is None or gpu.lower() in record.fingerprint.device_name.lower())
-        and (not shapes or record.problem.shape in shapes)
-        and (problems is None or record.problem in problems)
-        and (families is None or record.candidate.family in families)
-    ]
 
 
 def pack(

@@ -89,18 +89,17 @@ def loaded(warnings: list[str]) -> list[Pack]:
 
     That file is unpacked beside the object store when it is first seen. Adds a line for each that is bad.
     """
-    found = []
-    for folder in installed():
-        try:
-            found.append(_open(folder))
-        except PackError as error:
-            warnings.append(str(error))
+    found = {}
+    openings = [functools.partial(_open, folder) for folder in installed()]
     if file := os.environ.get("TUNEGEMM_PACK"):
+        openings.append(functools.partial(install, Path(file), ArtifactStore().root.parent / "packs"))
+    for opening in openings:
         try:
-            found.append(install(Path(file), ArtifactStore().root.parent / "packs"))
+            pack = opening()
+            found[pack.name] = pack
         except PackError as error:
             warnings.append(str(error))
-    return list({pack.name: pack for pack in found}.values())
+    return list(found.values())
 
 
 @functools.cache
@@ -127,9 +126,8 @@ def find(key: Key) -> Artifact | None:
     """
     if (found := ArtifactStore().find(key)) is not None:
         return found
-    ours = shipped()
-    places = [*loaded([]), *([ours] if ours is not None else [])]
-    return next((found for pack in places if (found := pack.find(key)) is not None), None)
+    places = (*loaded([]), shipped())
+    return next((found for pack in places if pack and (found := pack.find(key)) is not None), None)
 
 
 def install(file: Path, root: Path | None = None, *, sha256: str | None = None) -> Pack:
@@ -241,11 +239,10 @@ def _digest(file: Path, modified_ns: int, size: int) -> str:
 def installed(root: Path | None = None) -> list[Path]:
     """Folders of loaded packs."""
     try:
-        return sorted(
-            path for path in (root or user_folder()).iterdir() if re.fullmatch(r"[0-9a-f]{16}", path.name)
-        )
+        places = sorted((root or user_folder()).iterdir())
     except OSError:
         return []
+    return [path for path in places if re.fullmatch(r"[0-9a-f]{16}", path.name)]
 
 
 @functools.lru_cache(maxsize=256)  # a folder is named by what is in it

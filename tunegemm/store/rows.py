@@ -143,19 +143,15 @@ def record_builder(layer: str, *, samples: bool = False) -> Callable[[Sequence[A
 
 def _samples(cells: Sequence[Any]) -> dict[str, Any]:
     samples, baseline, telemetry, throttle, *numbers = cells
-    if not isinstance(samples, list) or not isinstance(baseline, list) or len(samples) != len(baseline):
+    lists = isinstance(samples, list) and isinstance(baseline, list)
+    if not lists or not samples or len(samples) != len(baseline):
         raise ValueError("its samples are incomplete")
-    if not samples:
-        raise ValueError("it has no samples")
     if not isinstance(telemetry, dict | None):
         raise ValueError("its evidence is not an object")
     if not isinstance(throttle, list | None):
         raise ValueError("its throttle reasons are not a list")
-    further: dict[str, Any] = {
-        name: number(value)
-        for name, value in zip(TELEMETRY_NUMBERS, numbers, strict=True)
-        if value is not None
-    }
+    named = zip(TELEMETRY_NUMBERS, numbers, strict=True)
+    further: dict[str, Any] = {name: number(value) for name, value in named if value is not None}
     if throttle is not None:
         further[THROTTLE] = tuple(map(text, throttle))
     return {
@@ -167,12 +163,7 @@ def _samples(cells: Sequence[Any]) -> dict[str, Any]:
 
 def where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
     """Of one problem."""
-    return query.where(
-        *(
-            column == getattr(problem, name)
-            for column, name in zip(PROBLEM_COLUMNS, PROBLEM_FIELDS, strict=True)
-        )
-    )
+    return query.where(*(getattr(ProblemRow, name) == getattr(problem, name) for name in PROBLEM_FIELDS))
 
 
 def where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[Any]:
@@ -182,16 +173,11 @@ def where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[An
 
 def where_current(query: Select[Any], row: type[MeasurementRow | FailureRow]) -> Select[Any]:
     """Of kernels whose sources are those of this program."""
-    sources = {name: kernel_source_hash(name) for name in families.NAMES}
-    return query.where(
-        or_(
-            row.kernel_source == "",
-            *(
-                (CandidateRow.family == name) & (row.kernel_source == source)
-                for name, source in sources.items()
-            ),
-        )
+    current = (
+        (CandidateRow.family == name) & (row.kernel_source == kernel_source_hash(name))
+        for name in families.NAMES
     )
+    return query.where(or_(row.kernel_source == "", *current))
 
 
 def readable(rows: Iterable[Any], build: Callable[[Any], Value], kind: str) -> list[Value]:
@@ -248,12 +234,7 @@ def key_values(
     """The columns of the three rows that a result refers to."""
     text = candidate.to_json()
     row = {"digest": candidate.digest, "family": candidate.family, "json": text, "label": label}
-    return dataclasses.asdict(problem), fingerprint_values(fingerprint), row
-
-
-def fingerprint_values(fingerprint: Fingerprint) -> dict[str, Any]:
-    """The columns of a fingerprint's row."""
-    return {"digest": fingerprint.digest, **fingerprint.asdict()}
+    return dataclasses.asdict(problem), {"digest": fingerprint.digest, **fingerprint.asdict()}, row
 
 
 def outcome_values(
@@ -285,18 +266,11 @@ def measurement_values(measurement: Measurement) -> dict[str, Any]:
         )
     evidence = plain(dict(measurement.evidence))
     columns: dict[str, Any] = {}
-    for name in TELEMETRY_NUMBERS:
-        number = isinstance(evidence.get(name), int | float)
-        columns[name] = evidence.pop(name) if number else None
-    listed = isinstance(evidence.get(THROTTLE), list)
-    columns[THROTTLE] = evidence.pop(THROTTLE) if listed else None
+    for name, kind in (*((name, int | float) for name in TELEMETRY_NUMBERS), (THROTTLE, list)):
+        columns[name] = evidence.pop(name) if isinstance(evidence.get(name), kind) else None
+    names = ("samples_us", "baseline_us", "median_us", "baseline_median_us", "ratio", "spread")
     return columns | {
-        "samples_us": samples,
-        "baseline_us": baseline,
-        "median_us": measurement.median_us,
-        "baseline_median_us": measurement.baseline_median_us,
-        "ratio": measurement.ratio,
-        "spread": measurement.spread,
+        **{name: getattr(measurement, name) for name in names},
         "baseline_spread": dataclasses.replace(measurement, samples_us=baseline).spread,
         "noise": float(measurement.noise),
         "relative_error": float(measurement.relative_error),
