@@ -191,14 +191,14 @@ def parse_shapes(shapes: list[str] | None) -> list[str]:
 _DURATION = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9}(?:\.\d{1,9})?)s?)?", re.ASCII)
 
 
-def parse_seconds(text: str, flag: str = "--budget") -> float:
+def parse_seconds(text: str) -> float:
     """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``. Raises UsageError for anything else."""
     match = _DURATION.fullmatch(text.strip().lower())
     hours, minutes, seconds = match.groups() if match else (None, None, None)
     total = 3600 * int(hours or 0) + 60 * int(minutes or 0) + float(seconds or 0)
     if total <= 0:
         raise UsageError(
-            f"{flag} {clean(repr(text), 60)} is not a duration; for example 90, 90s, 10m or 1h30m"
+            f"--budget {clean(repr(text), 60)} is not a duration; for example 90, 90s, 10m or 1h30m"
         )
     return total
 

@@ -149,26 +149,24 @@ class Database:
         """Every measurement of a problem, or of all, with its samples; oldest first."""
         return self._records(None, problem=problem, samples=True)
 
-    def history(self, problem: Problem, *, samples: bool = False) -> list[Record]:
+    def history(self, problem: Problem) -> list[Record]:
         """Which measurements were the problem's records, under all fingerprints; the first chosen first."""
-        return self._records(ChoiceRow, problem=problem, samples=samples)
+        return self._records(ChoiceRow, problem=problem)
 
-    def measurements(
-        self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False
-    ) -> list[Measurement]:
-        """All measurements of a problem, oldest first, for example to seed a search.
-
-        current: only of kernels whose sources are those of this program.
-        """
-        found = self._records(None, problem=problem, fingerprint=fingerprint, samples=True, current=current)
+    def measurements(self, problem: Problem, fingerprint: Fingerprint) -> list[Measurement]:
+        """All measurements of a problem, oldest first, for example to seed a search."""
+        found = self._records(None, problem=problem, fingerprint=fingerprint, samples=True)
         return [record.measurement for record in found]
 
     def failures(self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False) -> list[Failure]:
-        """All failures of a problem, oldest first: what a search need not try again. current: see above."""
+        """All failures of a problem, oldest first: what a search need not try again.
+
+        current: only of kernels whose sources are those of this program.
+        """
         row = FailureRow
         columns = select(*rows.CANDIDATE_COLUMNS, row.stage, row.reason).select_from(row)
         query = rows.where_fingerprint(rows.with_keys(columns, row), fingerprint).order_by(row.id)
-        query = rows.where_problem(rows.where_current(query, row) if current else query, problem)
+        query = rows.where_problem(rows.where_current(query) if current else query, problem)
         return rows.readable(self._read(query), rows.failure, "failure")
 
     def problems(self) -> list[Problem]:
@@ -177,14 +175,7 @@ class Database:
         found = self._read(select(*rows.PROBLEM_COLUMNS).where(measured))
         return sorted(rows.readable(found, lambda row: Problem(*row), "problem"))
 
-    def frame(
-        self,
-        problem: Problem | None = None,
-        *,
-        device_name: str | None = None,
-        family: str | None = None,
-        fingerprint: Fingerprint | None = None,
-    ) -> pandas.DataFrame:
+    def frame(self, problem: Problem | None = None, *, family: str | None = None) -> pandas.DataFrame:
         """One row per problem, fingerprint and candidate, with the best evidence for it.
 
         That is the confirmed record's measurement, or else the best by `tunegemm.measure.evidence`. Columns:
@@ -196,7 +187,7 @@ class Database:
         """
         import pandas
 
-        query = frames.candidates_query(problem, device_name, family, fingerprint)
+        query = frames.candidates_query(problem, family)
         names = [column.key for column in query.selected_columns]
         return frames.best_of_each(pandas.DataFrame(self._read(query), columns=names))
 
@@ -246,15 +237,12 @@ class Database:
         problem: Problem | None = None,
         fingerprint: Fingerprint | None = None,
         samples: bool = False,
-        current: bool = False,
     ) -> list[Record]:
-        """As `rows.records_query`, of one problem or fingerprint or of this program's kernels."""
+        """As `rows.records_query`, of one problem or fingerprint."""
         query = rows.records_query(chosen, samples=samples)
         if problem is not None:
             query = rows.where_problem(query, problem)
         if fingerprint is not None:
             query = rows.where_fingerprint(query, fingerprint)
-        if current:
-            query = rows.where_current(query, MeasurementRow)
         kind = "measurement" if chosen is None else "record"
         return rows.readable(self._read(query), rows.record_builder(self.layer, samples=samples), kind)

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, select
 
-from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.evidence import evidence_of
 from tunegemm.store.lookup import UNREADABLE
-from tunegemm.store.models import CandidateRow, FingerprintRow, MeasurementRow, ProblemRow, RecordRow
+from tunegemm.store.models import CandidateRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.rows import (
     FINGERPRINT_COLUMNS,
     PROBLEM_COLUMNS,
     PROBLEM_FIELDS,
-    where_fingerprint,
     where_problem,
     with_keys,
 )
@@ -44,10 +42,8 @@ _OPTIONAL = (
 _TEXTS = ("family", "label", "candidate", "device_name", "kernel_source", "origin", "policy", "fingerprint")
 
 
-def candidates_query(
-    problem: Problem | None, device_name: str | None, family: str | None, fingerprint: Fingerprint | None
-) -> Select[Any]:
-    """Every measurement, or those of one problem, device, family or fingerprint, and the record."""
+def candidates_query(problem: Problem | None, family: str | None) -> Select[Any]:
+    """Every measurement, or those of one problem or family, and the record."""
     row = MeasurementRow
     query = with_keys(
         select(
@@ -68,12 +64,8 @@ def candidates_query(
     )
     if problem is not None:
         query = where_problem(query, problem)
-    if device_name is not None:
-        query = query.where(FingerprintRow.device_name == device_name)
     if family is not None:
         query = query.where(CandidateRow.family == family)
-    if fingerprint is not None:
-        query = where_fingerprint(query, fingerprint)
     return query.order_by(row.id)
 
 

@@ -26,14 +26,14 @@ _PAIR = ["problem_id", "fingerprint_id"]
 _VENDOR = ("problem_id", "fingerprint_id", "candidate_id", "policy", "origin", "ratio", "id")
 
 
-def leaders(database: Database, family: str, *, device_name: str | None = None) -> pandas.DataFrame:
+def leaders(database: Database, family: str) -> pandas.DataFrame:
     """One row per problem and device name: the record chosen last there, and the best of the vendor's family.
 
     Columns: the fields of the problem; device_name, family, label, candidate (digest), median_us,
     baseline_median_us, ratio, spread, baseline_spread, confirmed; vendor_label and vendor_ratio, missing
     where the vendor's family was not measured. Unreadable rows are left out.
 
-    family: the vendor's. device_name: only this device.
+    family: the vendor's.
     """
     import pandas
 
@@ -66,8 +66,6 @@ def leaders(database: Database, family: str, *, device_name: str | None = None) 
         .join(CandidateRow, CandidateRow.id == row.candidate_id)
         .where(ranked.c.place == 1)
     )
-    if device_name is not None:
-        best = best.where(FingerprintRow.device_name == device_name)
     with database._raw_reading() as read:
         frame = pandas.DataFrame(read(best), columns=[column.key for column in best.selected_columns])
         vendors = select(CandidateRow.id, CandidateRow.label)

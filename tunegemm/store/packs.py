@@ -156,12 +156,12 @@ def install(file: Path, root: Path | None = None, *, sha256: str | None = None) 
     return _open(final)
 
 
-def remove(name: str, root: Path | None = None) -> str:
+def remove(name: str) -> str:
     """Take a loaded pack away, by its name or the start of it, and return its name.
 
     Raises PackError, which lists the loaded ones.
     """
-    names = {folder.name: folder for folder in installed(root)}
+    names = {folder.name: folder for folder in installed()}
     chosen = [folder for known, folder in names.items() if name and known.startswith(name)]
     if len(chosen) != 1:
         what = "names several packs" if chosen else "is not loaded"
@@ -175,9 +175,9 @@ def remove(name: str, root: Path | None = None) -> str:
     return chosen[0].name
 
 
-def write_manifest(folder: Path, *, toolchain: Mapping[str, str], fingerprints: Iterable[Any] = ()) -> None:
+def write_manifest(folder: Path, *, toolchain: Mapping[str, str]) -> None:
     """Make a folder of objects what `shipped` reads."""
-    _, text = _manifest(folder, folder, toolchain, fingerprints)
+    _, text = _manifest(folder, folder, toolchain, ())
     (folder / _MANIFEST).write_bytes(text)
 
 
@@ -236,10 +236,10 @@ def _digest(file: Path, modified_ns: int, size: int) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def installed(root: Path | None = None) -> list[Path]:
+def installed() -> list[Path]:
     """Folders of loaded packs."""
     try:
-        places = sorted((root or user_folder()).iterdir())
+        places = sorted(user_folder().iterdir())
     except OSError:
         return []
     return [path for path in places if re.fullmatch(r"[0-9a-f]{16}", path.name)]

@@ -171,13 +171,13 @@ def where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[An
     return query.where(FingerprintRow.digest == fingerprint.digest)
 
 
-def where_current(query: Select[Any], row: type[MeasurementRow | FailureRow]) -> Select[Any]:
-    """Of kernels whose sources are those of this program."""
+def where_current(query: Select[Any]) -> Select[Any]:
+    """Of failures those of kernels whose sources are those of this program."""
+    source = FailureRow.kernel_source
     current = (
-        (CandidateRow.family == name) & (row.kernel_source == kernel_source_hash(name))
-        for name in families.NAMES
+        (CandidateRow.family == name) & (source == kernel_source_hash(name)) for name in families.NAMES
     )
-    return query.where(or_(row.kernel_source == "", *current))
+    return query.where(or_(source == "", *current))
 
 
 def readable(rows: Iterable[Any], build: Callable[[Any], Value], kind: str) -> list[Value]:
