@@ -28,10 +28,7 @@ class Format(StrEnum):
 
 
 def command(
-    shape: Annotated[
-        list[str] | None,
-        typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated. Default: the best of each."),
-    ] = None,
+    shape: options.SomeShapes = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of A and B. Default: any.")] = None,
     out_dtype: Annotated[str | None, typer.Option("--out-dtype", help="Of D. Default: any.")] = None,
     layout: Annotated[str | None, typer.Option("--layout", help="tn, tt, nn or nt. Default: any.")] = None,

@@ -75,6 +75,9 @@ def count_option(flag: str, help: str) -> Any:
     return typer.Option(flag, metavar="N", callback=_positive, help=help)
 
 
+Workers = Annotated[int | None, count_option("--workers", "Compile workers. Default: by cores and RAM.")]
+
+
 def parse_problems(
     shape: Annotated[
         list[str] | None,

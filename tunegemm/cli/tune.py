@@ -104,9 +104,7 @@ def command(
         ),
     ] = None,
     db: options.DatabaseLocation = None,
-    workers: Annotated[
-        int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
-    ] = None,
+    workers: options.Workers = None,
     with_backward: Annotated[
         bool,
         typer.Option("--with-backward", help="Tune the two products of each shape's backward pass, too."),

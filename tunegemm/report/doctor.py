@@ -15,9 +15,7 @@ from tunegemm.describe.device import cuda_device_count, find_device, package_ver
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tunegemm.store import Record
+    pass
 
 #: `note` is worth knowing and hinders nothing; `fail` keeps tunegemm from working.
 Status = Literal["ok", "note", "fail"]
@@ -139,7 +137,8 @@ def _packs() -> list[Check]:
             f"made by tunegemm {pack.version}"
         )
         troubles = [f"{name}: {why}" for name, why in packing.cannot_launch(records).items()]
-        troubles += _foreign_records(records)
+        if refused := packing.refused_here(records):
+            troubles.append(f"{len(refused)} of no use on this GPU: {refused[0].reason}")
         try:
             ArtifactStore(pack.folder).check()
         except ArtifactError as error:
@@ -149,17 +148,6 @@ def _packs() -> list[Check]:
         else:
             checks.append(Check("pack", "ok", detail))
     return checks + [Check("pack", "note", line, remedy) for line in warnings]
-
-
-def _foreign_records(records: Sequence[Record]) -> list[str]:
-    """That, and why, records of a pack are of no use on this GPU; nothing without one."""
-    if not cuda_device_count():
-        return []
-    from tunegemm.store.validity import judge_stored
-
-    here = find_device("cuda:0").fingerprint
-    refused = [verdict for record in records if not (verdict := judge_stored(record, here)).usable]
-    return [f"{len(refused)} of no use on this GPU: {refused[0].reason}"] if refused else []
 
 
 def _database(location: str | None) -> Check:

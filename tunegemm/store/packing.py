@@ -16,7 +16,9 @@ from tunegemm.describe.device import (
     Device,
     Fingerprint,
     Part,
+    cuda_device_count,
     device_from_part,
+    find_device,
     package_version,
 )
 from tunegemm.errors import PackError, TunegemmError
@@ -30,7 +32,7 @@ from tunegemm.store import packs
 from tunegemm.store.layers import NARROWNESS
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped, write_records
-from tunegemm.store.validity import judge
+from tunegemm.store.validity import Judgement, judge, judge_stored
 
 #: Compilers of objects: fields of the fingerprint, and their packages.
 _COMPILERS = {"cutlass_dsl": "nvidia-cutlass-dsl", "triton": "triton"}
@@ -185,6 +187,14 @@ def cannot_launch(records: Iterable[Record]) -> dict[str, str]:
     names = {record.candidate.family for record in records if not is_torch(record.candidate)}
     reasons = {name: families.get(name).unavailable(launching=True) for name in sorted(names)}
     return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def refused_here(records: Iterable[Record]) -> list[Judgement]:
+    """Why records are of no use on this GPU; nothing without one."""
+    if not cuda_device_count():
+        return []
+    here = find_device("cuda:0").fingerprint
+    return [verdict for record in records if not (verdict := judge_stored(record, here)).usable]
 
 
 def unfit(record: Record) -> str:
