@@ -211,7 +211,7 @@ def _refusal_to_write(folder: Path) -> str:
 #: Variables that users set; `serve.torch.recording` hands the last one to child processes.
 _VARIABLES = (
     "TUNEGEMM_CACHE_DIR", "TUNEGEMM_DB", "TUNEGEMM_MODE", "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK",
-    "TUNEGEMM_POLICY", "TUNEGEMM_RECORD", "TUNEGEMM_RECORD_PARTS",
+    "TUNEGEMM_POLICY", "TUNEGEMM_RECORD_PARTS",
 )  # fmt: skip
 
 
@@ -227,10 +227,6 @@ def _environment() -> Check:
         if name.startswith("TUNEGEMM_") and name not in _VARIABLES:
             near = difflib.get_close_matches(name, _VARIABLES, 1)
             warnings.append(f"{name} is not known" + (f"; did you mean {near[0]}?" if near else ""))
-    if target := os.environ.get("TUNEGEMM_RECORD"):
-        path = Path(target)
-        if refusal := _refusal_to_write(path if path.is_dir() else path.absolute().parent):
-            warnings.append(f"TUNEGEMM_RECORD={target!r}: {refusal}")
     if warnings:
         return Check("dispatch", "note", "; ".join(warnings), "these have no effect: correct or unset them")
     return Check("dispatch", "ok", f"mode {mode}, policy {policy}")

@@ -263,8 +263,8 @@ def explain_problem(
     chosen = selection.options[0] if selection.options else None
     record = near.origin if near is not None else chosen
     why_not = "; ".join([selection.why, *warnings]) if chosen is None else ""
-    if mode in ("off", "record"):
-        why_not = f"TUNEGEMM_MODE={mode}"
+    if mode == "off":
+        why_not = "TUNEGEMM_MODE=off"
     elif chosen is not None and device.is_real and not is_torch(chosen.candidate):
         try:
             find_object(chosen, device)
