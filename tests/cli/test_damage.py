@@ -33,6 +33,7 @@ COMMANDS = [
     f"report --db DB --shape {SHAPES[0]} --out OUT.html",
     f"explain --db DB --shape {SHAPES[0]} --device model:h200",
     f"explain --db DB --shape {SHAPES[0]} --device model:h200 --json",
+    "regress --db DB --since 2020-01-01",
     f"history --db DB --shape {SHAPES[0]}",
     f"history --db DB --shape {SHAPES[0]} --json",
     "db export --db DB --out OUT.json",

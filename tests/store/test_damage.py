@@ -19,7 +19,7 @@ from tunegemm.measure.evidence import QUALIFYING, RACE
 from tunegemm.measure.outcome import Failure
 from tunegemm.store import Database, queries
 from tunegemm.store.history import leaders as leaders_of
-from tunegemm.store.history import related, seeds
+from tunegemm.store.history import regressions, related, seeds
 from tunegemm.store.leaders import leaders
 from tunegemm.store.lookup import read_file
 from tunegemm.store.models import Base
@@ -35,6 +35,10 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 Read = Callable[[Database], Any]
+
+
+def _regressions(database: Database) -> Any:
+    return regressions(database, PROBLEM, FINGERPRINT.digest), regressions(database, PROBLEM, "5")
 
 
 def _lookup(database: Database) -> Any:
@@ -62,6 +66,7 @@ READERS: dict[str, Read] = {
     "entries": lambda d: d.entries(),
     "leaders_of": lambda d: leaders_of(d.entries(PROBLEM)),
     "history": lambda d: d.history(PROBLEM),
+    "regressions": _regressions,
     "seeds": lambda d: seeds(d, PROBLEM, OTHER.fingerprint),
     "related": lambda d: related(d.records(), PROBLEM, FINGERPRINT),
     "measurements": lambda d: d.measurements(PROBLEM, FINGERPRINT),
@@ -72,6 +77,7 @@ READERS: dict[str, Read] = {
     "report": _report,
     "latest_device": queries.latest_device,
     "device_names": queries.device_names,
+    "fingerprint_digests": queries.fingerprint_digests,
 }
 
 

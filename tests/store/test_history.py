@@ -1,11 +1,13 @@
-"""History: what was the record when, and where a search may begin."""
+"""History: who was the record when, where a search may begin, and what a new toolchain changed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import QUALIFYING, STEADY_FINAL
 from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
-from tunegemm.store.history import leaders, related, seeds
+from tunegemm.store.history import leaders, regressions, related, seeds
 
 OTHER = KERNEL.with_launch(swizzle_size=8)
 ROUNDS = 8
@@ -134,6 +136,66 @@ class TestSeeds:
         assert found == [(best, 1.02), (hungry, 0.97), (lucky, 1.04), (OTHER, 1.05)]
 
 
+class TestRegress:
+    @pytest.mark.parametrize(
+        ("after", "facts", "verdict", "by"),
+        [
+            (raced(1.15), {"driver": "580.200"}, "same", "ratio"),
+            (raced(1.152), {"driver": "580.200"}, "same", "ratio"),  # 0.2 %: within the noise
+            (raced(1.09), {"driver": "580.200"}, "slower", "ratio"),
+            (raced(1.20), {"driver": "580.200"}, "faster", "ratio"),
+            (raced(1.12, noise=0.05), {"driver": "580.200"}, "same", "ratio"),  # a noisy interleave
+            (raced(1.15, scale=1.1), {"driver": "580.200"}, "same", "ratio"),  # a slower chip, not kernel
+            (raced(1.09), {"torch": "2.12.0"}, "slower", "time"),
+            (raced(1.035, scale=0.9), {"torch": "2.12.0"}, "same", "time"),  # torch.mm got faster, we did not
+        ],
+    )  # fmt: skip
+    def test_verdicts(
+        self, database: Database, after: Measurement, facts: Any, verdict: str, by: str
+    ) -> None:
+        database.confirm(PROBLEM, DEVICE, raced(1.15), label="before")
+        device = under(**facts)
+        database.confirm(PROBLEM, device, after, label="after")
+        (found,) = regressions(database, PROBLEM, device.fingerprint.digest[:8])
+        assert (found.verdict, found.by) == (verdict, by)
+        assert next(iter(facts)) in found.changed
+
+    def test_since_a_date(self, database: Database) -> None:
+        database.confirm(PROBLEM, DEVICE, raced(1.05))
+        begin = datetime.now(UTC)
+        database.confirm(PROBLEM, DEVICE, raced(1.01, OTHER))
+        (found,) = regressions(database, PROBLEM, begin)
+        assert found.verdict == "slower" and found.after.candidate == OTHER
+        assert regressions(database, PROBLEM, begin - timedelta(days=1)) == [], "nothing before"
+        assert regressions(database, PROBLEM, datetime.now(UTC)) == [], "nothing since"
+
+    def test_long_turns_are_compared_with_long_turns(self, database: Database) -> None:
+        def alone(ratio: float) -> Measurement:
+            return replace(raced(ratio), evidence={"turn_ms": 160.0})
+
+        database.confirm(PROBLEM, DEVICE, raced(1.05))
+        begin = datetime.now(UTC)
+        database.confirm(PROBLEM, DEVICE, alone(1.04))
+        assert regressions(database, PROBLEM, begin) == [], "of shared clocks before"
+        assert [entry.policy for entry in database.entries(PROBLEM)] == ["final", STEADY_FINAL]
+        again = datetime.now(UTC)
+        database.confirm(PROBLEM, DEVICE, alone(1.0))
+        (found,) = regressions(database, PROBLEM, again)
+        assert found.verdict == "slower" and found.before.measurement.ratio == pytest.approx(1.04, abs=0.005)
+
+    def test_other_devices_are_not_compared_with_each_other(self, database: Database) -> None:
+        database.confirm(PROBLEM, DEVICE, raced(1.05))
+        other = under(device_name="NVIDIA H100 NVL")
+        database.confirm(PROBLEM, other, raced(1.01))
+        assert regressions(database, PROBLEM, other.fingerprint.digest) == []
+
+    def test_a_search_alone_gives_no_verdict(self, database: Database) -> None:
+        database.confirm(PROBLEM, DEVICE, raced(1.05))
+        device = under(driver="580.200")
+        database.publish(PROBLEM, device, raced(0.9))
+        assert regressions(database, PROBLEM, device.fingerprint.digest) == []
+
+
 class TestCommands:
     def run(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as caught:
@@ -149,6 +211,21 @@ class TestCommands:
         assert [one["label"] for one in json.loads(out)] == ["pp128x256"]
         code, _, err = self.run(capsys, "history", "--shape", "8x8x8", "--db", str(path))
         assert code == 2 and err.count("\n") == 1 and "no record of 8x8x8" in err
+
+    def test_regress(self, database: Database, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        database.confirm(PROBLEM, DEVICE, raced(1.15))
+        device = under(driver="580.200")
+        database.confirm(PROBLEM, device, raced(1.05))
+        arguments = ("regress", "--db", str(path), "--since")
+        code, out, _ = self.run(capsys, *arguments, device.fingerprint.digest)
+        assert (
+            code == 1 and out.startswith("slower  4096x4096x4096") and "driver 580.159.04 to 580.200" in out
+        )
+        code, out, _ = self.run(capsys, *arguments, device.fingerprint.digest, "--json")
+        assert code == 1 and json.loads(out)[0]["verdict"] == "slower"
+        for text, named in (("soon", "neither a date"), ("2020-01-01", "no shape has a final race")):
+            code, _, err = self.run(capsys, *arguments, text)
+            assert code == 2 and named in err and err.count("\n") == 1
 
     def test_exchange(
         self, database: Database, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

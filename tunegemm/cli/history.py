@@ -1,8 +1,10 @@
-"""`tunegemm history`: what was the record when."""
+"""`tunegemm history` and `tunegemm regress`: what was the record when, and what a new toolchain changed."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,12 +14,15 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
 
+if TYPE_CHECKING:
+    from tunegemm.store.history import Comparison
 
-def command(
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def history(
     problems: list[Problem],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
     db: options.DatabaseLocation = None,
 ) -> None:
     """Print every record that a shape ever had, oldest first."""
@@ -54,3 +59,77 @@ def command(
                 f"  {record.ratio:6.3f} of torch.mm  {'final race' if record.confirmed else 'search':10}"
                 f"  {record.label}  [{record.fingerprint.device_name}, {record.fingerprint.digest}]"
             )
+
+
+def regress(
+    since: Annotated[
+        str,
+        typer.Option(
+            "--since", metavar="DATE|FINGERPRINT", help="ISO 8601, or the start of a fingerprint's digest."
+        ),
+    ],
+    shape: options.SomeShapes = None,
+    as_json: AsJson = False,
+    db: options.DatabaseLocation = None,
+) -> None:
+    """Compare each shape's record with the one before. Exit code 1 when one is slower, beyond the noise."""
+    moment = parse_since(since)
+    shapes = options.parse_shapes(shape)
+    from tunegemm.store import Database
+    from tunegemm.store.history import regressions
+
+    with Database.open(db, read_only=True) as database:
+        problems = [p for p in database.problems() if not shapes or p.shape in shapes]
+        if unknown := [shape for shape in shapes if shape not in {p.shape for p in problems}]:
+            raise UsageError(f"{database.name}: nothing measured of {unknown[0]}; see `tunegemm leaderboard`")
+        options.require_fingerprint(database, moment if isinstance(moment, str) else None, "--since")
+        found = [one for problem in problems for one in regressions(database, problem, moment)]
+    if not found:
+        raise UsageError(
+            f"--since {since}: no shape has a final race both before and since; "
+            "run `tunegemm verify --all` under the new software first"
+        )
+    if as_json:
+        typer.echo(to_json([_document(one) for one in found]))
+    else:
+        for one in found:
+            options.say(_line(one))
+    if any(one.verdict == "slower" for one in found):
+        raise typer.Exit(1)
+
+
+def parse_since(text: str) -> datetime | str:
+    """A date or time (UTC unless it says otherwise), or the start of a digest. Raises UsageError."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        if re.fullmatch(r"[0-9a-f]{4,16}", text):
+            return text
+        raise UsageError(
+            f"--since {text!r}: neither a date such as 2026-11-20 nor a fingerprint's digest"
+        ) from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _line(one: Comparison) -> str:
+    before, after = one.before, one.after
+    return (
+        f"{one.verdict:6}  {one.problem}  {before.median_us:.2f} to {after.median_us:.2f} us, "
+        f"{before.ratio:.3f} to {after.ratio:.3f} of torch.mm ({100 * one.change:+.1f} % by {one.by})  "
+        f"{before.label} to {after.label}  [{one.changed}]"
+    )
+
+
+def _document(one: Comparison) -> dict[str, object]:
+    names = ("label", "median_us", "baseline_median_us", "ratio", "noise")
+    both = {"before": one.before, "after": one.after}
+    facts = {name: getattr(one, name) for name in ("verdict", "change", "by", "changed")}
+    return {"problem": str(one.problem), **facts} | {
+        which: {name: getattr(record, name) for name in names}
+        | {
+            "candidate": record.candidate.digest,
+            "fingerprint": record.fingerprint.digest,
+            "measured_at": record.measured_at.isoformat(),
+        }
+        for which, record in both.items()
+    }

@@ -1,4 +1,4 @@
-"""What the history says: the leaders of a problem, and where a search may begin.
+"""What the history says: the leaders of a problem, where a search may begin, what a new toolchain changed.
 
 All of it reads values from a `Database`; there is no SQL here.
 """
@@ -6,13 +6,16 @@ All of it reads values from a `Database`; there is no SQL here.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.measure import evidence
+from tunegemm.measure.evidence import STEADY_POLICIES, Evidence
+from tunegemm.measure.statistics import NOISE_FLOOR, median_interval, ratio_interval
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Candidates per toolchain that are raced again, or that a search begins with.
 TOP = 5
+
+Verdict = Literal["faster", "slower", "same"]
 
 
 def leaders(entries: Iterable[Record], top: int = TOP) -> list[Record]:
@@ -66,3 +71,77 @@ def _product(problem: Problem) -> tuple[int | str, ...]:
     """Which elements are multiplied with which, and how wide they are."""
     width = DTYPE_BYTES[problem.in_dtype]
     return problem.m, problem.n, problem.k, problem.batch, problem.a_major, problem.b_major, width
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A problem's record before and after, on one kind of device."""
+
+    problem: Problem
+    before: Record
+    after: Record
+    by: Literal["ratio", "time"]
+    """What was compared: the ratio to torch.mm where that is the same library, else the time itself."""
+    verdict: Verdict
+    change: float
+    """Of the time of one product: +0.03 is 3 % slower. By ratio, as if torch.mm had not moved."""
+
+    @property
+    def changed(self) -> str:
+        """What differs between the two toolchains, in one clause."""
+        there, here = self.before.fingerprint.asdict(), self.after.fingerprint.asdict()
+        facts = [f"{name} {there[name]} to {here[name]}" for name in there if there[name] != here[name]]
+        facts += ["kernel sources"] * (self.before.kernel_source != self.after.kernel_source)
+        return ", ".join(facts) or "nothing"
+
+
+def compare(before: Record, after: Record) -> Comparison:
+    """Faster or slower only where the medians' 95 % intervals are apart, and by more than the noise."""
+    old, new = before.measurement, after.measurement
+    library = ("torch", "cuda")
+    same_library = all(getattr(before.fingerprint, n) == getattr(after.fingerprint, n) for n in library)
+    noise = max(old.noise, new.noise, NOISE_FLOOR)
+    if same_library:
+        # torch.mm ran in the same rounds: what clocks and temperature did to it, they did to the kernel.
+        change = old.ratio / new.ratio - 1
+        (old_low, old_high), (new_low, new_high) = ratio_interval(old), ratio_interval(new)
+        apart = new_high < old_low or old_high < new_low
+    else:
+        change = new.median_us / old.median_us - 1
+        (old_low, old_high), (new_low, new_high) = map(median_interval, (old.samples_us, new.samples_us))
+        apart = new_high < old_low or old_high < new_low
+    verdict: Verdict = "same"
+    if apart and abs(change) > noise:
+        verdict = "slower" if change > 0 else "faster"
+    by: Literal["ratio", "time"] = "ratio" if same_library else "time"
+    return Comparison(before.problem, before, after, by, verdict, change)
+
+
+def regressions(database: Database, problem: Problem, since: datetime | str) -> list[Comparison]:
+    """The problem's record since a moment, or under a fingerprint (its digest's start), and the one before.
+
+    One comparison per kind of device that has both. Only final races have samples enough for verdicts, and
+    interleaved ones do not compare with those in steady-state timing.
+    """
+    by_device: dict[tuple[str, str, int], list[Record]] = {}
+    for record in database.history(problem, samples=True):
+        if record.evidence is Evidence.FINAL:
+            one = record.fingerprint
+            by_device.setdefault((one.device_name, one.mig, one.sm_budget), []).append(record)
+    found = []
+    for chosen in by_device.values():
+        later = [record for record in chosen if _is_since(record, since)]
+        if not later:
+            continue
+        after, steady = later[-1], later[-1].policy in STEADY_POLICIES
+        earlier = chosen[: chosen.index(later[0])]
+        before = [record for record in earlier if (record.policy in STEADY_POLICIES) == steady]
+        if before:
+            found.append(compare(before[-1], after))
+    return found
+
+
+def _is_since(choice: Record, since: datetime | str) -> bool:
+    if isinstance(since, datetime):
+        return choice.chosen_at >= since
+    return choice.fingerprint.digest.startswith(since)
