@@ -31,9 +31,11 @@ CREATE TABLE failures (
     problem_id INTEGER NOT NULL,
     candidate_id INTEGER NOT NULL,
     fingerprint_id INTEGER NOT NULL,
+    kernel_source VARCHAR(16) DEFAULT '' NOT NULL,
+    origin TEXT DEFAULT '' NOT NULL,
     stage VARCHAR(16) NOT NULL,
     reason TEXT NOT NULL,
-    created_at VARCHAR(32) NOT NULL, kernel_source VARCHAR(16) DEFAULT '' NOT NULL, origin TEXT DEFAULT '' NOT NULL,
+    created_at VARCHAR(32) NOT NULL,
     CONSTRAINT fk_failures_candidate_id FOREIGN KEY(candidate_id) REFERENCES candidates (id),
     CONSTRAINT fk_failures_fingerprint_id FOREIGN KEY(fingerprint_id) REFERENCES fingerprints (id),
     CONSTRAINT fk_failures_problem_id FOREIGN KEY(problem_id) REFERENCES problems (id),
@@ -42,19 +44,19 @@ CREATE TABLE failures (
 
 CREATE INDEX ix_failures_problem_id_fingerprint_id_candidate_id ON failures (problem_id, fingerprint_id, candidate_id);
 
-CREATE TABLE "fingerprints" (
+CREATE TABLE fingerprints (
     id INTEGER NOT NULL,
     digest VARCHAR(16) NOT NULL,
     device_name VARCHAR(128) NOT NULL,
     sm_count INTEGER NOT NULL,
+    capability VARCHAR(8) DEFAULT '' NOT NULL,
+    mig VARCHAR(32) DEFAULT '' NOT NULL,
+    sm_budget INTEGER DEFAULT '0' NOT NULL,
     driver VARCHAR(64) NOT NULL,
     cuda VARCHAR(64) NOT NULL,
     torch VARCHAR(64) NOT NULL,
     cutlass_dsl VARCHAR(64) NOT NULL,
     triton VARCHAR(64) NOT NULL,
-    capability VARCHAR(8) DEFAULT ('') NOT NULL,
-    mig VARCHAR(32) DEFAULT ('') NOT NULL,
-    sm_budget INTEGER DEFAULT '0' NOT NULL,
     CONSTRAINT pk_fingerprints PRIMARY KEY (id),
     CONSTRAINT uq_fingerprints_digest UNIQUE (digest)
 );
@@ -64,6 +66,8 @@ CREATE TABLE measurements (
     problem_id INTEGER NOT NULL,
     candidate_id INTEGER NOT NULL,
     fingerprint_id INTEGER NOT NULL,
+    kernel_source VARCHAR(16) DEFAULT '' NOT NULL,
+    origin TEXT DEFAULT '' NOT NULL,
     policy VARCHAR(16) NOT NULL,
     samples_us TEXT NOT NULL,
     baseline_us TEXT NOT NULL,
@@ -84,7 +88,7 @@ CREATE TABLE measurements (
     smem_bytes INTEGER,
     warnings TEXT,
     compile_seconds DOUBLE,
-    created_at VARCHAR(32) NOT NULL, kernel_source VARCHAR(16) DEFAULT '' NOT NULL, origin TEXT DEFAULT '' NOT NULL,
+    created_at VARCHAR(32) NOT NULL,
     CONSTRAINT ck_measurements_baseline_median_us CHECK (baseline_median_us > 0),
     CONSTRAINT ck_measurements_median_us CHECK (median_us > 0),
     CONSTRAINT fk_measurements_candidate_id FOREIGN KEY(candidate_id) REFERENCES candidates (id),
@@ -97,7 +101,7 @@ CREATE INDEX ix_measurements_compared ON measurements (candidate_id, fingerprint
 
 CREATE INDEX ix_measurements_problem_id_fingerprint_id_candidate_id ON measurements (problem_id, fingerprint_id, candidate_id);
 
-CREATE TABLE "problems" (
+CREATE TABLE problems (
     id INTEGER NOT NULL,
     m INTEGER NOT NULL,
     n INTEGER NOT NULL,
@@ -109,23 +113,24 @@ CREATE TABLE "problems" (
     b_major VARCHAR(1) NOT NULL,
     out_major VARCHAR(1) NOT NULL,
     alignment INTEGER DEFAULT '16' NOT NULL,
-    epilogue VARCHAR(128) DEFAULT ('') NOT NULL,
+    epilogue VARCHAR(128) DEFAULT '' NOT NULL,
     accumulation VARCHAR(16) DEFAULT 'fast' NOT NULL,
     CONSTRAINT pk_problems PRIMARY KEY (id),
     CONSTRAINT uq_problems_all UNIQUE (m, n, k, batch, in_dtype, out_dtype, a_major, b_major, out_major, alignment, epilogue, accumulation)
 );
 
-CREATE TABLE "records" (
+CREATE TABLE records (
     id INTEGER NOT NULL,
     problem_id INTEGER NOT NULL,
     fingerprint_id INTEGER NOT NULL,
-    measurement_id INTEGER NOT NULL,
-    confirmed BOOLEAN NOT NULL,
-    chosen_at VARCHAR(32) NOT NULL,
     policy VARCHAR(32) DEFAULT 'fastest' NOT NULL,
+    measurement_id INTEGER NOT NULL,
     candidate_id INTEGER NOT NULL,
     ratio DOUBLE NOT NULL,
-    kernel_source VARCHAR(16) NOT NULL, measured_by VARCHAR(16) DEFAULT 'screen' NOT NULL,
+    kernel_source VARCHAR(16) NOT NULL,
+    measured_by VARCHAR(16) DEFAULT 'screen' NOT NULL,
+    confirmed BOOLEAN NOT NULL,
+    chosen_at VARCHAR(32) NOT NULL,
     CONSTRAINT fk_records_candidate_id FOREIGN KEY(candidate_id) REFERENCES candidates (id),
     CONSTRAINT fk_records_fingerprint_id FOREIGN KEY(fingerprint_id) REFERENCES fingerprints (id),
     CONSTRAINT fk_records_measurement_id FOREIGN KEY(measurement_id) REFERENCES measurements (id),

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+import tunegemm
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 
 if TYPE_CHECKING:
     from tests.support.browser import Browser
     from tests.support.kernels import Kernels
     from tests.support.postgres import Cluster
+    from tunegemm.generate.compile import CompilePool
+
+
+ROOT = Path(tunegemm.__file__).parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,13 +32,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; there is none here"))
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all the processes that run the tests."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_home(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> Iterator[None]:
     """Keeps the user's tuning database and compiled kernels out of the tests, and the tests out of them."""
     home = tmp_path_factory.mktemp("home")
     own = {
         "TUNEGEMM_DB": str(home / "tuning.sqlite"),
-        "TUNEGEMM_CACHE_DIR": str(home / "cache"),
+        "TUNEGEMM_CACHE_DIR": str(shared_folder / "cache"),
         "XDG_DATA_HOME": str(home / "data"),
         "TUNEGEMM_PACK": "",
     }
@@ -62,12 +77,33 @@ def kernels(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield Kernels(pool, device)
 
 
+@pytest.fixture(scope="session")
+def pool(shared_folder: Path) -> Iterator[CompilePool]:
+    """Its workers import the compilers once; what any process of the session has compiled is there."""
+    from tunegemm.generate.artifacts import ArtifactStore
+    from tunegemm.generate.compile import CompilePool
+
+    with CompilePool(ArtifactStore(shared_folder / "objects")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package, built offline by the backend that pip would use."""
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("the package under test is installed; there is no source tree to build from")
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
 @pytest.fixture
 def all_tuned() -> Iterator[None]:
     """Fails a test that has anything to warn of, such as an untuned product; leaves torch as it was."""
     import torch
 
-    import tunegemm
     from tunegemm.errors import TunegemmWarning
 
     with warnings.catch_warnings():

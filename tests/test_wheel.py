@@ -15,19 +15,6 @@ from tunegemm.resources import data_path
 ROOT = Path(tunegemm.__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not (ROOT / "pyproject.toml").exists():
-        pytest.skip("the package under test is installed; there is no source tree to build from")
-    folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    (built,) = folder.glob("*.whl")
-    return built
-
-
 def tracked(folder: str) -> set[str]:
     """Files of a folder that git knows, or all of them outside of a clone (an unpacked sdist)."""
     listing = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True)

@@ -22,9 +22,24 @@ What goes wrong with *one candidate* is no exception but data: see `tunegemm.mea
 What makes dispatch fall back to torch is a `TunegemmWarning`, given once.
 """
 
+from __future__ import annotations
+
+import re
+
+#: Letters of a word that a message holds whole; of a longer value its ends say which it was.
+_LONGEST_WORD = 400
+
 
 class TunegemmError(Exception):
-    """Base of all errors that tunegemm raises on purpose."""
+    """Base of all errors that tunegemm raises on purpose; the message is one line, whatever it names."""
+
+    def __init__(self, message: object = "") -> None:
+        line = re.sub(r"\s*[\r\n]\s*", " ", str(message))
+        super().__init__(re.sub(rf"\S{{{_LONGEST_WORD},}}", _shortened, line))
+
+
+def _shortened(word: re.Match[str]) -> str:
+    return f"{word[0][:80]}...{word[0][-40:]}"
 
 
 class FileError(TunegemmError):

@@ -101,6 +101,8 @@ def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Pa
     """
     with _explained(path, error, "choose another --out"):
         number, old = descriptor(path), _status(path)
+        if number is None and old is not None and stat.S_ISDIR(old.st_mode):  # now, not when all is computed
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         target = path if number is not None or (old and kind(old.st_mode)) else path.resolve()
         if target is path and not path.is_absolute():
             target = Path.cwd() / path  # the working directory may change meanwhile
@@ -176,10 +178,20 @@ def descriptor(path: Path) -> int | None:
     return None
 
 
+def impossible(path: object) -> str:
+    """Why no file can have that path; empty for one that some file could have."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        return "not a path"
+    try:
+        return "a path has no NUL" if b"\0" in os.fsencode(path) else ""
+    except UnicodeEncodeError:
+        return "it has letters that no file's name has"
+
+
 @contextmanager
 def _explained(path: Path, error: type[TunegemmError], remedy: str) -> Iterator[None]:
-    if "\0" in str(path):
-        raise error(f"{str(path)!r}: a path has no NUL; {remedy}")
+    if reason := impossible(path):
+        raise error(f"{str(path)!r}: {reason}; {remedy}")
     try:
         yield
     except OSError as bad:

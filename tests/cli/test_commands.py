@@ -9,7 +9,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,23 +17,29 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.support.commands import TUNEGEMM, here, process
+
 SHAPE = "4096x4096x4096"
-TUNEGEMM = [sys.executable, "-m", "tunegemm"]
 
-
-def tunegemm(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    run = subprocess.run([*TUNEGEMM, *arguments], capture_output=True, text=True, timeout=170)
-    assert run.returncode == code, run
-    return run
-
-
-TUNE = ("tune", "--shape", SHAPE, "--device", "replay:h200", "--families", "cute_sm90", "--trials", "3")
+TUNE = (
+    "tune",
+    "--shape",
+    SHAPE,
+    "--device",
+    "replay:h200",
+    "--families",
+    "cute_sm90",
+    "--workers",
+    "1",
+    "--trials",
+    "3",
+)
 
 
 @pytest.fixture(scope="module")
 def documents() -> list[dict[str, Any]]:
     """A replayed tuning as JSON. Its kernels stay compiled for the other tests."""
-    run = tunegemm(*TUNE, "--json")
+    run = process(*TUNE, "--json")
     assert run.stderr == ""
     return [json.loads(line) for line in run.stdout.splitlines()]
 
@@ -55,32 +60,32 @@ class TestTune:
         assert 1 <= len(measured) <= 3, "the final race measures candidates again, and only those"
 
     def test_what_no_kernel_can_have_ends_with_the_reason(self) -> None:
-        run = tunegemm("tune", "--shape", SHAPE, "--dtype", "int8", "--layout", "nn", "--json", code=1)
+        run = here("tune", "--shape", SHAPE, "--dtype", "int8", "--layout", "nn", "--json", code=1)
         reason = "4096x4096x4096 int8 nn can have no kernel: layout nn of int8: WGMMA reads all but 16-bit"
         assert run.stderr.startswith(f"tunegemm: {reason}") and run.stderr.count("\n") == 1
         assert json.loads(run.stdout)["note"].startswith(reason)
 
     def test_text(self, documents: list[dict[str, Any]]) -> None:
-        run = tunegemm(*TUNE)
+        run = here(*TUNE)
         assert "replayed, not measured here; nothing stored" in run.stdout
         assert f"tunegemm tune --shape {SHAPE}" in run.stdout
         assert "compiled" in run.stderr, "progress is told on stderr"
         assert "\x1b[" not in run.stdout, "no control sequences in a pipe"
 
     def test_same_seed_same_trials(self, documents: list[dict[str, Any]]) -> None:
-        (again,) = [json.loads(line) for line in tunegemm(*TUNE, "--json").stdout.splitlines()]
+        (again,) = [json.loads(line) for line in here(*TUNE, "--json").stdout.splitlines()]
         digests = [[outcome["digest"] for outcome in run["outcomes"]] for run in (documents[0], again)]
         assert digests[0] == digests[1]
 
     def test_nothing_replayed_is_stored(self, tmp_path: Path, documents: list[dict[str, Any]]) -> None:
         database = tmp_path / "tuning.sqlite"
-        tunegemm(*TUNE, "--db", str(database))
-        run = tunegemm("leaderboard", "--db", str(database), code=2)
+        here(*TUNE, "--db", str(database))
+        run = here("leaderboard", "--db", str(database), code=2)
         assert "nothing measured yet; run `tunegemm tune --shape MxNxK` on a GPU first" in run.stderr
 
     @pytest.mark.slow
     def test_modelled_is_labelled(self, documents: list[dict[str, Any]]) -> None:
-        run = tunegemm(
+        run = here(
             "tune",
             "--shape",
             "1000x2048x512",
@@ -98,9 +103,13 @@ class TestTune:
 
         if cuda_device_count():
             pytest.skip("there is a GPU here")
-        run = tunegemm("tune", "--shape", SHAPE, "--families", "cute_sm90", "--trials", "2")
+        run = here("tune", "--shape", SHAPE, "--families", "cute_sm90", "--trials", "2")
         first = run.stderr.splitlines()[0]
-        assert first.startswith("No CUDA GPU here: candidates are really compiled for sm_90a;")
+        assert first.startswith(
+            "No CUDA GPU here: candidates are really compiled for sm_90a; times come from"
+        )
+        run = here("tune", "--shape", "72x72x72", "--families", "cublaslt", "--trials", "1", code=None)
+        assert "no time was recorded of 72x72x72" in run.stderr and "times come from" not in run.stderr
 
     @pytest.mark.slow
     def test_with_backward_tunes_the_products_of_the_backward_pass(self) -> None:
@@ -151,10 +160,10 @@ class TestTune:
 @pytest.mark.gpu
 def test_tune_store_and_show_on_a_gpu(tmp_path: Path) -> None:
     database = str(tmp_path / "tuning.sqlite")
-    run = tunegemm("tune", "--shape", "512x512x512", "--trials", "4", "--db", database)
+    run = here("tune", "--shape", "512x512x512", "--trials", "4", "--db", database)
     assert "tunegemm.matmul(a, b) now uses this kernel for 512x512x512 bf16 tn" in run.stdout
     for form in ("table", "csv", "json", "md"):
-        assert tunegemm("leaderboard", "--db", database, "--format", form).stdout.strip()
+        assert here("leaderboard", "--db", database, "--format", form).stdout.strip()
 
 
 class TestSpace:
@@ -177,7 +186,7 @@ class TestSpace:
         return path
 
     def test_json_adds_up(self, small: Path) -> None:
-        run = tunegemm(*self.ARGUMENTS, "--space-file", str(small), "--format", "json")
+        run = here(*self.ARGUMENTS, "--space-file", str(small), "--format", "json")
         (count,) = json.loads(run.stdout)
         assert count["size"] == count["kernels"] * count["launches"]
         assert count["feasible"] + sum(count["rejected"].values()) == count["size"]
@@ -185,13 +194,13 @@ class TestSpace:
         assert set(count["examples"]) == set(count["rejected"])
 
     def test_table(self, small: Path) -> None:
-        run = tunegemm(*self.ARGUMENTS, "--space-file", str(small))
+        run = here(*self.ARGUMENTS, "--space-file", str(small))
         assert "(the whole space)" in run.stdout
         assert re.search(r"feasible\s+.*[\d,]+ of [\d,]+ kernels", run.stdout)
 
     @pytest.mark.slow
     def test_shipped_spaces(self) -> None:
-        run = tunegemm("space", "--shape", SHAPE, "--device", "model:h200", "--format", "json")
+        run = here("space", "--shape", SHAPE, "--device", "model:h200", "--format", "json")
         counts = {count["family"]: count for count in json.loads(run.stdout)}
         assert counts["cute_sm90"]["feasible"] > 100
         assert "cublaslt" in counts
@@ -199,7 +208,7 @@ class TestSpace:
 
 class TestDoctor:
     def test_findings(self) -> None:
-        run = tunegemm("doctor", "--json")
+        run = here("doctor", "--json")
         names = [check["name"] for check in json.loads(run.stdout)]
         assert names[:2] == ["tunegemm", "packages"]
         assert {"database", "kernel cache", "workers", "family cute_sm90", "family cublaslt"} <= set(names)
@@ -207,7 +216,7 @@ class TestDoctor:
     def test_fault(self, tmp_path: Path) -> None:
         path = tmp_path / "broken.sqlite"
         path.write_bytes(b"no database " * 100)
-        run = tunegemm("doctor", "--db", str(path), code=1)
+        run = here("doctor", "--db", str(path), code=1)
         (line,) = [
             line for line in run.stdout.splitlines() if "broken.sqlite" in line or line.startswith("fail")
         ][:1]
@@ -311,7 +320,7 @@ class TestDoctor:
             assert said in found.detail
 
     def test_text(self) -> None:
-        run = tunegemm("doctor")
+        run = here("doctor")
         assert re.search(r"^ok +tunegemm", run.stdout, re.MULTILINE)
 
 
@@ -382,7 +391,7 @@ class TestExplain:
 
     def explain(self, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
         where = ("--device", "model:h200", "--db", self.empty(tmp_path), "--json")
-        return json.loads(tunegemm("explain", *arguments, *where).stdout)
+        return json.loads(here("explain", *arguments, *where).stdout)
 
     def test_the_seeds_figures(self, tmp_path: Path) -> None:
         """4096^3 fp16 is 1365 FLOP/B, a 128x128x32 tile 64; an H200 has 989.4 TFLOP/s over 4.8 TB/s."""
@@ -401,7 +410,7 @@ class TestExplain:
         assert first["roofline_us"] == pytest.approx(first["bytes"] / 4.8e6)
 
     def test_text(self, tmp_path: Path) -> None:
-        run = tunegemm(
+        run = here(
             "explain", "--shape", "4096x4096x1001", "--device", "model:h200", "--db", self.empty(tmp_path)
         )
         assert "4096x4096x1001 bf16 tn align2 on NVIDIA H200" in run.stdout
@@ -409,7 +418,7 @@ class TestExplain:
 
     @pytest.mark.parametrize("place", ["/etc/passwd", "/nowhere.sqlite"])
     def test_a_database_that_cannot_be_read_ends_it(self, place: str) -> None:
-        run = tunegemm("explain", "--shape", SHAPE, "--device", "model:h200", "--db", place, code=2)
+        run = here("explain", "--shape", SHAPE, "--device", "model:h200", "--db", place, code=2)
         assert run.stdout == "" and place in run.stderr and run.stderr.count("\n") == 1
 
     @pytest.mark.parametrize(
@@ -421,9 +430,7 @@ class TestExplain:
         ],
     )
     def test_bad_candidates_are_one_line(self, candidate: str, named: str) -> None:
-        run = tunegemm(
-            "explain", "--shape", SHAPE, "--candidate", candidate, "--device", "model:h200", code=2
-        )
+        run = here("explain", "--shape", SHAPE, "--candidate", candidate, "--device", "model:h200", code=2)
         assert named in run.stderr and run.stderr.count("\n") == 1
 
 
@@ -431,11 +438,11 @@ class TestDatabaseUpgrade:
     def test_an_older_database_is_refused_with_the_command_that_mends_it(self, tmp_path: Path) -> None:
         old = tmp_path / "old.sqlite"
         shutil.copy(Path(__file__).parents[1] / "data" / "schema-0001.sqlite", old)
-        assert "tunegemm db upgrade" in tunegemm("leaderboard", "--db", str(old), code=2).stderr
-        assert "up to date" in tunegemm("db", "upgrade", str(old)).stdout
-        tunegemm("leaderboard", "--db", str(old))
+        assert "tunegemm db upgrade" in here("leaderboard", "--db", str(old), code=2).stderr
+        assert "up to date" in here("db", "upgrade", str(old)).stdout
+        here("leaderboard", "--db", str(old))
 
     def test_a_missing_database_is_not_made(self, tmp_path: Path) -> None:
         missing = tmp_path / "none.sqlite"
-        assert str(missing) in tunegemm("db", "upgrade", str(missing), code=2).stderr
+        assert str(missing) in here("db", "upgrade", str(missing), code=2).stderr
         assert not missing.exists()

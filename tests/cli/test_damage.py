@@ -103,36 +103,22 @@ def run(command: str, database: Path, out: Path) -> None:
         json.loads(result.stdout, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
-def check(data: st.DataObject, original: Path, cells: list[tuple[str, str]], folder: Path) -> None:
-    database, out = folder / "damaged.sqlite", folder / "out"
-    database.unlink(missing_ok=True)
-    shutil.copy(original, database)
-    table, column = data.draw(st.sampled_from(cells), "cell")
-    value = data.draw(st.sampled_from(NASTY), "value")
-    damage(database, table, column, value, data.draw(st.integers(0, 40), "row"))
-    run(data.draw(st.sampled_from(COMMANDS), "command"), database, out)
-
-
-QUICK = settings(
-    deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@settings(QUICK, max_examples=150)
-@given(data=st.data())
+@pytest.mark.parametrize("part", [0, 1, 2, 3])
+@pytest.mark.parametrize("cases", [3, pytest.param(125, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_damaged_cells(
-    data: st.DataObject, original: Path, cells: list[tuple[str, str]], tmp_path_factory: Any
+    original: Path, cells: list[tuple[str, str]], tmp_path: Path, part: int, cases: int
 ) -> None:
-    check(data, original, cells, tmp_path_factory.getbasetemp())
+    """A quarter of the commands at a time, for processes to share."""
+    database, out = tmp_path / "damaged.sqlite", tmp_path / "out"
 
+    def check(data: st.DataObject) -> None:
+        shutil.copy(original, database)
+        table, column = data.draw(st.sampled_from(cells), "cell")
+        value = data.draw(st.sampled_from(NASTY), "value")
+        damage(database, table, column, value, data.draw(st.integers(0, 40), "row"))
+        run(data.draw(st.sampled_from(COMMANDS[part::4]), "command"), database, out)
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(QUICK, max_examples=2000)
-@given(data=st.data())
-def test_many_damaged_cells(
-    data: st.DataObject, original: Path, cells: list[tuple[str, str]], tmp_path_factory: Any
-) -> None:
-    check(data, original, cells, tmp_path_factory.getbasetemp())
+    settings(
+        max_examples=cases, deadline=None, database=None, derandomize=cases < 100,
+        phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
+    )(given(st.data())(check))()  # fmt: skip

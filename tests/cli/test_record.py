@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.commands import TUNEGEMM, here, process
 from tests.support.waiting import until
-
-TUNEGEMM = [sys.executable, "-m", "tunegemm"]
 
 PROGRAM = """
 import importlib.util, sys
@@ -25,12 +23,6 @@ for _ in range(int(sys.argv[1])):
     a @ b
 print("done", __name__, sys.argv[1:], flush=True)
 """
-
-
-def tunegemm(*arguments: str, code: int = 0, **how: Any) -> subprocess.CompletedProcess[str]:
-    run = subprocess.run([*TUNEGEMM, *arguments], capture_output=True, text=True, timeout=170, **how)
-    assert run.returncode == code, run
-    return run
 
 
 def calls(path: Path) -> dict[str, int]:
@@ -46,7 +38,7 @@ def script(folder: Path, text: str = PROGRAM) -> str:
 
 def test_a_script(tmp_path: Path) -> None:
     program = [sys.executable, script(tmp_path), "3", "--out", "x"]
-    run = tunegemm("record", "--", *program, cwd=tmp_path)
+    run = process("record", "--", *program, cwd=tmp_path)
     assert run.stdout == "done __main__ ['3', '--out', 'x']\n"
     assert "1 products, 3 calls in 1 processes, in shapes.json" in run.stderr
     assert calls(tmp_path / "shapes.json") == {"8x24x16": 3}
@@ -56,7 +48,7 @@ def test_a_script(tmp_path: Path) -> None:
 
 def test_its_exit_code_and_what_came_before_an_exception(tmp_path: Path) -> None:
     failing = script(tmp_path, PROGRAM + "raise SystemExit(7)")
-    tunegemm("record", "--out", "a.json", sys.executable, failing, "2", cwd=tmp_path, code=7)
+    process("record", "--out", "a.json", sys.executable, failing, "2", cwd=tmp_path, code=7)
     assert calls(tmp_path / "a.json") == {"8x24x16": 2}
 
 
@@ -70,7 +62,7 @@ def test_processes_of_a_shell(tmp_path: Path) -> None:
         + "p = mp.get_context('fork').Process(target=child); p.start(); p.join(); assert p.exitcode == 0\n",
     )
     command = f"{sys.executable} {forking} 2; exec {sys.executable} {forking} 5"
-    run = tunegemm("record", "--", "sh", "-c", command, cwd=tmp_path)
+    run = process("record", "--", "sh", "-c", command, cwd=tmp_path)
     assert calls(tmp_path / "shapes.json") == {"8x24x16": 7, "24x8x16": 2}
     assert "in 4 processes" in run.stderr
 
@@ -95,7 +87,7 @@ def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.was_customized = True\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     program = [sys.executable, "-c", "import sys; print(sys.was_customized, 'torch' in sys.modules)"]
-    run = tunegemm("record", "--", *program, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
+    run = process("record", "--", *program, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
     assert run.stdout == "True False\n"
     assert "nothing recorded" in run.stderr and not (tmp_path / "shapes.json").exists()
 
@@ -103,14 +95,14 @@ def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path) -> None:
     assert (
         "a script runs as: tunegemm record -- python train.py"
-        in tunegemm("record", "train.py", code=2, cwd=tmp_path).stderr
+        in here("record", "train.py", code=2, cwd=tmp_path).stderr
     )
     (tmp_path / "taken").mkdir()  # as on a full disk, its file cannot be written at the end
     program = [sys.executable, script(tmp_path), "3"]
     beside = {"cwd": tmp_path, "env": os.environ | {"TMPDIR": str(tmp_path)}}
-    told = tunegemm("record", "--out", "taken", "--", *program, code=2, **beside).stderr
+    told = process("record", "--out", "taken", "--", *program, code=2, **beside).stderr
     assert calls(Path(told.strip().rpartition(" is in ")[2])) == {"8x24x16": 3}, told
-    assert "folder does not exist" in tunegemm("record", "--out", "no/x", "true", code=2, cwd=tmp_path).stderr
+    assert "folder does not exist" in here("record", "--out", "no/x", "true", code=2, cwd=tmp_path).stderr
 
 
 class TestTuneFrom:
@@ -127,11 +119,11 @@ class TestTuneFrom:
         Workload(products).write(path)
         return str(path)
 
-    OPTIONS = ("--device", "replay:h200", "--families", "cute_sm90", "--trials", "3")
+    OPTIONS = ("--device", "replay:h200", "--families", "cute_sm90", "--workers", "1", "--trials", "3")
 
     @pytest.mark.slow
     def test_the_most_headroom_first(self, shapes: str) -> None:
-        run = tunegemm("tune", "--from", shapes, *self.OPTIONS)
+        run = here("tune", "--from", shapes, *self.OPTIONS)
         first, second = run.stderr.splitlines()
         assert first.startswith("[1/2] 512x6144x4096 bf16 tn x 1000 · quick · ")
         assert second.startswith("[2/2] 4096x4096x4096 bf16 tn x 10 · quick · ") and "x torch.mm" in second
@@ -142,31 +134,31 @@ class TestTuneFrom:
         assert "Left out: mm 64x64x64: input dtype 'fp32' has no kernels" in run.stdout
 
     def test_a_budget_that_ends(self, shapes: str) -> None:
-        run = tunegemm("tune", "--from", shapes, *self.OPTIONS, "--budget", "0.001", code=1)
+        run = here("tune", "--from", shapes, *self.OPTIONS, "--budget", "0.001", code=1)
         assert len(run.stderr.splitlines()) == 1
         assert "not reached" in run.stdout
 
     @pytest.mark.slow
     def test_a_second_pass_in_what_is_left(self, shapes: str) -> None:
-        run = tunegemm("tune", "--from", shapes, *self.OPTIONS, "--budget", "10m")
+        run = here("tune", "--from", shapes, *self.OPTIONS, "--budget", "10m")
         passes = [line.split(" · ")[1] for line in run.stderr.splitlines()]
         assert passes == ["quick", "quick", "full", "full"]
 
     def test_what_no_memory_holds_is_left_out(self, tmp_path: Path) -> None:
         path = tmp_path / "shapes.csv"
         path.write_text("GemmTunableOp_BFloat16_TN,tn_200000_200000_200000_ld_200000_200000_200000\n")
-        run = tunegemm("tune", "--from", str(path), "--device", "model:h200", code=1)
+        run = here("tune", "--from", str(path), "--device", "model:h200", code=1)
         assert "Left out: 200000x200000x200000 bf16 tn: operands and output of 240 GB > 141 GB" in run.stdout
 
     def test_json(self, shapes: str) -> None:
-        run = tunegemm("tune", "--from", shapes, *self.OPTIONS, "--json")
+        run = here("tune", "--from", shapes, *self.OPTIONS, "--json")
         documents = [json.loads(line) for line in run.stdout.splitlines()]
         assert [document["calls"] for document in documents] == [1000, 10]
         assert all(document["saving_s"] >= 0 for document in documents)
         assert run.stderr == ""
 
     def test_a_modelled_device_saves_nothing(self, shapes: str) -> None:
-        run = tunegemm(
+        run = here(
             "tune", "--from", shapes, "--device", "model:h200", "--families", "cute_sm90", "--trials", "2"
         )
         assert "Expected saving" not in run.stdout
@@ -183,4 +175,4 @@ class TestTuneFrom:
         ],
     )
     def test_bad_input(self, arguments: tuple[str, ...], named: str) -> None:
-        assert named in tunegemm("tune", *arguments, code=2).stderr
+        assert named in here("tune", *arguments, code=2).stderr

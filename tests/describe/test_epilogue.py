@@ -1,6 +1,5 @@
 """Epilogues: text, arithmetic against eager torch, users' functions, kernels that compile clean."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from tunegemm.describe.epilogue import (
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ProblemError
-from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt.eager import torch_mm
 from tunegemm.generate.cute_sm90 import FAMILY
@@ -228,12 +226,6 @@ def candidate(kernel: dict[str, int | str | bool]) -> Candidate:
 @pytest.fixture(scope="module")
 def h200() -> Device:
     return find_device("model:h200")
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
-        yield pool
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import ast
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,13 @@ every_family = pytest.mark.parametrize("name", families.NAMES)
 every_generator = pytest.mark.parametrize("name", COMPILED)
 
 
-def drawn(name: str, count: int) -> list[Candidate]:
-    """Kernels of the space, feasible or not, without listing it."""
+def drawn(name: str, count: int) -> Iterator[Candidate]:
+    """Kernels of the space, feasible or not, without listing it; each is made when it is asked for."""
     values, generator = families.load_space(name).compile_values, random.Random(0)
-    return [
-        Candidate.make(name, {parameter: generator.choice(list_) for parameter, list_ in values.items()})
-        for _ in range(count)
-    ]
+    for _ in range(count):
+        yield Candidate.make(
+            name, {parameter: generator.choice(list_) for parameter, list_ in values.items()}
+        )
 
 
 def accepted(name: str, problem: Problem, device: Device, count: int) -> list[Candidate]:
@@ -124,7 +125,7 @@ def test_its_sources_import_no_file_of_its_own_that_is_not_hashed(name: str) -> 
 @every_family
 def test_rules_answer_for_every_problem(name: str, h200: Device) -> None:
     """With a verdict of one line, whatever is asked; and what a rule refuses for all, it refuses for each."""
-    family, kernels = families.get(name), drawn(name, 40)
+    family, kernels = families.get(name), [*drawn(name, 40)]
     names = {rule.__name__ for rule in family.rules} | {"epilogue"}
     problems = [
         Problem.parse(SHAPES[number % len(SHAPES)], dtype=dtype, out_dtype=out_dtype, layout=layout)

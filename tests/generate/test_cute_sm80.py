@@ -11,8 +11,9 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cute_object import load_function
-from tunegemm.generate.cute_sm80 import FAMILY, grid_ctas
+from tunegemm.generate.cute_sm80 import FAMILY
 from tunegemm.generate.cute_sm80.rules import config_of
+from tunegemm.generate.tiles import persistent_grid
 
 SHAPE = "4096x4096x4096"
 #: The seed's kernel: 128x128x32 in 3 stages, 2x2 warps, permuted tile of two atoms along n.
@@ -110,10 +111,10 @@ def test_every_alignment_has_kernels_where_tma_has_none(h200: Device) -> None:
 def test_grids(h200: Device) -> None:
     problem = Problem.parse(SHAPE)
     launch = candidate(ctas_per_sm=2).with_launch(**LAUNCH)
-    assert grid_ctas(problem, launch, h200) == 1024
-    assert grid_ctas(problem, launch.with_launch(ctas="all"), h200) == 264
-    assert grid_ctas(problem, launch.with_launch(ctas="balanced"), h200) == 256
-    assert grid_ctas(Problem.parse("64x64x4096"), launch.with_launch(ctas="all", split_k=4), h200) == 4
+    assert persistent_grid(problem, launch, h200) == 1024
+    assert persistent_grid(problem, launch.with_launch(ctas="all"), h200) == 264
+    assert persistent_grid(problem, launch.with_launch(ctas="balanced"), h200) == 256
+    assert persistent_grid(Problem.parse("64x64x4096"), launch.with_launch(ctas="all", split_k=4), h200) == 4
 
 
 def test_an_object_holds_the_launch_function(pool: CompilePool, h200: Device) -> None:

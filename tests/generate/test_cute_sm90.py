@@ -38,7 +38,6 @@ PROBLEMS = [
 ]
 FP8 = PROBLEMS[9]
 TWO_LEVEL = Problem.parse(SHAPE, dtype="fp8_e4m3", accumulation="two_level")
-TWICE = {"occupancy": 2, "stages": 3}
 
 
 def candidate(**changes: int | str) -> Candidate:
@@ -86,14 +85,6 @@ EXAMPLES = Examples(
                 {"tile_m": 192, "tile_n": 192, "stages": 3, "tile_scheduler": "stream_k", "cluster_m": 2},
                 {"schedule": "pingpong", "tile_m": 192, "tile_n": 128, "tile_scheduler": "stream_k",
                  "cluster_m": 2},
-                {"wgmma_in_flight": 0},
-                {"schedule": "pingpong", "wgmma_in_flight": 0},
-                # Two CTAs on a multiprocessor.
-                {**TWICE, "tile_m": 64, "tile_n": 192},
-                {**TWICE, "tile_n": 96, "cluster_m": 2},
-                {**TWICE, "tile_m": 192, "tile_n": 64},
-                {**TWICE, "schedule": "pingpong", "tile_m": 64, "tile_n": 80, "epi_n": 16, "cluster_m": 2},
-                {**TWICE, "schedule": "pingpong", "tile_n": 64, "wgmma_in_flight": 0},
             )
         ),
         *(
@@ -118,18 +109,7 @@ EXAMPLES = Examples(
             "accumulators", {"schedule": "pingpong", "tile_m": 192, "tile_n": 144, "epi_n": 16}, "spills"
         ),
         Rejection("wgmma_operands", {"tile_m": 192, "tile_n": 208, "epi_n": 16, "stages": 3}, "C7602"),
-        Rejection("wgmma_operands", {"occupancy": 2, "stages": 3}, "C7602"),
-        Rejection(
-        "wgmma_operands",
-        {
-            "schedule": "pingpong", "tile_m": 64, "tile_n": 96, "tile_k": 64, "stages": 5, "cluster_m": 2,
-            "occupancy": 2,
-        },
-        "spills",
-    ),
-        Rejection("two_ctas", {"tile_m": 64, "tile_n": 224, "stages": 2, "occupancy": 2}, "C7602"),
         Rejection("ring_memory", {"stages": 8}, TOO_LARGE),
-        Rejection("ring_memory", {"tile_n": 64, "stages": 5, "occupancy": 2}, TOO_LARGE),
         Rejection("shared_memory", {"stages": 7}, TOO_LARGE),
         *(
             Rejection(rule, {"tile_k": 128} | change, outcome, problem)
@@ -138,10 +118,6 @@ EXAMPLES = Examples(
     ],
     objections=[
         ("ring_depth", PROBLEMS[0], {"stages": 1}),
-        ("in_flight", PROBLEMS[0], {"wgmma_in_flight": 2}),
-        ("in_flight", TWO_LEVEL, {"tile_k": 128, "wgmma_in_flight": 0}),
-        ("two_ctas", PROBLEMS[0], {"occupancy": 3}),
-        ("gpc_aware_alone", PROBLEMS[0], {"occupancy": 2, "tile_n": 64, "stages": 3, "cluster_order": "gpc"}),
         ("ring_rows", PROBLEMS[0], {"tile_k": 32}),
         ("ring_rows", FP8, {"tile_k": 64}),
         ("promotion", TWO_LEVEL, {"tile_k": 256, "stages": 2}),
@@ -238,7 +214,7 @@ def test_stream_k_gives_every_cluster_as_many_k_tiles(h200: Device) -> None:
         division = Division.of(problem, chosen, h200)
         assert (division.clusters, division.split, division.units) == (clusters, cut, cut + clusters), shape
         pairs, second = (
-            FAMILY.workspace(problem, chosen.with_launch(reduction=reduction), h200, None)
+            FAMILY.workspace(problem, chosen.with_launch(reduction=reduction), h200)
             for reduction in ("pairs", "second_kernel")
         )
         assert pairs is not None and second is not None

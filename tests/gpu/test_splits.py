@@ -73,7 +73,7 @@ def load(
     verdict = FAMILY.check(problem, chosen, device)
     assert verdict.rule in FITS, (problem, verdict)
     path = kernels.compiled(problem, chosen)
-    workspace = FAMILY.workspace(problem, chosen, device, path)
+    workspace = FAMILY.workspace(problem, chosen, device)
     return FAMILY.load(problem, chosen, device, path, workspace), workspace
 
 

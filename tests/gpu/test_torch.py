@@ -145,12 +145,12 @@ def test_operators_pass_torchs_own_check(name):
         torch.library.opcheck(getattr(torch.ops.tunegemm, name).default, tuple(arguments))
 
 
-def test_vmap(launches):
+def test_vmap_is_torchs(launches):
     a, weight = operands()
     many = a.view(4, TOKENS // 4, WIDTH)
     result = torch.vmap(tunegemm.linear, (0, None))(many, weight)
     close(result.flatten(0, 1), torch_linear(a, weight))
-    assert launches == [(TOKENS, HIDDEN, WIDTH)], "one product of all rows"
+    assert not launches
 
 
 # Graphs

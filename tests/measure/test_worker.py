@@ -100,7 +100,7 @@ def test_measures_correct_candidates_and_names_each_failure(worker: MeasureWorke
     assert "one element" in failures["one-element"].reason
     assert "outside" in failures["outside"].reason
     assert failures["stale-pointers"].reason.startswith("in a graph: output has NaN")
-    assert failures["load-error"].reason == "object is damaged"
+    assert failures["load-error"].reason == "object is damaged second line"
 
     for candidate in (planted("good").candidate, TORCH_MM):
         measured = outcomes[candidate]

@@ -214,6 +214,19 @@ def multiply(path: Path, problems: int, measurements: int) -> None:
         copies("records", "p", id="p.i", problem_id="p.i", measurement_id="p.i * 10000 + 1")
 
 
+def test_a_record_beside_its_searchs_curve_says_why(tmp_path: Path) -> None:
+    problem, candidate = Problem.parse(SHAPES[0]), Candidate.make("cute_sm90", {"tile_m": 128})
+    searched, raced = (
+        Measurement(candidate, (us,) * 5, (1000.0,) * 5, 1e-3, 0.002) for us in (1000 / 1.37, 1000 / 1.452)
+    )
+    with Database.open(tmp_path / "t.sqlite") as database:
+        database.publish(problem, recorded_device(), searched, label="pp")
+        database.confirm(problem, recorded_device(), raced, label="pp")
+        text = text_of(report(from_database(database)))
+    assert "The search measured the record's candidate at 1.370" in text
+    assert "its 1.452 is of its final race, of 5 rounds. The two do not compare." in text
+
+
 class TestScale:
     @pytest.mark.slow
     def test_a_large_database_is_read_narrowly(self, tmp_path: Path) -> None:

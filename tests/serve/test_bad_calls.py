@@ -175,9 +175,44 @@ def test_values_of_public_classes():
         (lambda: tunegemm.policy([]), r"policy \[\] is not known"),
         (lambda: tunegemm.policy(max_sms=float("nan")), "max_sms nan"),
         (lambda: tunegemm.explain(1, 2), "operand 1 is not a tensor"),
+        (lambda: tunegemm.Problem(8, 8, 8, np.float32(1.5)), "batch="),
+        (lambda: tunegemm.Problem.parse("8x8x8", out_dtype=np.ones(2)), "is not known; use one of"),
+        (lambda: tunegemm.Candidate.from_json(None), "not a stored candidate: null"),
+        (lambda: tunegemm.policy(np.ones(2)), "is not known; use one of fastest"),
+        (lambda: tunegemm.tune("8x8x8", device=5), "device 5: give a tunegemm.Device, or text"),
+        (lambda: tunegemm.tune("8x8x8", device="model:h200", effort=np.ones(2)), "effort .* is not known"),
     ):
         with pytest.raises(TunegemmError, match=said):
             call()
+
+
+@pytest.mark.parametrize("place", [5, b"x", [], "a\0b", "\ud800"])
+def test_a_place_that_no_file_has(place):
+    for call in (tunegemm.Database.open, partial(tunegemm.Database.open, read_only=True), tunegemm.record):
+        with pytest.raises(TunegemmError, match=r"give (the full path|one such as)"):
+            call(place)
+
+
+def test_arguments_of_a_database_of_other_types(tmp_path):
+    problem, fingerprint = tunegemm.Problem(8, 8, 8), find_device("model:h200").fingerprint
+    with tunegemm.Database.open(tmp_path / "t.sqlite") as database:
+        for call, said in (
+            (lambda: database.best(5, fingerprint), "problem 5: its type is int; give a Problem"),
+            (lambda: database.history("8x8x8"), "give a Problem"),
+            (lambda: database.failures(problem, None), "fingerprint null: .* give a Fingerprint"),
+            (lambda: database.publish(problem, None, None), "give a .*Measurement"),
+            (lambda: database.confirm(problem, None, 1.5), "give a Measurement"),
+        ):
+            with pytest.raises(TunegemmError, match=said):
+                call()
+
+
+def test_a_message_is_one_line_whatever_it_names():
+    for value in ("x" * 10_000, torch.ones(2, 2), "two\nlines"):
+        for call in (tunegemm.Problem.parse, tunegemm.Epilogue.parse, tunegemm.policy, tunegemm.tune):
+            with pytest.raises(TunegemmError) as caught:
+                call(value)
+            assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
 
 def test_meta_tensors_are_torchs_under_every_dispatcher(monkeypatch):

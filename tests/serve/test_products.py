@@ -415,7 +415,7 @@ def test_a_known_product_minds_the_modes(by_address):
         dual = torch.autograd.forward_ad.make_dual(a, a)
         result = torch.autograd.forward_ad.unpack_dual(dispatcher.matmul(dual, b))
         assert torch.equal(result.tangent, torch.matmul(a, b))
-    assert len(kernel.calls) == 2
+    assert not kernel.calls
 
 
 def test_torch_compile_graphs_hold_torch_matmul():

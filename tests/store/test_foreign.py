@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, RESOURCES, measurement
+from tests.support.commands import here, process
 from tests.support.processes import environment
 from tunegemm.cli import app
 from tunegemm.describe.problem import Problem
@@ -36,15 +37,8 @@ SMALL = Problem.parse("64x64x64")
 
 def run(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
     """Standard output and errors of a command that ends with that code, without a traceback."""
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
-    return result.stdout, result.stderr
-
-
-def process(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tunegemm", *map(str, arguments)]
-    given = {"env": environment(), "capture_output": True, "text": True, "timeout": 120} | options
-    return subprocess.run(command, **given)
+    done = here(*arguments, code=code)
+    return done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -404,18 +398,17 @@ class TestOut:
 
     def test_standard_output(self, source: Path) -> None:
         done = process("db", "export", "--db", source, "--out", "/dev/stdout")
-        assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["format"] == "tunegemm-database/1"
 
     def test_a_shells_redirection_is_appended_to(self, source: Path, tmp_path: Path) -> None:
         file = tmp_path / "log"
         file.write_text("before\n")
         with file.open("a") as stream:
-            done = process(
+            process(
                 "db", "export", "--db", source, "--out", "/dev/stdout", capture_output=False, stdout=stream
             )
         text = file.read_text()
-        assert done.returncode == 0 and text.startswith("before\n{") and text.endswith("\n]}\n")
+        assert text.startswith("before\n{") and text.endswith("\n]}\n")
 
     def test_process_substitution(self, source: Path, tmp_path: Path) -> None:
         command = f"{sys.executable} -m tunegemm db export --db {source} --out >(cat > {tmp_path}/got); wait"
@@ -440,8 +433,7 @@ class TestOut:
             connection.execute("UPDATE candidates SET label = 'größer'")
         out = tmp_path / "rows.csv"
         latin = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
-        done = process("db", "export", "--db", source, "--out", out, env=latin)
-        assert done.returncode == 0, done.stderr
+        process("db", "export", "--db", source, "--out", out, env=latin)
         assert "größer" in out.read_text(encoding="utf-8")
         done = process("db", "import", out, "--db", tmp_path / "into.sqlite", env=latin)
         assert "4 rows added" in done.stdout, done.stderr
@@ -471,11 +463,6 @@ class TestOut:
 
 class TestPlaces:
     """Paths that lead nowhere: one line with the true cause, and nothing waits for ever."""
-
-    def refused(self, *arguments: str | Path, **options: Any) -> str:
-        done = process(*arguments, **options)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        return done.stderr
 
     @pytest.mark.parametrize("command", [("db", "export", "--out", "x.json"), ("db", "import", "/dev/null")])
     def test_a_user_that_is_not_there(self, command: tuple[str, ...], tmp_path: Path) -> None:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import runpy
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, inspect
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+from tests.support.stores import Location, Store
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
+from tunegemm.errors import DatabaseError
 from tunegemm.resources import data_path
 from tunegemm.store import Database, rows
+from tunegemm.store.connection import connect, migrating, resolve
 from tunegemm.store.migrations import alembic_config
 from tunegemm.store.models import Base, FingerprintRow, ProblemRow
 from tunegemm.store.schema import SCHEMA_VERSION, VERSION_TABLE
@@ -29,10 +38,68 @@ def test_the_schema_version_is_alembics_head() -> None:
     assert ScriptDirectory.from_config(alembic_config()).get_heads() == [SCHEMA_VERSION]
 
 
-def test_migrations_build_what_the_models_say(tmp_path: Path) -> None:
-    with Database.open(tmp_path / "t.sqlite") as database, database._engine.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
-        assert compare_metadata(context, Base.metadata) == []
+def described(engine: Engine) -> dict[str, Any]:
+    """All that a database says of its tables, in no order."""
+    told, found = inspect(engine), {}
+    for name in told.get_table_names():
+        columns = {
+            column["name"]: (str(column["type"]), column["nullable"], column["default"])
+            for column in told.get_columns(name)
+        }
+        parts = [
+            told.get_pk_constraint(name), *told.get_foreign_keys(name), *told.get_indexes(name),
+            *told.get_unique_constraints(name), *told.get_check_constraints(name),
+        ]  # fmt: skip
+        found[name] = columns, sorted(repr(sorted(part.items(), key=str)) for part in parts)
+    return found
+
+
+class TestMigrations(Store):
+    @pytest.fixture
+    def built(self, location: Location, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+        """A database that went through every migration, as one of the first release has."""
+        file = isinstance(location, Path)
+        empty = tmp_path / "built.sqlite" if file else request.getfixturevalue("postgres").create()
+        engine, config = connect(resolve(empty), read_only=False), alembic_config()
+        with migrating(engine) as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+        yield engine
+        engine.dispose()
+
+    def test_they_build_what_the_models_say(self, built: Engine) -> None:
+        with built.connect() as connection:
+            context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+            assert compare_metadata(context, Base.metadata) == []
+
+    def test_a_new_database_is_what_they_build(self, built: Engine, database: Database) -> None:
+        assert described(database._engine) == described(built)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("'9999'", "its schema 9999 is newer"),
+        ("x'ff00'", "is not a number of ours"),
+        ("NULL", "its schema null is not a number of ours"),
+        ("7", "its schema 7 is not a number of ours"),
+        ("'seven'", "is not a number of ours"),
+        ("'0000'", "its tables are not those of its schema 0000"),
+        ("'0001'", "its tables are not those of its schema 0001"),
+        ("'0006'", "no such table"),
+    ],
+)
+def test_a_mark_that_its_tables_belie(tmp_path: Path, version: str, said: str) -> None:
+    with closing(sqlite3.connect(tmp_path / "t.sqlite")) as connection, connection:
+        connection.execute(f"CREATE TABLE {VERSION_TABLE} (version_num)")
+        connection.execute(f"INSERT INTO {VERSION_TABLE} VALUES ({version})")
+        connection.execute("CREATE TABLE problems (id)")
+    before = (tmp_path / "t.sqlite").read_bytes()
+    with pytest.raises(DatabaseError, match=said):
+        Database.open(tmp_path / "t.sqlite")
+    with pytest.raises(DatabaseError, match=rf"{said}|is older than {SCHEMA_VERSION}"):
+        Database.open(tmp_path / "t.sqlite", read_only=True)
+    assert (tmp_path / "t.sqlite").read_bytes() == before
 
 
 @pytest.mark.parametrize(("value", "row"), [(Problem, ProblemRow), (Fingerprint, FingerprintRow)])

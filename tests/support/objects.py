@@ -101,9 +101,6 @@ OF_HOPPER: list[tuple[dict[str, Value], dict[str, Value]]] = [
     ({}, PP | SK | {"tile_m": 64, "tile_n": 96, "stages": 8, "cluster_m": 2, "cluster_n": 2}),
     ({}, GPC | {"cluster_m": 2, "cluster_n": 2, "tile_n": 64}),
     ({}, GPC | {"tile_n": 256}),
-    ({}, {"wgmma_in_flight": 0}),
-    ({}, PP | {"wgmma_in_flight": 0, "tile_n": 64, "occupancy": 2, "stages": 3}),
-    ({}, {"occupancy": 2, "stages": 3, "tile_n": 96, "cluster_m": 2}),
     (FP8, K128 | {"tile_n": 192, "cluster_m": 2}),
     (FP8, PP | K128 | {"tile_m": 64, "tile_n": 192, "cluster_m": 2, "cluster_n": 2}),
     (FP8 | {"out_dtype": "fp8_e4m3"}, K128),
@@ -147,7 +144,7 @@ OF_GLUON: list[tuple[dict[str, Value], dict[str, Value]]] = [
 OF_TRITON: list[tuple[dict[str, Value], dict[str, Value]]] = [
     ({}, {}),
     ({"layout": "tt"}, {"schedule": "flattened"}),
-    ({"dtype": "fp16"}, {"schedule": "warp_specialized", "warps": 4, "epi_n": 128}),
+    ({"dtype": "fp16"}, {"warps": 4, "tile_n": 64, "epi_n": 64}),
 ]
 
 

@@ -9,7 +9,8 @@ import typer
 
 from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
-from tunegemm.files import descriptor
+from tunegemm.errors import PackError
+from tunegemm.files import descriptor, replacing
 
 if TYPE_CHECKING:
     from tunegemm.store.packs import Pack
@@ -63,7 +64,8 @@ def pack_command(
     ]
     if not chosen:
         raise UsageError(f"none of {len(records)} records is of that kind; see `tunegemm db layers`")
-    packed = packing.pack(chosen, out, compile_missing=not no_compile, workers=workers)
+    with replacing(out, PackError) as part:  # which is refused before kernels compile for minutes
+        packed = packing.pack(chosen, part, compile_missing=not no_compile, workers=workers)
     for reason, count in packed.left_out.items():
         options.say(f"left out: {count} records, {reason}", err=True)
     options.say(

@@ -45,7 +45,9 @@ def command(
         code = _run(program, parts)
         found = []
         for part in sorted(Path(parts).glob("[!.]*.json")):
-            found.append(Workload.from_document(decoded(read_text(part)), str(part)))
+            workload, refused = Workload.from_document(decoded(read_text(part)), str(part))
+            found.append(workload)
+            options.say(*(f"tunegemm: left out: {line}" for line in refused), err=True)
     if not found:
         options.say(
             "tunegemm: nothing recorded: no Python process of the command imported torch with tunegemm "

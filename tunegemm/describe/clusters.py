@@ -81,10 +81,7 @@ def active_clusters(index: int, cluster_size: int, smem_bytes: int) -> int | Non
     """The driver's count for blocks with so much shared memory; None when it cannot be asked."""
     try:
         with _loaded(index, smem_bytes) as (driver, function):
-            config = _launch_config(cluster_size, 1024, smem_bytes)
-            count = ctypes.c_int()
-            error = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
-            return count.value if not error and count.value > 0 else None
+            return _most_active(driver, function, cluster_size, smem_bytes) or None
     except (OSError, RuntimeError):  # no context: the GPU's memory is full, or another process has it alone
         return None
 
@@ -159,11 +156,8 @@ def _multiprocessors(
     """Where each cluster's blocks ran; by default as many as run at once. Empty where none does."""
     import torch
 
+    clusters = clusters or _most_active(driver, function, size, smem_bytes)
     if not clusters:
-        count, config = ctypes.c_int(), _launch_config(size, 1024, smem_bytes)
-        driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
-        clusters = count.value
-    if clusters < 1:
         return []
     out = torch.full((clusters, size), -1, dtype=torch.int32, device=f"cuda:{index}")
     config = _launch_config(size, clusters, smem_bytes, torch.cuda.current_stream(index).cuda_stream)
@@ -172,6 +166,13 @@ def _multiprocessors(
     failed = driver.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None)
     found: list[list[int]] = out.tolist()
     return [] if failed else found
+
+
+def _most_active(driver: Any, function: ctypes.c_void_p, size: int, smem_bytes: int) -> int:
+    """The driver's count of clusters that run at once; 0 where it has none."""
+    count, config = ctypes.c_int(), _launch_config(size, 1024, smem_bytes)
+    failed = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
+    return 0 if failed else max(0, count.value)
 
 
 def _launch_config(size: int, clusters: int, smem_bytes: int, stream: int = 0) -> _LaunchConfig:

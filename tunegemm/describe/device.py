@@ -7,8 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -170,8 +169,8 @@ class Device:
 
     @property
     def index(self) -> int:
-        """The CUDA ordinal of a real device."""
-        return int(self.spec.partition(":")[2] or 0)
+        """The CUDA ordinal of a real device; 0 of others."""
+        return int(self.spec.partition(":")[2] or 0) if self.is_real else 0
 
     def lacks_memory(self, problem: Problem) -> str | None:
         """Why operands and output of the problem cannot be in the device's memory together; None if they can.
@@ -318,43 +317,18 @@ def even_cut(sm_count: int, cluster_size: int) -> int:
     return max(1, sum(size // cluster_size for size in sizes))
 
 
-def memory_device(address: int) -> int | None:
-    """Index of the CUDA device that an address is memory of; None for the host's, and for nobody's.
-
-    A kernel that is given the host's faults, and with it everything that its process does on the device.
-    """
-    from cuda.bindings import driver
-
-    attribute = driver.CUpointer_attribute
-    try:
-        error, kind = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
-    except RuntimeError:  # there is no driver
-        return None
-    if error != driver.CUresult.CUDA_SUCCESS or int(kind) != int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
-        return None
-    error, index = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
-    return int(index) if error == driver.CUresult.CUDA_SUCCESS else None
-
-
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def _driver_version() -> str:
     """From the kernel module where it says so: starting NVML looks at every GPU of the host."""
     with suppress(OSError):
         return Path("/sys/module/nvidia/version").read_text().strip()
     import pynvml
 
-    with suppress(pynvml.NVMLError), _nvml() as nvml:
-        return str(nvml.nvmlSystemGetDriverVersion())
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
     return ""
 
 

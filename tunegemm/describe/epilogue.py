@@ -114,7 +114,7 @@ class Epilogue:
             source = inspect.getsource(function)
         except (OSError, TypeError) as error:
             raise ProblemError(f"epilogue {function!r}: {error}; define it in a file") from None
-        return Epilogue(function=_define(textwrap.dedent(source)))
+        return Epilogue(function=define(textwrap.dedent(source)))
 
     def __bool__(self) -> bool:
         return bool(self.steps) or self.function is not None
@@ -229,12 +229,8 @@ _definitions: dict[str, _Definition] = {}
 _BRANCHES = (ast.If, ast.IfExp, ast.While, ast.BoolOp, ast.Not, ast.Assert, ast.Match)
 
 
-def define(source: str) -> None:
+def define(source: str) -> Custom:
     """Make a user's function known from its source, as a process that compiles it does."""
-    _define(source)
-
-
-def _define(source: str) -> Custom:
     lines = source.splitlines()
     while lines and not lines[0].startswith("def "):
         lines.pop(0)  # decorators

@@ -157,7 +157,8 @@ class Problem:
                 given = f"{name}={shown(number) if isinstance(number, int) else repr(number)[:40]}"
                 if name == "alignment":
                     raise ProblemError(f"{given}: give a number of bytes, or 0 for that of packed operands")
-                extents = (self.m, self.n, self.k, *(self.batch,) * (self.batch != 1))
+                is_batched = type(self.batch) is not int or self.batch != 1
+                extents = (self.m, self.n, self.k, *(self.batch,) * is_batched)
                 where = "x".join(shown(extent) for extent in extents)
                 raise ProblemError(f"{given} in {where}: every extent must be from 1 to {_MAX_EXTENT}")
             object.__setattr__(self, name, whole)  # a NumPy integer becomes Python's
@@ -227,7 +228,7 @@ class Problem:
             k,
             batch,
             in_dtype,
-            normalize_dtype(out_dtype) if out_dtype else default_out_dtype(in_dtype),
+            default_out_dtype(in_dtype) if out_dtype is None else normalize_dtype(out_dtype),
             a_major,
             b_major,
             epilogue=epilogue,

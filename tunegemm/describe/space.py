@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.errors import SpaceError
+from tunegemm.untrusted import shown
 
 Value = int | str | bool
 _TABLES = ("compile", "launch")
@@ -83,7 +85,7 @@ class Candidate:
             data = json.loads(text)
             return cls.make(data["family"], data["compile"], data["launch"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SpaceError(f"not a stored candidate: {text[:80]!r} ({error})") from None
+            raise SpaceError(f"not a stored candidate: {shown(text)} ({error})") from None
 
     @cached_property
     def digest(self) -> str:
@@ -123,12 +125,6 @@ class SearchSpace:
             raise SpaceError(f"{path}: no such search-space file") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpaceError(f"{path}: not a readable TOML file: {error}") from None
-        return cls._from_data(data, path, parameters)
-
-    @classmethod
-    def _from_data(
-        cls, data: dict[str, Any], path: Path, parameters: Mapping[str, tuple[str, ...]] | None
-    ) -> SearchSpace:
         _check_keys(path, "", data, ("family", *_TABLES), required=("family", *_TABLES))
         tables: dict[str, dict[str, tuple[Value, ...]]] = {}
         for table in _TABLES:
@@ -150,12 +146,12 @@ class SearchSpace:
     @property
     def compile_size(self) -> int:
         """Number of kernels before feasibility."""
-        return _product_size(self.compile_values)
+        return math.prod(map(len, self.compile_values.values()))
 
     @property
     def launch_size(self) -> int:
         """Number of launches of each kernel."""
-        return _product_size(self.launch_values)
+        return math.prod(map(len, self.launch_values.values()))
 
     @property
     def size(self) -> int:
@@ -174,13 +170,6 @@ class SearchSpace:
         """Every launch of one kernel."""
         for values in itertools.product(*self.launch_values.values()):
             yield kernel.with_launch(**dict(zip(self.launch_values, values, strict=True)))
-
-
-def _product_size(lists: Mapping[str, tuple[Value, ...]]) -> int:
-    size = 1
-    for values in lists.values():
-        size *= len(values)
-    return size
 
 
 def _check_keys(

@@ -44,8 +44,9 @@ class ArtifactStore:
         is_package: it lies in the package, whose owner may write the code that runs here anyway, so that the
         objects' owner is not asked for.
         """
-        if root is None:
-            root = os.environ.get("TUNEGEMM_CACHE_DIR") or _default_root()
+        import platformdirs  # dispatch of a library's kernels does without
+
+        root = root or os.environ.get("TUNEGEMM_CACHE_DIR") or platformdirs.user_cache_dir("tunegemm")
         self.root = Path(root) / "objects"
         self._is_package = is_package
 
@@ -59,7 +60,8 @@ class ArtifactStore:
         if entry is None or "object_sha256" not in entry:
             return None
         try:
-            resources = _resources(entry["resources"])
+            found = entry["resources"]
+            resources = Resources(**{**found, "warnings": tuple(found["warnings"])})
         except (KeyError, TypeError, AttributeError):
             return None  # damaged: it is compiled again
         path = self._path(key, ".o")
@@ -187,13 +189,3 @@ def _refuse_foreign(path: Path, status: os.stat_result) -> None:
         raise ArtifactError(
             f"{path}: writable by other users (mode {mode}); chmod go-w, and check what is in it"
         )
-
-
-def _default_root() -> str:
-    import platformdirs
-
-    return platformdirs.user_cache_dir("tunegemm")
-
-
-def _resources(data: dict) -> Resources:  # type: ignore[type-arg]
-    return Resources(**{**data, "warnings": tuple(data["warnings"])})

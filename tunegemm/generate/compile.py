@@ -1,8 +1,8 @@
 """A pool of compile workers: processes that see no GPU, each of which may die without harm to the others.
 
 The compilers are not thread-safe, abort the process on some tiles, and must not run in a process that
-uses CUDA. A worker is `python -m tunegemm.generate.compile`, fed one JSON line a job; a thread of the pool
-owns it, kills it at the deadline and replaces it when it dies. What it cost is one candidate.
+uses CUDA. A worker is `python -m tunegemm.generate.compile`, sent one job after the other; a thread of the
+pool owns it, kills it at the deadline and replaces it when it dies. What it cost is one candidate.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import importlib
 import json
 import os
 import queue
-import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from tunegemm.errors import CompileError
 from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
@@ -118,7 +118,7 @@ class CompilePool:
             worker.kill()
         self._threads.shutdown(wait=True)
         for worker in workers:  # no thread waits for a reply now
-            worker.close_pipes()
+            worker.disconnect()
 
     def _from_store(self, key: Key) -> CompileResult | None:
         artifact = self.store.find(key)
@@ -131,9 +131,9 @@ class CompilePool:
         scratch = self.store.scratch()
         worker = self._take_worker()
         try:
-            reply = worker.ask({"family": family, "key": dict(key), "out": str(scratch)}, self._timeout_s)
+            reply = worker.ask(family, key, scratch, self._timeout_s)
         except _WorkerDied as died:
-            worker.close_pipes()
+            worker.disconnect()
             with self._lock:
                 self._all.discard(worker)
             scratch.unlink(missing_ok=True)
@@ -143,26 +143,24 @@ class CompilePool:
                 self.store.add_failure(key, str(died))
             return CompileResult(None, str(died))
         self._idle.put(worker)
-        if reply.get("errno") in _DISK:
+        failure = reply.reason if isinstance(reply, _Failure) else _refusal(reply)
+        if isinstance(reply, _Failure) or failure:
             scratch.unlink(missing_ok=True)
-            raise self.store.refuse_write(OSError(reply["errno"], os.strerror(reply["errno"])))
-        failure = reply.get("failure") or _refusal(resources := Resources(**_tuples(reply["resources"])))
-        if failure:
-            scratch.unlink(missing_ok=True)
+            if isinstance(reply, _Failure) and reply.errno in _DISK:
+                raise self.store.refuse_write(OSError(reply.errno, os.strerror(reply.errno)))
             self.store.add_failure(key, failure)
             return CompileResult(None, failure)
         with self._lock:
             self.compiled += 1
-        return CompileResult(self.store.add(key, scratch, resources))
+        return CompileResult(self.store.add(key, scratch, reply))
 
     def _take_worker(self) -> _Worker:
-        try:
+        with suppress(queue.Empty):
             return self._idle.get_nowait()
-        except queue.Empty:
-            worker = _Worker(self._families_module)
-            with self._lock:
-                self._all.add(worker)
-            return worker
+        worker = _Worker(self._families_module)
+        with self._lock:
+            self._all.add(worker)
+        return worker
 
 
 def _refusal(resources: Resources) -> str:
@@ -172,10 +170,6 @@ def _refusal(resources: Resources) -> str:
     if resources.warnings:
         return f"ptxas warns {', '.join(resources.warnings)}"
     return ""
-
-
-def _tuples(resources: dict[str, Any]) -> dict[str, Any]:
-    return {**resources, "warnings": tuple(resources["warnings"])}
 
 
 class _WorkerDied(Exception):
@@ -191,49 +185,40 @@ class _Worker:
     """One worker process, from the side of the thread that owns it."""
 
     def __init__(self, families_module: str) -> None:
-        reply_read, reply_write = os.pipe()
-        # The reply pipe is apart from stdout, which compilers write to.
+        # Apart from stdout, which compilers write to.
+        self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tunegemm.generate.compile", str(reply_write), families_module],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-m", "tunegemm.generate.compile", str(theirs.fileno()), families_module],
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(reply_write,),
+            pass_fds=(theirs.fileno(),),
             # Its own session: Ctrl-C reaches the tuner, which ends its workers itself.
             start_new_session=True,
             env=os.environ
             | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        os.close(reply_write)
-        self._replies = os.fdopen(reply_read, "rb")
+        theirs.close()
 
-    def ask(self, job: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def ask(self, family: str, key: Key, out: Path, timeout_s: float) -> Resources | _Failure:
         """Send one job, wait for its reply. Raises _WorkerDied when the worker does."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
+            self._connection.send((family, dict(key), out))
+            if self._connection.poll(timeout_s):
+                reply: Resources | _Failure = self._connection.recv()
+                return reply
+        except (EOFError, OSError):
             raise self._death() from None
-        ready, _, _ = select.select([self._replies], [], [], timeout_s)
-        if not ready:
-            self.kill()
-            raise _WorkerDied(f"compile took longer than {timeout_s:g} s", killed=True)
-        line = self._replies.readline()
-        if not line.endswith(b"\n"):
-            raise self._death()
-        return json.loads(line)
+        self.kill()
+        raise _WorkerDied(f"compile took longer than {timeout_s:g} s", killed=True)
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
 
-    def close_pipes(self) -> None:
+    def disconnect(self) -> None:
         """Once the process has ended, by the thread that owns the worker, or when none does any more."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # of a job that it was not there to read
-            self._process.stdin.close()
-        self._replies.close()
+        self._connection.close()
 
     def _death(self) -> _WorkerDied:
         code = self._process.wait()
@@ -245,20 +230,24 @@ class _Worker:
         return _WorkerDied(f"the compiler {how}", killed=code in (-signal.SIGKILL, -signal.SIGTERM))
 
 
-def _serve(reply_descriptor: int, families_module: str) -> None:
-    """The worker's loop: jobs on stdin, replies on a pipe of their own."""
+class _Failure(NamedTuple):
+    """What a worker says of a job that it could not do."""
+
+    reason: str
+    errno: int | None
+
+
+def _serve(connection: Connection, families_module: str) -> None:
+    """The worker's loop, until the pool closes the connection."""
     families = importlib.import_module(families_module)
-    with os.fdopen(reply_descriptor, "w") as replies:
-        for line in sys.stdin:
-            job = json.loads(line)
+    with suppress(EOFError):
+        while True:
+            family, key, out = connection.recv()
             try:
-                resources = families.get(job["family"]).compile(job["key"], Path(job["out"]))
-                reply: dict[str, Any] = {"resources": asdict(resources)}
+                reply: Resources | _Failure = families.get(family).compile(key, out)
             except Exception as error:  # the compiler may raise anything; it becomes this candidate's failure
-                number = error.errno if isinstance(error, OSError) else None
-                reply = {"failure": _one_line(error), "errno": number}
-            replies.write(json.dumps(reply) + "\n")
-            replies.flush()
+                reply = _Failure(_one_line(error), error.errno if isinstance(error, OSError) else None)
+            connection.send(reply)
 
 
 def _one_line(error: BaseException) -> str:
@@ -268,4 +257,5 @@ def _one_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2])
+    # As the pool knows the module, so that what is sent is of its classes.
+    importlib.import_module("tunegemm.generate.compile")._serve(Connection(int(sys.argv[1])), sys.argv[2])

@@ -19,12 +19,14 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tunegemm.describe.device import package_version
+from tunegemm.describe.device import Device, package_version
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.launching import AddressLaunch, Workspace
 from tunegemm.generate.ptxas import Resources, output_to, read_report
 
 FUNCTION_NAME = "tunegemm_gemm"
@@ -142,6 +144,48 @@ def load_function(artifact: Path):  # type: ignore[no-untyped-def]
 
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
     return _load(str(artifact), artifact.stat().st_mtime_ns, device)
+
+
+def load_launch(
+    artifact: Path,
+    candidate: Candidate,
+    device: Device,
+    workspace: Workspace | None,
+    extents: Sequence[int],
+    schedule: Sequence[int],
+    addresses: Sequence[int] = (),
+) -> Callable[..., AddressLaunch]:
+    """A function of the six strides, as in `launching.Places`, that gives the launch for them.
+
+    extents, schedule: arguments before and behind the strides. addresses: those behind the workspace's.
+    """
+    from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
+
+    function, index = load_function(artifact), device.index
+    swap = bool(candidate.params.get("swap_ab", False))
+
+    def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
+        strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
+        fixed = (*extents, *strides, *schedule)
+        if workspace is None:
+            everything = (*fixed, 0, 0, *addresses)
+
+            def launch(a: int, b: int, d: int, *words: int) -> None:
+                if swap:
+                    a, b = b, a
+                function(a, b, d, *everything, *words, current_stream(index))
+
+        else:
+
+            def launch(a: int, b: int, d: int, *words: int) -> None:
+                if swap:
+                    a, b = b, a
+                stream = current_stream(index)
+                function(a, b, d, *fixed, *workspace.addresses(stream), *addresses, *words, stream)
+
+        return launch
+
+    return make
 
 
 @functools.lru_cache(maxsize=64)  # a search loads thousands of kernels once, and must not keep them

@@ -110,9 +110,7 @@ class Family(Protocol):
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
         """Compile the kernel of a `kernel_key` into the object file `out`. Runs in a worker without a GPU."""
 
-    def workspace(
-        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
-    ) -> Workspace | None:
+    def workspace(self, problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
         """The device memory that a launch needs beside its operands, not allocated yet; None for none."""
 
     def load(
@@ -266,7 +264,9 @@ def expected(family: str, parameter: str, value: Value) -> str | None:
     Of numbers the shipped space lists what a search looks at, and rules know which others are feasible. They
     compute with them, and take words for known, so that both are asked for here first.
     """
-    listed = (*_shipped_values(family)[parameter], *get(family).unlisted.get(parameter, ()))
+    space = _shipped_space(family)
+    values = {**space.compile_values, **space.launch_values}[parameter]
+    listed = (*values, *get(family).unlisted.get(parameter, ()))
     kind = type(listed[0])
     if kind is int:
         least = 0 if 0 in listed else 1
@@ -283,7 +283,9 @@ def completed(candidate: Candidate) -> Candidate:
     """
     if not get(candidate.family).compiled:
         return candidate
-    compile_first, launch_first = _first_values(candidate.family)
+    space = _shipped_space(candidate.family)
+    compile_first = {name: values[0] for name, values in space.compile_values.items()}
+    launch_first = {name: values[0] for name, values in space.launch_values.items()}
     return Candidate.make(
         candidate.family,
         compile_first | dict(candidate.compile_params),
@@ -291,16 +293,4 @@ def completed(candidate: Candidate) -> Candidate:
     )
 
 
-@cache
-def _shipped_values(family: str) -> Mapping[str, tuple[Value, ...]]:
-    space = load_space(family)
-    return {**space.compile_values, **space.launch_values}
-
-
-@cache
-def _first_values(family: str) -> tuple[dict[str, Value], dict[str, Value]]:
-    space = load_space(family)
-    return (
-        {name: values[0] for name, values in space.compile_values.items()},
-        {name: values[0] for name, values in space.launch_values.items()},
-    )
+_shipped_space = cache(load_space)

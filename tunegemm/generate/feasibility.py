@@ -53,6 +53,13 @@ def apply_rules(rules: Sequence[Rule], problem: Problem, candidate: Candidate, d
     return FEASIBLE
 
 
+def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """For Hopper's families: WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, sm_90a)."""
+    if device.architecture.capability != (9, 0):
+        return f"{device.architecture.compile_target} has no WGMMA; {candidate.family} needs sm_90a"
+    return None
+
+
 def half_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """For families whose kernels multiply 16-bit operands only."""
     if problem.in_dtype not in ("bf16", "fp16"):
@@ -64,6 +71,14 @@ def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | 
     """One stage is being multiplied: with 1 nothing could be loaded meanwhile."""
     if candidate["stages"] < 2:
         return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
+    return None
+
+
+def no_power_of_two(candidate: Candidate, name: str, least: int, most: int | None = None) -> str | None:
+    """Why a parameter is not a power of two within these; None where it is."""
+    value = candidate[name]
+    if value & (value - 1) or value < least or (most is not None and value > most):
+        return f"{name} {value} is not a power of two from {least} {'on' if most is None else f'to {most}'}"
     return None
 
 

@@ -129,13 +129,6 @@ CUTE_DSL = Package("cutlass", "nvidia-cutlass-dsl")
 TVM_FFI = Package("tvm_ffi", "apache-tvm-ffi")
 
 
-def no_workspace(
-    problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
-) -> Workspace | None:
-    """Of launches that need no memory beside their operands."""
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Generator:
     """A `tunegemm.generate.families.Family`, which has the docstrings, put together from what is its own."""
@@ -152,7 +145,7 @@ class Generator:
     compile: Callable[[Key, Path], Resources]
     launcher: Callable[[Problem, Candidate, Device, Path, Workspace | None], Launcher]
     """As `load`, with an object, and a workspace if one is needed."""
-    workspace: Callable[[Problem, Candidate, Device, Path | None], Workspace | None] = no_workspace
+    workspace: Callable[[Problem, Candidate, Device], Workspace | None] = lambda *_: None
     toolchain: Callable[[], Mapping[str, str | int]]
     """What of the compiler an object depends on."""
     packages: Sequence[Package]
@@ -222,5 +215,5 @@ class Generator:
     ) -> Launcher:
         if artifact is None:
             raise ArtifactError(f"{self.label(candidate)} has no compiled object; run tunegemm tune again")
-        workspace = workspace or self.workspace(problem, candidate, device, artifact)
+        workspace = workspace or self.workspace(problem, candidate, device)
         return self.launcher(problem, candidate, device, artifact, workspace)

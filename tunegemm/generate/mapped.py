@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, Self
 
 
@@ -12,5 +12,10 @@ class Mapped:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """From any mapping that holds at least the fields."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})  # type: ignore[arg-type]
+        """From any mapping that holds at least the fields without a default."""
+        return cls(**{name: values[name] for name in _names(cls) if name in values})  # type: ignore[arg-type]
+
+
+@functools.cache  # a search makes a config of each of 50,000 kernels
+def _names(config: type[Mapped]) -> tuple[str, ...]:
+    return tuple(config.__dataclass_fields__)  # type: ignore[attr-defined]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from pathlib import Path
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem, default_out_dtype, swapped_dtype
@@ -68,6 +67,22 @@ def balanced(work: int, resident: int) -> int:
     return math.ceil(work / math.ceil(work / resident))
 
 
+def persistent_grid(problem: Problem, candidate: Candidate, device: Device) -> int:
+    """Blocks of a launch, for the candidate's `ctas`.
+
+    ``tiles`` is one for each work unit: the hardware hands them out. ``all`` fills the device, with as many
+    blocks on a multiprocessor as the kernel is made for, ``two_per_sm`` with two; ``balanced`` takes the
+    fewest of all that need no further wave.
+    """
+    params, work = candidate.params, tile_count(problem, candidate)
+    work *= int(params.get("split_k", 1))
+    per_sm = 2 if params["ctas"] == "two_per_sm" else params.get("ctas_per_sm", params.get("occupancy", 1))
+    resident = device.sm_count * int(per_sm)
+    if params["ctas"] == "tiles":
+        return work
+    return balanced(work, resident) if params["ctas"] == "balanced" else min(work, resident)
+
+
 def streams(candidate: Candidate) -> bool:
     """Whether the candidate's clusters share k tiles evenly, instead of taking tiles."""
     return candidate.params.get("tile_scheduler", "static") == "stream_k"
@@ -94,12 +109,10 @@ def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | 
     return None
 
 
-def split_workspace(
-    problem: Problem, candidate: Candidate, device: Device, artifact: Path | None = None
-) -> Workspace | None:
+def split_workspace(problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
     """Where the last block of a tile adds its k splits: their fp32 partial sums, and a counter per tile."""
     split_k = int(candidate["split_k"])
     if split_k == 1:
         return None
-    tiles, index = tile_count(problem, candidate), device.index if device.is_real else 0
-    return Workspace(tiles * split_k * candidate["tile_m"] * candidate["tile_n"] * 4, tiles * 4, index)
+    tiles = tile_count(problem, candidate)
+    return Workspace(tiles * split_k * candidate["tile_m"] * candidate["tile_n"] * 4, tiles * 4, device.index)

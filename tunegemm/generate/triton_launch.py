@@ -11,13 +11,15 @@ import functools
 import hashlib
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, Workspace, tma_reader
+from tunegemm.generate.tiles import seen_by_kernel
 from tunegemm.generate.triton_object import Header, TensorMap, read_object
 
 #: (address, extents, strides) of a tensor map: both in elements, outermost first; the last stride is 1.
@@ -64,33 +66,22 @@ class Kernel:
             self._function, ctas, 1, 1, header.threads, 1, 1, header.smem_bytes, stream, arguments.address, 0
         )
         if result != self._success:
-            self._launch_again(result, ctas, stream, arguments)
+            if result.name != "CUDA_ERROR_INVALID_CONTEXT" or int(_call("cuCtxGetCurrent")):
+                raise RuntimeError(f"cuLaunchKernel: {result.name}")
+            self.ensure_context()
+            self.launch(ctas, stream, arguments)
 
     def ensure_context(self) -> None:
         """Give a thread that has not used CUDA yet the device's context: tensor maps want one."""
         if not int(_call("cuCtxGetCurrent")):
             _call("cuCtxSetCurrent", self._context)
 
-    def _launch_again(self, result: Any, ctas: int, stream: int, arguments: Arguments) -> None:
-        from cuda.bindings import driver
-
-        if result != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            raise RuntimeError(f"cuLaunchKernel: {result.name}")
-        self.ensure_context()
-        _call(
-            "cuLaunchKernel", self._function, ctas, 1, 1, self.header.threads, 1, 1, self.header.smem_bytes,
-            stream, arguments.address, 0,
-        )  # fmt: skip
-
 
 class Arguments:
     """The parameters of one launch, packed as cuLaunchKernel takes them. Never changed once made."""
 
-    def __init__(self, header: Header, values: Mapping[str, int | View], scratch: int = 0) -> None:
-        """
-        values: by name an integer, or the view of a tensor map.
-        scratch: address of `header.scratch_bytes` for each block, of the stream of the launch alone.
-        """
+    def __init__(self, header: Header, values: Mapping[str, int | View]) -> None:
+        """values: by name an integer, or the view of a tensor map."""
         flat: list[int | bytes] = []
         for argument in header.arguments:
             value = values[argument.name]
@@ -101,9 +92,7 @@ class Arguments:
                 assert not isinstance(value, int)
                 _, extents, strides = value
                 flat += [encode(argument.tensor_map, value), *extents, *strides]
-        self._pack([*flat, scratch, 0], header)
-
-    def _pack(self, flat: list[int | bytes], header: Header) -> None:
+        flat += [0, 0]  # the hidden pointers
         layout, offsets = _layout(header.parameters)
         self._memory = ctypes.create_string_buffer(layout.size + _ALIGNMENT)
         start = -ctypes.addressof(self._memory) % _ALIGNMENT
@@ -131,32 +120,29 @@ class Kept(dict[Any, Arguments]):
 def load_launcher(
     problem: Problem,
     candidate: Candidate,
+    device: Device,
     artifact: Path,
-    index: int,
     ctas: int,
-    values: Callable[..., Mapping[str, int | View]],
-    workspace: Workspace | None = None,
+    scalars: Mapping[str, int],
+    workspace: Workspace | None,
 ) -> Launcher:
-    """A launcher of an object, for a grid of so many blocks on the GPU of that index.
+    """A launcher of an object, for a grid of so many blocks.
 
-    values: the kernel's arguments for the addresses of A, B, D and six strides as in `launching.Places`, as
-    the kernel sees them: with swap_ab B first. A workspace's memory goes to the arguments ``partials`` and
-    ``counters``; in an object with scratch memory it is that.
+    scalars: the kernel's arguments by name, but for the tensor maps ``a_desc``, ``b_desc`` and ``d_desc`` of
+    the product that it sees, and ``partials`` and ``counters``, which are a workspace's memory.
     """
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
-    kernel, swap = load(artifact, index), bool(candidate.params.get("swap_ab", False))
-    scratch = kernel.header.scratch_bytes > 0
+    index, seen = device.index, seen_by_kernel(problem, candidate)
+    kernel, swap = load(artifact, index), bool(candidate["swap_ab"])
 
     def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
         strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
         kept = Kept()
 
         def arguments(a: int, b: int, d: int, partials: int, counters: int) -> Arguments:
-            memory = {"partials": partials, "counters": counters}
-            return Arguments(
-                kernel.header, {**values(a, b, d, *strides), **memory}, partials if scratch else 0
-            )
+            views = matrix_views(seen, a, b, d, *strides)
+            return Arguments(kernel.header, {**scalars, **views, "partials": partials, "counters": counters})
 
         def launch(a: int, b: int, d: int) -> None:
             if swap:
@@ -179,19 +165,13 @@ def matrix_views(seen: Problem, a: int, b: int, d: int, *strides: int) -> dict[s
     """The tensor maps of A, B and D for the product that a kernel sees, by the names of its arguments."""
     m, n, k, (lda, ldb, ldd, a_step, b_step, d_step) = seen.m, seen.n, seen.k, strides
     return {
-        "a_desc": (a, *_batch(seen.batch, m, k, lda, a_step, seen.a_major == "k")),
-        "b_desc": (b, *_batch(seen.batch, k, n, ldb, b_step, seen.b_major == "n")),
-        "d_desc": (d, *_batch(seen.batch, m, n, ldd, d_step, seen.out_major == "n")),
+        name: (address, (seen.batch, lines, extent), (step, leading, 1))
+        for name, address, (lines, extent), leading, step in (
+            ("a_desc", a, (m, k) if seen.a_major == "k" else (k, m), lda, a_step),
+            ("b_desc", b, (k, n) if seen.b_major == "n" else (n, k), ldb, b_step),
+            ("d_desc", d, (m, n) if seen.out_major == "n" else (n, m), ldd, d_step),
+        )
     }
-
-
-def _batch(
-    batch: int, rows: int, columns: int, leading: int, step: int, contiguous: bool
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Extents and strides of a batch of matrices whose columns, if `contiguous`, else its rows are contiguous
-    in memory.
-    """
-    return (batch, rows, columns) if contiguous else (batch, columns, rows), (step, leading, 1)
 
 
 def encode(tensor_map: TensorMap, view: View) -> bytes:
@@ -217,14 +197,10 @@ def _encode(tensor_map: TensorMap, address: int, extents: Sequence[int], strides
     from cuda.bindings import driver
 
     element_bytes, rank = DTYPE_BYTES[tensor_map.element], len(tensor_map.box)
-    element = {
-        "bf16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        "fp16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        "fp32": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-    }[tensor_map.element]
+    element = {"bf16": "BFLOAT16", "fp16": "FLOAT16", "fp32": "FLOAT32"}[tensor_map.element]
     encoded = _call(
         "cuTensorMapEncodeTiled",
-        element,
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{element}"),
         rank,
         address,
         [driver.cuuint64_t(extent) for extent in reversed(extents)],

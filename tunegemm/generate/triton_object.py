@@ -27,7 +27,7 @@ from tunegemm.describe.device import package_version
 from tunegemm.errors import ArtifactError
 from tunegemm.generate.ptxas import Resources, output_to, read_report
 
-FORMAT = 1
+FORMAT = 2
 """Of the object file and the compile options here."""
 _TENSOR_MAP = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]")
 _ENTRY = re.compile(r"\.visible \.entry \w+\((.*?)\)", re.DOTALL)
@@ -80,8 +80,6 @@ class Header:
     """Threads of one block, the extra warps of warp specialization included."""
     smem_bytes: int
     """Dynamic shared memory of one block."""
-    scratch_bytes: int
-    """Global scratch memory of one block, for descriptors that the kernel makes itself; dead after it."""
     arguments: tuple[Argument, ...]
     """In the order of the kernel's source, without its constants."""
 
@@ -162,9 +160,10 @@ def build(
                 raise RuntimeError(_first_error(log.read_text()) or f"{_root_cause(error)}") from error
         report = log.read_text()
         ptx, cubin, facts = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
-    if facts.profile_scratch_size or facts.num_ctas != 1:
+    scratch_bytes = facts.global_scratch_size + facts.profile_scratch_size
+    if scratch_bytes or facts.num_ctas != 1:
         raise RuntimeError(
-            f"needs {facts.profile_scratch_size} B of profile scratch and clusters of {facts.num_ctas} CTAs; "
+            f"needs {scratch_bytes} B of scratch memory and clusters of {facts.num_ctas} CTAs; "
             "launches here have neither"
         )
     maps = iter(facts.tensordesc_meta or ())
@@ -173,7 +172,6 @@ def build(
         entry=facts.name,
         threads=facts.num_warps * 32,
         smem_bytes=facts.shared,
-        scratch_bytes=facts.global_scratch_size,
         arguments=tuple(_compiled_argument(name, kind, maps) for name, kind in arguments.items()),
     )
     if (found := _parameters(ptx)) != header.parameters:

@@ -51,7 +51,7 @@ def budget_for(effort: Effort, *, kernels: int, launches: int, trials: int | Non
 
     Raises SpaceError for an unknown effort and for a number of trials that is not a whole one from 1.
     """
-    if effort not in EFFORTS:
+    if not isinstance(effort, str) or effort not in EFFORTS:
         raise SpaceError(f"effort {effort!r} is not known; use one of {', '.join(EFFORTS)}")
     if trials is not None:
         trials = _whole("trials", trials, least=1)

@@ -41,7 +41,7 @@ TORCHS: Any = object()
 def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a launch means here what torch.matmul means; tensors: of an epilogue.
 
-    It does not under autograd, forward-mode AD and functorch transforms (which are `autograd.Product`'s),
+    It does not under autograd (which is `autograd.Product`'s), forward-mode AD, functorch transforms,
     dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
     """
     for tensor in tensors:

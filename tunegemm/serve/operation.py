@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.describe.device import Device, find_device, memory_device
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.epilogue import check_operands
 from tunegemm.describe.problem import Problem, operand_dtypes, overlaps_itself
 from tunegemm.describe.space import Candidate
@@ -32,21 +32,8 @@ class Operation:
 
     The device layer of CUTLASS 3.x, ``cutlass::gemm::device::GemmUniversalAdapter``: `can_implement`,
     `workspace_bytes` (there ``get_workspace_size``), `initialize` and `run` mean the same. `compile` takes
-    the place of the C++ compiler. All but `initialize` and `run` work without a GPU. ::
-
-        kernel = {"schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 5,
-                  "cluster_m": 1, "cluster_n": 2, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
-                  "occupancy": 1, "wgmma_in_flight": 1}
-        launch = {"raster_order": "along_m", "swizzle_size": 8, "cluster_order": "index", "ctas": "all",
-                  "split_k": 8, "reduction": "second_kernel", "l2_hint": "none"}
-        operation = tunegemm.Operation(
-            Problem.parse("512x512x65536"), Candidate.make("cute_sm90", kernel, launch), "cuda:0"
-        )
-        if not (verdict := operation.can_implement()):
-            raise SystemExit(f"{verdict}")
-        workspace = torch.empty(operation.workspace_bytes, dtype=torch.uint8, device="cuda:0")
-        operation.initialize(workspace)
-        operation.run(a, b, out)
+    the place of the C++ compiler. All but `initialize` and `run` work without a GPU:
+    docs/guide/operation.md has an example.
 
     A handle is for one thread at a time, and a CUDA graph that captured its launches needs it alive.
     """
@@ -91,8 +78,7 @@ class Operation:
         None for a library's kernel, of which it is not known. Raises OperationError where `can_implement`
         says no, or the compiler does.
         """
-        if not (verdict := self.can_implement()):
-            raise OperationError(f"{self.candidate} cannot compute {self.problem}: {verdict}")
+        self._ensure_feasible()
         if self._artifact is None and self._family.compiled:
             key = self._family.kernel_key(self.problem, self.candidate, self.device)
             with CompilePool(self._store, workers=1) as pool:
@@ -104,29 +90,26 @@ class Operation:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that a launch needs beside its operands, as for split-K's partial sums; 0 for none.
-
-        Compiles the kernel if nothing has: some say only then.
-        """
+        """Device memory that a launch needs beside its operands, as for split-K's sums; 0 for none."""
         memory = self._memory
         return 0 if memory is None else memory.num_bytes
 
-    def initialize(
-        self, workspace: torch.Tensor | int | None = None, *, stream: Stream | None = None
-    ) -> None:
+    def initialize(self, workspace: torch.Tensor | None = None, *, stream: Stream | None = None) -> None:
         """Load the kernel; zero what of the workspace must start as zeros, on `stream` or the current one.
 
-        workspace: at least `workspace_bytes` of the device's memory, a contiguous tensor of any dtype or an
-        address, at a multiple of 256 bytes. Every launch then uses it, whatever its stream, so that launches
-        must follow each other; that an address has the room, and stays, is the caller's word. None: memory of
-        torch's allocator, for each stream its own. Operands that TMA refuses are copied in either case.
+        workspace: a contiguous tensor of any dtype with at least `workspace_bytes` of the device's memory, at
+        a multiple of 256 bytes. Every launch then uses it, whatever its stream, so that launches must follow
+        each other. None: memory of torch's allocator, for each stream its own. Operands that TMA refuses are
+        copied in either case.
 
-        May be called again, with another workspace. Raises OperationError for one too small or not aligned.
+        Compiles the kernel if nothing has. May be called again, with another workspace. Raises OperationError
+        for one too small or not aligned.
         """
         import torch
 
         if not self.device.is_real:
             raise DeviceError(f"{self.device.spec} is not a GPU; use a device such as 'cuda:0'")
+        self.compile()
         memory = self._memory
         lent = self._lent(workspace, memory) if workspace is not None and memory is not None else None
         with self._on(stream):
@@ -139,7 +122,7 @@ class Operation:
             if self._launch is None:
                 path = self._artifact.path if self._artifact else None
                 self._launch = self._family.load(self.problem, self.candidate, self.device, path, memory)
-        self._given = workspace if isinstance(workspace, torch.Tensor) else None
+        self._given = workspace
 
     def run(
         self,
@@ -170,6 +153,10 @@ class Operation:
         with self._on(stream):
             self._launch(a, b, out, *operands)
 
+    def _ensure_feasible(self) -> None:
+        if not (verdict := self.can_implement()):
+            raise OperationError(f"{self.candidate} cannot compute {self.problem}: {verdict}")
+
     @property
     def _label(self) -> str:
         return self._family.label(self.candidate)
@@ -177,9 +164,8 @@ class Operation:
     @cached_property
     def _memory(self) -> Workspace | None:
         """The launcher's."""
-        self.compile()
-        path = self._artifact.path if self._artifact else None
-        return self._family.workspace(self.problem, self.candidate, self.device, path)
+        self._ensure_feasible()
+        return self._family.workspace(self.problem, self.candidate, self.device)
 
     def _wrong_parameter(self) -> str | None:
         """A parameter that the candidate lacks or has too much, or a value that is none.
@@ -188,55 +174,45 @@ class Operation:
         """
         if not self._family.compiled:
             return None
-        known = self._family.parameters
-        for table, given in (
-            ("compile", self.candidate.compile_params),
-            ("launch", self.candidate.launch_params),
+        space = families.load_space(self._family.name)
+        for table, given, values in (
+            ("compile", self.candidate.compile_params, space.compile_values),
+            ("launch", self.candidate.launch_params, space.launch_values),
         ):
-            names = [name for name, _ in given]
-            for name in names:
-                if name not in known[table]:
-                    near = difflib.get_close_matches(name, known[table], n=1) or known[table]
-                    return (
-                        f"{name!r} is not a {table} parameter of {self._family.name}; use {', '.join(near)}"
-                    )
-            space = families.load_space(self._family.name)
-            values = space.compile_values | space.launch_values  # type: ignore[operator]
-            if missing := [name for name in known[table] if name not in names]:
-                listed = ", ".join(map(str, values[missing[0]]))
-                return f"{table} parameter {missing[0]!r} is missing; use one of {listed}"
             for name, value in given:
+                if name not in values:
+                    near = ", ".join(difflib.get_close_matches(name, values, n=1) or values)
+                    return f"{name!r} is not a {table} parameter of {self._family.name}; use {near}"
                 if (allowed := families.expected(self._family.name, name, value)) is not None:
                     return f"{table} parameter {name!r} is {value!r}; {allowed}"
+            if missing := [name for name in values if name not in self.candidate.params]:
+                listed = ", ".join(map(str, values[missing[0]]))
+                return f"{table} parameter {missing[0]!r} is missing; use one of {listed}"
         return None
 
-    def _lent(self, workspace: torch.Tensor | int, memory: Workspace) -> torch.Tensor:
+    def _lent(self, workspace: torch.Tensor, memory: Workspace) -> torch.Tensor:
         """The bytes that a launch uses of a caller's workspace, or an OperationError that says why not."""
         import torch
 
         need, place = memory.num_bytes, torch.device("cuda", self.device.index)
-        if isinstance(workspace, torch.Tensor):
-            if workspace.device != place:
-                raise OperationError(
-                    f"workspace on {workspace.device}; {self._label} runs on {place}: make it there"
-                )
-            if not workspace.is_contiguous():
-                raise OperationError(f"workspace of strides {workspace.stride()}; give a contiguous tensor")
-            if workspace.nbytes < need:
-                raise OperationError(
-                    f"workspace of {workspace.nbytes} B; {self._label} needs {need} B, its workspace_bytes"
-                )
-        address = workspace.data_ptr() if isinstance(workspace, torch.Tensor) else workspace
-        if address % WORKSPACE_ALIGNMENT:
+        if not isinstance(workspace, torch.Tensor):
+            raise OperationError(f"workspace {workspace!r:.40} is not a tensor; give one on {place}")
+        if workspace.device != place:
             raise OperationError(
-                f"workspace at {address:#x}, not a multiple of {WORKSPACE_ALIGNMENT} B; "
+                f"workspace on {workspace.device}; {self._label} runs on {place}: make it there"
+            )
+        if not workspace.is_contiguous():
+            raise OperationError(f"workspace of strides {workspace.stride()}; give a contiguous tensor")
+        if workspace.nbytes < need:
+            raise OperationError(
+                f"workspace of {workspace.nbytes} B; {self._label} needs {need} B, its workspace_bytes"
+            )
+        if workspace.data_ptr() % WORKSPACE_ALIGNMENT:
+            raise OperationError(
+                f"workspace at {workspace.data_ptr():#x}, not a multiple of {WORKSPACE_ALIGNMENT} B; "
                 "give the start of an allocation"
             )
-        if isinstance(workspace, torch.Tensor):
-            return workspace.detach().reshape(-1).view(torch.uint8)[:need]
-        if memory_device(address) != self.device.index:
-            raise OperationError(f"workspace at {address:#x} is not memory of {place}; allocate it there")
-        return torch.as_tensor(_Bytes(address, need), device=place)
+        return workspace.detach().reshape(-1).view(torch.uint8)[:need]
 
     def _check(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         import torch
@@ -277,12 +253,3 @@ class Operation:
         if stream.device.index != index:
             raise OperationError(f"stream of {stream.device}; {self._label} runs on {self.device.spec}")
         return torch.cuda.stream(stream)
-
-
-class _Bytes:
-    """Memory at an address, as torch.as_tensor takes it without a copy."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip

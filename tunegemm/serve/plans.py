@@ -112,19 +112,8 @@ def launch_plan(
     """Launches a kernel on the operands; its device is the current one meanwhile."""
     if plan.guarded and torch.cuda.current_device() != plan.device.index:
         with torch.cuda.device(plan.device):
-            return _launch_here(plan, a, b, out, form, tensors, numbers)
-    return _launch_here(plan, a, b, out, form, tensors, numbers)
-
-
-def _launch_here(
-    plan: Plan,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    form: Form,
-    tensors: Sequence[torch.Tensor],
-    numbers: Sequence[float],
-) -> None:
+            launch_plan(plan, a, b, out, form, tensors, numbers)
+        return
     if plan.at is not None:
         words = () if plan.words is None else plan.words(tensors, numbers)
         if words is None:  # pragma: no cover - the key tells alignments apart

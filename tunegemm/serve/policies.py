@@ -25,7 +25,7 @@ class Policy:
     """Multiprocessors that a launch may fill; None for all."""
 
     def __post_init__(self) -> None:
-        if self.prefer not in get_args(Preference):
+        if not isinstance(self.prefer, str) or self.prefer not in get_args(Preference):
             raise PolicyError(
                 f"policy {self.prefer!r} is not known; use one of {', '.join(get_args(Preference))}"
             )
@@ -34,10 +34,6 @@ class Policy:
 
     def __str__(self) -> str:
         return self.prefer + (f" on {self.max_sms} multiprocessors" if self.max_sms else "")
-
-    @property
-    def is_default(self) -> bool:
-        return self == FASTEST
 
     def refusal(self, problem: Problem, candidate: Candidate) -> str:
         """Why the candidate must not be launched under this policy; empty when it may be."""

@@ -11,14 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tunegemm.describe.problem import MAX_ALIGNMENT
 from tunegemm.errors import ProblemError
 from tunegemm.serve import guards
 from tunegemm.serve.forms import LINEAR, RECORDED, Form, form_of
-from tunegemm.serve.guards import TORCHS, autocast, cast_by_autocast, deterministic, functorch_level
+from tunegemm.serve.guards import TORCHS, autocast, cast_by_autocast, deterministic
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import MAX_PLANS, Planner
 from tunegemm.serve.plans import Plan, Recent, State, is_apart_from, is_writable, launch_plan
@@ -27,6 +26,7 @@ from tunegemm.serve.torch.autograd import (
     PLAIN,
     add_differentiably,
     is_simple,
+    is_transformed,
     multiply_differentiably,
 )
 from tunegemm.serve.torch.fx import refuse_proxies
@@ -156,7 +156,7 @@ class SlowPath:
             return multiply_differentiably(self._recorded, a, right)
 
         def biased(_a: Any, _b: Any, bias: Any) -> Any:
-            if functorch_level() is not None or forward_ad._current_level >= 0 or bias.ndim != 1:
+            if bias.ndim != 1:
                 return multiply() + bias
             return add_differentiably(self._biased, self._recorded, a, right, bias)
 
@@ -201,7 +201,7 @@ class SlowPath:
         state.recent[place] = state.earlier[place, a.numel()] = recent
 
     def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:
-        """Whether `is_ordinary` said no because of gradients, tangents or transforms alone."""
+        """Whether `is_ordinary` said no because of gradients alone."""
         names = (operand.name for operand in form.epilogue.operands if operand.kind != "number")
         taken = () if form.is_plain else taken_operands(form, a, b)
         return (
@@ -209,6 +209,7 @@ class SlowPath:
             and a.dtype in DTYPES
             and a.device.type == b.device.type == self._planner.device_type
             and is_simple(a, b)
+            and not is_transformed()
             and (form.kind != LINEAR or b.ndim == 2)
             and all(each.dtype is a.dtype for name, each in zip(names, tensors, strict=True) if name in taken)
             and not deterministic()

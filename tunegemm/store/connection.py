@@ -18,7 +18,7 @@ from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event,
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from tunegemm.errors import DatabaseError
-from tunegemm.files import cause, kind
+from tunegemm.files import cause, impossible, kind
 from tunegemm.store.locations import project_location, user_location
 
 #: How long a statement waits for others' transactions. One publication takes a millisecond; of eight writers
@@ -61,11 +61,11 @@ def resolve(location: str | Path | None) -> Path | URL:
             raise DatabaseError(f"database {location}: a database in memory is lost at exit; give a path")
         location = url.database
     try:
-        if "\0" in str(location):
-            raise ValueError("a path has no NUL")
+        if reason := impossible(location):
+            raise ValueError(reason)
         return Path(location).expanduser().absolute()
     except (ValueError, RuntimeError, OSError) as error:  # of NUL, of ~nobody, of a deleted working directory
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or str(error)
         raise DatabaseError(
             f"database {str(location)!r}: {reason}; give the full path of a file that is or can be there"
         ) from None

@@ -104,6 +104,7 @@ class Database:
         `tunegemm.measure.evidence.POLICIES`. Raises DatabaseError when it cannot be written, for a device
         that is not real, and for samples that are not times.
         """
+        rows.require(outcome, Measurement | Failure, "outcome")
         values = rows.outcome_values(outcome, resources, policy)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
             publishing.add(connection, keys, values)
@@ -124,6 +125,7 @@ class Database:
         It is published as of a final race, unless the candidate's newest measurement has the very same
         samples. Where it is slower than torch.mm it is kept, and the record is chosen by the evidence.
         """
+        rows.require(measurement, Measurement, "measurement")
         policy = STEADY_FINAL if measurement.is_steady else FINAL
         values = rows.outcome_values(measurement, resources, policy)
         with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
@@ -149,9 +151,12 @@ class Database:
         """Every measurement of a problem, or of all, with its samples; oldest first."""
         return self._records(None, problem=problem, samples=True)
 
-    def history(self, problem: Problem) -> list[Record]:
-        """Which measurements were the problem's records, under all fingerprints; the first chosen first."""
-        return self._records(ChoiceRow, problem=problem)
+    def history(self, problem: Problem, *, samples: bool = False) -> list[Record]:
+        """Which measurements were the problem's records, under all fingerprints; the first chosen first.
+
+        samples: with the samples of each.
+        """
+        return self._records(ChoiceRow, problem=problem, samples=samples)
 
     def measurements(self, problem: Problem, fingerprint: Fingerprint) -> list[Measurement]:
         """All measurements of a problem, oldest first, for example to seed a search."""
@@ -196,6 +201,8 @@ class Database:
         self, problem: Problem, device: Device, candidate: Candidate, label: str
     ) -> Iterator[tuple[Connection, publishing.Values]]:
         """A transaction that writes, and the keys of the problem, fingerprint and candidate."""
+        rows.require(problem, Problem, "problem")
+        rows.require(device, Device, "device")
         if not device.is_real:
             raise DatabaseError(
                 f"device {device.spec!r}: its times are not measured here, so never stored; tune on cuda:N"

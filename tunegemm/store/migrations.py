@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection, column, func, inspect, select, table
+from sqlalchemy import (
+    Column,
+    Connection,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    column,
+    func,
+    inspect,
+    select,
+    table,
+)
 
 from tunegemm.errors import DatabaseError
 from tunegemm.resources import data_path
+from tunegemm.store.models import Base
 from tunegemm.store.schema import SCHEMA_VERSION, VERSION_TABLE
+from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -24,7 +39,13 @@ def stored_version(connection: Connection) -> str | None:
     """
     tables = inspect(connection).get_table_names()
     if VERSION_TABLE in tables:
-        return connection.scalar(select(column("version_num")).select_from(table(VERSION_TABLE)))
+        version = connection.scalar(select(column("version_num")).select_from(table(VERSION_TABLE)))
+        if not isinstance(version, str) or not re.fullmatch(r"\d{4}", version):
+            raise DatabaseError(
+                f"damaged: its schema {shown(version)} is not a number of ours; restore a copy, or choose "
+                "another path"
+            )
+        return version
     if tables:
         raise DatabaseError(
             f"a database of another program (it has a table {sorted(tables)[0]!r}); choose another path"
@@ -45,12 +66,22 @@ def upgrade(connection: Connection) -> None:
     version = stored_version(connection)
     if version == SCHEMA_VERSION:
         return
+    if version is None:
+        _create(connection)
+        return
     _refuse_newer(version)
     from alembic import command
+    from alembic.util.exc import CommandError
 
     config = alembic_config()
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    try:
+        command.upgrade(config, "head")
+    except (CommandError, KeyError, ValueError) as error:  # as of a constraint that is not there
+        raise DatabaseError(
+            f"damaged: its tables are not those of its schema {version} ({error}); restore a copy, or choose "
+            "another path"
+        ) from None
     if connection.dialect.name == "sqlite":
         broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
         if broken is not None:
@@ -58,6 +89,15 @@ def upgrade(connection: Connection) -> None:
                 f"a row of its table {broken[0]!r} refers to a missing one in {broken[2]!r}, so it was not "
                 "migrated; delete the row, or use another database"
             )
+
+
+def _create(connection: Connection) -> None:
+    """What the migrations would build step by step, and Alembic's mark; a test compares the two."""
+    number = Column("version_num", String(32), nullable=False)
+    mark = Table(VERSION_TABLE, MetaData(), number, PrimaryKeyConstraint(number, name=f"{VERSION_TABLE}_pkc"))
+    Base.metadata.create_all(connection)
+    mark.create(connection)
+    connection.execute(mark.insert().values(version_num=SCHEMA_VERSION))
 
 
 def require_current(connection: Connection) -> None:

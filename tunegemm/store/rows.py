@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from types import UnionType
 from typing import Any, TypeVar, get_args
 
 from sqlalchemy import Select, and_, or_, select
@@ -39,6 +40,7 @@ from tunegemm.store.models import (
 )
 from tunegemm.store.record import UNKNOWN_TIME, Record
 from tunegemm.store.schema import FASTEST
+from tunegemm.untrusted import shown
 
 Value = TypeVar("Value")
 
@@ -161,13 +163,22 @@ def _samples(cells: Sequence[Any]) -> dict[str, Any]:
     }
 
 
+def require(value: object, kind: type | UnionType, name: str) -> None:
+    """Raises DatabaseError for an argument of another type."""
+    if not isinstance(value, kind):
+        wanted = getattr(kind, "__name__", kind)
+        raise DatabaseError(f"{name} {shown(value)}: its type is {type(value).__name__}; give a {wanted}")
+
+
 def where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
     """Of one problem."""
+    require(problem, Problem, "problem")
     return query.where(*(getattr(ProblemRow, name) == getattr(problem, name) for name in PROBLEM_FIELDS))
 
 
 def where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[Any]:
     """Of one fingerprint."""
+    require(fingerprint, Fingerprint, "fingerprint")
     return query.where(FingerprintRow.digest == fingerprint.digest)
 
 

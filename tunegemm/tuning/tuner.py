@@ -30,6 +30,7 @@ from tunegemm.tuning.begin import rank_by_model, start_search
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.trials import Measurer, Trials, speed
+from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
     from tunegemm.store import Database
@@ -254,6 +255,8 @@ def open_device(spec: str | None = None) -> Device:
     """The device of a name; without one the first GPU, or the recorded H200 on a machine that has none."""
     if spec is None:
         spec = "cuda:0" if cuda_device_count() else "replay:h200"
+    if not isinstance(spec, str):
+        raise DeviceError(f"device {shown(spec)}: give a tunegemm.Device, or text such as cuda:0")
     kind, _, name = spec.partition(":")
     return open_replay(name).device if kind == "replay" else find_device(spec)
 

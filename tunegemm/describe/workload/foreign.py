@@ -48,7 +48,9 @@ def read(path: Path) -> tuple[list[Demand], list[str]]:
         except BadValueError as error:
             raise WorkloadError(f"{path}: not JSON ({error}); write the file anew") from None
         if isinstance(document, dict):
-            found, refused = demands(Workload.from_document(document, str(path)).products)
+            workload, unreadable = Workload.from_document(document, str(path))
+            found, refused = demands(workload.products)
+            refused = unreadable + refused
         else:
             found, refused = _collect(_cutlass, [(f"entry {i}", e) for i, e in enumerate(document, 1)])
     elif any(row.startswith((*_TUNABLE_OPS, "ScaledGemm", "Validator")) for row in text.splitlines()):

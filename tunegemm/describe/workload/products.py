@@ -117,8 +117,11 @@ class Workload:
         write_text(path, self.to_json(), WorkloadError)
 
     @classmethod
-    def from_document(cls, document: Any, where: str) -> Workload:
-        """From the parsed file. Raises WorkloadError, which names the product, for what is no such file."""
+    def from_document(cls, document: Any, where: str) -> tuple[Workload, list[str]]:
+        """From the parsed file; and a line, with its number and reason, for each product that is not one.
+
+        Raises WorkloadError for what is no such file.
+        """
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise WorkloadError(f'{where}: no "format": "{FORMAT}"; write one with `tunegemm record`')
         if (version := document.get("version")) != VERSION:
@@ -126,15 +129,15 @@ class Workload:
                 f"{where}: version {shown(version)} of the format, this tunegemm reads {VERSION}; "
                 "record again, or update tunegemm"
             )
-        place = where
+        products, refused = [], []
         try:
-            products = []
             for position, row in enumerate(listed(document.get("products"), "`products`"), 1):
-                place = f"{where}, product {position}"
-                products.append(_product(row))
-            place = where
+                try:
+                    products.append(_product(row))
+                except BadValueError as error:
+                    refused.append(f"product {position}: {error}")
             program = listed(document.get("program", []), "program")
-            return cls(
+            workload = cls(
                 tuple(products),
                 tuple(line(word, "a word of program", _LONGEST_WORD) for word in program),
                 line(document.get("torch", ""), "torch"),
@@ -143,7 +146,8 @@ class Workload:
                 whole(document.get("unknown_replays", 0), "unknown_replays", 0, _MOST_CALLS),
             )
         except BadValueError as error:
-            raise WorkloadError(f"{place}: {error}; record it again") from None
+            raise WorkloadError(f"{where}: {error}; record it again") from None
+        return workload, refused
 
 
 def _product(row: Any) -> Product:

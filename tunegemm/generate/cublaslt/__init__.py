@@ -7,14 +7,15 @@ Which algorithms there are, only the library can say, for one problem on one GPU
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
 from tunegemm.describe.device import Device
-from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import CompileError
-from tunegemm.generate.feasibility import Rule, Verdict, apply_rules
+from tunegemm.generate.feasibility import FEASIBLE, Rule, Verdict, apply_rules
 from tunegemm.generate.launching import Launcher, Workspace
 from tunegemm.generate.ptxas import Resources
 from tunegemm.resources import data_path
@@ -36,31 +37,26 @@ def is_torch(candidate: Candidate) -> bool:
 
 def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """`heuristic` of the space file stands for many algorithms and is not one itself."""
-    if (name := candidate.params.get("algorithm")) not in ("torch.mm", "cublaslt"):
+    if (name := candidate.params.get("algorithm")) != "cublaslt":
         return f"algorithm {name!r} is not a single kernel; the library names its own on the GPU"
-    return None
-
-
-def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """An algorithm of the library is named by all of its attributes."""
-    if candidate["algorithm"] == "cublaslt":
-        missing = [name for name in ALGORITHM_PARAMETERS if name not in candidate.params]
-        if missing:
-            return f"parameter {missing[0]!r} of the algorithm is missing"
     return None
 
 
 def library_installed(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A single cuBLASLt algorithm can be asked for only through nvmath-python's bindings."""
-    return FAMILY.unavailable() if candidate["algorithm"] == "cublaslt" else None
+    return FAMILY.unavailable()
+
+
+def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """An algorithm of the library is named by all of its attributes."""
+    missing = [name for name in ALGORITHM_PARAMETERS if name not in candidate.params]
+    return f"parameter {missing[0]!r} of the algorithm is missing" if missing else None
 
 
 def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """cuBLASLt, table of supported types for cublasLtMatmul: 16-bit inputs give their own dtype or fp32. Its
     products of other inputs are asked for through torch only.
     """
-    if candidate["algorithm"] != "cublaslt":
-        return None
     if DTYPE_BYTES[problem.in_dtype] != 2:
         return f"single algorithms are for bf16 and fp16 operands, not for {problem.in_dtype}"
     if problem.out_dtype not in (problem.in_dtype, "fp32"):
@@ -70,32 +66,25 @@ def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> st
 
 def library_epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The algorithms are asked for plain products; torch itself composes an epilogue from its operations."""
-    if candidate["algorithm"] == "cublaslt" and problem.epilogue:
-        return f"algorithms are for plain products, without {problem.epilogue}"
-    return None
+    return f"algorithms are for plain products, without {problem.epilogue}" if problem.epilogue else None
 
 
 def library_alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Operands are packed and batch entries keep the alignment that the heuristic was promised: 16 B."""
-    if candidate["algorithm"] != "cublaslt":
-        return None
     if problem.alignment != problem.packed_alignment:
         return f"alignment {problem.alignment} B, where packed operands have {problem.packed_alignment} B"
-    if problem.batch == 1:
-        return None
-    from tunegemm.generate.cublaslt.library import ALIGNMENT
-
     in_bytes, out_bytes = DTYPE_BYTES[problem.in_dtype], DTYPE_BYTES[problem.out_dtype]
     for operand, num_bytes in (
         ("A", problem.m * problem.k * in_bytes),
         ("B", problem.k * problem.n * in_bytes),
         ("D", problem.m * problem.n * out_bytes),
     ):
-        if num_bytes % ALIGNMENT:
-            return f"{operand} batch entries of {num_bytes} B, not a multiple of {ALIGNMENT} B"
+        if problem.batch > 1 and num_bytes % MAX_ALIGNMENT:
+            return f"{operand} batch entries of {num_bytes} B, not a multiple of {MAX_ALIGNMENT} B"
     return None
 
 
+#: Of the library's algorithms; torch's own product has none.
 RULES = (
     named_algorithm, complete_name, library_installed, library_dtypes, library_epilogue, library_alignment,
 )  # fmt: skip
@@ -130,7 +119,7 @@ class CublasLt:
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
         """Whether the library has such a kernel. What it makes of one problem it says at `load`."""
-        return apply_rules(RULES, problem, candidate, device)
+        return FEASIBLE if is_torch(candidate) else apply_rules(RULES, problem, candidate, device)
 
     def discover(self, problem: Problem, device: Device, space: SearchSpace | None = None) -> list[Candidate]:
         """torch.mm and the algorithms that the library names for the problem; on a real device only.
@@ -145,14 +134,9 @@ class CublasLt:
         if wanted and self.check(problem, probe, device):
             from tunegemm.generate.cublaslt import library
 
-            for workspace_mib in space.launch_values["workspace_mib"]:
-                for requested in space.launch_values["requested"]:
-                    found += library.algorithms(
-                        problem,
-                        device.index,
-                        requested=int(requested),
-                        workspace_bytes=int(workspace_mib) << 20,
-                    )
+            limits = itertools.product(space.launch_values["workspace_mib"], space.launch_values["requested"])
+            for mib, requested in limits:
+                found += library.algorithms(problem, device.index, int(requested), int(mib) << 20)
         return list(dict.fromkeys(found))
 
     def kernel_key(
@@ -177,12 +161,10 @@ class CublasLt:
         """Never called: `compiled` is False."""
         raise CompileError("family 'cublaslt' has nothing to compile: its kernels ship with the library")
 
-    def workspace(
-        self, problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
-    ) -> Workspace | None:
+    def workspace(self, problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
         """What the algorithm was chosen with; torch.mm has torch's own."""
         num_bytes = int(candidate.params.get("workspace_bytes", 0))
-        return Workspace(num_bytes, 0, device.index if device.is_real else 0) if num_bytes else None
+        return Workspace(num_bytes, 0, device.index) if num_bytes else None
 
     def load(
         self,
@@ -193,16 +175,16 @@ class CublasLt:
         workspace: Workspace | None = None,
     ) -> Launcher:
         """A launcher. ValueError where the installed library refuses the stored algorithm."""
-        if verdict := self.check(problem, candidate, device):
-            if candidate["algorithm"] == "torch.mm":
-                from tunegemm.generate.cublaslt.eager import torch_mm
+        if not (verdict := self.check(problem, candidate, device)):
+            raise ValueError(f"{candidate} cannot run: {verdict}")
+        if is_torch(candidate):
+            from tunegemm.generate.cublaslt.eager import torch_mm
 
-                return torch_mm(problem)
-            from tunegemm.generate.cublaslt import library
+            return torch_mm(problem)
+        from tunegemm.generate.cublaslt import library
 
-            workspace = workspace or self.workspace(problem, candidate, device, artifact)
-            return library.launcher(problem, candidate, device.index, workspace)
-        raise ValueError(f"{candidate} cannot run: {verdict}")
+        workspace = workspace or self.workspace(problem, candidate, device)
+        return library.launcher(problem, candidate, device.index, workspace)
 
 
 FAMILY = CublasLt()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.cublaslt.operands import Matrix, Product, Strides, column_major, packed_strides
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, Workspace
@@ -39,13 +39,8 @@ _ATTRIBUTES = COMPILE_ATTRIBUTES | LAUNCH_ATTRIBUTES
 _CUDA_TYPES = {"bf16": 14, "fp16": 2, "fp32": 0}
 _COMPUTE_32F = 68
 
-#: Bytes to which operands are aligned: 128-bit loads and TMA need no more.
-ALIGNMENT = 16
 
-
-def algorithms(
-    problem: Problem, device_index: int, *, requested: int, workspace_bytes: int
-) -> list[Candidate]:
+def algorithms(problem: Problem, device_index: int, requested: int, workspace_bytes: int) -> list[Candidate]:
     """What the heuristic names for packed operands, best guess first, at most `requested` distinct ones.
 
     Empty when the library has no algorithm for the problem. Raises RuntimeError when it fails.
@@ -57,15 +52,10 @@ def algorithms(
         preference = lt.matmul_preference_create()
         try:
             names = lt.MatmulPreferenceAttribute
-            _set(
-                lt.matmul_preference_set_attribute,
-                preference,
-                names.MAX_WORKSPACE_BYTES,
-                np.uint64(workspace_bytes),
-            )
-            for operand in "ABCD":
-                attribute = getattr(names, f"MIN_ALIGNMENT_{operand}_BYTES")
-                _set(lt.matmul_preference_set_attribute, preference, attribute, np.uint32(ALIGNMENT))
+            limits: dict[str, np.generic] = {"MAX_WORKSPACE_BYTES": np.uint64(workspace_bytes)}
+            limits |= {f"MIN_ALIGNMENT_{operand}_BYTES": np.uint32(MAX_ALIGNMENT) for operand in "ABCD"}
+            for name, limit in limits.items():
+                _set(lt.matmul_preference_set_attribute, preference, getattr(names, name), limit)
             results = np.zeros(requested, dtype=lt.matmul_heuristic_result_dtype)
             count = np.zeros(1, dtype=np.int32)
             try:
@@ -137,9 +127,9 @@ def launcher(
 
     def read(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
         addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        if any(address % ALIGNMENT for address in addresses):
+        if any(address % MAX_ALIGNMENT for address in addresses):
             raise ValueError(
-                f"{label(candidate)} needs operands aligned to {ALIGNMENT} B; copy the view first"
+                f"{label(candidate)} needs operands aligned to {MAX_ALIGNMENT} B; copy the view first"
             )
         return *addresses, a.stride(), b.stride(), out.stride()
 
@@ -183,14 +173,9 @@ class _Plan:
         layout = lt.matrix_layout_create(_CUDA_TYPES[dtype], matrix.rows, matrix.columns, matrix.leading)
         self._layouts.append(layout)
         if problem.batch > 1:
-            names = lt.MatrixLayoutAttribute
-            _set(lt.matrix_layout_set_attribute, layout, names.BATCH_COUNT, np.int32(problem.batch))
-            _set(
-                lt.matrix_layout_set_attribute,
-                layout,
-                names.STRIDED_BATCH_OFFSET,
-                np.int64(matrix.batch_stride),
-            )
+            names, change = lt.MatrixLayoutAttribute, lt.matrix_layout_set_attribute
+            _set(change, layout, names.BATCH_COUNT, np.int32(problem.batch))
+            _set(change, layout, names.STRIDED_BATCH_OFFSET, np.int64(matrix.batch_stride))
         return int(layout)
 
     def __del__(self) -> None:

@@ -12,12 +12,11 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import MAX_WORDS, define
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.cute_object import compile_object, load_function, toolchain
+from tunegemm.generate.cute_object import compile_object, load_launch, toolchain
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.cute_sm90.rules import RULES, config_of, resident_clusters
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
 from tunegemm.generate.launching import (
-    AddressLaunch,
     AddressLauncher,
     Launcher,
     Workspace,
@@ -46,9 +45,7 @@ def compile_kernel(key: Key, out: Path) -> Resources:
     return compile_object(make, 8, str(key["target"]), out, addresses=3, words=words)
 
 
-def workspace(
-    problem: Problem, candidate: Candidate, device: Device, artifact: Path | None
-) -> Workspace | None:
+def workspace(problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
     """Sums of every k split of a tile; where they meet in pairs, as many counters, by warpgroup."""
     division = Division.of(problem, candidate, device)
     if division.units == 0:
@@ -58,7 +55,7 @@ def workspace(
     return Workspace(
         blocks * config.tile_m * config.tile_n * 4,
         0 if division.second_kernel else blocks * config.tile_warpgroups * 4,
-        device.index if device.is_real else 0,
+        device.index,
     )
 
 
@@ -163,10 +160,7 @@ def l2_hint(candidate: Candidate) -> int:
 def launcher(
     problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
 ) -> Launcher:
-    from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
-
-    function = load_function(artifact)
-    seen, swap = seen_by_kernel(problem, candidate), bool(candidate["swap_ab"])
+    seen = seen_by_kernel(problem, candidate)
     extents = (seen.m, seen.n, problem.k, problem.batch)
     division = Division.of(problem, candidate, device)
     order = Order.of(candidate, device, division.clusters)
@@ -180,21 +174,7 @@ def launcher(
         int(division.second_kernel),
         l2_hint(candidate),
     )
-    index = device.index if device.is_real else 0
-
-    def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
-        strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
-        fixed = (*extents, *strides, *schedule)
-
-        def launch(a: int, b: int, d: int, *words: int) -> None:
-            if swap:
-                a, b = b, a
-            stream = current_stream(index)
-            scratch = (0, 0) if workspace is None else workspace.addresses(stream)
-            function(a, b, d, *fixed, *scratch, order.address, *words, stream)
-
-        return launch
-
+    make = load_launch(artifact, candidate, device, workspace, extents, schedule, (order.address,))
     launch = AddressLauncher(
         tma_reader(problem), make, words_reader(problem) if problem.fused.words else None
     )
@@ -206,7 +186,7 @@ FAMILY = Generator(
     parameters={
         "compile": (
             "schedule", "tile_scheduler", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n",
-            "epi_n", "occupancy", "wgmma_in_flight", "swap_ab",
+            "epi_n", "swap_ab",
         ),
         "launch": (
             "raster_order", "swizzle_size", "cluster_order", "ctas", "split_k", "reduction", "l2_hint",
@@ -217,7 +197,7 @@ FAMILY = Generator(
     config_of=config_of,
     rules=RULES,
     extent_rules=frozenset({"cluster_fits", "swap_fits", "split_fits", "reduction_fits", "stream_fits"}),
-    unlisted={"epi_n": (0,), "wgmma_in_flight": (0,)},
+    unlisted={"epi_n": (0,)},
     limited_launch=("split_k", "reduction", "cluster_order"),
     tma=True,
     edges_inside=True,

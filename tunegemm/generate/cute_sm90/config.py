@@ -5,20 +5,17 @@ No import of the compiler here: feasibility and dispatch need these numbers with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from tunegemm.describe.epilogue import Epilogue, Operand, operand_dtype
 from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.generate.mapped import Mapped
 
 WARPGROUP_THREADS = 128
 MMA_ATOM_M = 64
 """Rows of one WGMMA (PTX ISA, wgmma.mma_async: .m64nNk16)."""
 SMEM_LIMIT = 232448
 """Shared memory of one block on compute capability 9.0 (227 KiB)."""
-SMEM_RESERVED = 1024
-"""What the system takes of a multiprocessor's shared memory for every block (CUDA programming guide)."""
 REGISTERS = 65536
 """32-bit registers of a multiprocessor."""
 SMEM_ALIGNMENT = 1024
@@ -26,7 +23,7 @@ SMEM_ALIGNMENT = 1024
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Mapped):
     """All compile-time choices. Two problems with equal configs share one compiled object."""
 
     schedule: str
@@ -53,19 +50,10 @@ class KernelConfig:
     """``static``: whole tiles, or equal k splits of all; ``stream_k``: as many k tiles for every cluster."""
     accumulation: str = "fast"
     """``fast``, or ``two_level``: see `tunegemm.describe.problem.ACCUMULATIONS`."""
-    occupancy: int = 1
-    """CTAs that run on a multiprocessor at once: 1 or 2."""
-    wgmma_in_flight: int = 1
-    """k tiles whose WGMMAs a warpgroup leaves unfinished when it goes on to the next one: 1 or 0."""
     gpc_aware: bool = False
     """Whether clusters that share a GPC take neighbouring tiles: `cluster_order` gpc. An argument of the
     launch that is compiled in: kernels that decide when they run are 19 % larger, and 2 % slower below 20 us.
     """
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
-        """From any mapping that holds at least the fields without a default."""
-        return cls(**{name: values[name] for name in _FIELDS if name in values})
 
     @property
     def fused(self) -> Epilogue:
@@ -181,13 +169,6 @@ class KernelConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """setmaxnreg budgets (producer, consumer): multiples of 8 whose sum fits the launch allocation."""
-        if self.occupancy > 1:
-            # 40 + 216 = 2 x 128, 32 + 2 x 104 = 3 x 80, 40 + 3 x 72 = 4 x 64
-            producer, allocated = (
-                32 if self.consumers == 2 else 40,
-                (self.consumers + 1) * self.launch_registers,
-            )
-            return producer, (allocated - producer) // self.consumers // 8 * 8
         if self.consumers == 3:  # 32 + 3 x 160 = 4 x 128, the allocation of 512 threads
             return 32, 160
         # 2 consumers: 24 + 2 x 240 = 40 + 2 x 232 = 3 x 168, the allocation of 384 threads
@@ -195,13 +176,8 @@ class KernelConfig:
 
     @property
     def launch_registers(self) -> int:
-        """Registers that a thread is launched with, so that `occupancy` CTAs fit; setmaxnreg shifts them."""
-        return REGISTERS // (self.occupancy * self.threads) // 8 * 8
-
-    @property
-    def smem_limit(self) -> int:
-        """Shared memory that a CTA may have, so that `occupancy` of them fit."""
-        return (SMEM_LIMIT + SMEM_RESERVED) // self.occupancy - SMEM_RESERVED
+        """Registers that a thread is launched with; setmaxnreg shifts them."""
+        return REGISTERS // self.threads // 8 * 8
 
     @property
     def stage_bytes(self) -> int:
@@ -216,7 +192,7 @@ class KernelConfig:
         """
         if self.epi_n == 0:
             return 0
-        left = self.smem_limit - SMEM_ALIGNMENT - self.stages * self.stage_bytes
+        left = SMEM_LIMIT - SMEM_ALIGNMENT - self.stages * self.stage_bytes
         return min(4, max(1, left // (self.consumers * self.subtile_bytes)))
 
     @property
@@ -235,18 +211,10 @@ class KernelConfig:
 
     @property
     def label(self) -> str:
-        """``pp128x192x64 s4 c2x1 e32``: schedule, tile, stages, cluster, epilogue columns; then ``sk``:
-        stream-K, ``o2``: two CTAs per multiprocessor, ``i0``: no WGMMAs in flight.
-        """
+        """``pp128x192x64 s4 c2x1 e32``: schedule, tile, stages, cluster, epilogue columns; stream-K."""
         kind = "pp" if self.schedule == "pingpong" else "co"
         return (
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
             f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n}"
             f"{' sk' if self.tile_scheduler == 'stream_k' else ''}"
-            f"{f' o{self.occupancy}' if self.occupancy > 1 else ''}"
-            f"{f' i{self.wgmma_in_flight}' if self.wgmma_in_flight != 1 else ''}"
         )
-
-
-#: Looked up once: a search makes a config of each of 50,000 kernels.
-_FIELDS = tuple(field.name for field in fields(KernelConfig))

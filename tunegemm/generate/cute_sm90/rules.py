@@ -9,19 +9,13 @@ from tunegemm.generate.cute_sm90.config import (
     MMA_ATOM_M,
     SMEM_ALIGNMENT,
     SMEM_LIMIT,
-    SMEM_RESERVED,
     WARPGROUP_THREADS,
     KernelConfig,
 )
+from tunegemm.generate.feasibility import architecture, ring_depth
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.model import stream_clusters, stream_tiles
-from tunegemm.generate.tiles import (
-    seen_by_kernel,
-    split_fits,
-    streams,
-    swap_fits,
-    tile_count,
-)
+from tunegemm.generate.tiles import seen_by_kernel, split_fits, streams, swap_fits, tile_count
 
 #: Registers a consumer thread needs beside its accumulators: descriptors, barriers, addresses, the
 #: epilogue's fragment. Of a budget of 240, 208 accumulators leave 32 and compile without spills; 216 leave
@@ -53,35 +47,12 @@ _TAKING_TURNS_IN_CLUSTERS = 192
 #: Accumulators beside which a warpgroup of two 64-row atoms has room for a second matrix.
 _ROOMY_ACCUMULATORS = 128
 
-#: By consumer warpgroups: more do not fit where two CTAs share a multiprocessor. `accumulators` and
-#: `wgmma_operands` would say so of each kernel; few parameters do of all.
-_SUMS_OF_TWO_CTAS = {1: 96, 2: 72, 3: 40}
-#: Of 80 registers that threads then begin with, pingpong needs more than cooperative: 64x96 spills 56 B in
-#: clusters of 2x1, 64x80 in none of 40 kernels (tests/test_cute_sm90.py).
-_TURNS_OF_TWO_CTAS = 8
-
 config_of = config_maker(KernelConfig)
-
-
-def _or_one(candidate: Candidate, name: str) -> int:
-    """A parameter that older records do not have: their kernels are those of its value 1."""
-    try:
-        return int(candidate[name])
-    except KeyError:
-        return 1
 
 
 def resident_clusters(candidate: Candidate, device: Device) -> int:
     """Clusters of the candidate's kernel that run at once."""
-    size = candidate["cluster_m"] * candidate["cluster_n"]
-    return device.resident_clusters(size) * _or_one(candidate, "occupancy")
-
-
-def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, target sm_90a)."""
-    if device.architecture.capability != (9, 0):
-        return f"{device.architecture.compile_target} has no WGMMA; cute_sm90 needs sm_90a"
-    return None
+    return device.resident_clusters(candidate["cluster_m"] * candidate["cluster_n"])
 
 
 def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -193,61 +164,15 @@ def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> st
     config = config_of(problem, candidate)
     allocation = config.launch_registers
     need = config.tile_n * MMA_ATOM_M // WARPGROUP_THREADS + 26
-    if config.occupancy > 1 and config.schedule == "pingpong":
-        need += _TURNS_OF_TWO_CTAS
     if need > allocation:
-        threads = f"{config.occupancy} x {config.threads}" if config.occupancy > 1 else str(config.threads)
-        return f"WGMMA 64x{config.tile_n} needs {need} registers > {allocation} for {threads} threads"
-    return None
-
-
-def in_flight(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """One k tile's WGMMAs may be unfinished, or none: stages are released one behind at most. Two-level
-    accumulation takes every k tile out of the tensor cores, so that none is.
-    """
-    count = _or_one(candidate, "wgmma_in_flight")
-    if count not in (0, 1):
-        return f"wgmma_in_flight {count} is not 0 or 1"
-    if count == 0 and problem.accumulation == "two_level":
-        return "wgmma_in_flight 0 with two-level sums: it is so anyway, and counts as 1"
-    return None
-
-
-def two_ctas(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Two CTAs on a multiprocessor have half of its registers each: what is left for sums is little."""
-    # All that decides is read before anything is decided: `plausible_kernels` sees at once what that is.
-    schedule, tile_m, tile_n = candidate["schedule"], candidate["tile_m"], candidate["tile_n"]
-    occupancy = _or_one(candidate, "occupancy")
-    consumers = 2 if schedule == "pingpong" or tile_m == 256 else min(3, max(1, tile_m // MMA_ATOM_M))
-    rows = tile_m if schedule == "pingpong" else tile_m // consumers
-    sums, limit = rows * tile_n // WARPGROUP_THREADS, _SUMS_OF_TWO_CTAS[consumers]
-    if occupancy not in (1, 2):
-        return f"occupancy {occupancy} is not 1 or 2"
-    if occupancy == 2 and sums > limit:
-        return f"occupancy 2 with {sums} accumulators > {limit} in half of the registers"
-    return None
-
-
-def gpc_aware_alone(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Which clusters share a GPC is measured with one CTA on each multiprocessor."""
-    occupancy = _or_one(candidate, "occupancy")
-    if occupancy > 1 and (order := candidate.params.get("cluster_order", "index")) != "index":
-        return f"cluster_order {order} with occupancy {occupancy}, not 1"
-    return None
-
-
-def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """One WGMMA group stays in flight and its stage with it: with 1 stage nothing could be loaded."""
-    if candidate["stages"] < 2:
-        return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
+        return f"WGMMA 64x{config.tile_n} needs {need} registers > {allocation} for {config.threads} threads"
     return None
 
 
 def ring_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The ring alone must fit a CTA's shared memory: that of half the kernels does not."""
-    rows, occupancy = candidate["tile_m"] + candidate["tile_n"], _or_one(candidate, "occupancy")
+    rows, limit = candidate["tile_m"] + candidate["tile_n"], SMEM_LIMIT - SMEM_ALIGNMENT
     ring = candidate["stages"] * rows * candidate["tile_k"] * DTYPE_BYTES[problem.in_dtype]
-    limit = (SMEM_LIMIT + SMEM_RESERVED) // occupancy - SMEM_RESERVED - SMEM_ALIGNMENT
     if ring > limit:
         return f"ring of {candidate['stages']} stages = {ring} B > {limit} B smem"
     return None
@@ -256,9 +181,8 @@ def ring_memory(problem: Problem, candidate: Candidate, device: Device) -> str |
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Ring, staging buffers and barriers must fit one block's shared memory."""
     config, target = config_of(problem, candidate), device.architecture.compile_target
-    if config.smem_bytes > config.smem_limit:
-        half = " for one of two CTAs" if config.occupancy > 1 else ""
-        return f"smem {config.smem_bytes} B > {config.smem_limit} B on {target}{half}"
+    if config.smem_bytes > SMEM_LIMIT:
+        return f"smem {config.smem_bytes} B > {SMEM_LIMIT} B on {target}"
     return None
 
 
@@ -346,9 +270,6 @@ RULES = (
     ring_rows,
     promotion,
     stream_split,
-    in_flight,
-    two_ctas,
-    gpc_aware_alone,
     second_slices,
     fused_store,
     epilogue_tile,
@@ -366,5 +287,3 @@ RULES = (
     reduction_fits,
     stream_fits,
 )
-
-assert WARPGROUP_THREADS == 128  # the formulas above count per 128-thread warpgroup

@@ -2,63 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator, Key
+from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator
+from tunegemm.generate.gluon_wgmma.build import compile_kernel
 from tunegemm.generate.gluon_wgmma.config import KernelConfig
 from tunegemm.generate.gluon_wgmma.rules import RULES, config_of
 from tunegemm.generate.launching import Launcher, Workspace
-from tunegemm.generate.ptxas import Resources
-from tunegemm.generate.tiles import balanced, seen_by_kernel, tile_count
+from tunegemm.generate.tiles import persistent_grid, seen_by_kernel, tile_count
 from tunegemm.generate.triton_object import toolchain
-
-if TYPE_CHECKING:
-    from tunegemm.generate.triton_launch import View
-
-
-def compile_kernel(key: Key, out: Path) -> Resources:
-    from tunegemm.generate.gluon_wgmma.build import build
-
-    return build(KernelConfig.from_mapping(key), out)
 
 
 def grid(problem: Problem, candidate: Candidate, device: Device) -> int:
-    """The grid, in blocks: one per tile, but what the `ctas` rule says for persistent kernels.
-
-    ``all`` fills the device, ``balanced`` takes as few blocks as need no further wave.
-    """
-    config, work = config_of(problem, candidate), tile_count(problem, candidate)
-    if not config.specialized:
-        return work
-    resident = device.sm_count * config.occupancy
-    return balanced(work, resident) if candidate["ctas"] == "balanced" else min(work, resident)
+    """The grid, in blocks: one per tile, but what the `ctas` rule says for persistent kernels."""
+    persistent = config_of(problem, candidate).specialized
+    return persistent_grid(problem, candidate, device) if persistent else tile_count(problem, candidate)
 
 
 def launcher(
     problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
 ) -> Launcher:
-    from tunegemm.generate.triton_launch import load_launcher, matrix_views
+    from tunegemm.generate.triton_launch import load_launcher
 
-    config, seen = config_of(problem, candidate), seen_by_kernel(problem, candidate)
+    seen = seen_by_kernel(problem, candidate)
     scalars = {
-        "k_tiles": -(-seen.k // config.tile_k),
-        "tiles_m": -(-seen.m // config.tile_m),
-        "tiles_n": -(-seen.n // config.tile_n),
+        "k_tiles": -(-seen.k // candidate["tile_k"]),
+        "tiles_m": -(-seen.m // candidate["tile_m"]),
+        "tiles_n": -(-seen.n // candidate["tile_n"]),
         "batch": seen.batch,
         "raster_along_m": int(candidate["raster_order"] == "along_m"),
         "swizzle_size": int(candidate["swizzle_size"]),
     }
-
-    def values(*places: int) -> Mapping[str, int | View]:
-        return {**scalars, **matrix_views(seen, *places)}
-
-    index, ctas = device.index if device.is_real else 0, grid(problem, candidate, device)
-    return load_launcher(problem, candidate, artifact, index, ctas, values)
+    ctas = grid(problem, candidate, device)
+    return load_launcher(problem, candidate, device, artifact, ctas, scalars, workspace)
 
 
 FAMILY = Generator(

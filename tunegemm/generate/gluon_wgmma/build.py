@@ -1,23 +1,25 @@
-"""Compiles one `KernelConfig` into an object file. Runs in a worker process that sees no GPU."""
+"""Compiles one kernel into an object file. Runs in a worker process that sees no GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.generate.generator import Key
 from tunegemm.generate.gluon_wgmma.config import WARPGROUP_WARPS, KernelConfig
 from tunegemm.generate.ptxas import Resources
-from tunegemm.generate.triton_object import build as build_object
+from tunegemm.generate.triton_object import build
 
 
-def build(config: KernelConfig, out: Path) -> Resources:
-    """Compile for sm_90a and write the object `out`.
+def compile_kernel(key: Key, out: Path) -> Resources:
+    """Compile the kernel of a key for sm_90a and write the object `out`.
 
     Extents, strides and launch parameters are run-time integers: one object serves every problem of its
     dtypes and majors. Raises whatever the compiler raises.
     """
     from tunegemm.generate.gluon_wgmma.kernel import gemm
 
+    config = KernelConfig.from_mapping(key)
     rows, columns, depth = config.tile_m, config.tile_n, config.tile_k
     maps = {
         "a_desc": _tensor_map(config.in_dtype, rows, depth, config.a_major == "k"),
@@ -27,7 +29,7 @@ def build(config: KernelConfig, out: Path) -> Resources:
         ),
     }
     scalars = {name: "i32" for name in gemm.arg_names if name not in maps and name != "CONFIG"}
-    return build_object(
+    return build(
         gemm,
         maps | scalars,
         {"CONFIG": config},

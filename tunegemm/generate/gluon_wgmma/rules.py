@@ -10,7 +10,14 @@ from __future__ import annotations
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import exceeded_smem, half_operands, tma_alignment
+from tunegemm.generate.feasibility import (
+    architecture,
+    exceeded_smem,
+    half_operands,
+    no_power_of_two,
+    ring_depth,
+    tma_alignment,
+)
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.gluon_wgmma.config import MMA_ATOM_M, SCHEDULES, WARPGROUP_WARPS, KernelConfig
 from tunegemm.generate.tiles import swap_fits
@@ -21,20 +28,10 @@ _OVERHEAD_REGISTERS = 26
 config_of = config_maker(KernelConfig)
 
 
-def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, target sm_90a)."""
-    if device.architecture.capability != (9, 0):
-        return f"{device.architecture.compile_target} has no WGMMA; gluon_wgmma needs sm_90a"
-    return None
-
-
 def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Gluon's tensors are powers of two; WGMMA takes 64 x 8 x 16, and a TMA box 256 of each mode."""
-    for name, least in (("tile_m", MMA_ATOM_M), ("tile_n", 8), ("tile_k", 16)):
-        extent = candidate[name]
-        if extent & (extent - 1) or not least <= extent <= 256:
-            return f"{name} {extent} is not a power of two from {least} to 256"
-    return None
+    least = {"tile_m": MMA_ATOM_M, "tile_n": 8, "tile_k": 16}
+    return next(filter(None, (no_power_of_two(candidate, *each, 256) for each in least.items())), None)
 
 
 def narrow_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -70,10 +67,7 @@ def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | 
 
 def instruction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """One WGMMA has a multiple of 8 columns, up to 256, of which Gluon's tiles are whole powers of two."""
-    instr_n = candidate["instr_n"]
-    if instr_n & (instr_n - 1) or not 8 <= instr_n <= 256:
-        return f"instr_n {instr_n} is not a power of two from 8 to 256"
-    return None
+    return no_power_of_two(candidate, "instr_n", 8, 256)
 
 
 def instruction_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -113,9 +107,7 @@ def ring(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     exact = {"blocking": 1, "pipelined": 2}.get(schedule)
     if exact is not None and stages != exact:
         return f"{stages} stages: {schedule} has {exact}"
-    if exact is None and stages < 2:
-        return f"{stages} stage < 2: the ring never runs ahead of the tensor cores"
-    return None
+    return ring_depth(problem, candidate, device) if exact is None else None
 
 
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:

@@ -12,9 +12,6 @@ from tunegemm.generate.mapped import Mapped
 
 WARP_THREADS = 32
 _BARRIER_BYTES = 8
-#: Barriers and captured arguments of a warp-specialized kernel, by stages: what Triton 3.6 and 3.7 both
-#: allocate, for every tile (tests/generate/test_triton_tma.py).
-SPECIALIZED_BYTES = {2: 376, 3: 472, 4: 488, 5: 600, 6: 616, 7: 696, 8: 712}
 
 
 @dataclass(frozen=True)
@@ -22,15 +19,13 @@ class KernelConfig(Mapped):
     """All compile-time choices. Two problems with equal configs share one compiled object."""
 
     schedule: str
-    """``pipelined``: loads run ahead within a tile; ``flattened``: across tiles too, under the epilogue;
-    ``warp_specialized``: a warpgroup loads, two multiply, half a tile each."""
+    """``pipelined``: loads run ahead within a tile; ``flattened``: across tiles too, under the epilogue."""
     tile_m: int
     tile_n: int
     tile_k: int
     stages: int
     """Depth of the shared-memory ring of A and B tiles."""
     warps: int
-    """Warps that the source is written for; the warp-specialized kernel has three times as many."""
     epi_n: int
     """Columns that the epilogue stages at a time."""
     in_dtype: str
@@ -40,18 +35,14 @@ class KernelConfig(Mapped):
     out_major: str
 
     @property
-    def specialized(self) -> bool:
-        return self.schedule == "warp_specialized"
-
-    @property
     def threads(self) -> int:
         """Threads of one block."""
-        return self.warps * WARP_THREADS * (3 if self.specialized else 1)
+        return self.warps * WARP_THREADS
 
     @property
     def accumulator_registers(self) -> int:
-        """fp32 accumulators of one thread that multiplies."""
-        return self.tile_m * self.tile_n // (self.warps * WARP_THREADS * (2 if self.specialized else 1))
+        """fp32 accumulators of one thread."""
+        return self.tile_m * self.tile_n // self.threads
 
     @property
     def ring_bytes(self) -> int:
@@ -76,8 +67,6 @@ class KernelConfig(Mapped):
     @property
     def barrier_bytes(self) -> int:
         """One barrier per stage; a transposed A is waited for on its own, its barriers 16-byte aligned."""
-        if self.specialized:
-            return SPECIALIZED_BYTES.get(self.stages, 0)
         own = self.stages * _BARRIER_BYTES
         return own if self.a_major == "k" else -(-own // 16) * 16 + own
 
@@ -89,5 +78,5 @@ class KernelConfig(Mapped):
     @property
     def label(self) -> str:
         """``fl128x256x64 s3 w8 e64``: schedule, tile, stages, warps, epilogue columns."""
-        kind = {"pipelined": "pl", "flattened": "fl", "warp_specialized": "ws"}[self.schedule]
+        kind = {"pipelined": "pl", "flattened": "fl"}[self.schedule]
         return f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} w{self.warps} e{self.epi_n}"

@@ -1,8 +1,7 @@
 """The Triton kernel: persistent, TMA loads and stores, WGMMA, for one matrix product per batch entry.
 
-Three schedules of the same body: the main loop is pipelined tile by tile (`pipelined`), or fused with the
-loop over tiles, so that the next tile's loads run under this one's epilogue (`flattened`), or the compiler
-gives loads to a warp of their own (`warp_specialized`).
+Two schedules of the same body: the main loop is pipelined tile by tile (`pipelined`), or fused with the loop
+over tiles, so that the next tile's loads run under this one's epilogue (`flattened`).
 
 With split-K, a tile's k range is cut into equal splits, each a work unit of its own. A block leaves its
 partial sums in a workspace; the last to arrive adds all of them, in the order of k, and stores: the result
@@ -34,16 +33,10 @@ def tile_of(work, tiles_m, tiles_n, along_m, swizzle):
 @triton.jit
 def load(desc, entry, row, column, rows: tl.constexpr, columns: tl.constexpr, contiguous: tl.constexpr):
     """A (rows, columns) tile whose columns, if `contiguous`, else its rows are contiguous in memory."""
-    if len(desc.block_shape) == 2:
-        if contiguous:
-            tile = desc.load([row, column])
-        else:
-            tile = desc.load([column, row]).T
+    if contiguous:
+        tile = desc.load([entry, row, column]).reshape(rows, columns)
     else:
-        if contiguous:
-            tile = desc.load([entry, row, column]).reshape(rows, columns)
-        else:
-            tile = desc.load([entry, column, row]).reshape(columns, rows).T
+        tile = desc.load([entry, column, row]).reshape(columns, rows).T
     return tile
 
 
@@ -54,10 +47,7 @@ def store(desc, entry, row, column, tile, contiguous: tl.constexpr):
     if not contiguous:
         values = values.T
         row, column = column, row
-    if len(desc.block_shape) == 2:
-        desc.store([row, column], values)
-    else:
-        desc.store([entry, row, column], values.reshape(1, values.shape[0], values.shape[1]))
+    desc.store([entry, row, column], values.reshape(1, values.shape[0], values.shape[1]))
 
 
 @triton.jit
@@ -93,7 +83,7 @@ def piece(rows: tl.constexpr, columns: tl.constexpr):
 
 
 @triton.jit
-def products(
+def gemm(
     a_desc,
     b_desc,
     d_desc,
@@ -115,7 +105,7 @@ def products(
     d_contiguous: tl.constexpr,
     schedule: tl.constexpr,
 ):
-    """All tiles of one block. `k_tiles` of one k split; `*_contiguous`: whether columns are in memory."""
+    """All tiles of one block of D = A B. `k_tiles`: of one k split; `*_contiguous`: whether columns are."""
     tiles_m = tl.cdiv(m, tile_m)
     tiles_n = tl.cdiv(n, tile_n)
     per_entry = tiles_m * tiles_n
@@ -123,13 +113,7 @@ def products(
     total = tiles
     if schedule == "pipelined":
         total = tiles * split_k
-    for work in tl.range(
-        tl.program_id(0),
-        total,
-        tl.num_programs(0),
-        flatten=schedule == "flattened",
-        warp_specialize=schedule == "warp_specialized",
-    ):
+    for work in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=schedule == "flattened"):
         tile = work
         part = 0
         if schedule == "pipelined":
@@ -165,88 +149,3 @@ def products(
                         store(d_desc, entry, row, column + start, whole, d_contiguous)
         else:
             store_columns(d_desc, entry, row, column, sums, epi_n, d_contiguous)
-
-
-@triton.jit
-def gemm(
-    a_desc,
-    b_desc,
-    d_desc,
-    m,
-    n,
-    batch,
-    k_tiles,
-    along_m,
-    swizzle,
-    split_k,
-    partials,
-    counters,
-    tile_m: tl.constexpr,
-    tile_n: tl.constexpr,
-    tile_k: tl.constexpr,
-    epi_n: tl.constexpr,
-    a_contiguous: tl.constexpr,
-    b_contiguous: tl.constexpr,
-    d_contiguous: tl.constexpr,
-    schedule: tl.constexpr,
-):
-    """D = A B, with descriptors that the host encoded."""
-    products(
-        a_desc, b_desc, d_desc, m, n, batch, k_tiles, along_m, swizzle, split_k, partials, counters,
-        tile_m, tile_n, tile_k, epi_n, a_contiguous, b_contiguous, d_contiguous, schedule,
-    )  # fmt: skip
-
-
-@triton.jit
-def gemm_specialized(
-    a,
-    b,
-    d,
-    lda,
-    ldb,
-    ldd,
-    m,
-    n,
-    k,
-    k_tiles,
-    along_m,
-    swizzle,
-    tile_m: tl.constexpr,
-    tile_n: tl.constexpr,
-    tile_k: tl.constexpr,
-    epi_n: tl.constexpr,
-    a_contiguous: tl.constexpr,
-    b_contiguous: tl.constexpr,
-    d_contiguous: tl.constexpr,
-    schedule: tl.constexpr,
-):
-    """D = A B without a batch, with descriptors that each block makes for itself.
-
-    The compiler gives each consumer warpgroup half a tile and cuts the descriptors to fit. It cannot cut
-    those that the host encoded, nor those with a third mode.
-    """
-    a_desc = descriptor(a, m, k, lda, tile_m, tile_k, a_contiguous)
-    b_desc = descriptor(b, k, n, ldb, tile_k, tile_n, b_contiguous)
-    d_desc = descriptor(d, m, n, ldd, tile_m, epi_n, d_contiguous)
-    products(
-        a_desc, b_desc, d_desc, m, n, 1, k_tiles, along_m, swizzle, 1, None, None,
-        tile_m, tile_n, tile_k, epi_n, a_contiguous, b_contiguous, d_contiguous, schedule,
-    )  # fmt: skip
-
-
-@triton.jit
-def descriptor(
-    address,
-    rows,
-    columns,
-    leading,
-    tile_rows: tl.constexpr,
-    tile_columns: tl.constexpr,
-    contiguous: tl.constexpr,
-):
-    """Of a matrix whose columns, if `contiguous`, else its rows are contiguous in memory."""
-    if contiguous:
-        desc = tl.make_tensor_descriptor(address, [rows, columns], [leading, 1], [tile_rows, tile_columns])
-    else:
-        desc = tl.make_tensor_descriptor(address, [columns, rows], [leading, 1], [tile_columns, tile_rows])
-    return desc

@@ -6,15 +6,16 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import (
-    RESERVED_SMEM_BYTES,
+    architecture,
     exceeded_smem,
     half_operands,
+    no_power_of_two,
     ring_depth,
     tma_alignment,
 )
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import split_fits, swap_fits, tile_count
-from tunegemm.generate.triton_tma.config import SPECIALIZED_BYTES, KernelConfig
+from tunegemm.generate.triton_tma.config import KernelConfig
 
 #: Registers of a thread beside its accumulators: 27 to 62 in compiled kernels (Triton 3.6 and 3.7), split-K's
 #: reduction included.
@@ -24,28 +25,15 @@ _OTHER_REGISTERS = 64
 config_of = config_maker(KernelConfig)
 
 
-def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The kernels are compiled for WGMMA and the shared memory of compute capability 9.0."""
-    if device.architecture.capability != (9, 0):
-        return f"{device.architecture.compile_target} has no WGMMA; triton_tma needs sm_90a"
-    return None
-
-
 def block_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Triton's blocks are powers of two. WGMMA takes 64 rows at least; Triton has it from 16 columns on."""
-    for name, least in (("tile_m", 64), ("tile_n", 16), ("tile_k", 16)):
-        extent = candidate[name]
-        if extent & (extent - 1) or extent < least:
-            return f"{name} {extent} is not a power of two from {least} on"
-    return None
+    least = {"tile_m": 64, "tile_n": 16, "tile_k": 16}
+    return next(filter(None, (no_power_of_two(candidate, *each) for each in least.items())), None)
 
 
 def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """WGMMA is issued by groups of four warps, and Triton has powers of two of them."""
-    count = candidate["warps"]
-    if count & (count - 1) or count < 4:
-        return f"warps {count} is not a power of two from 4 on"
-    return None
+    return no_power_of_two(candidate, "warps", 4)
 
 
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -62,38 +50,11 @@ def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str
     return None
 
 
-def warp_specialization(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """What Triton 3.6 and 3.7 specialize on Hopper: two warpgroups on 64 rows or more each, one loading.
-
-    With 8 warps the pass leaves the loop as it was. Under 128 rows it cuts the columns, and stages the
-    output twice; under 64 k its memory is laid out otherwise. It cannot cut subtiles (3.6), nor a
-    descriptor with a batch mode. With 16 columns, swapped, one of 20 runs on equal operands gave another
-    result than the others, in one of two tries (H200, Triton 3.6, 2026-11-21): a race, not looked into.
-    """
-    if candidate["schedule"] != "warp_specialized":
-        return None
-    for name, needed, good in (
-        ("warps", "4", candidate["warps"] == 4),
-        ("tile_m", "128 or more", candidate["tile_m"] >= 128),
-        ("tile_k", "64 or more", candidate["tile_k"] >= 64),
-        ("tile_n", "64 or more", candidate["tile_n"] >= 64),
-        ("epi_n", f"tile_n {candidate['tile_n']}", candidate["epi_n"] == candidate["tile_n"]),
-        ("stages", f"up to {max(SPECIALIZED_BYTES)}", candidate["stages"] <= max(SPECIALIZED_BYTES)),
-    ):
-        if not good:
-            return f"{name} {candidate[name]}: a warp-specialized kernel has {needed}"
-    if problem.batch > 1:
-        return f"batch of {problem.batch}: a warp-specialized kernel takes 1"
-    return None
-
-
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators and bookkeeping must fit a thread's registers, or ptxas spills and serializes WGMMA."""
     config, limits = config_of(problem, candidate), device.architecture
     need = config.accumulator_registers + _OTHER_REGISTERS
-    # The multiplying warps of a specialized kernel get what the loading ones give up (setmaxnreg): 232.
-    allotted = min(limits.registers_per_sm // config.threads, limits.registers_per_thread)
-    budget = 232 if config.specialized else allotted
+    budget = min(limits.registers_per_sm // config.threads, limits.registers_per_thread)
     if need > budget:
         return f"{config.accumulator_registers} accumulators + {_OTHER_REGISTERS} > {budget} registers"
     return None
@@ -102,7 +63,7 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
 def reduction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Only the `pipelined` kernel has a reduction of split-K; a subtile of its sums passes through the ring.
 
-    With a branch in its loop over tiles a kernel is neither flattened nor warp-specialized (Triton 3.6, 3.7).
+    With a branch in its loop over tiles a kernel is not flattened (Triton 3.6, 3.7).
     """
     config = config_of(problem, candidate)
     if config.schedule == "pipelined":
@@ -126,9 +87,8 @@ def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | No
     if work <= device.sm_count:
         return f"{work} work units <= {device.sm_count} multiprocessors: one block each does the same"
     config, limits = config_of(problem, candidate), device.architecture
-    need = 2 * (config.smem_bytes + RESERVED_SMEM_BYTES)
-    if need > limits.smem_bytes_per_sm:
-        return f"two blocks of {config.smem_bytes} B smem + 1 KiB > {limits.smem_bytes_per_sm} B"
+    if (reason := exceeded_smem(config.smem_bytes, limits, blocks=2)) is not None:
+        return reason
     registers = config.accumulator_registers + _OTHER_REGISTERS
     if 2 * config.threads * registers > limits.registers_per_sm:
         return f"2 x {config.threads} threads x {registers} registers > {limits.registers_per_sm}"
@@ -143,7 +103,6 @@ RULES = (
     block_shape,
     warps,
     epilogue_tile,
-    warp_specialization,
     accumulators,
     ring_depth,
     reduction,

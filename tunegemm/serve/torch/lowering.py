@@ -79,14 +79,14 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
         return called(choice, (a, b), graphs.graph.current_node.args, False)
 
     def fused(
-        a: Any, b: Any, operands: Sequence[Any], numbers: Sequence[float], epilogue: str,
-        out_dtype: torch.dtype | None = None, accumulation: str = "fast", *, records: str = "",
-    ) -> Any:  # fmt: skip
+        a: Any, b: Any, operands: Sequence[Any], numbers: Sequence[float], *asked: Any, records: str = ""
+    ) -> Any:
         left, right, others, *_ = graphs.graph.current_node.args
-        halves = form_of(MATMUL, epilogue).epilogue.gated
+        form = form_of(MATMUL, *asked)
         return called(
-            fused_choice, (a, b, *operands), (left, right, *others), halves, numbers=list(numbers),
-            epilogue=epilogue, out_dtype=out_dtype, accumulation=accumulation,
+            fused_choice, (a, b, *operands), (left, right, *others), form.epilogue.gated,
+            numbers=list(numbers), epilogue=form.text, out_dtype=form.out_dtype,
+            accumulation=form.accumulation,
         )  # fmt: skip
 
     def register(operator: Any, call: Callable[..., Any]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._guards import TracingContext
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import LINEAR, MATMUL, RECORDED, Form, form_of
-from tunegemm.serve.torch.autograd import DTYPES, PLAIN, batched, gradients, is_simple
+from tunegemm.serve.torch.autograd import DTYPES, PLAIN, gradients, is_simple
 from tunegemm.serve.unfused import unfused
 
 #: Products of other devices stay torch's in a graph, where its compiler may fuse them.
@@ -31,6 +31,9 @@ DEVICE_TYPE = "cuda"
 #: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it
 #: keeps on disk is of any age.
 _CALLS = "calls-2"
+
+Operands: TypeAlias = Sequence[torch.Tensor]
+Numbers: TypeAlias = Sequence[float]
 
 _library = torch.library.Library("tunegemm", "DEF")
 
@@ -106,8 +109,7 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            a, b = ctx.saved_tensors
-            return None, *gradients(operator, grad, a, b, ctx.needs_input_grad[1:])
+            return None, *gradients(operator, grad, ctx.saved_tensors, ctx.needs_input_grad[1:])
 
     def below_autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
@@ -128,7 +130,8 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
     def vmap(
         info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = ""
     ) -> tuple[torch.Tensor, int]:
-        return batched(traced_matmul, in_dims, a, b), 0
+        a, b = (x if dim is None else x.movedim(dim, 0) for x, dim in zip((a, b), in_dims, strict=True))
+        return torch.matmul(a, b), 0
 
     _library.impl(name, compute, "CompositeExplicitAutograd")
     _library.impl(name, autograd, "Autograd", with_keyset=True)
@@ -143,36 +146,29 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
         tags=tags,
     )
     operator = torch.ops.tunegemm.fused.default
-    Operands = Sequence[torch.Tensor]
 
-    def form(epilogue: str, out_dtype: torch.dtype | None, accumulation: str, kind: int = MATMUL) -> Form:
-        return form_of(kind, epilogue, out_dtype, accumulation)
-
+    # `form`: the epilogue, and the output's dtype and accumulation where they are given.
     def compute(
-        a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float], epilogue: str,
-        out_dtype: torch.dtype | None = None, accumulation: str = "fast", *, records: str = "",
-    ) -> torch.Tensor:  # fmt: skip
+        a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any, records: str = ""
+    ) -> torch.Tensor:
         result = None
         if a.device.type == DEVICE_TYPE:
-            asked = form(epilogue, out_dtype, accumulation, RECORDED)
-            result = serving().fused(asked, a, b, tuple(operands), numbers)
+            result = serving().fused(form_of(RECORDED, *form), a, b, tuple(operands), numbers)
         if result is None:
-            result = unfused(form(epilogue, out_dtype, accumulation), a, b, operands, numbers)
+            result = unfused(form_of(MATMUL, *form), a, b, operands, numbers)
         return result
 
     def fake(
-        a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float], epilogue: str,
-        out_dtype: torch.dtype | None = None, accumulation: str = "fast", *, records: str = "",
-    ) -> torch.Tensor:  # fmt: skip
+        a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any, records: str = ""
+    ) -> torch.Tensor:
         _teach_inductor(serving)
-        return unfused(form(epilogue, out_dtype, accumulation), a, b, operands, numbers)
+        return unfused(form_of(MATMUL, *form), a, b, operands, numbers)
 
     def autograd(
-        keyset: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Sequence[float],
-        epilogue: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast", *,
+        keyset: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any,
         records: str = "",
     ) -> torch.Tensor:  # fmt: skip
-        asked = form(epilogue, out_dtype, accumulation)
+        asked = form_of(MATMUL, *form)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return unfused(asked, a, b, operands, numbers)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands)):
@@ -180,21 +176,17 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
         if torch._C._len_torch_dispatch_stack() and not _is_served(serving(), asked, a, b):
             return unfused(asked, a, b, operands, numbers)
         with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(
-                keyset & torch._C._after_autograd_keyset,
-                a, b, operands, numbers, epilogue, out_dtype, accumulation, records=_CALLS,
-            )  # fmt: skip
+            below = keyset & torch._C._after_autograd_keyset
+            return operator.redispatch(below, a, b, operands, numbers, *form, records=_CALLS)
 
     def vmap(
-        info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands,
-        numbers: Sequence[float], epilogue: str, out_dtype: torch.dtype | None = None,
-        accumulation: str = "fast", *, records: str = "",
+        info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers,
+        *form: Any, records: str = "",
     ) -> tuple[torch.Tensor, int]:  # fmt: skip
-        asked = form(epilogue, out_dtype, accumulation)
-        mapped = torch.vmap(
-            lambda a, b, operands: unfused(asked, a, b, operands, numbers), tuple(in_dims[:3])
-        )
-        return mapped(a, b, list(operands)), 0
+        def one(a: torch.Tensor, b: torch.Tensor, operands: Operands) -> torch.Tensor:
+            return unfused(form_of(MATMUL, *form), a, b, operands, numbers)
+
+        return torch.vmap(one, tuple(in_dims[:3]))(a, b, list(operands)), 0
 
     _library.impl("fused", compute, "CompositeExplicitAutograd")
     _library.impl("fused", autograd, "Autograd", with_keyset=True)

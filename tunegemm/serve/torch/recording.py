@@ -27,6 +27,7 @@ from tunegemm.describe.problem import MAX_ALIGNMENT, alignment_of, contiguous_mo
 from tunegemm.describe.workload import Product, Workload, merge
 from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import ProblemError, WorkloadError
+from tunegemm.files import impossible
 from tunegemm.serve import api
 from tunegemm.serve.library import OPERATORS, added
 from tunegemm.serve.torch.aten import Layer, replacements
@@ -117,7 +118,6 @@ class Recording:
     def workload(self) -> Workload:
         """What the file says."""
         with _interception.lock:
-            tallies = list(self._tallies.values())
             products = [
                 Product(
                     tally.kind,
@@ -127,23 +127,16 @@ class Recording:
                     len(tally.times_us),
                     round(statistics.median(tally.times_us), 3) if tally.times_us else None,
                 )
-                for tally in tallies
+                for tally in self._tallies.values()
             ]
         on_gpu = any(product.kind.device == "cuda" for product in products)
-        # Strides that no kernel tells apart make several tallies of one kind.
-        parts = [Workload((product,), processes=0) for product in products]
-        return merge(
-            [
-                *parts,
-                Workload(
-                    (),
-                    torch=torch.__version__,
-                    device=torch.cuda.get_device_name() if on_gpu else "",
-                    unknown_replays=self._unknown_replays,
-                ),
-            ],
-            self._program,
+        whole = Workload(
+            tuple(products),
+            torch=torch.__version__,
+            device=torch.cuda.get_device_name() if on_gpu else "",
+            unknown_replays=self._unknown_replays,
         )
+        return merge([whole], self._program)  # strides that no kernel tells apart make several of one kind
 
 
 def record(path: str | os.PathLike[str] | None = None) -> Recording:
@@ -157,7 +150,7 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
     """
     if path is None:
         return Recording()
-    if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
+    if impossible(path) or not str(path):
         raise WorkloadError(f"path {path!r:.60} is not a file's; give one such as shapes.json")
     return Recording(Path(path))
 

@@ -73,8 +73,7 @@ class Consumer:
                 state = self.sum_two_level(accumulators, k_tile_sums, tCrA, tCrB, ring, state, unit.k_tiles)
             else:
                 # The first k tile overwrites the accumulators, the others add to them. One WGMMA group stays
-                # in flight, so that the tensor cores have work while a stage is released and one awaited; or
-                # none, and a stage is free sooner.
+                # in flight, so that the tensor cores have work while a stage is released and one awaited.
                 ring.wait_full(state)
                 warpgroup.fence()
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -84,9 +83,6 @@ class Consumer:
                 warpgroup.commit_group()
                 # Nobody else may have this tile to store; with k splits it shows in the end who has.
                 self.load_matrix(schedule, unit)
-                if const_expr(config.wgmma_in_flight == 0):
-                    warpgroup.wait_group(0)
-                    ring.release(state.stage)
                 previous = state.stage
                 state = ring.advance(state)
                 for _ in cutlass.range(unit.k_tiles - 1, unroll=1):
@@ -95,15 +91,15 @@ class Consumer:
                     for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                         self.multiply(tiled_mma, accumulators, tCrA, tCrB, block, state.stage)
                     warpgroup.commit_group()
-                    warpgroup.wait_group(config.wgmma_in_flight)
-                    ring.release(previous if const_expr(config.wgmma_in_flight == 1) else state.stage)
+                    warpgroup.wait_group(1)
+                    ring.release(previous)
                     previous = state.stage
                     state = ring.advance(state)
             if const_expr(pingpong):
                 self.end_turn(1 - group)
             # The divisions of the tile's coordinates run under the last WGMMAs.
             tile = schedule.tile(unit.index)
-            if const_expr(not two_level and config.wgmma_in_flight == 1):
+            if const_expr(not two_level):
                 warpgroup.wait_group(0)
                 ring.release(previous)
 

@@ -168,9 +168,7 @@ class Gemm:
             smem=self.smem_bytes,
             stream=stream,
             # Without it ptxas ignores setmaxnreg (warning C7508).
-            min_blocks_per_mp=config.occupancy,
-            # With more than one the DSL would ask the driver, which may not be there, how much it is.
-            preferred_smem_carveout=None if config.occupancy == 1 else 100,
+            min_blocks_per_mp=1,
         )  # fmt: skip
         if given.second_kernel != 0:
             self.second_kernel.launch(mD, params, workspace.partials, fused, stream)
