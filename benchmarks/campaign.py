@@ -1,7 +1,7 @@
 """Tunes the products whose records ship (db/products.toml) that have no record yet.
 
     python -m benchmarks.campaign --budget 600          # on a GPU
-    tunegemm db export --records db/records --db campaign.sqlite
+    python -m benchmarks.campaign --records db/records  # what it found, beside what ships already
 
 What a run reaches is in its database; the next one, given that database, goes on. Kernels lie in the object
 store (TUNEGEMM_CACHE_DIR). Writes results/GPU/campaign.json: for each product how long its tuning took.
@@ -23,7 +23,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.resources import data_path
 from tunegemm.store import Database
-from tunegemm.store.shipped import read_shipped
+from tunegemm.store.shipped import read_shipped, write_records
 from tunegemm.tuning.progress import Request
 from tunegemm.tuning.tuner import Tuner
 
@@ -39,12 +39,20 @@ def main(arguments: list[str] | None = None) -> int:
         "--compile", type=int, metavar="N", help="compile the model's first N of each product"
     )
     parser.add_argument("--budget", type=float, default=600.0, help="seconds")
+    parser.add_argument(
+        "--records", type=Path, metavar="FOLDER", help="write shipped and found records there"
+    )
+    parser.add_argument("--compiled-only", action="store_true", help="only kernels of the object store")
     parser.add_argument("--rows", help="M,... in place of the list's")
     parser.add_argument("--db", type=Path, default=Path("campaign.sqlite"))
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0", help="cuda:N")
     options = parser.parse_args(arguments)
     try:
+        if options.records:
+            with Database.open(options.db, read_only=True) as database:
+                write_records([*read_shipped()[0], *database.records()], options.records)
+            return 0
         rows = [int(m) for m in options.rows.split(",")] if options.rows else None
         device = find_device(options.device)
         run(list(products(rows)), device, options)
@@ -67,7 +75,10 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
     """Tunes until the budget is spent."""
     results = Results(results_path(options.out, device, "campaign.json"), meta(device, METHOD))
     deadline = time.monotonic() + options.budget
-    with Database.open(options.db) as database, Tuner(device, database) as tuner:
+    with (
+        Database.open(options.db) as database,
+        Tuner(device, database, compiled_only=options.compiled_only) as tuner,
+    ):
         known = {r.problem for r in database.records()}
         known |= {r.problem for r in read_shipped()[0] if r.fingerprint.device_name == device.name}
         known |= set(database.problems())

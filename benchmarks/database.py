@@ -35,7 +35,6 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
-from tunegemm.store.rows import fingerprint_values
 from tunegemm.store.schema import FASTEST
 
 OUT = Path(__file__).parent / "results" / "cpu" / "database.json"
@@ -193,7 +192,7 @@ def build(path: Path, shapes: int = SHAPES, toolchains: int = TOOLCHAINS, measur
         _insert(
             connection,
             "fingerprints",
-            (fingerprint_values(each) | {"id": i} for i, each in enumerate(fingerprints, 1)),
+            ({"id": i, "digest": each.digest, **each.asdict()} for i, each in enumerate(fingerprints, 1)),
         )
         _insert(connection, "candidates", _candidates())
         _insert(

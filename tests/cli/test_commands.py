@@ -294,7 +294,11 @@ class TestDoctor:
         monkeypatch.setenv("TUNEGEMM_RECORD", "/proc/none/shapes.json")
         found = check("dispatch")
         assert found.status == "note"
-        for said in ("TUNEGEMM_ONLINE_BUDGET='abc'", "did you mean TUNEGEMM_CACHE_DIR?", "TUNEGEMM_RECORD="):
+        for said in (
+            "TUNEGEMM_ONLINE_BUDGET='abc'",
+            "did you mean TUNEGEMM_CACHE_DIR?",
+            "TUNEGEMM_RECORD is not",
+        ):
             assert said in found.detail
 
     def test_damaged_rows_are_counted_and_named(

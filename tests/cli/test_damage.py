@@ -24,20 +24,13 @@ from tunegemm.describe.device import cuda_device_count
 
 #: Each reads the database that stands for DB; OUT is a file to write.
 COMMANDS = [
-    *(f"leaderboard --db DB --format {form}" for form in ("table", "csv", "json", "md", "html")),
+    *(f"leaderboard --db DB --format {form}" for form in ("table", "csv", "json", "md")),
     f"leaderboard --db DB --shape {SHAPES[0]}",
     f"leaderboard --db DB --shape {SHAPES[0]} --format md",
-    "leaderboard --db DB --by family",
-    "leaderboard --db DB --by device --format json",
     "leaderboard --db DB --family cute_sm90",
     "leaderboard --db DB --device h200",
-    "leaderboard --db DB --format parquet --out OUT.parquet",
     "report --db DB --out OUT.html",
     f"report --db DB --shape {SHAPES[0]} --out OUT.html",
-    "plot --db DB --kind roofline --out OUT.svg",
-    "plot --db DB --kind speedup --out OUT.svg",
-    *(f"plot --db DB --kind {kind} --shape {SHAPES[0]} --out OUT.svg"
-      for kind in ("heatmap", "convergence", "importance")),
     f"explain --db DB --shape {SHAPES[0]} --device model:h200",
     f"explain --db DB --shape {SHAPES[0]} --device model:h200 --json",
     "regress --db DB --since 2020-01-01",

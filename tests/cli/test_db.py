@@ -14,15 +14,12 @@ from tunegemm.cli import app
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.worker import MeasureWorker
 from tunegemm.store import Database
 from tunegemm.store.locations import user_location
 from tunegemm.store.shipped import write_records
-from tunegemm.tuning.tuner import Tuner
 
 SMALL = Problem.parse("64x48x32")
-#: torch.mm again, under another name: what races it on a CPU is as correct and as fast.
+#: torch.mm again, under another name.
 TWIN = Candidate.make("cublaslt", {"algorithm": "torch.mm"}, {"workspace_mib": 1})
 
 
@@ -44,9 +41,6 @@ def database(tmp_path: Path) -> Path:
     ("arguments", "named"),
     [
         (("--shape", "1x1x1"), "nothing of that kind to export"),
-        (("--fingerprint", "0000"), "--fingerprint '0000' is not the start of"),
-        (("--layout", "zz"), "layout 'zz' is not known; use one of tn"),
-        (("--dtype", "int4"), "dtype 'int4' is not known; use one of bf16"),
         (("--records", "."), "export needs --out FILE, or --records FOLDER"),
     ],
 )
@@ -101,60 +95,6 @@ def test_an_import_of_nothing_usable_is_told_by_its_exit_code(tmp_path: Path) ->
     assert "0 rows added, 0 known already, 1 left out" in stdout and "left out: row 1" in stderr
 
 
-class TestRerace:
-    @pytest.fixture
-    def sources(self, tmp_path: Path) -> list[Path]:
-        """Two databases of this device that name different records, by many samples and by few."""
-        device = replace(find_device("model:h200"), spec="cuda:0")
-        paths = [tmp_path / "many.sqlite", tmp_path / "few.sqlite"]
-        for path, candidate, times in zip(paths, (TWIN, TORCH_MM), (3, 1), strict=True):
-            full = measurement(1.0, candidate)
-            longer = replace(full, samples_us=full.samples_us * times, baseline_us=full.baseline_us * times)
-            with Database.open(path) as database:
-                database.confirm(SMALL, device, longer, label=path.stem)
-        return paths
-
-    def test_both_are_raced_and_the_race_decides(
-        self, sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        device = replace(find_device("model:h200"), spec="cuda:0")
-        into = tmp_path / "all.sqlite"
-        monkeypatch.setattr("tunegemm.tuning.tuner.open_gpu", lambda spec: device)
-        with MeasureWorker(device, backend="tests.support.planted.cpu_backend:CpuBackend") as worker:
-            monkeypatch.setattr(Tuner, "measurer_for", lambda *_: worker)
-            # A race beside other work confirms nothing and asks to be run again: these times are a CPU's.
-            for _ in range(6):
-                into.unlink(missing_ok=True)
-                stdout, _ = run("db", "merge", *sources, "--into", into, "--rerace")
-                with Database.open(into, read_only=True) as database:
-                    record = database.best(SMALL, device.fingerprint)
-                    raced = {entry.measured_at for entry in database.entries(SMALL) if entry.origin == ""}
-                if record is not None and record.confirmed and record.measured_at in raced:
-                    break
-        assert f"conflict {SMALL} on NVIDIA H200: many over few, as good, and the record before" in stdout
-        assert f"{SMALL}: raced, the record is" in stdout
-        with Database.open(into, read_only=True) as database:
-            raced = [entry for entry in database.entries(SMALL) if entry.origin == ""]
-            assert {entry.candidate for entry in raced} == {TWIN, TORCH_MM}
-            record = database.best(SMALL, device.fingerprint)
-            assert record is not None and record.confirmed
-            assert record.measured_at in {entry.measured_at for entry in raced}, "of the race, not merged"
-
-    def test_a_conflict_of_another_device_is_named_and_left(
-        self, sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        here = replace(find_device("model:h100-sxm"), spec="cuda:0")
-        monkeypatch.setattr("tunegemm.tuning.tuner.open_gpu", lambda spec: here)
-        stdout, _ = run("db", "merge", *sources, "--into", tmp_path / "all.sqlite", "--rerace")
-        assert f"{SMALL}: not raced, its fingerprint" in stdout
-
-    def test_without_a_gpu_nothing_is_merged(self, sources: list[Path], tmp_path: Path) -> None:
-        into = tmp_path / "all.sqlite"
-        arguments = ("db", "merge", *sources, "--into", into, "--rerace", "--device", "replay:h200")
-        assert "device 'replay:h200' measures nothing" in run(*arguments, code=2)[1]
-        assert not into.exists()
-
-
 class TestLayers:
     @pytest.fixture(autouse=True)
     def layers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +132,6 @@ class TestLayers:
         assert self.board("--shape", PROBLEM.shape) == [("shipped", 1.3), ("torch.mm", 1.0)]
         assert self.board("--family", "cute_sm90")[0] == ("shipped", 1.3)
         assert self.board("--db", user_location()) == [("mine", 1.2)]
-        families = run("leaderboard", "--by", "family", "--format", "csv")[0].splitlines()[1:]
-        assert sorted(line.partition(",")[0] for line in families) == ["cublaslt", "cute_sm90"]
         with Database.open(tmp_path / "project.sqlite") as database:
             database.confirm(SMALL, device, measurement(1.1, TWIN), label="project's")
         assert self.board() == [("project's", 1.1), ("shipped", 1.3)]

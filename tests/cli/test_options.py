@@ -79,7 +79,7 @@ class TestRunner:
         assert result.stdout == ""
 
     def test_interruption_before_the_tuner_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def interrupt(*_: object) -> None:
+        def interrupt(**_: object) -> None:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(options, "parse_problems", interrupt)

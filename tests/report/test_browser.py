@@ -13,7 +13,6 @@ from tests.support.recorded import SHAPES, fill
 from tunegemm.measure.replay import open_replay
 from tunegemm.report.evidence import from_database, from_recording
 from tunegemm.report.html import report
-from tunegemm.report.leaderboard import Leaderboard, html
 from tunegemm.store import Database
 
 pytestmark = pytest.mark.slow
@@ -31,7 +30,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "report.html").write_text(report(from_recording(open_replay("h200"))))
     with Database.open(fill(folder / "tuning.sqlite", SHAPES[:1]), read_only=True) as database:
         (folder / "stored.html").write_text(report(from_database(database)))
-        (folder / "board.html").write_text(html([Leaderboard.summary(database.frame())]))
     return folder
 
 
@@ -42,7 +40,7 @@ def page(browser: Browser, pages: Path) -> Browser:
     return browser
 
 
-@pytest.mark.parametrize("name", ["report", "stored", "board"])
+@pytest.mark.parametrize("name", ["report", "stored"])
 def test_it_loads_alone_and_without_an_error(browser: Browser, pages: Path, name: str) -> None:
     path = pages / f"{name}.html"
     browser.see()
@@ -174,7 +172,7 @@ def test_no_width_scrolls_the_page_sideways(page: Browser, width: int) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["report", "stored", "board"])
+@pytest.mark.parametrize("name", ["report", "stored"])
 def test_light_and_dark_look_as_they_should(browser: Browser, pages: Path, name: str, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     seen = {}

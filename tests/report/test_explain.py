@@ -150,7 +150,8 @@ def test_the_peak_is_of_the_operands_dtype(location: str, device: Device, dtype:
 def test_values_that_no_space_lists_get_a_verdict(
     location: str, device: Device, family: str, values: dict[str, str], verdict: str
 ) -> None:
-    problem, candidate = Problem(4096, 4096, 4096), candidate_of(family, values)
+    problem = Problem(4096, 4096, 4096)
+    candidate = candidate_of(",".join([family, *(f"{name}={value}" for name, value in values.items())]))
     found = explain_problem(problem, device, candidate=candidate, database=location)
     assert found.tile is not None and found.tile.verdict == verdict
     assert ("B of shared memory" in str(found)) == (found.tile.smem_bytes is not None)

@@ -21,7 +21,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.replay import open_replay
-from tunegemm.report import page
+from tunegemm.report import html as report_page
 from tunegemm.report.evidence import Evidence, from_database, from_recording
 from tunegemm.report.html import report
 from tunegemm.store import Database
@@ -259,7 +259,7 @@ def contrast(one: str, other: str) -> float:
 
 def test_colours_are_readable_in_light_dark_and_print() -> None:
     """WCAG 2.1 AA: 4.5 for text."""
-    css = (Path(page.__file__).parent / "assets" / "page.css").read_text()
+    css = (Path(report_page.__file__).parent / "assets" / "page.css").read_text()
     css = css.replace("#fff;", "#ffffff;").replace("#000;", "#000000;")
     blocks = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
     palettes = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)) for block in blocks]

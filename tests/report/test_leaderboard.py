@@ -285,7 +285,7 @@ class TestStored:
         assert board.frame["percent_of_roofline"].iloc[0] == pytest.approx(72.8, abs=0.1)
         assert "Measured on NVIDIA H200, driver 580.159.04, torch 2.11.0." in board.note
 
-    def test_only_the_latest_software_of_a_device_unless_one_is_given(self, database: Database) -> None:
+    def test_only_the_latest_software_of_a_device(self, database: Database) -> None:
         newer = dataclasses.replace(DEVICE, fingerprint=dataclasses.replace(FINGERPRINT, torch="2.12.0"))
         database.publish(PROBLEM, DEVICE, measurement(1.30, 64), label="old")
         database.publish(PROBLEM, newer, measurement(1.05, 64), label="new")
@@ -293,10 +293,6 @@ class TestStored:
         latest = Leaderboard.from_frame(PROBLEM, frame)
         assert latest.frame["ratio_to_torch_mm"].iloc[0] == pytest.approx(1.05)
         assert "Rows of other devices or software versions, left out: 1." in latest.note
-        given = Leaderboard.from_frame(PROBLEM, frame, DEVICE)
-        assert given.frame["ratio_to_torch_mm"].iloc[0] == pytest.approx(1.30)
-        foreign = dataclasses.replace(DEVICE, fingerprint=dataclasses.replace(FINGERPRINT, driver="1"))
-        assert Leaderboard.from_frame(PROBLEM, frame, foreign).frame.empty
 
     def test_devices_are_ranked_apart(self, database: Database) -> None:
         other = dataclasses.replace(

@@ -26,7 +26,7 @@ from tunegemm.store.lookup import read_file
 
 DEVICE = find_device("model:h200")
 PROBLEM = Problem.parse("128x128x64")
-CANDIDATE = candidate_of("cute_sm90", {})
+CANDIDATE = candidate_of("cute_sm90")
 KEY = families.get("cute_sm90").kernel_key(PROBLEM, CANDIDATE, DEVICE)
 MEASURED = Measurement(CANDIDATE, (1.0, 1.1, 1.2), (2.0, 2.1, 2.2), 1e-3, 0.003)
 

@@ -183,7 +183,7 @@ class TestMerge:
         into = str(tmp_path / "all.sqlite")
         report = merge(sources[::-1] if swapped else sources, into)
         (conflict,) = report.conflicts
-        assert (conflict.kept, conflict.other) == (KERNEL, OTHER)
+        assert (conflict.kept, conflict.other) == (f"{KERNEL.launch_params}", f"{OTHER.launch_params}")
         assert conflict.reason == "its ratio is the higher"
         with Database.open(into, read_only=True) as database:
             (record,) = database.records()
@@ -208,7 +208,7 @@ class TestMerge:
             long = replace(full, samples_us=full.samples_us * 9, baseline_us=full.baseline_us * 9)
             database.publish(PROBLEM, DEVICE, long)
         (conflict,) = merge([str(tmp_path / "search.sqlite"), raced], str(tmp_path / "c.sqlite")).conflicts
-        assert conflict.kept == KERNEL and conflict.reason == "it won a final race"
+        assert conflict.kept == f"{KERNEL.launch_params}" and conflict.reason == "it won a final race"
 
     def test_a_missing_source_changes_nothing(self, tmp_path: Path) -> None:
         a = self.make(tmp_path / "a.sqlite", 1.2, 1)

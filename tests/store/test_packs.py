@@ -50,8 +50,8 @@ def record(problem: Problem, candidate: Candidate) -> Record:
 
 
 RECORDS = [
-    record(CUTE, candidate_of("cute_sm90", {})),
-    record(TRITON, candidate_of("triton_tma", {})),
+    record(CUTE, candidate_of("cute_sm90")),
+    record(TRITON, candidate_of("triton_tma")),
     record(TORCH, TORCH_MM),
 ]
 

@@ -51,9 +51,6 @@ class TestLeaders(Store):
         assert_frame_equal(narrow.frame, whole.frame, check_dtype=False, check_exact=False)
         assert (narrow.title, narrow.note) == (whole.title, whole.note)
 
-    def test_one_device(self, filled: Database) -> None:
-        assert list(leaders(filled, VENDOR_FAMILY, device_name="NVIDIA Unheard")["ratio"].round(2)) == [1.05]
-
     def test_an_empty_database(self, database: Database) -> None:
         board = Leaderboard.best_of_all(leaders(database, VENDOR_FAMILY))
         assert board.frame.empty and "Nothing was measured" in board.render("table")

@@ -121,7 +121,7 @@ def root(
         typer.echo(context.get_help())
 
 
-app.command("tune", cls=tune.Command)(tune.command)
+app.command("tune", cls=tune.Command)(options.of_problems(tune.command, required=False))
 # What follows the program's name is the program's.
 app.command("record", context_settings={"allow_interspersed_args": False})(record.command)
 app.command("leaderboard")(leaderboard.command)
@@ -129,13 +129,12 @@ app.command("verify")(verify.command)
 app.command("pack")(pack.pack_command)
 app.command("load")(pack.load_command)
 app.command("unload")(pack.unload_command)
-app.command("history")(history.history)
+app.command("history")(options.of_problems(history.history))
 app.command("regress")(history.regress)
 app.add_typer(db.app, name="db")
-app.command("report")(report.report)
-app.command("plot")(report.plot)
-app.command("space")(space.command)
-app.command("explain")(explain.command)
+app.command("report")(report.command)
+app.command("space")(options.of_problems(space.command))
+app.command("explain")(options.of_problems(explain.command))
 app.command("doctor")(doctor.command)
 
 

@@ -13,8 +13,7 @@ from tunegemm.cli.options import UsageError
 from tunegemm.files import descriptor
 
 if TYPE_CHECKING:
-    from tunegemm.describe.device import Device
-    from tunegemm.store.exchange import Conflict, Report
+    from tunegemm.store.exchange import Report
     from tunegemm.store.formats import Format
 
 app = typer.Typer(help="Exchange and merge tuning databases.", rich_markup_mode=None, no_args_is_help=True)
@@ -37,11 +36,6 @@ def export_command(
     ] = None,
     format: FormatName = None,
     shape: options.SomeShapes = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Of A and B. Default: any.")] = None,
-    layout: Annotated[str | None, typer.Option("--layout", help="tn, tt, nn or nt. Default: any.")] = None,
-    fingerprint: Annotated[
-        str | None, typer.Option("--fingerprint", metavar="DIGEST", help="Or its start. Default: any.")
-    ] = None,
     records: Annotated[
         Path | None,
         typer.Option(
@@ -55,20 +49,16 @@ def export_command(
     """Write measurements, failures and the history of records to a file."""
     if (out is None) == (records is None):
         raise UsageError("export needs --out FILE, or --records FOLDER")
-    if records is not None and (shape or dtype or layout or fingerprint or format):
+    if records is not None and (shape or format):
         raise UsageError("--records takes every confirmed record; to choose some, use --out FILE")
     chosen = None if out is None else _format(format, out)
     shapes = options.parse_shapes(shape)
-    options.problem_filter(shape, dtype, layout)  # raises for words that are not known
-    from tunegemm.describe.problem import normalize_dtype
     from tunegemm.store import Database
-    from tunegemm.store.exchange import dump, select_rows, sound
+    from tunegemm.store.exchange import dump, of_shapes, sound
     from tunegemm.store.formats import write
 
-    wanted_dtype = normalize_dtype(dtype) if dtype else None
     skipped: list[str] = []
     with Database.open(db, read_only=True) as database:
-        options.require_fingerprint(database, fingerprint, "--fingerprint")
         if records is not None:
             from tunegemm.store.shipped import latest_confirmed, write_records
 
@@ -79,10 +69,7 @@ def export_command(
                 )
         else:
             assert out is not None and chosen is not None
-            rows = select_rows(
-                sound(dump(database), skipped),
-                shapes=shapes, dtype=wanted_dtype, layout=layout, fingerprint=fingerprint,
-            )  # fmt: skip
+            rows = of_shapes(sound(dump(database), skipped), shapes)
             first = next(rows, None)
             if first is None:
                 _name_skipped(skipped)
@@ -137,20 +124,11 @@ def import_command(
 def merge_command(
     sources: Annotated[list[str], typer.Argument(metavar="DB...", help="Paths or URLs; only read.")],
     into: Annotated[str, typer.Option("--into", metavar="DB", help="Written; created when missing.")],
-    rerace: Annotated[
-        bool, typer.Option("--rerace", help="Race the two records of each conflict on this GPU.")
-    ] = False,
-    device: options.GpuSpec = None,
 ) -> None:
     """Merge databases. Records that disagree are listed, and decided by the evidence."""
     from tunegemm.store.exchange import merge
-    from tunegemm.tuning.tuner import open_gpu
 
-    racing = open_gpu(device) if rerace else None
-    report = merge(sources, into)
-    _print(into, report)
-    if racing is not None and report.conflicts:
-        _rerace(into, report.conflicts, racing)
+    _print(into, merge(sources, into))
 
 
 @app.command("upgrade")
@@ -193,37 +171,15 @@ def layers_command() -> None:
         options.say(f"tunegemm: {warning}", err=True)
 
 
-def _rerace(into: str, conflicts: list[Conflict], device: Device) -> None:
-    from tunegemm.store import Database
-    from tunegemm.tuning.tuner import Tuner
-
-    with Database.open(into) as database, Tuner(device, database) as tuner:
-        for conflict in conflicts:
-            if conflict.fingerprint != device.fingerprint:
-                options.say(
-                    f"{conflict.problem}: not raced, its fingerprint {conflict.fingerprint.digest} "
-                    f"is not this device's, {device.fingerprint.digest}"
-                )
-                continue
-            best = tuner.race(conflict.problem, [conflict.kept, conflict.other]).best
-            words = (
-                "nothing could be measured"
-                if best is None
-                else f"{best.candidate}, {best.ratio:.3f} of torch.mm"
-            )
-            options.say(f"{conflict.problem}: raced, the record is {words}")
-
-
 def _print(name: str, report: Report) -> None:
     options.say(
         f"{name}: {report.added} rows added, {report.known} known already, {len(report.skipped)} left out"
     )
     _name_skipped(report.skipped)
     for conflict in report.conflicts:
-        kept, other = conflict.labels
         options.say(
-            f"conflict {conflict.problem} on {conflict.fingerprint.device_name}: "
-            f"{kept} over {other}, {conflict.reason}"
+            f"conflict {conflict.problem} on {conflict.device_name}: "
+            f"{conflict.kept} over {conflict.other}, {conflict.reason}"
         )
 
 

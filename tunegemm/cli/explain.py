@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tunegemm.cli import options
+from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
-
-if TYPE_CHECKING:
-    from tunegemm.describe.space import Candidate
 
 
 def command(
-    shape: options.Shapes,
-    dtype: options.Dtype = "bf16",
-    out_dtype: options.OutDtype = None,
-    layout: options.Layout = "tn",
-    alignment: options.Alignment = None,
-    epilogue: options.EpilogueText = "",
-    accumulation: options.Accumulation = "fast",
+    problems: list[Problem],
     candidate: Annotated[
         str | None,
         typer.Option(
@@ -34,10 +26,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
     """Show the roofline of a shape, of a tile, and which kernel tunegemm.matmul would use."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue, accumulation)
-    from tunegemm.report.explain import explain_problem
+    from tunegemm.report.explain import candidate_of, explain_problem
 
-    chosen = _candidate(candidate)
+    chosen = candidate_of(candidate) if candidate is not None else None
     opened = options.open_analysed(device)
     found = [explain_problem(problem, opened, candidate=chosen, database=db) for problem in problems]
     if as_json:
@@ -45,14 +36,3 @@ def command(
         return
     for explanation in found:
         options.say(*str(explanation).splitlines())
-
-
-def _candidate(text: str | None) -> Candidate | None:
-    if text is None:
-        return None
-    from tunegemm.report.explain import candidate_of
-
-    family, *pairs = text.split(",")
-    if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise options.UsageError(f"candidate {text!r}: {wrong[0]!r} is not NAME=VALUE")
-    return candidate_of(family, dict(pair.split("=", 1) for pair in pairs))

@@ -11,6 +11,7 @@ import typer
 from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
 from tunegemm.describe.command import tune_command
+from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
 
 if TYPE_CHECKING:
@@ -20,18 +21,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 
 
 def history(
-    shape: options.Shapes,
-    dtype: options.Dtype = "bf16",
-    out_dtype: options.OutDtype = None,
-    layout: options.Layout = "tn",
-    alignment: options.Alignment = None,
-    epilogue: options.EpilogueText = "",
-    accumulation: options.Accumulation = "fast",
+    problems: list[Problem],
     as_json: AsJson = False,
     db: options.DatabaseLocation = None,
 ) -> None:
     """Print every record that a shape ever had, oldest first."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue, accumulation)
     from tunegemm.store import Database
 
     with Database.open(db, read_only=True) as database:
@@ -43,17 +37,14 @@ def history(
             f"{location}: no record of {missing[0]}; run `{tune_command(missing[0])}` on a GPU first"
         )
     if as_json:
+        names = ("label", "median_us", "ratio", "confirmed", "kernel_source")
         documents = [
             {
                 "problem": str(problem),
                 "chosen_at": choice.chosen_at.isoformat(),
                 "candidate": choice.candidate.digest,
-                "label": choice.label,
-                "median_us": choice.median_us,
-                "ratio": choice.ratio,
-                "confirmed": choice.confirmed,
-                "kernel_source": choice.kernel_source,
                 "fingerprint": choice.fingerprint.digest,
+                **{name: getattr(choice, name) for name in names},
             }
             for problem, choices in found.items()
             for choice in choices
@@ -62,10 +53,9 @@ def history(
         return
     for problem, choices in found.items():
         options.say(problem)
-        for choice in choices:
-            record = choice
+        for record in choices:
             options.say(
-                f"  {choice.chosen_at:%Y-%m-%d %H:%M}  {record.median_us:9.2f} us"
+                f"  {record.chosen_at:%Y-%m-%d %H:%M}  {record.median_us:9.2f} us"
                 f"  {record.ratio:6.3f} of torch.mm  {'final race' if record.confirmed else 'search':10}"
                 f"  {record.label}  [{record.fingerprint.device_name}, {record.fingerprint.digest}]"
             )
@@ -122,32 +112,24 @@ def parse_since(text: str) -> datetime | str:
 
 
 def _line(one: Comparison) -> str:
-    before, after = one.before.measurement, one.after.measurement
+    before, after = one.before, one.after
     return (
         f"{one.verdict:6}  {one.problem}  {before.median_us:.2f} to {after.median_us:.2f} us, "
         f"{before.ratio:.3f} to {after.ratio:.3f} of torch.mm ({100 * one.change:+.1f} % by {one.by})  "
-        f"{one.before.label} to {one.after.label}  [{one.changed}]"
+        f"{before.label} to {after.label}  [{one.changed}]"
     )
 
 
 def _document(one: Comparison) -> dict[str, object]:
-    return {
-        "problem": str(one.problem),
-        "verdict": one.verdict,
-        "change": one.change,
-        "by": one.by,
-        "changed": one.changed,
-        **{
-            name: {
-                "candidate": entry.candidate.digest,
-                "label": entry.label,
-                "median_us": entry.measurement.median_us,
-                "baseline_median_us": entry.measurement.baseline_median_us,
-                "ratio": entry.measurement.ratio,
-                "noise": entry.measurement.noise,
-                "fingerprint": entry.fingerprint.digest,
-                "measured_at": entry.measured_at.isoformat(),
-            }
-            for name, entry in (("before", one.before), ("after", one.after))
-        },
+    names = ("label", "median_us", "baseline_median_us", "ratio", "noise")
+    both = {"before": one.before, "after": one.after}
+    facts = {name: getattr(one, name) for name in ("verdict", "change", "by", "changed")}
+    return {"problem": str(one.problem), **facts} | {
+        which: {name: getattr(record, name) for name in names}
+        | {
+            "candidate": record.candidate.digest,
+            "fingerprint": record.fingerprint.digest,
+            "measured_at": record.measured_at.isoformat(),
+        }
+        for which, record in both.items()
     }

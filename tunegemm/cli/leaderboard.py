@@ -25,21 +25,10 @@ class Format(StrEnum):
     csv = "csv"
     json = "json"
     md = "md"
-    html = "html"
-    parquet = "parquet"
-
-
-class By(StrEnum):
-    shape = "shape"
-    family = "family"
-    device = "device"
 
 
 def command(
-    shape: Annotated[
-        list[str] | None,
-        typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated. Default: the best of each."),
-    ] = None,
+    shape: options.SomeShapes = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of A and B. Default: any.")] = None,
     out_dtype: Annotated[str | None, typer.Option("--out-dtype", help="Of D. Default: any.")] = None,
     layout: Annotated[str | None, typer.Option("--layout", help="tn, tt, nn or nt. Default: any.")] = None,
@@ -52,10 +41,6 @@ def command(
             "--device", metavar="NAME", help="Only this one, by its name or a part of it. Default: all."
         ),
     ] = None,
-    by: Annotated[
-        By,
-        typer.Option("--by", help="Rows without --shape: shapes, or families or devices over all shapes."),
-    ] = By.shape,
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write there, not to the terminal.")
@@ -68,15 +53,13 @@ def command(
     shapes = options.parse_shapes(shape)
     if family is not None:
         options.parse_families(family)
-    if format is Format.parquet and out is None:
-        raise options.UsageError("--format parquet is not for a terminal: name a file with --out")
-    from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, parquet
-    from tunegemm.report.stored import of_all_layers, problems_of
+    from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, problems_of
+    from tunegemm.report.stored import of_all_layers
     from tunegemm.store import Database
     from tunegemm.store.leaders import leaders
 
     # Of a large database every shape's best is read, and nothing else.
-    narrow = not shapes and by is By.shape and family is None
+    narrow = not shapes and family is None
 
     def read(database: Database) -> pandas.DataFrame:
         if narrow:
@@ -105,16 +88,10 @@ def command(
     problems = problems_of(frame)
     if narrow:
         boards = [Leaderboard.best_of_all(frame)]
-    elif shapes and by is By.shape:
+    elif shapes:
         boards = [Leaderboard.from_frame(problem, frame) for problem in problems]
-    elif by is By.shape:
-        boards = [Leaderboard.summary(frame)]
     else:
-        boards = [Leaderboard.standings(frame, "family" if by is By.family else "device")]
-    if format is Format.parquet:
-        assert out is not None
-        parquet(boards, top, out)
-        return
+        boards = [Leaderboard.summary(frame)]
     console = options.stdout_console()
     if format is Format.table and out is None and console.is_terminal:
         for board in boards:
@@ -153,12 +130,8 @@ def _of(problems: list[Problem], frame: pandas.DataFrame) -> pandas.DataFrame:
 
 def _render(boards: list[Leaderboard], format: Format, top: int | None) -> str:
     """One document for all boards: JSON a list, CSV under one header."""
-    from tunegemm.report.leaderboard import html
-
     if format is Format.json:
         return to_json([board.as_dict(top) for board in boards]) + "\n"
-    if format is Format.html:
-        return html(boards, top)
     texts = [board.render(format.value, top) for board in boards]
     if format is Format.csv:
         return "".join([texts[0], *(text.partition("\n")[2] for text in texts[1:])])

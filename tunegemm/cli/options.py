@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,56 +22,8 @@ if TYPE_CHECKING:
     from tunegemm.describe.device import Device
     from tunegemm.store import Database
 
-Shapes = Annotated[
-    list[str],
-    typer.Option("--shape", metavar="MxNxK[xL]", help="Extents, and the batch if any; may be repeated."),
-]
-ShapesOrFile = Annotated[
-    list[str] | None,
-    typer.Option("--shape", metavar="MxNxK[xL]", help="Extents, and the batch if any; may be repeated."),
-]
 SomeShapes = Annotated[
     list[str] | None, typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated. Default: all.")
-]
-Dtype = Annotated[str, typer.Option("--dtype", help=f"Element type of A and B: {', '.join(OUTPUT_DTYPES)}.")]
-OutDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--out-dtype",
-        help="Element type of D: bf16, fp16 or fp32; of fp8 operands also fp8_e4m3 or fp8_e5m2; "
-        "of int8 int32, or with scales bf16, fp16 or fp32. "
-        "Default: as A and B; of fp8 bf16, of tf32 fp32, of int8 int32.",
-    ),
-]
-Accumulation = Annotated[
-    str,
-    typer.Option(
-        "--accumulation",
-        help="How sums of fp8 products are kept: fast, or two_level, in fp32 from every 128 of k on.",
-    ),
-]
-Layout = Annotated[
-    str,
-    typer.Option(
-        "--layout",
-        help="Layout of A and B: tn (both K-major: activations times a transposed weight), tt, nn or nt.",
-    ),
-]
-Alignment = Annotated[
-    int | None,
-    typer.Option(
-        "--alignment",
-        metavar="BYTES",
-        help="Of the operands' addresses and strides: 1 to 16. Default: that of packed operands.",
-    ),
-]
-EpilogueText = Annotated[
-    str,
-    typer.Option(
-        "--epilogue",
-        metavar="STEPS",
-        help="What becomes of the product in the same kernel, such as bias_n+gelu_tanh, swiglu or residual.",
-    ),
 ]
 DeviceSpec = Annotated[
     str | None,
@@ -122,29 +76,81 @@ def count_option(flag: str, help: str) -> Any:
     return typer.Option(flag, metavar="N", callback=_positive, help=help)
 
 
+Workers = Annotated[int | None, count_option("--workers", "Compile workers. Default: by cores and RAM.")]
+
+
 def parse_problems(
-    shapes: list[str],
-    dtype: str,
-    out_dtype: str | None,
-    layout: str,
-    alignment: int | None = None,
-    epilogue: str = "",
-    accumulation: str = "fast",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--shape", metavar="MxNxK[xL]", help="Extents, and the batch if any; may be repeated."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help=f"Element type of A and B: {', '.join(OUTPUT_DTYPES)}.")
+    ] = "bf16",
+    out_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--out-dtype",
+            help="Element type of D: bf16, fp16 or fp32; of fp8 operands also fp8_e4m3 or fp8_e5m2; "
+            "of int8 int32, or with scales bf16, fp16 or fp32. "
+            "Default: as A and B; of fp8 bf16, of tf32 fp32, of int8 int32.",
+        ),
+    ] = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--layout",
+            help="Layout of A and B: tn (both K-major: activations times a transposed weight), tt, nn or nt.",
+        ),
+    ] = "tn",
+    alignment: Annotated[
+        int | None,
+        typer.Option(
+            "--alignment",
+            metavar="BYTES",
+            help="Of the operands' addresses and strides: 1 to 16. Default: that of packed operands.",
+        ),
+    ] = None,
+    epilogue: Annotated[
+        str,
+        typer.Option(
+            "--epilogue",
+            metavar="STEPS",
+            help="What becomes of the product in the same kernel, such as bias_n+gelu_tanh, swiglu or "
+            "residual.",
+        ),
+    ] = "",
+    accumulation: Annotated[
+        str,
+        typer.Option(
+            "--accumulation",
+            help="How sums of fp8 products are kept: fast, or two_level, in fp32 from every 128 of k on.",
+        ),
+    ] = "fast",
 ) -> list[Problem]:
     """The problems of a command line, in order, without repetitions. Raises ProblemError."""
-    problems = [
-        Problem.parse(
-            shape,
-            dtype=dtype,
-            out_dtype=out_dtype,
-            layout=layout,
-            alignment=alignment,
-            epilogue=epilogue,
-            accumulation=accumulation,
-        )
-        for shape in shapes
-    ]
-    return list(dict.fromkeys(problems))
+    how: dict[str, Any] = {"dtype": dtype, "out_dtype": out_dtype, "layout": layout, "alignment": alignment}
+    how |= {"epilogue": epilogue, "accumulation": accumulation}
+    return list(dict.fromkeys(Problem.parse(text, **how) for text in shape or ()))
+
+
+def of_problems(command: Callable[..., None], *, required: bool = True) -> Callable[..., None]:
+    """The command with the options of `parse_problems`; its first parameter becomes their problems.
+
+    required: whether `--shape` is.
+    """
+    shared = dict(inspect.signature(parse_problems, eval_str=True).parameters)
+    if required:
+        shared["shape"] = shared["shape"].replace(default=inspect.Parameter.empty)
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(parse_problems(**{name: given.pop(name) for name in shared}), **given)
+
+    named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*shared.values(), *own)]
+    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    return run
 
 
 def open_analysed(spec: str | None) -> Device:
@@ -203,14 +209,14 @@ def parse_shapes(shapes: list[str] | None) -> list[str]:
 _DURATION = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9}(?:\.\d{1,9})?)s?)?", re.ASCII)
 
 
-def parse_seconds(text: str, flag: str = "--budget") -> float:
+def parse_seconds(text: str) -> float:
     """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``. Raises UsageError for anything else."""
     match = _DURATION.fullmatch(text.strip().lower())
     hours, minutes, seconds = match.groups() if match else (None, None, None)
     total = 3600 * int(hours or 0) + 60 * int(minutes or 0) + float(seconds or 0)
     if total <= 0:
         raise UsageError(
-            f"{flag} {clean(repr(text), 60)} is not a duration; for example 90, 90s, 10m or 1h30m"
+            f"--budget {clean(repr(text), 60)} is not a duration; for example 90, 90s, 10m or 1h30m"
         )
     return total
 

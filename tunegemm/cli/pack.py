@@ -35,9 +35,7 @@ def pack_command(
     no_compile: Annotated[
         bool, typer.Option("--no-compile", help="Refuse where a kernel is not in the store.")
     ] = False,
-    workers: Annotated[
-        int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
-    ] = None,
+    workers: options.Workers = None,
     db: options.OneDatabase = None,
 ) -> None:
     """Write records and their compiled kernels to one file, for `tunegemm load` on a serving host."""
@@ -56,7 +54,14 @@ def pack_command(
     else:
         with Database.open(db, read_only=True) as database:
             records = database.records()
-    chosen = packing.select(records, gpu=gpu, shapes=shapes, problems=problems, families=names)
+    chosen = [
+        record
+        for record in records
+        if (gpu is None or gpu.lower() in record.fingerprint.device_name.lower())
+        and (not shapes or record.problem.shape in shapes)
+        and (problems is None or record.problem in problems)
+        and (names is None or record.candidate.family in names)
+    ]
     if not chosen:
         raise UsageError(f"none of {len(records)} records is of that kind; see `tunegemm db layers`")
     with replacing(out, PackError) as part:  # which is refused before kernels compile for minutes
@@ -104,19 +109,13 @@ def unload_command(
 
 def _describe(pack: Pack) -> str:
     """What a pack holds and, with a GPU, how much of it is of use here; what is missing goes to stderr."""
-    from tunegemm.describe.device import cuda_device_count, find_device
-    from tunegemm.store.packing import cannot_launch
-    from tunegemm.store.validity import judge_stored
+    from tunegemm.store.packing import cannot_launch, refused_here
 
     records = pack.records
     for name, why in cannot_launch(records).items():
         options.say(f"tunegemm: {name}: {why}", err=True)
     gpus = ", ".join(sorted({record.fingerprint.device_name for record in records}))
     text = f"{len(records)} records of {gpus}, {pack.objects()} kernels"
-    if not cuda_device_count():
-        return text
-    here = find_device("cuda:0").fingerprint
-    judgements = [judge_stored(record, here) for record in records]
-    if refused := [judgement for judgement in judgements if not judgement.usable]:
+    if refused := refused_here(records):
         text += f"; {len(records) - len(refused)} usable on this GPU, others not: {refused[0].reason}"
     return text

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import options
+from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
 
 if TYPE_CHECKING:
@@ -24,13 +25,7 @@ class Format(StrEnum):
 
 
 def command(
-    shape: options.Shapes,
-    dtype: options.Dtype = "bf16",
-    out_dtype: options.OutDtype = None,
-    layout: options.Layout = "tn",
-    alignment: options.Alignment = None,
-    epilogue: options.EpilogueText = "",
-    accumulation: options.Accumulation = "fast",
+    problems: list[Problem],
     family: Annotated[
         str | None, typer.Option("--family", metavar="NAME[,NAME]", help="Kernel families. Default: all.")
     ] = None,
@@ -42,7 +37,6 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
-    problems = options.parse_problems(shape, dtype, out_dtype, layout, alignment, epilogue, accumulation)
     from tunegemm.report.census import take_census
 
     spaces = _spaces(options.parse_families(family), space_file)

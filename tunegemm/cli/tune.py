@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 
 from tunegemm.cli import options
 from tunegemm.describe.command import command_line, tune_command
+from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read
 from tunegemm.report.text import clean, to_json
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tunegemm.describe.device import Device
-    from tunegemm.describe.problem import Problem
+    from tunegemm.describe.space import Candidate
     from tunegemm.describe.workload import Demand
+    from tunegemm.measure.outcome import Outcome
     from tunegemm.report.leaderboard import Leaderboard
     from tunegemm.store import Database
     from tunegemm.tuning.cluster import Pool
@@ -51,8 +53,8 @@ class Command(TyperCommand):
 
 
 def command(
+    asked_for: list[Problem],
     context: typer.Context,
-    shape: options.ShapesOrFile = None,
     from_file: Annotated[
         Path | None,
         typer.Option(
@@ -61,12 +63,6 @@ def command(
             help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON.",
         ),
     ] = None,
-    dtype: options.Dtype = "bf16",
-    out_dtype: options.OutDtype = None,
-    layout: options.Layout = "tn",
-    alignment: options.Alignment = None,
-    epilogue: options.EpilogueText = "",
-    accumulation: options.Accumulation = "fast",
     effort: Annotated[
         Effort | None,
         typer.Option(
@@ -109,9 +105,7 @@ def command(
         ),
     ] = None,
     db: options.DatabaseLocation = None,
-    workers: Annotated[
-        int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
-    ] = None,
+    workers: options.Workers = None,
     with_backward: Annotated[
         bool,
         typer.Option("--with-backward", help="Tune the two products of each shape's backward pass, too."),
@@ -129,29 +123,15 @@ def command(
     ] = False,
 ) -> None:
     """Find and remember the fastest kernel for each shape, or for the products of a program."""
-    if bool(shape) == (from_file is not None):
+    if bool(asked_for) == (from_file is not None):
         raise options.UsageError(
             "give either --shape or --from: --shape 4096x4096x4096, or --from shapes.json"
         )
     if from_file is not None:
-        given = [
-            flag
-            for flag, value in (
-                ("--out-dtype", out_dtype),
-                ("--alignment", alignment),
-                ("--epilogue", epilogue),
-                ("--accumulation", accumulation != "fast"),
-            )
-            if value
-        ]
-        given += ["--dtype"] * (dtype != "bf16") + ["--layout"] * (layout != "tn")
-        given += ["--with-backward"] * with_backward
-        if given:
+        of_shapes = {"dtype", "out_dtype", "layout", "alignment", "epilogue", "accumulation", "with_backward"}
+        if given := [flag for name, flag in given_options(context).items() if name in of_shapes]:
             raise options.UsageError(f"{', '.join(given)} with --from: the file says that of each product")
     demands, refused = read(from_file) if from_file is not None else ([], [])
-    asked_for = options.parse_problems(
-        shape or [], dtype, out_dtype, layout, alignment, epilogue, accumulation
-    )
     problems: dict[Problem, Problem] = {}  # each with the first that asks for it
     for forward in asked_for:
         for problem in (forward, *(forward.backward() if with_backward else ())):
@@ -162,13 +142,9 @@ def command(
         raise options.UsageError(f"{' and '.join(named)}: give one of them")
     gpus = options.parse_gpus(devices) if devices is not None else ()
     how = {
-        "families": options.parse_families(families),
-        "workers": workers,
-        "seed": seed,
-        "compiled_only": compiled_only,
-        "energy": energy,
-    }
-
+        "families": options.parse_families(families), "workers": workers, "seed": seed,
+        "compiled_only": compiled_only, "energy": energy,
+    }  # fmt: skip
     from tunegemm.cli.progress import ProgressView
     from tunegemm.store.connection import display
     from tunegemm.tuning.progress import Request
@@ -393,61 +369,50 @@ def interruption(results: Sequence[TuneResult], again: str) -> str:
 
 def resume_command(context: typer.Context, remaining: list[Problem]) -> str:
     """The command line that goes on with the remaining problems: the same options, fewer shapes."""
-    given: dict[str, object] = {"shape": [problem.shape for problem in remaining]}
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if parameter.name != "shape" and value != parameter.default:
-            given[parameter.opts[0].removeprefix("--")] = value
-    return command_line("tune", given)
+    given = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
+    return command_line("tune", {"shape": None} | given | {"shape": [problem.shape for problem in remaining]})
+
+
+def given_options(context: typer.Context) -> dict[str, str]:
+    """The flags of the options whose values are not their defaults, by the options' names."""
+    parameters = {parameter.name or "": parameter for parameter in context.command.params}
+    return {name: one.opts[0] for name, one in parameters.items() if context.params.get(name) != one.default}
 
 
 def result_document(result: TuneResult) -> dict[str, Any]:
     """One tuning as JSON: the best, every outcome, and where the times come from."""
     from tunegemm.measure.outcome import Measurement
 
-    def outcome_document(outcome: Any) -> dict[str, Any]:
-        candidate = outcome.candidate
-        facts = {
-            "label": result.labels.get(candidate.digest, str(candidate)),
-            "candidate": json.loads(candidate.to_json()),
-            "digest": candidate.digest,
-        }
-        if isinstance(outcome, Measurement):
-            return facts | measurement_figures(outcome, result.problem, result.device)
-        return facts | {"failed": outcome.stage, "reason": outcome.reason}
+    def named(candidate: Candidate) -> dict[str, Any]:
+        label = result.labels.get(candidate.digest, str(candidate))
+        return {"label": label, "candidate": json.loads(candidate.to_json()), "digest": candidate.digest}
 
-    return {
+    def outcome_document(outcome: Outcome) -> dict[str, Any]:
+        if isinstance(outcome, Measurement):
+            return named(outcome.candidate) | measurement_figures(outcome, result.problem, result.device)
+        return named(outcome.candidate) | {"failed": outcome.stage, "reason": outcome.reason}
+
+    names = ("source", "seconds", "compiled", "interrupted", "note")
+    return {name: getattr(result, name) for name in names} | {
         "problem": asdict(result.problem),
         "shape": result.problem.shape,
         "device": result.device.spec,
         "device_name": result.device.name,
-        "source": result.source,
         "best": outcome_document(result.best) if result.best is not None else None,
         "predictions": [
-            {"label": result.labels[one.candidate.digest], "candidate": json.loads(one.candidate.to_json())}
-            | {"digest": one.candidate.digest, "predicted_us": one.total_us, "bound": one.bound}
+            named(one.candidate) | {"predicted_us": one.total_us, "bound": one.bound}
             for one in result.predictions
         ],
         "outcomes": [outcome_document(outcome) for outcome in result.outcomes],
-        "seconds": result.seconds,
-        "compiled": result.compiled,
-        "interrupted": result.interrupted,
-        "note": result.note,
     }
 
 
 def measurement_figures(measurement: Any, problem: Problem, device: Device) -> dict[str, float | None]:
     """The figures of one measurement; what a replay or a model cannot tell is None or not a number."""
-    median = measurement.median_us
-    has_baseline = bool(measurement.baseline_us)
     floor = device.roofline_us(problem)
-    return {
-        "median_us": median,
-        "tflops": problem.flops / median * 1e-6,
-        "baseline_median_us": measurement.baseline_median_us if has_baseline else None,
-        "ratio": measurement.ratio if has_baseline else None,
-        "percent_of_roofline": 100 * floor / median if floor else None,
-        "spread": measurement.spread,
-        "relative_error": measurement.relative_error,
-        "noise": measurement.noise,
-    }
+    names = ("median_us", "baseline_median_us", "ratio", "spread", "relative_error", "noise")
+    figures = {name: getattr(measurement, name) for name in names}
+    if not measurement.baseline_us:
+        figures |= {"baseline_median_us": None, "ratio": None}
+    figures["tflops"] = problem.flops / measurement.median_us * 1e-6
+    return figures | {"percent_of_roofline": 100 * floor / measurement.median_us if floor else None}

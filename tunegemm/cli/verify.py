@@ -20,9 +20,7 @@ def command(
     top: Annotated[int, options.count_option("--top", "Stored candidates per record.")] = 5,
     device: options.GpuSpec = None,
     db: options.DatabaseLocation = None,
-    workers: Annotated[
-        int | None, options.count_option("--workers", "Compile workers. Default: by cores and RAM.")
-    ] = None,
+    workers: options.Workers = None,
 ) -> None:
     """Race the records that another driver or library patch left in doubt, and their stored rivals, again."""
     shapes = options.parse_shapes(shape)

@@ -1,4 +1,4 @@
-"""What figures show, computed: the same for the HTML page and for image files."""
+"""What the figures and tables of the page show, computed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tunegemm.describe.space import Candidate
+from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.statistics import NOISE_FLOOR
-from tunegemm.report.evidence import Details, Trial, Winner
+from tunegemm.report.evidence import Details, Winner
 from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.search.importance import Importance, importance
+from tunegemm.store.record import Record
 
 
 @dataclass(frozen=True)
@@ -19,14 +22,14 @@ class Grid:
     title: str
     tile_m: tuple[int, ...]
     tile_n: tuple[int, ...]
-    best: Mapping[tuple[int, int], Trial]
+    best: Mapping[tuple[int, int], Record]
     """By (tile_m, tile_n); tiles that were not tried are missing."""
 
 
-def best_so_far(trials: Sequence[Trial]) -> list[tuple[int, float]]:
-    """Number of the trial and the ratio, wherever a trial was better than all before; races left out."""
+def best_so_far(trials: Sequence[Record]) -> list[tuple[int, float]]:
+    """Number of the trial and the ratio, wherever a trial was better than all before."""
     steps: list[tuple[int, float]] = []
-    for number, trial in enumerate((t for t in trials if t.stage != "race"), 1):
+    for number, trial in enumerate(trials, 1):
         if not steps or trial.ratio > steps[-1][1]:
             steps.append((number, trial.ratio))
     return steps
@@ -34,9 +37,8 @@ def best_so_far(trials: Sequence[Trial]) -> list[tuple[int, float]]:
 
 def gap(details: Details) -> str:
     """Why the record's ratio is not where the curve of its search ends; empty where the two agree."""
-    record = details.winner.record
-    tried = [trial for trial in details.sequence if trial.stage != "race"]
-    if not tried or tie_of(best_so_far(tried)[-1][1], record.ratio):
+    record, tried = details.winner.record, details.tried
+    if not tried or abs(math.log(best_so_far(tried)[-1][1] / record.ratio)) <= math.log1p(NOISE_FLOOR):
         return ""
     own = [trial.ratio for trial in tried if trial.candidate == record.candidate]
     if not own:
@@ -48,18 +50,13 @@ def gap(details: Details) -> str:
     )
 
 
-def tie_of(one: float, other: float) -> bool:
-    """Whether two ratios look the same in a figure."""
-    return abs(math.log(one / other)) <= math.log1p(NOISE_FLOOR)
-
-
-def tile_grids(trials: Sequence[Trial]) -> list[Grid]:
+def tile_grids(trials: Sequence[Record]) -> list[Grid]:
     """The best of each tile per family and schedule; the fastest grid first. Libraries have no tiles.
 
     Of the search alone, where there is one: ratios of its trials and of a race do not compare.
     """
-    found: dict[tuple[str, str], dict[tuple[int, int], Trial]] = {}
-    for trial in [trial for trial in trials if trial.stage != "race"] or trials:
+    found: dict[tuple[str, str], dict[tuple[int, int], Record]] = {}
+    for trial in [trial for trial in trials if trial.policy == SCREEN] or trials:
         params = trial.candidate.params
         tile_m, tile_n = params.get("tile_m"), params.get("tile_n")
         if (
@@ -81,16 +78,13 @@ def tile_grids(trials: Sequence[Trial]) -> list[Grid]:
     return sorted(grids, key=lambda grid: -max(trial.ratio for trial in grid.best.values()))
 
 
-def importances(trials: Iterable[Trial]) -> dict[str, Importance]:
+def importances(trials: Iterable[Record]) -> dict[str, Importance]:
     """By family; those of a library and those with too few trials are left out."""
-    results: dict[str, dict[object, tuple[Trial, float]]] = {}
+    ratios: dict[str, dict[Candidate, float]] = {}
     for trial in trials:
-        if trial.candidate.family != VENDOR_FAMILY and trial.stage != "race":
-            results.setdefault(trial.candidate.family, {})[trial.candidate] = (trial, trial.ratio)
-    judged = {
-        family: importance([(trial.candidate, ratio) for trial, ratio in rows.values()])
-        for family, rows in results.items()
-    }
+        if trial.candidate.family != VENDOR_FAMILY and trial.policy == SCREEN:
+            ratios.setdefault(trial.candidate.family, {})[trial.candidate] = trial.ratio
+    judged = {family: importance(list(found.items())) for family, found in ratios.items()}
     return {family: one for family, one in judged.items() if one.compile or one.launch}
 
 
@@ -105,9 +99,9 @@ def ratio_limits(winners: Sequence[Winner]) -> tuple[float, float]:
     return low / margin, high * margin
 
 
-def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round values between two ends of a linear axis."""
-    raw = (high - low) / max(most - 1, 1)
+def linear_ticks(low: float, high: float) -> list[float]:
+    """Some six round values between two ends of a linear axis."""
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(unit * power for unit in (1, 2, 2.5, 5, 10) if unit * power >= raw * 0.999999)
     return [

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tunegemm.describe.device import Device
@@ -43,10 +43,8 @@ class Census:
 
     def asdict(self) -> dict[str, Any]:
         """For JSON; the device by its spec."""
-        facts = {name: getattr(self, name) for name in ("family", "kernels", "launches", "size")}
-        facts |= {"problem": asdict(self.problem), "device": self.device.spec}
-        facts |= {"feasible_kernels": self.feasible_kernels, "feasible": self.feasible}
-        return facts | {"rejected": dict(self.rejected), "examples": dict(self.examples)}
+        facts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return facts | {"size": self.size, "problem": asdict(self.problem), "device": self.device.spec}
 
 
 def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:

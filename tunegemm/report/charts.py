@@ -1,6 +1,6 @@
-"""The report's figures, drawn by matplotlib: inline in the HTML page, or as image files.
+"""The report's figures, drawn by matplotlib and put into the HTML page.
 
-In the page colours are the variables of `assets/page.css`, so that figures follow it into the dark and onto
+Colours are the variables of `assets/page.css`, so that figures follow it into the dark and onto
 paper, and each mark of the roofline is an element of its own that the page's script explains.
 """
 
@@ -11,16 +11,14 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.errors import TunegemmError
-from tunegemm.files import replacing
 from tunegemm.report import analysis
-from tunegemm.report.evidence import Details, Evidence, Trial, Verdict, Winner
+from tunegemm.report.evidence import Details, Evidence, Verdict, Winner
+from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.report.text import clean, significant
+from tunegemm.store.record import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,9 +53,6 @@ NAMED_MARKS = 600
 _LABELLED = 24
 #: Above so many trials a dot each would only blacken the figure: every n-th is drawn.
 _MOST_DOTS = 1500
-#: Rows of a figure of speed-ups; more would be an image that nothing shows.
-_MOST_ROWS = 400
-
 #: Where a name may stand beside its mark, best first: alignment, and offset in points.
 _PLACES = (
     ("left", 8, -3), ("right", -8, -3), ("left", 5, 7), ("right", -5, 7), ("left", 5, -13),
@@ -66,37 +61,11 @@ _PLACES = (
 )  # fmt: skip
 
 
-def save(kind: str, evidence: Evidence, out: Path) -> None:
-    """Draws one figure into a .png or .svg file; the same evidence gives the same file.
-
-    Kinds: see `KINDS`; those of one shape take the first of `Evidence.details`. Raises TunegemmError for
-    another ending, and where there is nothing to draw.
-    """
-    if out.suffix.lower() not in (".png", ".svg"):
-        raise TunegemmError(f"{out}: plots are .png or .svg; name such a file with --out")
-    with _style():
-        figure = _figure()
-        if kind in OF_ONE_SHAPE:
-            details = next((one for one in evidence.details if one.trials), None)
-            if details is None:
-                raise TunegemmError("there are no trials to draw; run `tunegemm tune` first")
-            OF_ONE_SHAPE[kind](figure, details)
-        else:
-            OF_ALL[kind](figure, evidence)
-        note = clean(f"{evidence.origin} {evidence.days}.")
-        figure.supxlabel(note, fontsize=8, color=_MUTED, x=0.01, ha="left")
-        metadata = {"Date": None} if out.suffix.lower() == ".svg" else {"Software": "tunegemm"}
-        try:
-            with replacing(out) as part:
-                figure.savefig(part, dpi=160, metadata=metadata)
-        except OSError as error:
-            raise TunegemmError(f"{out}: {error.strerror}; choose another --out") from None
-
-
 def inline_roofline(evidence: Evidence) -> str:
     """The roofline as an SVG element, whose marks tell their record and belong to its row of the table."""
     device, winners = evidence.device, evidence.winners
-    known = f"datasheet peaks {_peaks(evidence)}" if device.peak_tflops else "peaks of this device unknown"
+    peaks = f"{device.peak_tflops:g} TFLOP/s and {device.bandwidth_gbps / 1000:g} TB/s"
+    known = f"datasheet peaks {peaks}" if device.peak_tflops else "peaks of this device unknown"
     words = f"Roofline of {device.name}: {len(winners)} records, {known}. The table above lists every value."
     text = _inline(
         lambda figure: _roofline(figure, evidence),
@@ -119,7 +88,7 @@ def inline_roofline(evidence: Evidence) -> str:
 
 def inline_convergence(details: Details) -> str:
     """The search of one shape as an SVG element; empty where nothing but a race was measured."""
-    tried = [trial for trial in details.sequence if trial.stage != "race"]
+    tried = details.tried
     if not tried:
         return ""
     steps = analysis.best_so_far(tried)
@@ -138,7 +107,7 @@ def heat_class(ratio: float) -> str:
     return "h-4"
 
 
-def trial_told(trial: Trial) -> str:
+def trial_told(trial: Record) -> str:
     return f"{clean(trial.label)}\n{trial.ratio:.3f} \u00d7 torch.mm, {significant(trial.median_us)} \u00b5s"
 
 
@@ -152,22 +121,13 @@ def _told(winner: Winner) -> str:
     )
 
 
-def _style() -> AbstractContextManager[None]:
-    import matplotlib
-
-    return matplotlib.rc_context(_STYLE)
-
-
-def _figure() -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(layout="constrained", dpi=72)
-
-
 def _inline(draw: Callable[[Figure], None], words: str, attributes: str) -> str:
     """A figure as an SVG element of the page: the page's colours, short numbers, each id once."""
-    with _style():
-        figure, file = _figure(), io.StringIO()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        figure, file = Figure(layout="constrained", dpi=72), io.StringIO()
         draw(figure)
         figure.savefig(
             file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -198,10 +158,6 @@ def _inline(draw: Callable[[Figure], None], words: str, attributes: str) -> str:
     body = re.sub("|".join(_VARIABLES), lambda m: f"var(--{_VARIABLES[m[0]]})", body)
     body = re.sub(r">\s+<", "><", body)
     return body.replace("<svg", f'<svg aria-label="{escape(clean(words))}" {attributes}', 1)
-
-
-def _peaks(evidence: Evidence) -> str:
-    return f"{evidence.device.peak_tflops:g} TFLOP/s and {evidence.device.bandwidth_gbps / 1000:g} TB/s"
 
 
 def _roofline(figure: Figure, evidence: Evidence) -> None:
@@ -307,43 +263,9 @@ def _dots(axes: Axes, points: Sequence[tuple[float, float]], colour: str) -> Non
         axes.add_patch(dots)
 
 
-def _speedup(figure: Figure, evidence: Evidence) -> None:
-    winners = evidence.winners[:_MOST_ROWS]
-    figure.set_size_inches(8, max(2.6, 1.5 + 0.3 * len(winners)))
-    axes = figure.add_subplot()
-    axes.set_title(clean(f"Speed relative to torch.mm on {evidence.device.name}", 90))
-    axes.set(
-        xscale="log",
-        xlabel="times the speed of torch.mm, with 95 % intervals",
-        ylim=(len(winners) - 0.4, -0.6),
-    )
-    for row, winner in enumerate(winners):
-        noise = max(winner.record.noise, 0.003)
-        axes.barh(row, 1 + noise - 1 / (1 + noise), left=1 / (1 + noise), height=0.9, color=_LINE, zorder=1)
-        colour = _COLOURS[winner.verdict]
-        axes.plot([winner.low, winner.high], [row, row], color=colour, lw=2, zorder=2)
-        axes.plot(winner.record.ratio, row, _MARKERS[winner.verdict], color=colour, ms=7, zorder=3,
-                  mfc=_GROUND if winner.verdict == "equal" else colour)  # fmt: skip
-    axes.axvline(1, color=_INK, lw=1.2, zorder=1.5)
-    axes.set_yticks(range(len(winners)), [clean(winner.record.problem, 60) for winner in winners])
-    axes.grid(axis="y", visible=False)
-    low, high = analysis.ratio_limits(winners)
-    axes.set_xlim(low, high)
-    from matplotlib.ticker import NullLocator
-
-    ticks = analysis.linear_ticks(low, high, 7)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-
-
 def _convergence(figure: Figure, details: Details) -> None:
     """Every trial in order, and the best so far; the record's own ratio where a later race gave another."""
-    tried = [trial for trial in details.sequence if trial.stage != "race"]
-    if not tried:
-        raise TunegemmError(
-            f"{details.problem}: only final races are stored, no trial of a search; "
-            "use another --kind, or tune the shape into this database"
-        )
+    tried = details.tried
     figure.set_size_inches(6.4, 4)
     axes = figure.add_subplot()
     axes.set_title(clean(f"Search on {details.problem}", 80))
@@ -354,9 +276,11 @@ def _convergence(figure: Figure, details: Details) -> None:
     axes.set_ylim(low, max(best, record, 1.0) * 1.03)
     every = -(-len(tried) // _MOST_DOTS)
     shown = [(n, t) for n, t in enumerate(tried, 1) if t.ratio >= low]
-    _dots(axes, [(n, t.ratio) for n, t in shown if t.stage == "search" and n % every == 0], _MUTED)
+    library = [(n, t.ratio) for n, t in shown if t.candidate.family == VENDOR_FAMILY]
+    own = [(n, t.ratio) for n, t in shown if t.candidate.family != VENDOR_FAMILY]
+    _dots(axes, [(n, ratio) for n, ratio in own if n % every == 0], _MUTED)
     axes.plot([], [], ".", color=_MUTED, label="trial")
-    if library := [(n, t.ratio) for n, t in shown if t.stage == "library"]:
+    if library:
         axes.plot(
             *zip(*library, strict=True), "s", color=_MUTED, mfc=_GROUND, ms=5, label="the vendor's algorithm"
         )
@@ -369,65 +293,3 @@ def _convergence(figure: Figure, details: Details) -> None:
         axes.text(0.01, 0.02, f"{below} slower trials are below this figure", color=_MUTED, fontsize=8,
                   transform=axes.transAxes)  # fmt: skip
     axes.legend(frameon=False, loc="lower right")
-
-
-def _heat_map(figure: Figure, details: Details) -> None:
-    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
-
-    grids = analysis.tile_grids(details.trials)
-    if not grids:
-        raise TunegemmError(
-            f"{details.problem}: no candidate with a tile was measured; tune with more --trials"
-        )
-    figure.set_size_inches(9.5, 1.2 + 2.3 * len(grids))
-    colours = LinearSegmentedColormap.from_list("tunegemm", ["#e2a585", _GROUND, "#7ea6df"])
-    for number, grid in enumerate(grids, 1):
-        axes = figure.add_subplot(len(grids), 1, number)
-        axes.set_title(clean(f"{details.problem}: {grid.title}", 90))
-        values = [
-            [grid.best[m, n].ratio if (m, n) in grid.best else float("nan") for n in grid.tile_n]
-            for m in grid.tile_m
-        ]
-        axes.imshow(values, cmap=colours, norm=TwoSlopeNorm(1.0, 0.5, 1.15), aspect="auto")
-        for row, line in enumerate(values):
-            for column, value in enumerate(line):
-                if value == value:  # a NaN, where no such tile was tried, differs from itself
-                    axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
-        axes.set_xticks(range(len(grid.tile_n)), [str(n) for n in grid.tile_n])
-        axes.set_yticks(range(len(grid.tile_m)), [str(m) for m in grid.tile_m])
-        axes.set(xlabel="tile_n" if number == len(grids) else "", ylabel="tile_m")
-        axes.grid(visible=False)
-        axes.spines[:].set_visible(False)
-
-
-def _importance(figure: Figure, details: Details) -> None:
-    found = analysis.importances(details.trials)
-    if not found:
-        raise TunegemmError(f"{details.problem}: too few candidates were measured; tune with more --trials")
-    groups = [
-        (f"{family}, {words}", shares, hatch)
-        for family, one in found.items()
-        for words, shares, hatch in (("compile time", one.compile, ""), ("launch", one.launch, "////"))
-        if shares
-    ]
-    figure.set_size_inches(7, 1 + sum(0.5 + 0.28 * len(shares) for _, shares, _ in groups))
-    heights = [len(shares) + 1 for _, shares, _ in groups]
-    for axes, (title, shares, hatch) in zip(
-        figure.subplots(len(groups), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0], groups,
-        strict=True,
-    ):  # fmt: skip
-        names = [clean(name, 40) for name in shares]
-        axes.barh(names, [100 * share for share in shares.values()], height=0.6, hatch=hatch,
-                  color=_GROUND if hatch else _COLOURS["faster"], edgecolor=_COLOURS["faster"])  # fmt: skip
-        axes.invert_yaxis()
-        axes.set(xlim=(0, 100), title=clean(f"{details.problem}: {title}", 90))
-        axes.grid(axis="y", visible=False)
-    axes.set_xlabel("importance, % (PED-ANOVA)")
-
-
-#: What draws each kind, of all records and of one shape.
-OF_ALL: Mapping[str, Callable[[Figure, Evidence], None]] = {"roofline": _roofline, "speedup": _speedup}
-OF_ONE_SHAPE: Mapping[str, Callable[[Figure, Details], None]] = {
-    "heatmap": _heat_map, "convergence": _convergence, "importance": _importance,
-}  # fmt: skip
-KINDS = (*OF_ALL, *OF_ONE_SHAPE)

@@ -15,23 +15,14 @@ from tunegemm.describe.device import cuda_device_count, find_device, package_ver
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tunegemm.store import Record
+    pass
 
 #: `note` is worth knowing and hinders nothing; `fail` keeps tunegemm from working.
 Status = Literal["ok", "note", "fail"]
 
 _REQUIRED = (
-    "torch",
-    "triton",
-    "nvidia-cutlass-dsl",
-    "apache-tvm-ffi",
-    "optuna",
-    "sqlalchemy",
-    "alembic",
-    "pandas",
-)
+    "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "optuna", "sqlalchemy", "alembic", "pandas",
+)  # fmt: skip
 _OPTIONAL = ("nvmath-python", "nvidia-ml-py")
 
 
@@ -72,22 +63,11 @@ def examine(database: str | None = None) -> list[Check]:
 def _packages() -> Check:
     versions = {name: package_version(name) for name in _REQUIRED + _OPTIONAL}
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    missing = [name for name in _REQUIRED if not versions[name]]
-    absent = [name for name in _OPTIONAL if not versions[name]]
-    if missing:
-        return Check(
-            "packages",
-            "fail",
-            f"missing: {', '.join(missing)}; found: {found}",
-            f"pip install {' '.join(missing)}",
-        )
-    if absent:
-        return Check(
-            "packages",
-            "note",
-            f"missing: {', '.join(absent)}; found: {found}",
-            f"pip install {' '.join(absent)}",
-        )
+    kinds: list[tuple[Status, tuple[str, ...]]] = [("fail", _REQUIRED), ("note", _OPTIONAL)]
+    for status, names in kinds:
+        if missing := [name for name in names if not versions[name]]:
+            detail = f"missing: {', '.join(missing)}; found: {found}"
+            return Check("packages", status, detail, f"pip install {' '.join(missing)}")
     return Check("packages", "ok", found)
 
 
@@ -148,7 +128,7 @@ def _packs() -> list[Check]:
     from tunegemm.store import packing, packs
 
     warnings: list[str] = []
-    checks = []
+    checks, remedy = [], "load another, or unload it"
     for pack in packs.loaded(warnings):
         records = pack.records
         names = ", ".join(sorted({record.fingerprint.device_name for record in records})) or "no GPU"
@@ -157,29 +137,17 @@ def _packs() -> list[Check]:
             f"made by tunegemm {pack.version}"
         )
         troubles = [f"{name}: {why}" for name, why in packing.cannot_launch(records).items()]
-        troubles += _foreign_records(records)
+        if refused := packing.refused_here(records):
+            troubles.append(f"{len(refused)} of no use on this GPU: {refused[0].reason}")
         try:
             ArtifactStore(pack.folder).check()
         except ArtifactError as error:
             troubles.append(str(error))
         if troubles:
-            checks.append(
-                Check("pack", "note", f"{detail}; {'; '.join(troubles)}", "load another, or unload it")
-            )
+            checks.append(Check("pack", "note", "; ".join([detail, *troubles]), remedy))
         else:
             checks.append(Check("pack", "ok", detail))
-    return checks + [Check("pack", "note", line, "load another, or unload it") for line in warnings]
-
-
-def _foreign_records(records: Sequence[Record]) -> list[str]:
-    """That, and why, records of a pack are of no use on this GPU; nothing without one."""
-    if not cuda_device_count():
-        return []
-    from tunegemm.store.validity import judge_stored
-
-    here = find_device("cuda:0").fingerprint
-    refused = [verdict for record in records if not (verdict := judge_stored(record, here)).usable]
-    return [f"{len(refused)} of no use on this GPU: {refused[0].reason}"] if refused else []
+    return checks + [Check("pack", "note", line, remedy) for line in warnings]
 
 
 def _database(location: str | None) -> Check:
@@ -203,9 +171,7 @@ def _database(location: str | None) -> Check:
         return Check("database", "fail", str(error), "choose another with --db or TUNEGEMM_DB")
     detail = f"{display(place)}: {records} tuned problem(s)"
     if damaged:
-        named = "; ".join(damaged[:_NAMED]) + (
-            f"; and {len(damaged) - _NAMED} more" if damaged[_NAMED:] else ""
-        )
+        named = "; ".join(damaged[:_NAMED] + [f"and {len(damaged) - _NAMED} more"] * (len(damaged) > _NAMED))
         remedy = "they are left out; tune their shapes anew, or restore the file from a copy"
         return Check("database", "note", f"{detail}, {len(damaged)} damaged row(s): {named}", remedy)
     return Check("database", "ok", detail)
@@ -215,7 +181,7 @@ def _cache() -> Check:
     from tunegemm.generate.artifacts import ArtifactStore
 
     store = ArtifactStore()
-    folder, stored = store.root, []
+    folder = store.root
     if refusal := _refusal_to_write(folder):
         remedy = "make it writable, or name another folder in TUNEGEMM_CACHE_DIR"
         return Check("kernel cache", "fail", f"{folder}: {refusal}", remedy)
@@ -245,7 +211,7 @@ def _refusal_to_write(folder: Path) -> str:
 #: Variables that users set; `serve.torch.recording` hands the last one to child processes.
 _VARIABLES = (
     "TUNEGEMM_CACHE_DIR", "TUNEGEMM_DB", "TUNEGEMM_MODE", "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK",
-    "TUNEGEMM_POLICY", "TUNEGEMM_RECORD", "TUNEGEMM_RECORD_PARTS",
+    "TUNEGEMM_POLICY", "TUNEGEMM_RECORD_PARTS",
 )  # fmt: skip
 
 
@@ -261,10 +227,6 @@ def _environment() -> Check:
         if name.startswith("TUNEGEMM_") and name not in _VARIABLES:
             near = difflib.get_close_matches(name, _VARIABLES, 1)
             warnings.append(f"{name} is not known" + (f"; did you mean {near[0]}?" if near else ""))
-    if target := os.environ.get("TUNEGEMM_RECORD"):
-        path = Path(target)
-        if refusal := _refusal_to_write(path if path.is_dir() else path.absolute().parent):
-            warnings.append(f"TUNEGEMM_RECORD={target!r}: {refusal}")
     if warnings:
         return Check("dispatch", "note", "; ".join(warnings), "these have no effect: correct or unset them")
     return Check("dispatch", "ok", f"mode {mode}, policy {policy}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,30 +69,23 @@ class Winner:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One measured candidate."""
-
-    candidate: Candidate
-    label: str
-    ratio: float
-    median_us: float
-    stage: Literal["library", "search", "race"]
-    """The vendor's algorithms, which are tried first; the search; the final race."""
-
-
-@dataclass(frozen=True)
 class Details:
     """Everything that was tried for one problem."""
 
     winner: Winner
-    trials: tuple[Trial, ...]
+    trials: tuple[Record, ...]
     """Every measured candidate, oldest first."""
-    sequence: tuple[Trial, ...]
+    sequence: tuple[Record, ...]
     """The order in which a search measured: `trials`, or of a recording a search replayed on it."""
 
     @property
     def problem(self) -> Problem:
         return self.winner.record.problem
+
+    @property
+    def tried(self) -> list[Record]:
+        """The sequence without final races, whose ratios do not compare with a search's."""
+        return [trial for trial in self.sequence if trial.policy == SCREEN]
 
 
 @dataclass(frozen=True)
@@ -146,9 +140,7 @@ class Evidence:
     @property
     def mean_ratio(self) -> float:
         """Geometric mean over all problems."""
-        return math.exp(
-            math.fsum(math.log(winner.record.ratio) for winner in self.winners) / len(self.winners)
-        )
+        return statistics.geometric_mean(winner.record.ratio for winner in self.winners)
 
     def verdicts(self) -> Counter[Verdict]:
         return Counter(winner.verdict for winner in self.winners)
@@ -191,19 +183,14 @@ def from_database(
     latest = sorted(stored, key=lambda record: record.measured_at, reverse=True)
     details = []
     for record in stored if shapes else latest[:detailed]:
-        rows = queries.trials(database, record, MOST_TRIALS)
-        trials = tuple(
-            Trial(row.candidate, row.label or str(row.candidate), row.ratio, row.median_us,
-                  _stage(row.candidate, row.policy))
-            for row in rows
-        )  # fmt: skip
+        trials = tuple(map(_named, queries.trials(database, record, MOST_TRIALS)))
         details.append(Details(winners[record.problem], trials, trials))
     return Evidence(
         "recorded" if any(record.replayed for record in stored) else "measured",
         place,
         part,
-        _ordered(winners.values()),
-        tuple(sorted(details, key=lambda one: -one.winner.record.ratio)),
+        tuple(sorted(winners.values(), key=_slowness)),
+        tuple(sorted(details, key=lambda one: _slowness(one.winner))),
         queries.measurement_count(database, name, shapes),
         _grouped(queries.failure_counts(database, name)),
         tuple(other for other in names if other != name),
@@ -232,18 +219,20 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
         if not measured:
             continue
         count += len(measured)
-        best = _winner(_would_win(problem, measured, sweep.fingerprint, sweep.recorded_at), replay.device)
+        found = {
+            one.candidate: _recorded(problem, one, sweep.fingerprint, sweep.recorded_at) for one in measured
+        }
+        best = _winner(found[winner(problem, measured).candidate], replay.device)
         winners.append(best)
         if shapes or len(details) < detailed:
-            trials = {m.candidate: _recorded_trial(m) for m in measured}
-            order = _replayed_search(problem, trials, replay.device, best.record.candidate.family)
-            details.append(Details(best, tuple(trials.values()), tuple(trials[c] for c in order)))
+            order = _replayed_search(problem, found, replay.device, best.record.candidate.family)
+            details.append(Details(best, tuple(found.values()), tuple(found[c] for c in order)))
     return Evidence(
         "recorded",
         replay.device.spec,
         replay.device,
-        _ordered(winners),
-        tuple(sorted(details, key=lambda one: -one.winner.record.ratio)),
+        tuple(sorted(winners, key=_slowness)),
+        tuple(sorted(details, key=lambda one: _slowness(one.winner))),
         count,
         _grouped([(*key, number) for key, number in failures.most_common()]),
     )
@@ -272,47 +261,31 @@ def _check_shapes(shapes: Sequence[str], problems: Sequence[Problem], where: str
         raise TunegemmError(f"{where} has no record; run `tunegemm tune --shape MxNxK` on a GPU first")
 
 
-def _ordered(winners: Iterable[Winner]) -> tuple[Winner, ...]:
-    return tuple(sorted(winners, key=lambda winner: -winner.record.ratio))
+def _slowness(winner: Winner) -> float:
+    return -winner.record.ratio
 
 
 def _winner(record: Record, device: Device) -> Winner:
     low, high = ratio_interval(record.measurement)
     floor_us = device.roofline_us(record.problem)
-    labelled = replace(record, label=record.label or str(record.candidate))
-    return Winner(labelled, low, high, 100 * floor_us / record.median_us if floor_us else None)
+    return Winner(_named(record), low, high, 100 * floor_us / record.median_us if floor_us else None)
 
 
-def _would_win(
-    problem: Problem, measured: Sequence[Measurement], fingerprint: Fingerprint, at: str
-) -> Record:
-    best = winner(problem, measured)
+def _named(record: Record) -> Record:
+    return record if record.label else replace(record, label=str(record.candidate))
+
+
+def _recorded(problem: Problem, one: Measurement, fingerprint: Fingerprint, at: str) -> Record:
     return Record(
-        problem, best.candidate, fingerprint, _label(best.candidate), best.median_us,
-        best.baseline_median_us, best.ratio, best.noise, best.relative_error, policy=SCREEN,
-        measured_at=datetime.fromisoformat(at), samples_us=best.samples_us, baseline_us=best.baseline_us,
-        telemetry=best.evidence,
+        problem, one.candidate, fingerprint, families.get(one.candidate.family).label(one.candidate),
+        one.median_us, one.baseline_median_us, one.ratio, one.noise, one.relative_error, policy=SCREEN,
+        measured_at=datetime.fromisoformat(at), samples_us=one.samples_us, baseline_us=one.baseline_us,
+        telemetry=one.evidence,
     )  # fmt: skip
 
 
-def _recorded_trial(measurement: Measurement) -> Trial:
-    candidate = measurement.candidate
-    stage: Literal["library", "search"] = "library" if candidate.family == VENDOR_FAMILY else "search"
-    return Trial(candidate, _label(candidate), measurement.ratio, measurement.median_us, stage)
-
-
-def _label(candidate: Candidate) -> str:
-    return families.get(candidate.family).label(candidate)
-
-
-def _stage(candidate: Candidate, policy: str) -> Literal["library", "search", "race"]:
-    if policy != SCREEN:
-        return "race"
-    return "library" if candidate.family == VENDOR_FAMILY else "search"
-
-
 def _replayed_search(
-    problem: Problem, trials: Mapping[Candidate, Trial], device: Device, family: str
+    problem: Problem, trials: Mapping[Candidate, Record], device: Device, family: str
 ) -> list[Candidate]:
     """What `tunegemm tune` with its default effort asks for when only these candidates are allowed, in order.
 

@@ -7,7 +7,7 @@ L2; the truth lies between the two. See S. Williams et al., "Roofline", CACM 52(
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,7 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import ArtifactError, DeviceError, ProblemError
+from tunegemm.errors import ArtifactError, DeviceError, ProblemError, SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
@@ -67,19 +67,6 @@ class TileFacts:
 
 
 @dataclass(frozen=True)
-class RunnerUp:
-    """The best other measured candidate of a problem."""
-
-    label: str
-    family: str
-    ratio: float
-    """Speed relative to torch.mm, as for the record."""
-    median_us: float
-    evidence: str
-    """What that is of: ratios of unlike evidence do not compare."""
-
-
-@dataclass(frozen=True)
 class Explanation:
     """What is known of a problem before and after tuning."""
 
@@ -105,8 +92,9 @@ class Explanation:
     """What dispatch would launch, or where a near hit takes its kernel from; None where torch computes."""
     near: Near | None
     """What is expected of a near hit."""
-    runner_up: RunnerUp | None
-    """None where the database keeps no other measurement of the problem, as for shipped records."""
+    runner_up: StoredRecord | None
+    """The best other measured candidate; None where the database keeps no other measurement of the
+    problem, as for shipped records."""
     why: str
     """Of a hit what there is to say, of a near hit the rule's figures; empty for a miss and a plain hit."""
     why_not: str
@@ -124,9 +112,9 @@ class Explanation:
     @property
     def percent_of_peak(self) -> float | None:
         """Of the device's arithmetic peak, by the record's measured time."""
-        if self.record is None or self.near is not None:
+        if (percent := self.percent_of_roofline) is None:
             return None
-        return 100 * self.flops / self.record.median_us / 1e6 / self.device.peak_tflops_of(self.problem)
+        return percent * self.roofline_tflops / self.device.peak_tflops_of(self.problem)
 
     def asdict(self) -> dict[str, Any]:
         """For JSON."""
@@ -134,27 +122,24 @@ class Explanation:
         facts: dict[str, Any] = {"problem": asdict(self.problem), "device": self.device.spec}
         words = ("outcome", "why", "why_not", "change")
         facts |= {name: getattr(self, name) for name in (*names, "roofline_tflops", *words)}
-        facts["tile"] = None
+        facts |= {"tile": None, "record": None}
         if self.tile is not None:
             facts["tile"] = asdict(self.tile) | {"candidate": dict(self.tile.candidate.params)}
-        facts["record"] = None
         if self.record is not None:
-            facts["record"] = {
+            names = ("label", "layer", "median_us", "ratio", "noise", "confirmed")
+            facts["record"] = {name: getattr(self.record, name) for name in names} | {
                 "family": self.record.candidate.family,
                 "candidate": dict(self.record.candidate.params),
-                "label": self.record.label,
-                "layer": self.record.layer,
                 "shape": self.record.problem.shape,
-                "median_us": self.record.median_us,
-                "ratio": self.record.ratio,
-                "noise": self.record.noise,
-                "confirmed": self.record.confirmed,
                 "measured_at": self.record.measured_at.isoformat(timespec="seconds"),
                 "percent_of_roofline": self.percent_of_roofline,
                 "percent_of_peak": self.percent_of_peak,
             }
         facts["expected_ratio"] = self.near.record.ratio if self.near is not None else None
-        facts["runner_up"] = asdict(self.runner_up) if self.runner_up is not None else None
+        facts["runner_up"] = None
+        if (second := self.runner_up) is not None:
+            facts["runner_up"] = {name: getattr(second, name) for name in ("label", "ratio", "median_us")}
+            facts["runner_up"] |= {"family": second.candidate.family, "evidence": _proof(second)}
         return facts
 
     def __str__(self) -> str:
@@ -188,43 +173,38 @@ class Explanation:
                 f"{tile.wave_efficiency:.0%} busy"
                 + (f"; {tile.smem_bytes} B of shared memory" if tile.smem_bytes is not None else ""),
             )
-        if (record := self.record) is None:
+        record = self.record
+        if record is None:
             yield "dispatch", f"torch: {self.why_not}"
         else:
-            yield "dispatch", self._served(record)
+            if self.near is not None:
+                yield "dispatch", f"near hit, {record.label} {self.near}"
+            else:
+                yield (
+                    "dispatch",
+                    f"{record.label}: {record.median_us:.1f} us, {record.ratio:.3f} x torch.mm, "
+                    f"{self.percent_of_roofline:.1f} % of the roofline, {self.percent_of_peak:.1f} % of peak",
+                )
             if self.why_not:
                 yield "", f"but torch computes it: {self.why_not}"
             elif self.why:
                 yield "", self.why
+            proof = "of a search, not confirmed by a final race"
+            if record.confirmed:
+                proof = "confirmed: it won a final race"
             yield (
                 "evidence",
                 f"{record.median_us:.1f} us, torch.mm {record.baseline_median_us:.1f} us, noise "
-                f"{record.noise:.1%}, {self._proof(record)}, "
+                f"{record.noise:.1%}, {proof}, "
                 f"{record.measured_at:%Y-%m-%d}" + (f"  [{record.layer} layer]" if record.layer else ""),
             )
         if (second := self.runner_up) is not None:
             yield (
                 "runner-up",
                 f"{second.label}: {second.median_us:.1f} us, {second.ratio:.3f} x torch.mm "
-                f"in {second.evidence}",
+                f"in {_proof(second)}",
             )
         yield "change", self.change
-
-    @staticmethod
-    def _proof(record: StoredRecord) -> str:
-        return (
-            "confirmed: it won a final race"
-            if record.confirmed
-            else "of a search, not confirmed by a final race"
-        )
-
-    def _served(self, record: StoredRecord) -> str:
-        if self.near is not None:
-            return f"near hit, {record.label} {self.near}"
-        return (
-            f"{record.label}: {record.median_us:.1f} us, {record.ratio:.3f} x torch.mm, "
-            f"{self.percent_of_roofline:.1f} % of the roofline, {self.percent_of_peak:.1f} % of peak"
-        )
 
 
 def explain(
@@ -283,10 +263,13 @@ def explain_problem(
     chosen = selection.options[0] if selection.options else None
     record = near.origin if near is not None else chosen
     why_not = "; ".join([selection.why, *warnings]) if chosen is None else ""
-    if mode in ("off", "record"):
-        why_not = f"TUNEGEMM_MODE={mode}"
+    if mode == "off":
+        why_not = "TUNEGEMM_MODE=off"
     elif chosen is not None and device.is_real and not is_torch(chosen.candidate):
-        why_not = _object_refusal(chosen, device)
+        try:
+            find_object(chosen, device)
+        except ArtifactError as error:
+            why_not = str(error)
     shown = candidate or (chosen.candidate if chosen is not None else None)
     ridge = device.peak_tflops_of(problem) * 1e3 / device.bandwidth_gbps
     roofline_us = device.roofline_us(problem)
@@ -311,13 +294,15 @@ def explain_problem(
     )
 
 
-def candidate_of(family: str, values: Mapping[str, str]) -> Candidate:
-    """A candidate from ``name=value`` texts; parameters that are not given take the space's first value.
+def candidate_of(text: str) -> Candidate:
+    """A candidate from ``FAMILY,NAME=VALUE,...``; parameters that are not given take the space's first value.
 
     Raises SpaceError for a family or a parameter that is not known, and for a value that it cannot have.
     """
-    from tunegemm.errors import SpaceError
-
+    family, *pairs = text.split(",")
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise SpaceError(f"candidate {text!r}: {wrong[0]!r} is not NAME=VALUE")
+    values = dict(pair.split("=", 1) for pair in pairs)
     space = families.load_space(family)
     known = {**space.compile_values, **space.launch_values}
     for name in values:
@@ -350,12 +335,12 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
     work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
     waves = ceil(work / device.sm_count)
     verdict = family.check(problem, candidate, device)
-    smem_bytes: int | None = None
     try:
         smem_bytes = family.smem_bytes(problem, candidate)
     except (ArithmeticError, LookupError):  # such as no warpgroup for 7 rows
         if verdict:
             raise
+        smem_bytes = None
     return TileFacts(
         candidate=candidate,
         label=family.label(candidate),
@@ -384,25 +369,18 @@ def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], l
 
 def _runner_up(
     record: StoredRecord | None, entries: Sequence[StoredRecord], device: Device
-) -> RunnerUp | None:
+) -> StoredRecord | None:
     others = [
         entry for entry in entries
         if record is not None and entry.candidate != record.candidate
         and judge_stored(entry, device.fingerprint).usable
     ]  # fmt: skip
-    if not others:
-        return None
-    best = leaders(others)[0]
-    evidence = _EVIDENCE[best.evidence] + (f", imported from {best.origin}" if best.origin else "")
-    return RunnerUp(best.label, best.candidate.family, best.ratio, best.median_us, evidence)
+    return next(iter(leaders(others)), None)
 
 
-def _object_refusal(record: Any, device: Device) -> str:
-    try:
-        find_object(record, device)
-    except ArtifactError as error:
-        return str(error)
-    return ""
+def _proof(record: StoredRecord) -> str:
+    """What its figures are of: ratios of unlike evidence do not compare."""
+    return _EVIDENCE[record.evidence] + (f", imported from {record.origin}" if record.origin else "")
 
 
 def _change(problem: Problem, selection: Selection, record: StoredRecord | None, why_not: str) -> str:

@@ -1,16 +1,23 @@
 """`tunegemm report`: the evidence for one device as a page to read, sort, filter and print.
 
-The words are in `assets/report.html`, the figures in `charts`; here is what the two need.
+The words are in `assets/report.html`, the figures in `charts`; here is what the two need. The page asks
+nothing of the network: its content security policy allows its own script, by hash, and styles within it.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import tunegemm
@@ -18,11 +25,10 @@ from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.statistics import NOISE_FLOOR
 from tunegemm.report import analysis, charts
-from tunegemm.report.analysis import Grid
-from tunegemm.report.evidence import Details, Evidence, Trial, Winner
-from tunegemm.report.page import render
-from tunegemm.report.text import significant
-from tunegemm.search.importance import Importance
+from tunegemm.report.evidence import Details, Evidence, Winner
+from tunegemm.report.text import clean, significant
+
+_ASSETS = Path(__file__).parent / "assets"
 
 #: Rows of the table and of the failures; the roofline and the figures at the top count all.
 MOST_ROWS, MOST_REASONS = 2_000, 100
@@ -31,37 +37,20 @@ MOST_ROWS, MOST_REASONS = 2_000, 100
 _SOFTWARE = [field.name for field in fields(Fingerprint) if field.name not in ("device_name", "sm_count")]
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What the page shows of one problem's search."""
-
-    problem: Problem
-    winner: Winner
-    anchor: str
-    tried: int
-    """Trials of the search and of the vendor's algorithms."""
-    found_at: int
-    """Number of the trial that was best."""
-    raced: bool
-    convergence: Markup
-    gap: str
-    """Why the record's ratio is not where the search ended."""
-    importances: Mapping[str, Importance]
-    grids: list[Grid]
-    top: Trial | None
-    """The best of all grids."""
-
-
 def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
     """The whole page. command: how it was made, for the footer."""
     winners, listed = evidence.winners, evidence.winners[:MOST_ROWS]
     limits = analysis.ratio_limits(listed)
     roofs = [w.percent_of_roofline for w in winners if w.percent_of_roofline is not None]
     stages = Counter[str]()
-    for group in evidence.failures:
-        stages[group.stage] += group.count
-    return render(
-        "report.html",
+    for failure in evidence.failures:
+        stages[failure.stage] += failure.count
+    script = "\n" + (_ASSETS / "page.js").read_text(encoding="utf-8")
+    template = _environment().get_template("report.html")
+    return template.render(
+        script=script,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=(_ASSETS / "page.css").read_text(encoding="utf-8"),
         evidence=evidence,
         version=tunegemm.__version__,
         command=command,
@@ -93,6 +82,20 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
     )
 
 
+@cache
+def _environment() -> Environment:
+    """All text is escaped unless it is `Markup`."""
+    return Environment(
+        loader=FileSystemLoader(_ASSETS), autoescape=True, finalize=_shown, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+
+
+def _shown(value: Any) -> Any:
+    """What a template prints: text from elsewhere as `clean` has it, and then escaped."""
+    return clean(value, 2000) if type(value) is str and not value.isprintable() else value
+
+
 def _headline(evidence: Evidence) -> str:
     count, mean = len(evidence.winners), evidence.mean_ratio
     what = f"{count:,} tuned product{'s run' if count != 1 else ' runs'}"
@@ -108,23 +111,24 @@ def _anchor(problem: Problem) -> str:
     return "shape-" + "".join(letter if letter.isalnum() else "-" for letter in str(problem))
 
 
-def _shape(details: Details) -> _Shape:
-    tried = [trial for trial in details.sequence if trial.stage != "race"]
+def _shape(details: Details) -> dict[str, Any]:
+    """What the page shows of one problem's search."""
+    tried = details.tried
     grids = analysis.tile_grids(details.trials)
     tiles = [trial for grid in grids for trial in grid.best.values()]
-    return _Shape(
-        details.problem,
-        details.winner,
-        _anchor(details.problem),
-        len(tried),
-        analysis.best_so_far(tried)[-1][0] if tried else 0,
-        len(tried) < len(details.sequence),
-        Markup(charts.inline_convergence(details)),
-        analysis.gap(details),
-        analysis.importances(details.trials),
-        grids,
-        max(tiles, key=lambda trial: trial.ratio, default=None),
-    )
+    return {
+        "problem": details.problem,
+        "winner": details.winner,
+        "anchor": _anchor(details.problem),
+        "tried": len(tried),
+        "found_at": analysis.best_so_far(tried)[-1][0] if tried else 0,
+        "raced": len(tried) < len(details.sequence),
+        "convergence": Markup(charts.inline_convergence(details)),
+        "gap": analysis.gap(details),
+        "importances": analysis.importances(details.trials),
+        "grids": grids,
+        "top": max(tiles, key=lambda trial: trial.ratio, default=None),
+    }
 
 
 def _place(value: float, limits: tuple[float, float]) -> float:
@@ -166,13 +170,13 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
         reason for w in winners for reason in w.record.telemetry.get("throttle_reasons") or ()
     )
     limits = ", ".join(f"{reason} ({count} records)" for reason, count in throttled.most_common())
+    telemetry = {
+        "SM clock while measuring": ("sm_clock_mhz", "MHz"), "Board power while measuring": ("power_w", "W"),
+        "GPU temperature": ("temperature_c", "\u00b0C"),
+    }  # fmt: skip
+    for words, (name, unit) in telemetry.items():
+        facts.append((words, _range((w.record.telemetry.get(name) for w in winners), unit)))
     facts += [
-        (
-            "SM clock while measuring",
-            _range((w.record.telemetry.get("sm_clock_mhz") for w in winners), "MHz"),
-        ),
-        ("Board power while measuring", _range((w.record.telemetry.get("power_w") for w in winners), "W")),
-        ("GPU temperature", _range((w.record.telemetry.get("temperature_c") for w in winners), "\u00b0C")),
         ("Clock limits", limits or "none seen"),
         ("Noise of the interleaves", _range((100 * w.record.noise for w in winners), "%", 2)),
         ("Source", evidence.location),

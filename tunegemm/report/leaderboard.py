@@ -10,22 +10,21 @@ from __future__ import annotations
 import functools
 import io
 import math
-import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
-from tunegemm.files import replacing
-from tunegemm.measure.evidence import Evidence, evidence_of
+from tunegemm.measure.evidence import QUALIFYING, SCREEN, Evidence
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.report.text import clean, markdown, significant, to_json
+from tunegemm.store.frames import by_evidence
 
 if TYPE_CHECKING:
     import pandas
@@ -34,10 +33,9 @@ if TYPE_CHECKING:
 #: Where times come from: this GPU, a recording of another, or nothing but a model.
 Source = Literal["measured", "replayed", "modelled"]
 
-Format = Literal["table", "csv", "json", "md", "html"]
+Format = Literal["table", "csv", "json", "md"]
 
-#: What `Leaderboard.standings` compares over all shapes.
-By = Literal["family", "device"]
+_NOTHING = "Nothing was measured for this device and software."
 
 #: The baseline's name, in tables and as the label of the candidate that calls it.
 BASELINE = "torch.mm"
@@ -46,57 +44,22 @@ BASELINE = "torch.mm"
 VENDOR_FAMILY = "cublaslt"
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One candidate's evidence, wherever it comes from."""
-
-    label: str
-    family: str
-    median_us: float
-    ratio: float
-    spread: float
-    noise: float
-    evidence: Evidence = Evidence.SCREEN
-    chosen: bool = False
-    baseline_median_us: float = math.nan
-    baseline_spread: float = math.nan
-    origin: str = ""
-    """What it was imported or merged from: such a row goes behind all that was measured here."""
-
-    @property
-    def standing(self) -> tuple[bool, Evidence]:
-        """What its ratio may be compared within, better for more."""
-        return not self.origin, self.evidence
-
-
-@dataclass(frozen=True)
-class Column:
-    """How a column of a leaderboard is shown to people."""
-
-    heading: str
-    decimals: int | None = None
-    """Digits after the point; None for text; -1 for a time, which gets four significant digits."""
-
-
-COLUMNS: Mapping[str, Column] = {
-    "rank": Column("rank", 0),
-    "problem": Column("problem"),
-    "candidate": Column("candidate"),
-    "median_us": Column("median us", -1),
-    "predicted_us": Column("predicted us", -1),
-    "tflops": Column("TFLOP/s", 1),
-    "ratio_to_torch_mm": Column("ratio to torch.mm", 3),
-    "percent_of_roofline": Column("% of roofline", 1),
-    "spread_percent": Column("spread %", 1),
-    "best_vendor": Column("best of vendor"),
-    "best_vendor_ratio": Column("vendor ratio", 3),
-    "family": Column("family"),
-    "device": Column("device"),
-    "shapes": Column("shapes", 0),
-    "won": Column("fastest on", 0),
-    "mean_ratio": Column("mean ratio to torch.mm", 3),
-    "lowest_ratio": Column("lowest", 3),
-    "highest_ratio": Column("highest", 3),
+#: How each column is shown to people: its heading, and the digits after the point; none for text, -1 for a
+#: time, which gets four significant digits.
+COLUMNS: Mapping[str, tuple[str, int | None]] = {
+    "rank": ("rank", 0),
+    "problem": ("problem", None),
+    "candidate": ("candidate", None),
+    "median_us": ("median us", -1),
+    "predicted_us": ("predicted us", -1),
+    "tflops": ("TFLOP/s", 1),
+    "ratio_to_torch_mm": ("ratio to torch.mm", 3),
+    "percent_of_roofline": ("% of roofline", 1),
+    "spread_percent": ("spread %", 1),
+    "best_vendor": ("best of vendor", None),
+    "best_vendor_ratio": ("vendor ratio", 3),
+    "family": ("family", None),
+    "device": ("device", None),
 }
 
 #: What a narrow terminal goes without, in this order, so that candidates stay readable: the title names the
@@ -139,29 +102,35 @@ class Leaderboard:
         labels: candidate digest -> short name; the candidate's parameters where there is none.
         best: the winner of the final race; it comes first.
         """
+        import pandas
+
         latest = {outcome.candidate: outcome for outcome in outcomes if isinstance(outcome, Measurement)}
         if source == "modelled":
             predicted = ((candidate, measurement.median_us) for candidate, measurement in latest.items())
             return cls.from_predictions(problem, device, predicted, labels)
         names = labels or {}
-        rows = [
-            _Row(
-                names.get(candidate.digest, str(candidate)),
-                candidate.family,
-                measurement.median_us,
-                measurement.ratio,
-                measurement.spread,
-                measurement.noise,
-                chosen=candidate == best,
-                baseline_median_us=measurement.baseline_median_us,
-                baseline_spread=replace(measurement, samples_us=measurement.baseline_us).spread,
-                evidence=Evidence.STEADY if measurement.is_steady else Evidence.SCREEN,
-            )
-            for candidate, measurement in latest.items()
-        ]
-        return cls(
-            _title(problem, device.name), source, _note(source, device, rows), _ranked(rows, problem, device)
+        frame = pandas.DataFrame(
+            [
+                {
+                    "candidate": candidate.digest,
+                    "label": names.get(candidate.digest, str(candidate)),
+                    "family": candidate.family,
+                    **{name: getattr(one, name) for name in _FIGURES},
+                    "baseline_spread": replace(one, samples_us=one.baseline_us).spread,
+                    "policy": QUALIFYING if one.is_steady else SCREEN,
+                    "confirmed": False,
+                    "origin": "",
+                    "chosen": candidate == best,
+                }
+                for candidate, one in latest.items()
+            ],
+            columns=_ROW,
         )
+        origin = f"Measured on {device.name}."
+        if source == "replayed":
+            origin = f"Replayed from a recording of {device.name}; nothing was measured here."
+        note = f"{origin} {_how_to_read(frame)}".strip()
+        return cls(f"{problem} on {device.name}", source, note, _ranked(frame, problem, device))
 
     @classmethod
     def from_predictions(
@@ -175,76 +144,52 @@ class Leaderboard:
         import pandas
 
         names = labels or {}
-        ordered = sorted(predictions, key=lambda prediction: prediction[1])
         rows = [
-            {
-                "rank": rank,
-                "problem": str(problem),
-                "candidate": names.get(candidate.digest, str(candidate)),
-                "predicted_us": predicted_us,
-                "family": candidate.family,
-                "device": device.name,
-            }
-            for rank, (candidate, predicted_us) in enumerate(ordered, 1)
+            (rank, str(problem), names.get(one.digest, str(one)), predicted_us, one.family, device.name)
+            for rank, (one, predicted_us) in enumerate(sorted(predictions, key=lambda pair: pair[1]), 1)
         ]
-        frame = pandas.DataFrame(
-            rows, columns=["rank", "problem", "candidate", "predicted_us", "family", "device"]
-        )
-        return cls(_title(problem, device.name), "modelled", _note("modelled", device, []), frame)
+        columns = ["rank", "problem", "candidate", "predicted_us", "family", "device"]
+        note = f"Ranked by a model of {device.name}; nothing was timed, and a model only ranks."
+        frame = pandas.DataFrame(rows, columns=columns)
+        return cls(f"{problem} on {device.name}", "modelled", note, frame)
 
     @classmethod
-    def from_frame(
-        cls, problem: Problem, frame: pandas.DataFrame, device: Device | None = None
-    ) -> Leaderboard:
-        """Of rows of `Database.frame`.
-
-        device: only rows measured under its fingerprint. Without one: of each device name the fingerprint
-        measured last, each ranked for itself.
-        """
+    def from_frame(cls, problem: Problem, frame: pandas.DataFrame) -> Leaderboard:
+        """Of rows of `Database.frame`: of each device the fingerprint measured last, ranked for itself."""
         import pandas
 
-        boards = [
-            _ranked(_stored_rows(group), problem, shown)
-            for shown, group in _groups(_only(frame, problem), device)
-        ]
-        ranked = pandas.concat(boards, ignore_index=True) if boards else _ranked([], problem, device)
-        return cls(_title(problem, _names(ranked)), "measured", _stored_note(frame, problem, device), ranked)
+        for name in _PROBLEM_FIELDS:
+            frame = frame[frame[name] == getattr(problem, name)]
+        groups = _groups(frame)
+        boards = [_ranked(group, problem, device) for device, group in groups]
+        ranked = pandas.concat(boards or [_ranked(frame, problem, _device_named(""))], ignore_index=True)
+        title = f"{problem} on {_names(ranked)}" if groups else str(problem)
+        return cls(title, "measured", _stored_note(frame, groups), ranked)
 
     @classmethod
-    def summary(cls, frame: pandas.DataFrame, device: Device | None = None) -> Leaderboard:
+    def summary(cls, frame: pandas.DataFrame) -> Leaderboard:
         """The best candidate of every problem in `Database.frame`, and the best of the vendor's beside it.
 
         `best_vendor_ratio` is at least that of torch.mm itself, 1, and missing where none of the vendor's
         algorithms was measured. The note has the geometric means.
         """
-        import pandas
-
-        rows = []
-        for problem in sorted(set(_problems(frame))):
-            for shown, group in _groups(_only(frame, problem), device):
-                board = _ranked(_stored_rows(group), problem, shown)
-                row = {name: board.iloc[0][name] for name in _SUMMARY_COLUMNS[:-2]}
-                vendors = board[(board["family"] == VENDOR_FAMILY) & (board["candidate"] != BASELINE)]
-                if len(vendors):
-                    label, ratio = vendors.iloc[0][["candidate", "ratio_to_torch_mm"]]
-                    row["best_vendor"], row["best_vendor_ratio"] = (
-                        (label, ratio) if ratio >= 1 else (BASELINE, 1.0)
-                    )
-                rows.append(row)
-        return cls._of_best(pandas.DataFrame(rows, columns=list(_SUMMARY_COLUMNS)))
-
-    @classmethod
-    def _of_best(cls, table: pandas.DataFrame) -> Leaderboard:
-        """The best of each problem; without the vendor's columns where most would be empty."""
-        title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
-        note = _mean_note(table)
-        if not table["best_vendor_ratio"].notna().mean() >= 0.5:  # or of no rows, where it is not a number
-            table = table.drop(columns=["best_vendor", "best_vendor_ratio"])
-        return cls(title, "measured", note, table)
+        place = [*_PROBLEM_FIELDS, "device_name"]
+        latest = frame.groupby(place)["measured_at"].transform("max")
+        newest = frame[frame["measured_at"] == latest][[*place, "fingerprint"]].drop_duplicates(place)
+        ordered = frame.merge(newest, on=[*place, "fingerprint"])
+        ordered = by_evidence(ordered, "ratio", first="confirmed")
+        vendor = ordered[ordered["family"] == VENDOR_FAMILY].drop_duplicates(place, keep="last")
+        vendor = vendor.assign(vendor_label=vendor["label"], vendor_ratio=vendor["ratio"])
+        best = ordered.drop_duplicates(place, keep="last")
+        best = best.drop(columns=["vendor_label", "vendor_ratio"], errors="ignore")  # of shipped records
+        return cls.best_of_all(best.merge(vendor[[*place, "vendor_label", "vendor_ratio"]], "left", place))
 
     @classmethod
     def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
-        """As `summary`, of rows of `tunegemm.store.leaders`: of any number of problems at once."""
+        """As `summary`, of rows of `tunegemm.store.leaders`, in which each problem and device has one.
+
+        The vendor's columns are left out where most would be empty.
+        """
         found = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
         problem_of = functools.cache(Problem)
         problems = [
@@ -274,48 +219,11 @@ class Leaderboard:
             best_vendor=found["vendor_label"].where(~vendor_lost, BASELINE),
             best_vendor_ratio=found["vendor_ratio"].where(~vendor_lost, 1.0),
         )[list(_SUMMARY_COLUMNS)].reset_index(drop=True)
-        return cls._of_best(table)
-
-    @classmethod
-    def standings(cls, frame: pandas.DataFrame, by: By) -> Leaderboard:
-        """Kernel families, or devices, over all problems of `Database.frame`, the highest mean ratio first.
-
-        Of each problem a family counts with its best candidate, a device with the best of all families.
-        Means are geometric, and over the problems that the family or device was tried on.
-        """
-        import pandas
-
-        found: dict[tuple[str, ...], list[tuple[float, bool]]] = {}
-        for problem in sorted(set(_problems(frame))):
-            for shown, group in _groups(_only(frame, problem), None):
-                board = _ranked(_stored_rows(group), problem, shown)
-                leader = board.iloc[0]
-                if by == "device":
-                    found.setdefault((shown.name,), []).append((float(leader["ratio_to_torch_mm"]), True))
-                    continue
-                for family in dict.fromkeys(group["family"]):
-                    best = board[board["family"] == family].iloc[0]
-                    won = leader["family"] == family
-                    found.setdefault((family, shown.name), []).append((float(best["ratio_to_torch_mm"]), won))
-        rows = [
-            dict(zip(("family", "device") if by == "family" else ("device",), key, strict=True))
-            | {
-                "shapes": len(ratios),
-                **({"won": sum(won for _, won in ratios)} if by == "family" else {}),
-                "mean_ratio": _mean(ratio for ratio, _ in ratios),
-                "lowest_ratio": min(ratio for ratio, _ in ratios),
-                "highest_ratio": max(ratio for ratio, _ in ratios),
-            }
-            for key, ratios in found.items()
-        ]
-        rows.sort(key=lambda row: -float(row["mean_ratio"]))
-        columns = ["family"] * (by == "family") + ["device", "shapes"] + ["won"] * (by == "family")
-        columns += ["mean_ratio", "lowest_ratio", "highest_ratio"]
-        title = "Kernel families" if by == "family" else "Devices"
-        note = "Each shape counts with its best candidate; ratios are to torch.mm in the same interleave."
-        if not rows:
-            note = "Nothing was measured for this device and software."
-        return cls(title, "measured", note, pandas.DataFrame(rows, columns=columns))
+        title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
+        note = _mean_note(table)
+        if not table["best_vendor_ratio"].notna().mean() >= 0.5:  # or of no rows, where it is not a number
+            table = table.drop(columns=["best_vendor", "best_vendor_ratio"])
+        return cls(title, "measured", note, table)
 
     def top(self, count: int | None) -> Leaderboard:
         """The first `count` rows per device, and the baseline's row wherever it is; all rows for None."""
@@ -342,11 +250,11 @@ class Leaderboard:
         for name in _DISPENSABLE:
             if width is not None and sum(widths.values()) + 3 * len(widths) + 1 > width:
                 widths.pop(name, None)
-        whole = sum(max(len(COLUMNS[name].heading), _longest(name, rows)) + 3 for name in widths) + 1
+        whole = sum(max(len(COLUMNS[name][0]), _longest(name, rows)) + 3 for name in widths) + 1
         for name, least in widths.items():
-            heading = COLUMNS[name].heading
+            heading = COLUMNS[name][0]
             # Numbers never fold: cut short, they would be others. Their headings do, before candidates.
-            if COLUMNS[name].decimals is not None:
+            if COLUMNS[name][1] is not None:
                 fixed = least if width is not None and whole > width else None
                 table.add_column(heading, justify="right", width=fixed, min_width=least)
             else:
@@ -360,8 +268,8 @@ class Leaderboard:
         """A table in GitHub's Markdown, under the title and the note."""
         board = self.top(top)
         shown = board._shown()
-        lines = ["| " + " | ".join(COLUMNS[name].heading for name in shown) + " |"]
-        rules = ("---" if COLUMNS[name].decimals is None else "---:" for name in shown)
+        lines = ["| " + " | ".join(COLUMNS[name][0] for name in shown) + " |"]
+        rules = ("---" if COLUMNS[name][1] is None else "---:" for name in shown)
         lines.append("|" + "|".join(rules) + "|")
         for row in board.frame.to_dict("records"):
             cells = [markdown(_cell(name, row)) for name in shown]
@@ -374,10 +282,6 @@ class Leaderboard:
         frame = frame.map(lambda value: clean(value) if isinstance(value, str) else value)
         return str(frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
-    def html(self, top: int | None = None) -> str:
-        """A page of its own with a sortable table."""
-        return html([self], top)
-
     def as_dict(self, top: int | None = None) -> dict[str, Any]:
         """Title, source, note and rows, with nothing but JSON's types; unknown figures are None."""
         board = self.top(top)
@@ -386,66 +290,24 @@ class Leaderboard:
         ]
         return {"title": board.title, "source": board.source, "note": board.note, "rows": rows}
 
-    def json(self, top: int | None = None) -> str:
-        """`as_dict` as JSON, units in the names."""
-        return to_json(self.as_dict(top)) + "\n"
-
     def render(self, format: str = "table", top: int | None = None) -> str:
-        """As text in one of the formats `table`, `csv`, `json`, `md`, `html`. TunegemmError for any other."""
+        """As text in one of the formats `table`, `csv`, `json`, `md`. Raises TunegemmError for any other."""
         if format == "table":
             from rich.console import Console
 
             text = io.StringIO()
             Console(file=text, width=240).print(self.table(top, width=240))
             return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
-        renderers = {"csv": self.csv, "json": self.json, "md": self.markdown, "html": self.html}
-        if format not in renderers:
+        if format == "json":
+            return to_json(self.as_dict(top)) + "\n"
+        if format not in get_args(Format):
             raise TunegemmError(f"format {format!r} is not known; use one of {', '.join(get_args(Format))}")
-        return renderers[format](top)
+        return self.csv(top) if format == "csv" else self.markdown(top)
 
     def _shown(self) -> list[str]:
         """Columns for people. On a board of one problem the title names it."""
         hidden = {"problem"} if "rank" in self.frame else set()
         return [name for name in self.frame.columns if name in COLUMNS and name not in hidden]
-
-
-def html(boards: Sequence[Leaderboard], top: int | None = None) -> str:
-    """One page with a sortable table per board, the rows that are dispatched in bold."""
-    from tunegemm.report.page import render
-
-    pages = []
-    for board in (board.top(top) for board in boards):
-        numeric = {name: COLUMNS[name].decimals is not None for name in board._shown()}
-        rows = [
-            {
-                "chosen": row.get("chosen", False),
-                "cells": [
-                    {"text": _cell(name, row), "value": _plain(row[name]) if numeric[name] else None}
-                    for name in numeric
-                ],
-            }
-            for row in board.frame.to_dict("records")
-        ]
-        columns = [{"heading": COLUMNS[name].heading, "numeric": numeric[name]} for name in numeric]
-        pages.append({"title": board.title, "note": board.note, "columns": columns, "rows": rows})
-    return render("boards.html", boards=pages)
-
-
-def parquet(boards: Sequence[Leaderboard], top: int | None, out: Path) -> None:
-    """The rows of all boards as one Parquet file, with a column ``source``.
-
-    Raises TunegemmError without pyarrow, and where the file cannot be written.
-    """
-    import pandas
-
-    frames = [board.top(top).frame.assign(source=board.source) for board in boards]
-    try:
-        with replacing(out) as part:
-            pandas.concat(frames, ignore_index=True).to_parquet(part, index=False)
-    except ImportError:
-        raise TunegemmError("Parquet needs pyarrow, which is not installed; pip install pyarrow") from None
-    except OSError as error:
-        raise TunegemmError(f"{out}: {error.strerror}; choose another --out") from None
 
 
 _PROBLEM_FIELDS = [entry.name for entry in fields(Problem)]
@@ -456,97 +318,69 @@ _SUMMARY_COLUMNS = (
 )  # fmt: skip
 
 
-def _ranked(rows: list[_Row], problem: Problem, device: Device | None) -> pandas.DataFrame:
-    """The frame of one problem on one device."""
+#: What is ranked of a measurement: these figures, by their names in `Measurement` and in `Database.frame`.
+_FIGURES = ("median_us", "baseline_median_us", "ratio", "spread", "noise")
+_ROW = [
+    "candidate", "label", "family", *_FIGURES, "baseline_spread", "policy", "confirmed", "origin", "chosen",
+]  # fmt: skip
+
+
+def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas.DataFrame:
+    """The board of one problem on one device. frame: of `_ROW`; what is `confirmed` is chosen if not said."""
     import pandas
 
-    def place(row: _Row) -> tuple[bool, bool, int, float, str]:
-        own, evidence = row.standing
-        return not row.chosen, not own, -evidence, -row.ratio, row.label
-
-    ordered = sorted(rows, key=place)
-    if ordered and not any(row.label == BASELINE for row in ordered):
+    unnamed = frame["family"] + " " + frame["candidate"]
+    label = frame["label"].where(frame["label"] != "", unnamed)
+    chosen = frame.get("chosen", frame["confirmed"]).astype(bool)
+    rows = _placed(frame.assign(label=label, chosen=chosen))
+    if len(rows) and not rows["label"].eq(BASELINE).any():
         # The leader's interleave is the one whose baseline can stand beside the leader's time.
-        leader = ordered[0]
-        baseline = _Row(
-            BASELINE,
-            VENDOR_FAMILY,
-            leader.baseline_median_us,
-            1.0,
-            leader.baseline_spread,
-            leader.noise,
-            leader.evidence,
-            origin=leader.origin,
-        )
-        ordered = sorted([*ordered, baseline], key=place)
+        baseline = rows.iloc[[0]].assign(label=BASELINE, family=VENDOR_FAMILY, ratio=1.0, chosen=False)
+        baseline = baseline.assign(median_us=rows["baseline_median_us"], spread=rows["baseline_spread"])
+        rows = _placed(pandas.concat([rows, baseline], ignore_index=True))
     ranks: list[int] = []
+    ordered = list(rows.itertuples())
     for position, row in enumerate(ordered):
         first = ordered[ranks[-1] - 1] if ranks else row
-        tied = bool(ranks) and row.standing == first.standing and tie(row, first)
-        ranks.append(ranks[-1] if tied else position + 1)
-    roofline_us = device.roofline_us(problem) if device else 0.0
+        alike = (row.own, row.level) == (first.own, first.level)
+        ranks.append(ranks[-1] if ranks and alike and tie(row, first) else position + 1)
     return pandas.DataFrame(
         {
             "rank": ranks,
             "tie": [ranks.count(rank) > 1 for rank in ranks],
-            "problem": [str(problem)] * len(ordered),
-            "candidate": [row.label for row in ordered],
-            "median_us": [row.median_us for row in ordered],
-            "tflops": [problem.flops / row.median_us / 1e6 for row in ordered],
-            "ratio_to_torch_mm": [row.ratio for row in ordered],
-            "percent_of_roofline": [
-                100 * roofline_us / row.median_us if roofline_us else math.nan for row in ordered
-            ],
-            "spread_percent": [100 * row.spread for row in ordered],
-            "family": [row.family for row in ordered],
-            "device": [device.name if device else ""] * len(ordered),
-            "evidence": [row.evidence.name.lower() for row in ordered],
-            "chosen": [row.chosen for row in ordered],
-            "origin": [row.origin for row in ordered],
+            "problem": str(problem),
+            "candidate": rows["label"],
+            "median_us": rows["median_us"],
+            "tflops": problem.flops / rows["median_us"] / 1e6,
+            "ratio_to_torch_mm": rows["ratio"],
+            "percent_of_roofline": 100 * (device.roofline_us(problem) or math.nan) / rows["median_us"],
+            "spread_percent": 100 * rows["spread"],
+            "family": rows["family"],
+            "device": device.name,
+            "evidence": [Evidence(level).name.lower() for level in rows["level"]],
+            "chosen": rows["chosen"],
+            "origin": rows["origin"],
         }
     )
 
 
-def _stored_rows(frame: pandas.DataFrame) -> list[_Row]:
-    return [
-        _Row(
-            row["label"] or f"{row['family']} {row['candidate']}",
-            row["family"],
-            row["median_us"],
-            row["ratio"],
-            row["spread"],
-            row["noise"],
-            evidence_of(row["policy"], confirmed=bool(row["confirmed"])),
-            bool(row["confirmed"]),
-            row["baseline_median_us"],
-            row["baseline_spread"],
-            str(row.get("origin") or ""),
-        )
-        for row in frame.to_dict("records")
-    ]
+def _placed(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """By what is dispatched, then the evidence, then the ratio."""
+    ordered = by_evidence(rows.sort_values("label", ascending=False), "ratio", first="chosen")
+    return ordered[::-1].reset_index(drop=True)
 
 
-def _problems(frame: pandas.DataFrame) -> list[Problem]:
-    return [Problem(*row) for row in frame[_PROBLEM_FIELDS].drop_duplicates().itertuples(index=False)]
+def problems_of(frame: pandas.DataFrame) -> list[Problem]:
+    """The problems of the rows, smallest first."""
+    return sorted(Problem(*row) for row in frame[_PROBLEM_FIELDS].drop_duplicates().itertuples(index=False))
 
 
-def _only(frame: pandas.DataFrame, problem: Problem) -> pandas.DataFrame:
-    for name in _PROBLEM_FIELDS:
-        frame = frame[frame[name] == getattr(problem, name)]
-    return frame
-
-
-def _groups(frame: pandas.DataFrame, device: Device | None) -> list[tuple[Device, pandas.DataFrame]]:
-    """The rows to show per device: those of its fingerprint, or of the fingerprint measured last."""
+def _groups(frame: pandas.DataFrame) -> list[tuple[Device, pandas.DataFrame]]:
+    """The rows to show per device: those of the fingerprint measured last."""
     found: dict[str, tuple[Any, Device, pandas.DataFrame]] = {}
     for _, group in frame.groupby("fingerprint", sort=False):
         fingerprint = Fingerprint(*(_python(group.iloc[0][name]) for name in _FINGERPRINT_FIELDS))
-        if device is not None:
-            if fingerprint == device.fingerprint:
-                return [(device, group)]
-            continue
-        latest = group["measured_at"].max()
-        name = fingerprint.device_name
+        name, latest = fingerprint.device_name, group["measured_at"].max()
         if name not in found or latest > found[name][0]:
             found[name] = (latest, known_device(fingerprint), group)
     return [(shown, group) for _, shown, group in (found[name] for name in sorted(found))]
@@ -569,82 +403,60 @@ def _device_named(name: str) -> Device:
     return known_device(Fingerprint(name, 0, "", "", 0, "", "", "", "", ""))
 
 
-def _title(problem: Problem, device_name: str) -> str:
-    return f"{problem} on {device_name}" if device_name else str(problem)
-
-
 def _names(frame: pandas.DataFrame) -> str:
     return ", ".join(dict.fromkeys(frame["device"]))
 
 
-def _note(source: Source, device: Device, rows: list[_Row]) -> str:
-    if source == "modelled":
-        return f"Ranked by a model of {device.name}; nothing was timed, and a model only ranks."
-    origin = {
-        "measured": f"Measured on {device.name}.",
-        "replayed": f"Replayed from a recording of {device.name}; nothing was measured here.",
-    }[source]
-    notes = _noise_note([row.noise for row in rows]), _unlike_note(row.evidence for row in rows)
-    return " ".join(filter(None, [origin, *notes]))
-
-
-def _unlike_note(evidence: Iterable[Evidence]) -> str:
-    """What to make of rows whose ratios do not compare with those before them."""
-    found = Counter(evidence)
-    if len(found) < 2:
+def _how_to_read(rows: pandas.DataFrame) -> str:
+    """What ties are, and what to make of rows whose ratios do not compare with those before them."""
+    if rows.empty:
         return ""
+    noise = max(NOISE_FLOOR, rows["noise"].max())
+    note = f"= marks ties: closer than the noise, here up to {100 * noise:.1f} %."
+    found = Counter(map(Evidence, by_evidence(rows)["level"]))
+    if len(found) < 2:
+        return note
     counts = ", ".join(
         f"{count} {level.name.lower()}" for level, count in sorted(found.items(), reverse=True)
     )
-    return f"Ordered by evidence ({counts}): ratios compare among rows of the same only."
+    return f"{note} Ordered by evidence ({counts}): ratios compare among rows of the same only."
 
 
-def _noise_note(noises: list[float]) -> str:
-    if not noises:
-        return ""
-    return f"= marks ties: closer than the noise, here up to {100 * max(NOISE_FLOOR, *noises):.1f} %."
+def _stored_note(rows: pandas.DataFrame, groups: list[tuple[Device, pandas.DataFrame]]) -> str:
+    import pandas
 
-
-def _stored_note(frame: pandas.DataFrame, problem: Problem, device: Device | None) -> str:
-    rows = _only(frame, problem)
-    groups = _groups(rows, device)
     if not groups:
-        return "Nothing was measured for this device and software."
+        return _NOTHING
     parts = [
         f"Measured on {shown.name}, driver {shown.fingerprint.driver}, torch {shown.fingerprint.torch}."
         if not group["origin"].astype(bool).all()
         else f"Imported from {', '.join(sorted(set(group['origin'])))}; measured on another {shown.name}."
         for shown, group in groups
     ]
-    imported = sum(int(group["origin"].astype(bool).sum()) for _, group in groups)
-    if 0 < imported < sum(len(group) for _, group in groups):
+    shown_rows = pandas.concat([group for _, group in groups])
+    imported = int(shown_rows["origin"].astype(bool).sum())
+    if 0 < imported < len(shown_rows):
         parts.append(f"Imported: {imported} of the rows.")
-    parts.append(_noise_note([noise for _, group in groups for noise in group["noise"]]))
-    parts.append(_unlike_note(row.evidence for _, group in groups for row in _stored_rows(group)))
-    left_out = len(rows) - sum(len(group) for _, group in groups)
-    if left_out:
+    parts.append(_how_to_read(shown_rows))
+    if left_out := len(rows) - len(shown_rows):
         parts.append(f"Rows of other devices or software versions, left out: {left_out}.")
-    return " ".join(filter(None, parts))
+    return " ".join(parts)
 
 
 def _mean_note(table: pandas.DataFrame) -> str:
     if table.empty:
-        return "Nothing was measured for this device and software."
-    note = f"Geometric mean over {len(table)} rows, to torch.mm: {_mean(table['ratio_to_torch_mm']):.3f}."
+        return _NOTHING
+    mean = geometric_mean(table["ratio_to_torch_mm"])
+    note = f"Geometric mean over {len(table)} rows, to torch.mm: {mean:.3f}."
     vendors = table["best_vendor_ratio"].dropna()
     if vendors.empty:
         return f"{note} None of the vendor's other algorithms was measured."
     which = "each row" if len(vendors) == len(table) else f"the {len(vendors)} rows where one was measured"
-    return f"{note} The best of the vendor's algorithms on {which}: {_mean(vendors):.3f}."
-
-
-def _mean(ratios: Iterable[float]) -> float:
-    """The geometric mean."""
-    return statistics.geometric_mean(ratios)
+    return f"{note} The best of the vendor's algorithms on {which}: {geometric_mean(vendors):.3f}."
 
 
 def _cell(name: str, row: Mapping[Any, Any]) -> str:
-    value, decimals = row[name], COLUMNS[name].decimals
+    value, decimals = row[name], COLUMNS[name][1]
     if decimals is None:
         return clean(value) if isinstance(value, str) else ""
     if math.isnan(value):
@@ -661,7 +473,7 @@ def _longest(name: str, rows: list[dict[Any, Any]]) -> int:
 def _least_width(name: str, rows: list[dict[Any, Any]]) -> int:
     """Characters that a column needs: its longest cell, and the longest word of its heading."""
     longest = _longest(name, rows)
-    return max(min(longest, _READABLE.get(name, longest)), *map(len, COLUMNS[name].heading.split()))
+    return max(min(longest, _READABLE.get(name, longest)), *map(len, COLUMNS[name][0].split()))
 
 
 def _plain(value: Any) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.problem import Problem
-from tunegemm.measure.evidence import FINAL
 from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.store.layers import of_databases
 from tunegemm.store.shipped import read_shipped
@@ -44,34 +43,23 @@ def of_all_layers(
     return together[together["_layer"] == narrowest].drop(columns="_layer"), warnings
 
 
-def problems_of(frame: pandas.DataFrame) -> list[Problem]:
-    """The problems of the rows, smallest first."""
-    return sorted(Problem(*row) for row in frame[_PROBLEM].drop_duplicates().itertuples(index=False))
-
-
 def _frame(records: Iterable[Record]) -> pandas.DataFrame:
     """One row per problem and device, from the toolchain that was measured last; without what files lack."""
     import pandas
 
-    rows = []
+    names = ("label", "kernel_source", "median_us", "baseline_median_us", "ratio", "noise", "confirmed")
+    rows: list[dict[str, Any]] = []
     for record in sorted(records, key=lambda record: record.measured_at):
         vendor = record.candidate.family == VENDOR_FAMILY
-        facts = asdict(record.problem) | record.fingerprint.asdict()
-        names = ("label", "kernel_source", "median_us", "baseline_median_us", "ratio", "noise", "confirmed")
-        facts |= {name: getattr(record, name) for name in (*names, "relative_error", "measured_at")}
         rows.append(
-            facts
-            | {
-                "fingerprint": record.fingerprint.digest,
-                "candidate": record.candidate.digest,
-                "family": record.candidate.family,
-                "policy": FINAL,
-                "origin": "",
-                "spread": math.nan,
-                "baseline_spread": math.nan,
-                "vendor_label": record.label if vendor else None,
-                "vendor_ratio": record.ratio if vendor else math.nan,
-            }
+            asdict(record.problem)
+            | record.fingerprint.asdict()
+            | {name: getattr(record, name) for name in (*names, "relative_error", "measured_at", "policy")}
+            | {"fingerprint": record.fingerprint.digest, "candidate": record.candidate.digest}
+            | {"family": record.candidate.family, "origin": ""}
+            | {"spread": math.nan, "baseline_spread": math.nan}
+            | {"vendor_label": record.label if vendor else None}
+            | {"vendor_ratio": record.ratio if vendor else math.nan}
         )
     columns = [*_PLACE, "family", "fingerprint"]
     frame = pandas.DataFrame(rows, columns=list(rows[0]) if rows else columns)

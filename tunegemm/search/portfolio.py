@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tunegemm.describe.space import Candidate
+from tunegemm.search.budget import Effort
 from tunegemm.search.search import Search, StageName
 
 #: Candidates of each family but the first before its chances are judged, as a part of its budget: 2 of 32.
 _FIRST_ROUND = 0.08
-#: A family goes on when the best of its first round is at most this much slower than the best first round.
-_MARGIN = 0.02
+#: A family goes on when the best of its first round is at most this much slower than the best first round; in
+#: a quick search only the best one does.
+_MARGIN, _QUICK_MARGIN = 0.02, 0.0
 
 
 class Portfolio:
     """Asks and tells as `Search` does. The first search is the one expected to win."""
 
-    def __init__(self, searches: Sequence[Search]) -> None:
+    def __init__(self, searches: Sequence[Search], effort: Effort = "full") -> None:
+        self._margin = _QUICK_MARGIN if effort == "quick" else _MARGIN
         self._searches = list(searches)
         self._current: Search | None = self._searches[0] if self._searches else None
         self._by_family = {search.family: search for search in self._searches}
@@ -67,7 +70,7 @@ class Portfolio:
     def _is_near(self, search: Search) -> bool:
         # Like is compared with like: the first search has seen many more candidates by now.
         best = {one: self._best_of_first_round(one) for one in self._searches}
-        return best[search] > 0 and best[search] >= (1 - _MARGIN) * max(best.values())
+        return best[search] > 0 and best[search] >= (1 - self._margin) * max(best.values())
 
     def _best_of_first_round(self, search: Search) -> float:
         return max(self._values[search.family][: _first_round(search)], default=0.0)

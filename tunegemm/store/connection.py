@@ -77,7 +77,15 @@ def connect(location: Path | URL, *, read_only: bool) -> Engine:
     Raises DatabaseError when there is no such file, or when it can be neither created nor opened.
     """
     if isinstance(location, URL):
-        return _server_engine(location)
+        timeout = {} if "connect_timeout" in location.query else {"connect_timeout": CONNECT_TIMEOUT_S}
+        try:
+            # A connection may have been cut since its last use: tuning publishes minutes apart.
+            return create_engine(location, pool_pre_ping=True, connect_args=timeout)
+        except ModuleNotFoundError as error:
+            raise DatabaseError(
+                f"{display(location)}: no driver for it ({error}); pip install 'tunegemm[postgres]', or give "
+                "a path"
+            ) from None
     with translated(location):
         if read_only:
             _check_readable(location)
@@ -86,18 +94,10 @@ def connect(location: Path | URL, *, read_only: bool) -> Engine:
             _make_writable(location)
             _choose_journal(location)
             options = "mode=rwc"
-    return _sqlite_engine(location, options)
-
-
-def _server_engine(url: URL) -> Engine:
-    timeout = {} if "connect_timeout" in url.query else {"connect_timeout": CONNECT_TIMEOUT_S}
-    try:
-        # A connection may have been cut since its last use: tuning publishes minutes apart.
-        return create_engine(url, pool_pre_ping=True, connect_args=timeout)
-    except ModuleNotFoundError as error:
-        raise DatabaseError(
-            f"{display(url)}: no driver for it ({error}); pip install 'tunegemm[postgres]', or give a path"
-        ) from None
+    engine = create_engine("sqlite://", creator=lambda: _open(location, options), poolclass=QueuePool)
+    event.listen(engine, "connect", _prepare)
+    event.listen(engine, "begin", _begin)
+    return engine
 
 
 def _check_readable(path: Path) -> None:
@@ -196,13 +196,6 @@ def _open(path: Path, options: str) -> sqlite3.Connection:
     )
     connection.text_factory = _TEXT
     return connection
-
-
-def _sqlite_engine(path: Path, options: str) -> Engine:
-    engine = create_engine("sqlite://", creator=lambda: _open(path, options), poolclass=QueuePool)
-    event.listen(engine, "connect", _prepare)
-    event.listen(engine, "begin", _begin)
-    return engine
 
 
 def _prepare(connection: sqlite3.Connection, _: Any) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from sqlalchemy import URL, Connection, Engine, Executable, Select, exists, select, text
+from sqlalchemy import URL, Connection, Engine, Executable, exists, select, text
 from sqlalchemy.orm import Session
 
 from tunegemm.describe.device import Device, Fingerprint
@@ -24,7 +24,7 @@ from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import frames, migrations, publishing, rows
 from tunegemm.store.connection import connect, display, migrating, resolve, translated, writer
 from tunegemm.store.lookup import Lookup, read_lookup
-from tunegemm.store.models import CandidateRow, ChoiceRow, FailureRow, MeasurementRow, ProblemRow, RecordRow
+from tunegemm.store.models import ChoiceRow, FailureRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.record import Record
 
 if TYPE_CHECKING:
@@ -107,10 +107,8 @@ class Database:
         rows.require(outcome, Measurement | Failure, "outcome")
         values = rows.outcome_values(outcome, resources, policy)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
-            if isinstance(outcome, Failure):
-                publishing.add_failure(connection, keys, values)
-            else:
-                publishing.add_measurement(connection, keys, values)
+            publishing.add(connection, keys, values)
+            if isinstance(outcome, Measurement):
                 publishing.choose_if_better(connection, keys)
 
     def confirm(
@@ -133,7 +131,7 @@ class Database:
         with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
             row_id = publishing.find_measurement(connection, keys, values)
             if row_id is None:
-                row_id = publishing.add_measurement(connection, keys, values)
+                row_id = publishing.add(connection, keys, values)
             publishing.confirm(connection, keys, row_id)
 
     def best(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
@@ -154,26 +152,26 @@ class Database:
         return self._records(None, problem=problem, samples=True)
 
     def history(self, problem: Problem, *, samples: bool = False) -> list[Record]:
-        """Which measurements were the problem's records, under all fingerprints; the first chosen first."""
+        """Which measurements were the problem's records, under all fingerprints; the first chosen first.
+
+        samples: with the samples of each.
+        """
         return self._records(ChoiceRow, problem=problem, samples=samples)
 
-    def measurements(
-        self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False
-    ) -> list[Measurement]:
-        """All measurements of a problem, oldest first, for example to seed a search.
-
-        current: only of kernels whose sources are those of this program.
-        """
-        found = self._records(None, problem=problem, fingerprint=fingerprint, samples=True, current=current)
+    def measurements(self, problem: Problem, fingerprint: Fingerprint) -> list[Measurement]:
+        """All measurements of a problem, oldest first, for example to seed a search."""
+        found = self._records(None, problem=problem, fingerprint=fingerprint, samples=True)
         return [record.measurement for record in found]
 
     def failures(self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False) -> list[Failure]:
-        """All failures of a problem, oldest first: what a search need not try again. current: see above."""
+        """All failures of a problem, oldest first: what a search need not try again.
+
+        current: only of kernels whose sources are those of this program.
+        """
         row = FailureRow
-        query = rows.with_keys(select(*rows.CANDIDATE_COLUMNS, row.stage, row.reason).select_from(row), row)
-        query = query.join(CandidateRow, CandidateRow.id == row.candidate_id).order_by(row.id)
-        query = rows.where_current(query, row) if current else query
-        query = rows.where_problem(rows.where_fingerprint(query, fingerprint), problem)
+        columns = select(*rows.CANDIDATE_COLUMNS, row.stage, row.reason).select_from(row)
+        query = rows.where_fingerprint(rows.with_keys(columns, row), fingerprint).order_by(row.id)
+        query = rows.where_problem(rows.where_current(query) if current else query, problem)
         return rows.readable(self._read(query), rows.failure, "failure")
 
     def problems(self) -> list[Problem]:
@@ -182,14 +180,7 @@ class Database:
         found = self._read(select(*rows.PROBLEM_COLUMNS).where(measured))
         return sorted(rows.readable(found, lambda row: Problem(*row), "problem"))
 
-    def frame(
-        self,
-        problem: Problem | None = None,
-        *,
-        device_name: str | None = None,
-        family: str | None = None,
-        fingerprint: Fingerprint | None = None,
-    ) -> pandas.DataFrame:
+    def frame(self, problem: Problem | None = None, *, family: str | None = None) -> pandas.DataFrame:
         """One row per problem, fingerprint and candidate, with the best evidence for it.
 
         That is the confirmed record's measurement, or else the best by `tunegemm.measure.evidence`. Columns:
@@ -201,7 +192,7 @@ class Database:
         """
         import pandas
 
-        query = frames.candidates_query(problem, device_name, family, fingerprint)
+        query = frames.candidates_query(problem, family)
         names = [column.key for column in query.selected_columns]
         return frames.best_of_each(pandas.DataFrame(self._read(query), columns=names))
 
@@ -242,7 +233,7 @@ class Database:
                 connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
             yield lambda query: cast(Any, connection.execute(query)).cursor.fetchall()
 
-    def _read(self, query: Select[Any]) -> Sequence[Any]:
+    def _read(self, query: Executable) -> Sequence[Any]:
         with self._reading() as session:
             return session.execute(query).all()
 
@@ -253,15 +244,12 @@ class Database:
         problem: Problem | None = None,
         fingerprint: Fingerprint | None = None,
         samples: bool = False,
-        current: bool = False,
     ) -> list[Record]:
-        """As `rows.records_query`, of one problem or fingerprint or of this program's kernels."""
+        """As `rows.records_query`, of one problem or fingerprint."""
         query = rows.records_query(chosen, samples=samples)
         if problem is not None:
             query = rows.where_problem(query, problem)
         if fingerprint is not None:
             query = rows.where_fingerprint(query, fingerprint)
-        if current:
-            query = rows.where_current(query, MeasurementRow)
         kind = "measurement" if chosen is None else "record"
         return rows.readable(self._read(query), rows.record_builder(self.layer, samples=samples), kind)

@@ -15,16 +15,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
 from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.generate.ptxas import Resources
+from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.outcome import Failure, Measurement, Stage
 from tunegemm.store import publishing
 from tunegemm.store.checks import BAD, candidate_of, check_roofline, one_line, times_of, typed
@@ -47,11 +47,13 @@ from tunegemm.store.rows import (
     key_values,
     outcome_values,
     where_problem,
+    with_keys,
 )
 from tunegemm.store.schema import FASTEST
 from tunegemm.untrusted import decoded, line, listed, members, moment, number, printable, shown, tree, whole
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 #: Rows per transaction while loading.
 _BATCH = 500
@@ -63,13 +65,11 @@ class Conflict:
     """Two records of one problem and fingerprint that name different kernels."""
 
     problem: Problem
-    fingerprint: Fingerprint
-    kept: Candidate
-    """The record from now on."""
-    other: Candidate
-    """The one that is not; its measurements are kept."""
-    labels: tuple[str, str]
-    """Of `kept` and `other`."""
+    device_name: str
+    kept: str
+    """The label, or else the digest, of what is the record from now on."""
+    other: str
+    """Of the one that is not; its measurements are kept."""
     reason: str
     """What decided it."""
 
@@ -90,9 +90,21 @@ class Report:
 def dump(database: Database, problem: Problem | None = None) -> Iterator[Row]:
     """Every measurement, failure and choice, oldest first; of one problem, if given. Damaged ones, too."""
     with database._reading() as session:
-        for result in (_measurements(session, problem), _failures(session, problem)):
-            yield from result
-        yield from _choices(session, problem)
+        for table, result in (
+            (MeasurementRow, MeasurementRow),
+            (FailureRow, FailureRow),
+            (ChoiceRow, MeasurementRow),
+        ):
+            query: Select[*tuple[Any, ...]] = select(result, ProblemRow, FingerprintRow, CandidateRow)
+            if table is ChoiceRow:
+                query = query.add_columns(ChoiceRow).join_from(
+                    ChoiceRow, MeasurementRow, MeasurementRow.id == ChoiceRow.measurement_id
+                )
+            found = with_keys(query, result).order_by(table.id)
+            if problem is not None:
+                found = where_problem(found, problem)
+            for row in session.execute(found.execution_options(yield_per=1000)):
+                yield _as_json(*row)
 
 
 def sound(rows: Iterable[Row], skipped: list[str]) -> Iterator[Row]:
@@ -111,27 +123,14 @@ def sound(rows: Iterable[Row], skipped: list[str]) -> Iterator[Row]:
             yield row
 
 
-def select_rows(
-    rows: Iterable[Row],
-    *,
-    shapes: Collection[str] = (),
-    dtype: str | None = None,
-    layout: str | None = None,
-    fingerprint: str | None = None,
-) -> Iterator[Row]:
-    """The rows of some problems and of one fingerprint (the start of its digest), with their choices."""
+def of_shapes(rows: Iterable[Row], shapes: Collection[str]) -> Iterator[Row]:
+    """The rows of problems of these shapes, with their choices; all rows where no shape is given."""
     kept: set[str] = set()
     for row in rows:
-        if row["kind"] == "choice":
-            if row["measurement"] in kept:
-                yield row
-            continue
-        problem, facts = Problem(**row["problem"]), Fingerprint(**row["fingerprint"])
-        if (
-            (not shapes or problem.shape in shapes)
-            and (dtype is None or problem.in_dtype == dtype)
-            and (layout is None or problem.layout == layout.lower())
-            and (fingerprint is None or facts.digest.startswith(fingerprint))
+        if not shapes or (
+            row["measurement"] in kept
+            if row["kind"] == "choice"
+            else Problem(**row["problem"]).shape in shapes
         ):
             kept.add(row.get("id", ""))
             yield row
@@ -149,8 +148,7 @@ def load(database: Database, rows: Iterable[Row | BadValueError], *, origin: str
     origin = printable(origin)
     measurement_ids: dict[str, int] = {}
     choices: list[tuple[int, Row]] = []
-    numbered = enumerate(rows, 1)
-    while batch := list(islice(numbered, _BATCH)):
+    for batch in _batches(enumerate(rows, 1)):
         with database._writing() as connection, Session(connection) as session, session.begin():
             for position, row in batch:
                 if isinstance(row, dict) and row.get("kind") == "choice":
@@ -180,24 +178,29 @@ def _load_choices(
             choices.append(_parse_choice(row, measurement_ids))
         except BAD as error:
             report.skipped.append(f"row {position} (choice): {one_line(error)}")
-    choices.sort(key=lambda choice: choice.chosen_at)
-    pending = iter(choices)
-    last: dict[tuple[int, int, str], _Choice] = {}
-    while batch := list(islice(pending, _BATCH)):
+    last: dict[tuple[int, int, str], Row] = {}
+    for batch in _batches(sorted(choices, key=lambda choice: choice["chosen_at"])):
         with database._writing() as connection, Session(connection) as session, session.begin():
             for choice in batch:
-                measured = session.get_one(MeasurementRow, choice.measurement_id)
-                key = measured.problem_id, measured.fingerprint_id, choice.policy
-                if _is_known(session, choice, measured):
+                measured = session.get_one(MeasurementRow, choice["measurement_id"])
+                pair = {"problem_id": measured.problem_id, "fingerprint_id": measured.fingerprint_id}
+                choice |= pair
+                key = (*pair.values(), choice["policy"])
+                if _is_known(session, choice):
                     continue
                 if key in last:  # a later one competes
                     _remember(session, last[key])
                 last[key] = choice
-    pending = iter(last.values())
-    while batch := list(islice(pending, _BATCH)):
+    for batch in _batches(last.values()):
         with database._writing() as connection, Session(connection) as session, session.begin():
             conflicts = [_choose(session, choice) for choice in batch]
         report.conflicts += [conflict for conflict in conflicts if conflict is not None]
+
+
+def _batches(entries: Iterable[T]) -> Iterator[list[T]]:
+    iterator = iter(entries)
+    while batch := list(islice(iterator, _BATCH)):
+        yield batch
 
 
 def merge(sources: Sequence[str], into: str) -> Report:
@@ -229,14 +232,14 @@ class Parsed:
 
     id: str
     """What the choices of the same file call it; empty when they cannot."""
-    problem: Problem
-    fingerprint: Fingerprint
-    outcome: Measurement | Failure
-    resources: Resources | None
     label: str
     kernel_source: str
     origin: str
     policy: str
+    problem: Problem
+    fingerprint: Fingerprint
+    outcome: Measurement | Failure
+    resources: Resources | None
     measured_at: datetime
 
 
@@ -246,25 +249,15 @@ def parse(row: Any) -> Parsed:
         raise row
     if not isinstance(row, dict) or row.get("kind") not in ("measurement", "failure"):
         raise BadValueError("its kind is not one of measurement, failure, choice")
-    texts = {
-        name: line(_given(row, name, ""), name, longest)
-        for name, longest in {
-            "id": 64,
-            "label": 200,
-            "kernel_source": 16,
-            "origin": 4096,
-            "policy": 16,
-        }.items()
-    }
-    problem, fingerprint = typed(Problem, row.get("problem")), typed(Fingerprint, row.get("fingerprint"))
-    return Parsed(
-        **{**texts, "policy": texts["policy"] or "screen"},
-        problem=problem,
-        fingerprint=fingerprint,
-        outcome=_outcome(row, problem, fingerprint),
-        resources=None if row.get("resources") is None else _resources(row["resources"]),
-        measured_at=moment(row.get("measured_at"), "measured_at"),
+    widths = {"id": 64, "label": 200, "kernel_source": 16, "origin": 4096, "policy": 16}
+    id_, label, source, origin, policy = (
+        line(_given(row, name, ""), name, longest) for name, longest in widths.items()
     )
+    problem, fingerprint = typed(Problem, row.get("problem")), typed(Fingerprint, row.get("fingerprint"))
+    outcome = _outcome(row, problem, fingerprint)
+    resources = None if row.get("resources") is None else _resources(row["resources"])
+    at = moment(row.get("measured_at"), "measured_at")
+    return Parsed(id_, label, source, origin, policy or SCREEN, problem, fingerprint, outcome, resources, at)
 
 
 def _given(row: Row, name: str, default: Any) -> Any:
@@ -303,24 +296,20 @@ def _resources(data: Any) -> Resources:
     return Resources(registers, spill_bytes, smem_bytes, warnings, seconds)
 
 
-@dataclass(frozen=True)
-class _Choice:
-    measurement_id: int
-    policy: str
-    confirmed: bool
-    chosen_at: datetime
-
-
-def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> _Choice:
+def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> Row:
+    """The columns of a choice but for those that its measurement has, too."""
     reference = line(row.get("measurement"), "measurement", 64)
     if reference not in measurement_ids:
         raise BadValueError(f"measurement {shown(reference)} is not among the rows that were taken")
     confirmed = row.get("confirmed", row.get(FORMER_CONFIRMED))
     if type(confirmed) is not bool:
         raise BadValueError(f"confirmed {shown(confirmed)} is neither true nor false")
-    policy = line(_given(row, "policy", ""), "policy", 32) or FASTEST
-    chosen_at = moment(row.get("chosen_at"), "chosen_at")
-    return _Choice(measurement_ids[reference], policy, confirmed, chosen_at)
+    return {
+        "measurement_id": measurement_ids[reference],
+        "policy": line(_given(row, "policy", ""), "policy", 32) or FASTEST,
+        "confirmed": confirmed,
+        "chosen_at": moment(row.get("chosen_at"), "chosen_at"),
+    }
 
 
 def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
@@ -331,11 +320,8 @@ def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
     keys = publishing.row_keys(
         connection, *key_values(parsed.problem, parsed.fingerprint, outcome.candidate, "")
     )
-    table, alike, add = (
-        (FailureRow, "stage", publishing.add_failure)
-        if isinstance(outcome, Failure)
-        else (MeasurementRow, "samples_us", publishing.add_measurement)
-    )
+    is_failure = isinstance(outcome, Failure)
+    table, alike = (FailureRow, "stage") if is_failure else (MeasurementRow, "samples_us")
     identity = {**keys, "kernel_source": parsed.kernel_source, "created_at": parsed.measured_at}
     identity[alike] = values[alike]
     found = session.scalar(select(table.id).filter_by(**identity).limit(1))
@@ -343,44 +329,31 @@ def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
         return found, False
     if parsed.label:
         publishing.label_if_none(connection, keys["candidate_id"], parsed.label)
-    return add(connection, keys, values, at=parsed.measured_at), True
+    return publishing.add(connection, keys, values, at=parsed.measured_at), True
 
 
-def _is_known(session: Session, choice: _Choice, row: MeasurementRow) -> bool:
+def _is_known(session: Session, choice: Row) -> bool:
     """Whether a choice is in the history already."""
-    found = select(ChoiceRow.id).filter_by(**_values(choice, row)).limit(1)
-    return session.scalar(found) is not None
+    return session.scalar(select(ChoiceRow.id).filter_by(**choice).limit(1)) is not None
 
 
-def _remember(session: Session, choice: _Choice) -> None:
+def _remember(session: Session, choice: Row) -> None:
     """Enters a choice into the history, once."""
-    row = session.get_one(MeasurementRow, choice.measurement_id)
-    if not _is_known(session, choice, row):
-        session.add(ChoiceRow(**_values(choice, row)))
+    if not _is_known(session, choice):
+        session.add(ChoiceRow(**choice))
         session.flush()
 
 
-def _values(choice: _Choice, row: MeasurementRow) -> dict[str, Any]:
-    return {
-        "problem_id": row.problem_id,
-        "fingerprint_id": row.fingerprint_id,
-        "policy": choice.policy,
-        "measurement_id": row.id,
-        "confirmed": choice.confirmed,
-        "chosen_at": choice.chosen_at,
-    }
-
-
-def _choose(session: Session, choice: _Choice) -> Conflict | None:
+def _choose(session: Session, choice: Row) -> Conflict | None:
     """Lets another database's record compete with the one here (`publishing.adopt`)."""
-    new = session.get_one(MeasurementRow, choice.measurement_id)
-    pair = {"problem_id": new.problem_id, "fingerprint_id": new.fingerprint_id}
-    find = select(RecordRow.measurement_id, RecordRow.confirmed).filter_by(**pair, policy=FASTEST)
+    new = session.get_one(MeasurementRow, choice["measurement_id"])
+    keys = {name: choice[name] for name in ("problem_id", "fingerprint_id")}
+    find = select(RecordRow.measurement_id, RecordRow.confirmed).filter_by(**keys, policy=FASTEST)
     before = session.execute(find).one_or_none()
-    if choice.policy == FASTEST:
+    if choice["policy"] == FASTEST:
         publishing.adopt(
-            session.connection(), {**pair, "candidate_id": new.candidate_id}, new.id,
-            confirmed=choice.confirmed, at=choice.chosen_at,
+            session.connection(), {**keys, "candidate_id": new.candidate_id}, new.id,
+            confirmed=choice["confirmed"], at=choice["chosen_at"],
         )  # fmt: skip
     after = session.execute(find).one_or_none()
     _remember(session, choice)
@@ -390,19 +363,15 @@ def _choose(session: Session, choice: _Choice) -> Conflict | None:
     other = was if now is new else new
     if was is None or now is None or other is None or other.candidate_id == now.candidate_id:
         return None
-    confirmed = {new.id: choice.confirmed, was.id: before.confirmed, now.id: after.confirmed}
+    confirmed = {new.id: choice["confirmed"], was.id: before.confirmed, now.id: after.confirmed}
     kept, lost = (session.get_one(CandidateRow, row.candidate_id) for row in (now, other))
-    problem, fingerprint = (
-        session.get_one(ProblemRow, new.problem_id),
-        session.get_one(FingerprintRow, new.fingerprint_id),
-    )
+    problem = session.get_one(ProblemRow, new.problem_id)
     try:
         return Conflict(
             Problem(*(getattr(problem, name) for name in PROBLEM_FIELDS)),
-            Fingerprint(*(getattr(fingerprint, name) for name in FINGERPRINT_FIELDS)),
-            Candidate.from_json(kept.json),
-            Candidate.from_json(lost.json),
-            (kept.label or kept.digest, lost.label or lost.digest),
+            session.get_one(FingerprintRow, new.fingerprint_id).device_name,
+            kept.label or kept.digest,
+            lost.label or lost.digest,
             _why(now, other, confirmed[now.id], confirmed[other.id]),
         )
     except BAD:  # a damaged row of this database, against which there is nothing to compare
@@ -420,97 +389,52 @@ def _why(kept: MeasurementRow, other: MeasurementRow, kept_confirmed: bool, othe
     return "its ratio is the higher" if kept.ratio > other.ratio else "its evidence is the better"
 
 
-def _measurements(session: Session, problem: Problem | None) -> Iterator[Row]:
-    query = select(MeasurementRow, ProblemRow, FingerprintRow, CandidateRow).select_from(MeasurementRow)
-    for row, shared in _joined(session, query, MeasurementRow, problem):
-        evidence = row.evidence if row.evidence is not None else {}
-        if isinstance(evidence, dict):
-            evidence = evidence | {
-                name: getattr(row, name)
-                for name in (*TELEMETRY_NUMBERS, THROTTLE)
-                if getattr(row, name) is not None
-            }
-        resources = {name: getattr(row, name) for name in _RESOURCES}
-        full = {
-            "kind": "measurement",
-            **shared,
-            "policy": row.policy,
-            "samples_us": row.samples_us,
-            "baseline_us": row.baseline_us,
-            "relative_error": row.relative_error,
-            "noise": row.noise,
-            "evidence": evidence,
-            "resources": None if resources["registers"] is None else resources,
-        }
-        yield full | {"id": _identity(full)}
-
-
-def _failures(session: Session, problem: Problem | None) -> Iterator[Row]:
-    query = select(FailureRow, ProblemRow, FingerprintRow, CandidateRow).select_from(FailureRow)
-    for row, shared in _joined(session, query, FailureRow, problem):
-        reason = printable(row.reason) if isinstance(row.reason, str) else row.reason
-        yield {"kind": "failure", **shared, "stage": row.stage, "reason": reason}
-
-
-def _joined(session: Session, query: Any, table: Any, problem: Problem | None) -> Iterator[tuple[Any, Row]]:
-    query = query.join(ProblemRow, ProblemRow.id == table.problem_id)
-    query = query.join(FingerprintRow, FingerprintRow.id == table.fingerprint_id)
-    query = query.join(CandidateRow, CandidateRow.id == table.candidate_id).order_by(table.id)
-    if problem is not None:
-        query = where_problem(query, problem)
-    for row, problem_row, fingerprint_row, candidate_row in session.execute(
-        query.execution_options(yield_per=1000)
-    ):
-        yield (
-            row,
-            {
-                **_shared(row, problem_row, fingerprint_row, candidate_row),
-                "label": candidate_row.label,
-                "origin": row.origin,
-            },
-        )
-
-
-def _shared(row: Any, problem: Any, fingerprint: Any, candidate: Any) -> Row:
+def _as_json(
+    row: Any, problem: ProblemRow, fingerprint: FingerprintRow, candidate: CandidateRow,
+    choice: ChoiceRow | None = None,
+) -> Row:  # fmt: skip
+    """A measurement, a failure, or the choice of a measurement, as its JSON object."""
     try:
         parameters = decoded(candidate.json)
     except (BadValueError, TypeError):
         parameters = None
-    return {
+    shared = {
         "problem": {name: getattr(problem, name) for name in PROBLEM_FIELDS},
         "fingerprint": {name: getattr(fingerprint, name) for name in FINGERPRINT_FIELDS},
         "candidate": parameters,
         "kernel_source": row.kernel_source,
         "measured_at": _iso(row.created_at),
     }
+    if choice is not None:
+        return {
+            "kind": "choice",
+            "measurement": _identity(shared | {"samples_us": row.samples_us}),
+            "policy": choice.policy,
+            "confirmed": bool(choice.confirmed),
+            "chosen_at": _iso(choice.chosen_at),
+        }
+    shared |= {"label": candidate.label, "origin": row.origin}
+    if isinstance(row, FailureRow):
+        reason = printable(row.reason) if isinstance(row.reason, str) else row.reason
+        return {"kind": "failure", **shared, "stage": row.stage, "reason": reason}
+    evidence = row.evidence if row.evidence is not None else {}
+    if isinstance(evidence, dict):
+        telemetry = {name: getattr(row, name) for name in (*TELEMETRY_NUMBERS, THROTTLE)}
+        evidence = evidence | {name: value for name, value in telemetry.items() if value is not None}
+    resources = {name: getattr(row, name) for name in _RESOURCES}
+    figures = ("policy", "samples_us", "baseline_us", "relative_error", "noise")
+    full = {
+        "kind": "measurement",
+        **shared,
+        **{name: getattr(row, name) for name in figures},
+        "evidence": evidence,
+        "resources": None if resources["registers"] is None else resources,
+    }
+    return full | {"id": _identity(full)}
 
 
 def _iso(moment: datetime | None) -> str | None:
     return None if moment is None else moment.isoformat(timespec="microseconds")
-
-
-def _choices(session: Session, problem: Problem | None) -> Iterator[Row]:
-    query: Select[*tuple[Any, ...]] = select(
-        ChoiceRow.policy, ChoiceRow.confirmed, ChoiceRow.chosen_at, MeasurementRow,
-        ProblemRow, FingerprintRow, CandidateRow,
-    ).select_from(ChoiceRow)  # fmt: skip
-    query = query.join(MeasurementRow, MeasurementRow.id == ChoiceRow.measurement_id)
-    query = query.join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
-    query = query.join(FingerprintRow, FingerprintRow.id == MeasurementRow.fingerprint_id)
-    query = query.join(CandidateRow, CandidateRow.id == MeasurementRow.candidate_id).order_by(ChoiceRow.id)
-    if problem is not None:
-        query = where_problem(query, problem)
-    for policy, confirmed, chosen_at, row, problem_row, fingerprint_row, candidate_row in session.execute(
-        query
-    ):
-        shared = _shared(row, problem_row, fingerprint_row, candidate_row)
-        yield {
-            "kind": "choice",
-            "measurement": _identity(shared | {"samples_us": row.samples_us}),
-            "policy": policy,
-            "confirmed": bool(confirmed),
-            "chosen_at": _iso(chosen_at),
-        }
 
 
 def _identity(row: Row) -> str:

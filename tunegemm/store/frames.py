@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, select
 
-from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.evidence import evidence_of
 from tunegemm.store.lookup import UNREADABLE
-from tunegemm.store.models import CandidateRow, FingerprintRow, MeasurementRow, ProblemRow, RecordRow
+from tunegemm.store.models import CandidateRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.rows import (
     FINGERPRINT_COLUMNS,
     PROBLEM_COLUMNS,
     PROBLEM_FIELDS,
-    where_fingerprint,
     where_problem,
     with_keys,
 )
@@ -44,10 +42,8 @@ _OPTIONAL = (
 _TEXTS = ("family", "label", "candidate", "device_name", "kernel_source", "origin", "policy", "fingerprint")
 
 
-def candidates_query(
-    problem: Problem | None, device_name: str | None, family: str | None, fingerprint: Fingerprint | None
-) -> Select[Any]:
-    """Every measurement, or those of one problem, device, family or fingerprint, and the record."""
+def candidates_query(problem: Problem | None, family: str | None) -> Select[Any]:
+    """Every measurement, or those of one problem or family, and the record."""
     row = MeasurementRow
     query = with_keys(
         select(
@@ -60,7 +56,7 @@ def candidates_query(
         ).select_from(row),
         row,
     )
-    query = query.join(CandidateRow, CandidateRow.id == row.candidate_id).outerjoin(
+    query = query.outerjoin(
         RecordRow,
         (RecordRow.problem_id == row.problem_id)
         & (RecordRow.fingerprint_id == row.fingerprint_id)
@@ -68,12 +64,8 @@ def candidates_query(
     )
     if problem is not None:
         query = where_problem(query, problem)
-    if device_name is not None:
-        query = query.where(FingerprintRow.device_name == device_name)
     if family is not None:
         query = query.where(CandidateRow.family == family)
-    if fingerprint is not None:
-        query = where_fingerprint(query, fingerprint)
     return query.order_by(row.id)
 
 
@@ -83,21 +75,25 @@ def best_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
     is_record = frame["measurement_id"] == frame["record_measurement_id"]
     frame["record"] = is_record
     frame["confirmed"] = is_record & frame["confirmed"].eq(True)
-    frame["_here"] = frame["origin"].eq("")
-    words = {
-        (word, won): evidence_of(word, confirmed=won)
-        for word in frame["policy"].unique()
-        for won in (True, False)
-    }
-    pairs = zip(frame["policy"], frame["confirmed"], strict=True)
-    frame["_evidence"] = [int(words[pair]) for pair in pairs]
     # The confirmed record's row is shown whatever follows: it is what is launched.
-    frame = frame.sort_values(["confirmed", "_here", "_evidence", "measurement_id"], kind="stable")
+    frame = by_evidence(frame, "measurement_id", first="confirmed")
     # A candidate measured again stays the record, though its row now shows the later evidence.
     frame["record"] = frame.groupby(_KEY)["record"].transform("any") if len(frame) else frame["record"]
     frame = frame.drop_duplicates(_KEY, keep="last")
-    hidden = ["problem_id", "measurement_id", "record_measurement_id", "_here", "_evidence"]
+    hidden = ["problem_id", "measurement_id", "record_measurement_id", "own", "level"]
     return frame.drop(columns=hidden).reset_index(drop=True)
+
+
+def by_evidence(frame: pandas.DataFrame, *last: str, first: str | None = None) -> pandas.DataFrame:
+    """The rows sorted by what they prove, the worst first, with the columns `own` and `level` of that.
+
+    Sorted by the column `first`, then whether it was measured here, the evidence, and the columns `last`.
+    """
+    confirmed = frame.get("confirmed", [False] * len(frame))
+    pairs = list(zip(frame["policy"], map(bool, confirmed), strict=True))
+    levels = {pair: int(evidence_of(str(pair[0]), confirmed=pair[1])) for pair in {*pairs}}
+    frame = frame.assign(own=frame["origin"].eq(""), level=[levels[pair] for pair in pairs])
+    return frame.sort_values([*([first] if first else []), "own", "level", *last], kind="stable")
 
 
 def sound(frame: pandas.DataFrame) -> pandas.DataFrame:

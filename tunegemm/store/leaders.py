@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import func, select
 
-from tunegemm.measure.evidence import evidence_of
 from tunegemm.store.database import Database
-from tunegemm.store.frames import sound
+from tunegemm.store.frames import by_evidence, sound
 from tunegemm.store.models import (
     CandidateRow,
     FingerprintRow,
@@ -27,14 +26,14 @@ _PAIR = ["problem_id", "fingerprint_id"]
 _VENDOR = ("problem_id", "fingerprint_id", "candidate_id", "policy", "origin", "ratio", "id")
 
 
-def leaders(database: Database, family: str, *, device_name: str | None = None) -> pandas.DataFrame:
+def leaders(database: Database, family: str) -> pandas.DataFrame:
     """One row per problem and device name: the record chosen last there, and the best of the vendor's family.
 
     Columns: the fields of the problem; device_name, family, label, candidate (digest), median_us,
     baseline_median_us, ratio, spread, baseline_spread, confirmed; vendor_label and vendor_ratio, missing
     where the vendor's family was not measured. Unreadable rows are left out.
 
-    family: the vendor's. device_name: only this device.
+    family: the vendor's.
     """
     import pandas
 
@@ -67,8 +66,6 @@ def leaders(database: Database, family: str, *, device_name: str | None = None) 
         .join(CandidateRow, CandidateRow.id == row.candidate_id)
         .where(ranked.c.place == 1)
     )
-    if device_name is not None:
-        best = best.where(FingerprintRow.device_name == device_name)
     with database._raw_reading() as read:
         frame = pandas.DataFrame(read(best), columns=[column.key for column in best.selected_columns])
         vendors = select(CandidateRow.id, CandidateRow.label)
@@ -101,11 +98,8 @@ def _best_of_vendor(rows: pandas.DataFrame, labels: dict[int, str]) -> pandas.Da
     rows = rows[
         rows["ratio"].map(lambda cell: isinstance(cell, int | float) and 0 < cell < 1e300).astype(bool)
     ]
-    levels = {word: int(evidence_of(str(word))) for word in rows["policy"].unique()}
-    rows = rows.assign(here=rows["origin"].eq(""), level=rows["policy"].map(levels))
-    rows = rows.sort_values(["here", "level", "id"], kind="stable")
-    rows = rows.drop_duplicates([*_PAIR, "candidate_id"], keep="last")
-    rows = rows.sort_values(["here", "level", "ratio"], kind="stable").drop_duplicates(_PAIR, keep="last")
+    rows = by_evidence(rows, "id").drop_duplicates([*_PAIR, "candidate_id"], keep="last")
+    rows = by_evidence(rows, "ratio").drop_duplicates(_PAIR, keep="last")
     return rows.assign(vendor_label=rows["candidate_id"].map(labels), vendor_ratio=rows["ratio"])[
         [*_PAIR, "vendor_label", "vendor_ratio"]
     ]

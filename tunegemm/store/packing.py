@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,11 @@ from tunegemm.describe.device import (
     Device,
     Fingerprint,
     Part,
+    cuda_device_count,
     device_from_part,
+    find_device,
     package_version,
 )
-from tunegemm.describe.problem import Problem
 from tunegemm.errors import PackError, TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
@@ -31,7 +32,7 @@ from tunegemm.store import packs
 from tunegemm.store.layers import NARROWNESS
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped, write_records
-from tunegemm.store.validity import judge
+from tunegemm.store.validity import Judgement, judge, judge_stored
 
 #: Compilers of objects: fields of the fingerprint, and their packages.
 _COMPILERS = {"cutlass_dsl": "nvidia-cutlass-dsl", "triton": "triton"}
@@ -50,25 +51,6 @@ class Packed:
     """Those of `objects` that were compiled for it: the store did not have them."""
     left_out: Mapping[str, int]
     """Why records are not in it, and how many."""
-
-
-def select(
-    records: Iterable[Record],
-    *,
-    gpu: str | None = None,
-    shapes: Collection[str] = (),
-    problems: Collection[Problem] | None = None,
-    families: Collection[str] | None = None,
-) -> list[Record]:
-    """The records of a GPU (its name or a part of it), of shapes, of exact problems, of kernel families."""
-    return [
-        record
-        for record in records
-        if (gpu is None or gpu.lower() in record.fingerprint.device_name.lower())
-        and (not shapes or record.problem.shape in shapes)
-        and (problems is None or record.problem in problems)
-        and (families is None or record.candidate.family in families)
-    ]
 
 
 def pack(
@@ -122,19 +104,10 @@ def pack(
     return Packed(out, digest, len(chosen), gpus, len(objects), found.compiled, left_out)
 
 
-@dataclass(frozen=True)
-class Shipped:
-    """The kernels that were put into the package."""
-
-    objects: int
-    num_bytes: int
-    failures: Mapping[str, str]
-    """Why a record's kernel is not among them, by the record's problem."""
-
-
-def ship(folder: Path, *, workers: int | None = None) -> Shipped:
+def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
     """Compile the kernels of all shipped records into `folder`, which is replaced as a whole.
 
+    Returns how many kernels it holds, and by problem why a record's kernel is not among them.
     Kernels that the user's object store holds are not compiled again. Raises PackError where a record's
     sources or compilers are not those that are here: its kernel would not be the one that was measured.
     """
@@ -147,7 +120,7 @@ def ship(folder: Path, *, workers: int | None = None) -> Shipped:
             f"{len(outdated)} shipped records are of other kernel sources, first {outdated[0].problem}; "
             "tune them again, or re-key them if their kernels are the same"
         )
-    found = provide(usable, workers=workers)
+    found = provide(usable)
     failures |= {str(record.problem): reason for record, reason in found.failures.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as scratch:
@@ -161,8 +134,7 @@ def ship(folder: Path, *, workers: int | None = None) -> Shipped:
         if folder.exists():
             folder.rename(Path(scratch, "old"))
         fresh.rename(folder)
-    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Shipped(len(found.artifacts), num_bytes, failures)
+    return len(found.artifacts), failures
 
 
 def _toolchain() -> dict[str, str]:
@@ -217,6 +189,14 @@ def cannot_launch(records: Iterable[Record]) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
+def refused_here(records: Iterable[Record]) -> list[Judgement]:
+    """Why records are of no use on this GPU; nothing without one."""
+    if not cuda_device_count():
+        return []
+    here = find_device("cuda:0").fingerprint
+    return [verdict for record in records if not (verdict := judge_stored(record, here)).usable]
+
+
 def unfit(record: Record) -> str:
     """Why no kernel can be made of a record's candidate; empty where one can."""
     candidate, family = record.candidate, families.get(record.candidate.family)
@@ -240,10 +220,8 @@ def unfit(record: Record) -> str:
 
 def _distinct(records: Iterable[Record]) -> list[Record]:
     """Per problem and fingerprint the record of the narrowest layer."""
-    kept: dict[tuple[Problem, Fingerprint], Record] = {}
-    for record in sorted(records, key=lambda one: NARROWNESS.get(one.layer, len(NARROWNESS) + 1)):
-        kept[record.problem, record.fingerprint] = record
-    return list(kept.values())
+    ordered = sorted(records, key=lambda one: NARROWNESS.get(one.layer, len(NARROWNESS) + 1))
+    return list({(record.problem, record.fingerprint): record for record in ordered}.values())
 
 
 def _key(record: Record) -> Key:
@@ -284,13 +262,13 @@ def main() -> int:
         print("usage: python -m tunegemm.store.packing FOLDER", file=sys.stderr)
         return 2
     try:
-        shipped = ship(Path(sys.argv[1]))
+        count, failures = ship(Path(sys.argv[1]))
     except TunegemmError as error:
         print(f"tunegemm: {error}", file=sys.stderr)
         return 1
-    for problem, reason in shipped.failures.items():
+    for problem, reason in failures.items():
         print(f"left out: {problem}: {reason}", file=sys.stderr)
-    print(f"{sys.argv[1]}: {shipped.objects} kernels, {shipped.num_bytes / 1e6:.1f} MB")
+    print(f"{sys.argv[1]}: {count} kernels")
     return 0
 
 

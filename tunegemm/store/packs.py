@@ -94,18 +94,17 @@ def loaded(warnings: list[str]) -> list[Pack]:
 
     That file is unpacked beside the object store when it is first seen. Adds a line for each that is bad.
     """
-    found = []
-    for folder in installed():
-        try:
-            found.append(_open(folder))
-        except PackError as error:
-            warnings.append(str(error))
+    found = {}
+    openings = [functools.partial(_open, folder) for folder in installed()]
     if file := os.environ.get("TUNEGEMM_PACK"):
+        openings.append(functools.partial(install, Path(file), ArtifactStore().root.parent / "packs"))
+    for opening in openings:
         try:
-            found.append(install(Path(file), ArtifactStore().root.parent / "packs"))
+            pack = opening()
+            found[pack.name] = pack
         except PackError as error:
             warnings.append(str(error))
-    return list({pack.name: pack for pack in found}.values())
+    return list(found.values())
 
 
 @functools.cache
@@ -132,9 +131,8 @@ def find(key: Key) -> Artifact | None:
     """
     if (found := ArtifactStore().find(key)) is not None:
         return found
-    ours = shipped()
-    places = [*loaded([]), *([ours] if ours is not None else [])]
-    return next((found for pack in places if (found := pack.find(key)) is not None), None)
+    places = (*loaded([]), shipped())
+    return next((found for pack in places if pack and (found := pack.find(key)) is not None), None)
 
 
 def install(file: Path, root: Path | None = None, *, sha256: str | None = None) -> Pack:
@@ -163,12 +161,12 @@ def install(file: Path, root: Path | None = None, *, sha256: str | None = None) 
     return _open(final)
 
 
-def remove(name: str, root: Path | None = None) -> str:
+def remove(name: str) -> str:
     """Take a loaded pack away, by its name or the start of it, and return its name.
 
     Raises PackError, which lists the loaded ones.
     """
-    names = {folder.name: folder for folder in installed(root)}
+    names = {folder.name: folder for folder in installed()}
     chosen = [folder for known, folder in names.items() if name and known.startswith(name)]
     if len(chosen) != 1:
         what = "names several packs" if chosen else "is not loaded"
@@ -182,9 +180,9 @@ def remove(name: str, root: Path | None = None) -> str:
     return chosen[0].name
 
 
-def write_manifest(folder: Path, *, toolchain: Mapping[str, str], fingerprints: Iterable[Any] = ()) -> None:
+def write_manifest(folder: Path, *, toolchain: Mapping[str, str]) -> None:
     """Make a folder of objects what `shipped` reads."""
-    _, text = _manifest(folder, folder, toolchain, fingerprints)
+    _, text = _manifest(folder, folder, toolchain, ())
     (folder / _MANIFEST).write_bytes(text)
 
 
@@ -243,14 +241,13 @@ def _digest(file: Path, modified_ns: int, size: int) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def installed(root: Path | None = None) -> list[Path]:
+def installed() -> list[Path]:
     """Folders of loaded packs."""
     try:
-        return sorted(
-            path for path in (root or user_folder()).iterdir() if re.fullmatch(r"[0-9a-f]{16}", path.name)
-        )
+        places = sorted(user_folder().iterdir())
     except OSError:
         return []
+    return [path for path in places if re.fullmatch(r"[0-9a-f]{16}", path.name)]
 
 
 @functools.lru_cache(maxsize=256)  # a folder is named by what is in it

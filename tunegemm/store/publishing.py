@@ -92,8 +92,8 @@ def row_keys(connection: Connection, problem: Values, fingerprint: Values, candi
     A candidate's label, when not empty, replaces the one it has.
     """
     keys = {
-        "problem_id": problem_key(connection, problem),
-        "fingerprint_id": fingerprint_key(connection, fingerprint),
+        "problem_id": _row(connection, _FIND_PROBLEM, _PROBLEMS, problem).id,
+        "fingerprint_id": _row(connection, _FIND_FINGERPRINT, _FINGERPRINTS, fingerprint).id,
     }
     row = _row(connection, _FIND_CANDIDATE, _CANDIDATES, candidate)
     if candidate["label"] and candidate["label"] != row.label:
@@ -101,40 +101,15 @@ def row_keys(connection: Connection, problem: Values, fingerprint: Values, candi
     return keys | {"candidate_id": row.id}
 
 
-def problem_key(connection: Connection, problem: Values) -> int:
-    """The key of a problem's row, which is added when missing."""
-    return int(_row(connection, _FIND_PROBLEM, _PROBLEMS, problem).id)
-
-
-def fingerprint_key(connection: Connection, fingerprint: Values) -> int:
-    """The key of a fingerprint's row, which is added when missing."""
-    return int(_row(connection, _FIND_FINGERPRINT, _FINGERPRINTS, fingerprint).id)
-
-
-def insert_missing(connection: Connection, table: Table) -> Any:
-    """An INSERT that leaves rows alone that are there already, as another writer may have added them."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    return dialect.insert(table).on_conflict_do_nothing()
-
-
 def label_if_none(connection: Connection, candidate_id: int, label: str) -> None:
     """Gives a candidate a label, unless it has one."""
     connection.execute(_RELABEL.where(_CANDIDATES.c.label == ""), {"key": candidate_id, "new_label": label})
 
 
-def add_failure(connection: Connection, keys: Values, values: Values, *, at: datetime | None = None) -> int:
-    """The new row's key. at: when it was published; now, if None."""
-    return _add(connection, _FAILURES, {**keys, **values, "created_at": at or datetime.now(UTC)})
-
-
-def add_measurement(
-    connection: Connection, keys: Values, values: Values, *, at: datetime | None = None
-) -> int:
-    """As `add_failure`."""
-    return _add(connection, _MEASUREMENTS, {**keys, **values, "created_at": at or datetime.now(UTC)})
-
-
-def _add(connection: Connection, table: Table, row: Values) -> int:
+def add(connection: Connection, keys: Values, values: Values, *, at: datetime | None = None) -> int:
+    """The key of a new measurement or failure. at: when it was published; now, if None."""
+    table = _FAILURES if "stage" in values else _MEASUREMENTS
+    row = {**keys, **values, "created_at": at or datetime.now(UTC)}
     added = connection.execute(insert(table), row).inserted_primary_key
     assert added is not None
     return int(added[0])
@@ -296,7 +271,8 @@ def _replace(
 def _row(connection: Connection, find: Select[Any], table: Table, values: Values) -> Any:
     """The row that a query finds, which is added when missing."""
     row = connection.execute(find, values).one_or_none()
-    if row is None:
-        connection.execute(insert_missing(connection, table), values)
+    if row is None:  # another writer may add it meanwhile
+        dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+        connection.execute(dialect.insert(table).on_conflict_do_nothing(), values)
         row = connection.execute(find, values).one()
     return row

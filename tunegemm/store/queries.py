@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import Select, func, select
 
 from tunegemm.describe.problem import Problem
 from tunegemm.store.database import Database
@@ -49,21 +49,16 @@ def records(database: Database, device_name: str) -> list[Record]:
     Where times were replayed from a recording, the time is that of the recording.
     """
     query = records_query(samples=True).where(FingerprintRow.device_name == device_name)
-    with database._reading() as session:
-        rows = session.execute(
-            query.order_by(None).order_by(MeasurementRow.created_at, MeasurementRow.id)
-        ).all()
+    query = query.order_by(None).order_by(MeasurementRow.created_at, MeasurementRow.id)
     record_of = record_builder(database.layer, samples=True)
 
     def build(row: Sequence[Any]) -> Record:
         record = record_of(row)
-        if record.replayed:
-            return replace(
-                record, measured_at=datetime.fromisoformat(str(record.telemetry.get("recorded_at")))
-            )
-        return record
+        if not record.replayed:
+            return record
+        return replace(record, measured_at=datetime.fromisoformat(str(record.telemetry.get("recorded_at"))))
 
-    latest = {record.problem: record for record in readable(rows, build, "record")}
+    latest = {record.problem: record for record in readable(database._read(query), build, "record")}
     return [latest[problem] for problem in sorted(latest)]
 
 
@@ -71,25 +66,24 @@ def trials(database: Database, record: Record, limit: int) -> list[Record]:
     """The last `limit` measurements of a record's problem under its fingerprint, oldest first."""
     query = where_problem(where_fingerprint(records_query(None), record.fingerprint), record.problem)
     query = query.order_by(None).order_by(MeasurementRow.id.desc()).limit(limit)
-    with database._reading() as session:
-        rows = session.execute(query).all()
-    return readable(reversed(rows), record_builder(database.layer), "measurement")
+    return readable(reversed(database._read(query)), record_builder(database.layer), "measurement")
 
 
 def measurement_count(database: Database, device_name: str, shapes: Collection[str] = ()) -> int:
     """Measurements on a device, or those of some shapes; an index answers it."""
-    row = MeasurementRow
     counts = (
-        select(row.problem_id, func.count().label("count"))
-        .where(row.fingerprint_id.in_(select(FingerprintRow.id).filter_by(device_name=device_name)))
-        .group_by(row.problem_id)
+        select(MeasurementRow.problem_id, func.count().label("count"))
+        .where(MeasurementRow.fingerprint_id.in_(_fingerprints(device_name)))
+        .group_by(MeasurementRow.problem_id)
         .subquery()
     )
     query = select(*PROBLEM_COLUMNS, counts.c.count).join(counts, counts.c.problem_id == ProblemRow.id)
-    with database._reading() as session:
-        rows = session.execute(query).all()
-    found = readable(rows, lambda row: (Problem(*row[:-1]), int(row[-1])), "problem")
+    found = readable(database._read(query), lambda row: (Problem(*row[:-1]), int(row[-1])), "problem")
     return sum(count for problem, count in found if not shapes or problem.shape in shapes)
+
+
+def _fingerprints(device_name: str) -> Select[Any]:
+    return select(FingerprintRow.id).filter_by(device_name=device_name)
 
 
 def failure_counts(database: Database, device_name: str) -> list[tuple[str, str, str, int]]:
@@ -98,18 +92,17 @@ def failure_counts(database: Database, device_name: str) -> list[tuple[str, str,
     query = (
         select(CandidateRow.family, FailureRow.stage, FailureRow.reason, count)
         .join(CandidateRow, CandidateRow.id == FailureRow.candidate_id)
-        .where(FailureRow.fingerprint_id.in_(select(FingerprintRow.id).filter_by(device_name=device_name)))
+        .where(FailureRow.fingerprint_id.in_(_fingerprints(device_name)))
         .group_by(CandidateRow.family, FailureRow.stage, FailureRow.reason)
         .order_by(count.desc(), FailureRow.stage, FailureRow.reason)
     )
-    with database._reading() as session:
-        rows = session.execute(query).all()
-    return readable(rows, lambda row: (text(row[0]), text(row[1]), text(row[2]), int(row[3])), "failure")
+    return readable(
+        database._read(query), lambda row: (text(row[0]), text(row[1]), text(row[2]), int(row[3])), "failure"
+    )
 
 
 def fingerprint_digests(database: Database) -> dict[str, str]:
     """The digest of every fingerprint, and its device's name."""
     query = select(FingerprintRow.digest, FingerprintRow.device_name).order_by(FingerprintRow.id)
-    with database._reading() as session:
-        rows = session.execute(query).all()
+    rows = database._read(query)
     return dict(readable(rows, lambda row: (text(row[0]), text(row[1])), "fingerprint"))

@@ -87,16 +87,17 @@ def records_query(
         query = query.select_from(chosen).join(_row, _row.id == chosen.measurement_id)
         query = query.where(chosen.policy == FASTEST)
         query = query.order_by(*((ChoiceRow.chosen_at,) if chosen is ChoiceRow else ()), chosen.id)
-    return with_keys(query, chosen or _row).join(CandidateRow, CandidateRow.id == _row.candidate_id)
+    return with_keys(query, chosen or _row)
 
 
 def with_keys(
     query: Select[*tuple[Any, ...]], row: type[MeasurementRow | FailureRow | RecordRow | ChoiceRow]
 ) -> Select[Any]:
-    """The query with the rows of the problem and fingerprint that a row refers to."""
-    return query.join(ProblemRow, ProblemRow.id == row.problem_id).join(
-        FingerprintRow, FingerprintRow.id == row.fingerprint_id
-    )
+    """The query with the problem and fingerprint of a row, and the candidate of it or its measurement."""
+    result = FailureRow if row is FailureRow else _row
+    query = query.join(ProblemRow, ProblemRow.id == row.problem_id)
+    query = query.join(FingerprintRow, FingerprintRow.id == row.fingerprint_id)
+    return query.join(CandidateRow, CandidateRow.id == result.candidate_id)
 
 
 def failure(row: Sequence[Any]) -> Failure:
@@ -144,19 +145,15 @@ def record_builder(layer: str, *, samples: bool = False) -> Callable[[Sequence[A
 
 def _samples(cells: Sequence[Any]) -> dict[str, Any]:
     samples, baseline, telemetry, throttle, *numbers = cells
-    if not isinstance(samples, list) or not isinstance(baseline, list) or len(samples) != len(baseline):
+    lists = isinstance(samples, list) and isinstance(baseline, list)
+    if not lists or not samples or len(samples) != len(baseline):
         raise ValueError("its samples are incomplete")
-    if not samples:
-        raise ValueError("it has no samples")
     if not isinstance(telemetry, dict | None):
         raise ValueError("its evidence is not an object")
     if not isinstance(throttle, list | None):
         raise ValueError("its throttle reasons are not a list")
-    further: dict[str, Any] = {
-        name: number(value)
-        for name, value in zip(TELEMETRY_NUMBERS, numbers, strict=True)
-        if value is not None
-    }
+    named = zip(TELEMETRY_NUMBERS, numbers, strict=True)
+    further: dict[str, Any] = {name: number(value) for name, value in named if value is not None}
     if throttle is not None:
         further[THROTTLE] = tuple(map(text, throttle))
     return {
@@ -176,12 +173,7 @@ def require(value: object, kind: type | UnionType, name: str) -> None:
 def where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
     """Of one problem."""
     require(problem, Problem, "problem")
-    return query.where(
-        *(
-            column == getattr(problem, name)
-            for column, name in zip(PROBLEM_COLUMNS, PROBLEM_FIELDS, strict=True)
-        )
-    )
+    return query.where(*(getattr(ProblemRow, name) == getattr(problem, name) for name in PROBLEM_FIELDS))
 
 
 def where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[Any]:
@@ -190,18 +182,13 @@ def where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[An
     return query.where(FingerprintRow.digest == fingerprint.digest)
 
 
-def where_current(query: Select[Any], row: type[MeasurementRow | FailureRow]) -> Select[Any]:
-    """Of kernels whose sources are those of this program."""
-    sources = {name: kernel_source_hash(name) for name in families.NAMES}
-    return query.where(
-        or_(
-            row.kernel_source == "",
-            *(
-                (CandidateRow.family == name) & (row.kernel_source == source)
-                for name, source in sources.items()
-            ),
-        )
+def where_current(query: Select[Any]) -> Select[Any]:
+    """Of failures those of kernels whose sources are those of this program."""
+    source = FailureRow.kernel_source
+    current = (
+        (CandidateRow.family == name) & (source == kernel_source_hash(name)) for name in families.NAMES
     )
+    return query.where(or_(source == "", *current))
 
 
 def readable(rows: Iterable[Any], build: Callable[[Any], Value], kind: str) -> list[Value]:
@@ -258,12 +245,7 @@ def key_values(
     """The columns of the three rows that a result refers to."""
     text = candidate.to_json()
     row = {"digest": candidate.digest, "family": candidate.family, "json": text, "label": label}
-    return dataclasses.asdict(problem), fingerprint_values(fingerprint), row
-
-
-def fingerprint_values(fingerprint: Fingerprint) -> dict[str, Any]:
-    """The columns of a fingerprint's row."""
-    return {"digest": fingerprint.digest, **fingerprint.asdict()}
+    return dataclasses.asdict(problem), {"digest": fingerprint.digest, **fingerprint.asdict()}, row
 
 
 def outcome_values(
@@ -295,18 +277,11 @@ def measurement_values(measurement: Measurement) -> dict[str, Any]:
         )
     evidence = plain(dict(measurement.evidence))
     columns: dict[str, Any] = {}
-    for name in TELEMETRY_NUMBERS:
-        number = isinstance(evidence.get(name), int | float)
-        columns[name] = evidence.pop(name) if number else None
-    listed = isinstance(evidence.get(THROTTLE), list)
-    columns[THROTTLE] = evidence.pop(THROTTLE) if listed else None
+    for name, kind in (*((name, int | float) for name in TELEMETRY_NUMBERS), (THROTTLE, list)):
+        columns[name] = evidence.pop(name) if isinstance(evidence.get(name), kind) else None
+    names = ("samples_us", "baseline_us", "median_us", "baseline_median_us", "ratio", "spread")
     return columns | {
-        "samples_us": samples,
-        "baseline_us": baseline,
-        "median_us": measurement.median_us,
-        "baseline_median_us": measurement.baseline_median_us,
-        "ratio": measurement.ratio,
-        "spread": measurement.spread,
+        **{name: getattr(measurement, name) for name in names},
         "baseline_spread": dataclasses.replace(measurement, samples_us=baseline).spread,
         "noise": float(measurement.noise),
         "relative_error": float(measurement.relative_error),

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,7 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
     nothing is written. Raises FileError.
     """
     by_device: dict[str, list[Record]] = {}
-    for record in records:
-        if not _is_text(record):
-            continue
+    for record in filter(_is_text, records):
         by_device.setdefault(record.fingerprint.device_name, []).append(record)
     if not by_device:
         return []
@@ -138,9 +137,8 @@ def _file_name(device: str) -> str:
 
 
 def _line(record: Record, names: Mapping[Fingerprint, str]) -> str:
-    problem = {name: getattr(record.problem, name) for name in Problem.__dataclass_fields__}
     row: dict[str, Any] = {
-        "problem": problem,
+        "problem": asdict(record.problem),
         "label": record.label,
         "candidate": json.loads(record.candidate.to_json()),
         **{name: float(f"{getattr(record, name):.6g}") for name in _NUMBERS},
@@ -156,26 +154,15 @@ def _record(row: Any, fingerprints: Mapping[str, Fingerprint], layer: str) -> Re
     if isinstance(row, dict) and FORMER_CONFIRMED in row:
         row = {"confirmed": row[FORMER_CONFIRMED]} | {k: v for k, v in row.items() if k != FORMER_CONFIRMED}
     row = members(row, "it", _FIELDS)
-    median_us, baseline_median_us, ratio, noise, relative_error = (
-        number(row[name], name, *bounds) for name, bounds in _NUMBERS.items()
-    )
+    figures: dict[str, Any] = {name: number(row[name], name, *bounds) for name, bounds in _NUMBERS.items()}
     problem = typed(Problem, row["problem"])
     toolchain = line(row["fingerprint"], "fingerprint", 64)
     if toolchain not in fingerprints:
         raise BadValueError(f"fingerprint {shown(toolchain)} is not one of the file's")
-    check_roofline(problem, fingerprints[toolchain], median_us, baseline_median_us)
+    check_roofline(problem, fingerprints[toolchain], figures["median_us"], figures["baseline_median_us"])
     return Record(
-        problem,
-        candidate_of(row["candidate"]),
-        fingerprints[toolchain],
-        line(row["label"], "label", 200),
-        median_us,
-        baseline_median_us,
-        ratio,
-        noise,
-        relative_error,
-        row["confirmed"] is True,
-        moment(row["measured_at"], "measured_at"),
-        line(row["kernel_source"], "kernel_source", 16),
-        layer,
-    )
+        problem, candidate_of(row["candidate"]), fingerprints[toolchain], line(row["label"], "label", 200),
+        **figures, confirmed=row["confirmed"] is True, layer=layer,
+        measured_at=moment(row["measured_at"], "measured_at"),
+        kernel_source=line(row["kernel_source"], "kernel_source", 16),
+    )  # fmt: skip

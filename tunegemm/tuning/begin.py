@@ -84,7 +84,7 @@ def start_search(
         if kernels.generators:
             trials.note = without_kernels(problem, kernels, only_compiled=compiled is not None)
         searches.append(Search([], {}, library=library, known=values, effort=effort, trials=limit))
-    portfolio = Portfolio(searches)
+    portfolio = Portfolio(searches, effort)
     trials.planned = portfolio.trials
     return portfolio
 

@@ -1,6 +1,6 @@
 """Generates db/schema.sql and db/README.md from the migrations and the models, so that neither can drift.
 
-``python -m tunegemm.store.documents`` rewrites both; a test compares them with what this module makes.
+``python docs/database.py`` rewrites both; a test compares them with what this module makes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import cast
 
 from sqlalchemy import Table
 
-from tunegemm.resources import data_path
 from tunegemm.store.models import Base
 from tunegemm.store.schema import SCHEMA_VERSION, VERSION_TABLE
 
-_COMMAND = "python -m tunegemm.store.documents"
+_COMMAND = "python docs/database.py"
 
 _NEXT = f"{int(SCHEMA_VERSION) + 1:04}"
 
@@ -103,7 +102,7 @@ def data_dictionary() -> str:
 
 def main() -> None:
     """Rewrite both files in the checkout."""
-    folder = data_path("db", "migrations").parent
+    folder = Path(__file__).parent.parent / "db"
     (folder / "schema.sql").write_text(schema_sql())
     (folder / "README.md").write_text(data_dictionary())
 
