@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.waiting import until
 from tunegemm.errors import ArtifactError
-from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.artifacts import ArtifactStore, digest
 from tunegemm.generate.compile import CompilePool, default_workers
 
 PLANTED = "tests.support.planted.compile_families"
@@ -51,6 +51,27 @@ def test_objects_and_refusals_are_answered_from_the_store(store: ArtifactStore) 
         refused = pool.submit("planted", key("b", "abort")).result()
     assert again.cached and again.artifact == first.artifact
     assert refused.cached and refused.failure == "the compiler aborted by SIGABRT"
+
+
+def test_what_is_shipped_is_not_compiled_again(store: ArtifactStore, tmp_path: Path) -> None:
+    shipped = ArtifactStore(tmp_path / "shipped")
+    with CompilePool(shipped, workers=1, families_module=PLANTED) as pool:
+        theirs = pool.submit("planted", key("a")).result()
+    with CompilePool(store, workers=1, families_module=PLANTED, shipped=shipped) as pool:
+        assert pool.ready() == {digest(key("a"))}
+        found = pool.submit("planted", key("a")).result()
+        pool.submit("planted", key("b")).result()
+        assert pool.ready() == {digest(key("a")), digest(key("b"))} and pool.compiled == 1
+    assert found.cached and found.artifact == theirs.artifact
+    assert store.names() == {digest(key("b"))} and shipped.names() == {digest(key("a"))}
+    # One's own comes first, and without a shipped one it is compiled.
+    with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+        own = pool.submit("planted", key("a")).result()
+        assert pool.ready() == {digest(key("a")), digest(key("b"))}
+    assert own.artifact is not None and theirs.artifact is not None
+    with CompilePool(store, workers=1, families_module=PLANTED, shipped=shipped) as pool:
+        first = pool.submit("planted", key("a")).result()
+    assert first.artifact is not None and first.artifact.path == own.artifact.path != theirs.artifact.path
 
 
 def test_a_time_out_is_tried_again(store: ArtifactStore) -> None:

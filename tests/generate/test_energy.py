@@ -26,9 +26,7 @@ def tile(tile_m: int = 128, tile_n: int = 256, cluster: tuple[int, int] = (2, 1)
         "schedule": "cooperative", "tile_m": tile_m, "tile_n": tile_n, "tile_k": 64, "stages": 4,
         "cluster_m": cluster[0], "cluster_n": cluster[1], "epi_n": 32,
     }  # fmt: skip
-    return Candidate.make(
-        "cute_sm90", params, {"raster_order": "along_m", "swizzle_size": 8, "ctas": "all"}
-    )
+    return Candidate.make("cute_sm90", params, {"raster_order": "along_m", "swizzle_size": 8, "ctas": "all"})
 
 
 def lasting(problem: Problem, device: Device, *candidates: Candidate) -> energy.Steady:

@@ -350,9 +350,7 @@ def test_terms_of_many_are_those_of_each(h200: Device, data: st.DataObject, m, n
 
 
 @pytest.mark.parametrize("shape", ["256x4096x4096", "512x512x16384", "1536x1536x8192"])
-def test_a_ranking_says_of_each_kernel_what_a_prediction_of_its_launch_says(
-    h200: Device, shape: str
-) -> None:
+def test_a_ranking_says_of_each_kernel_what_a_prediction_of_its_launch_says(h200: Device, shape: str) -> None:
     """Where no order of clusters is chosen afterwards."""
     problem = Problem.parse(shape)
     launches = LAUNCHES | {"split_k": (1, 2, 4, 8), "reduction": ("pairs", "second_kernel")}

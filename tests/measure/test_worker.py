@@ -113,6 +113,23 @@ def test_measures_correct_candidates_and_names_each_failure(worker: MeasureWorke
     assert worker.pid == first_pid, "no failure here needs a new process"
 
 
+@pytest.mark.parametrize("jobs", [[Job(TORCH_MM)], [planted("good"), Job(TORCH_MM)]])
+def test_torch_as_a_candidate_is_the_baselines_second_capture(worker: MeasureWorker, jobs: list[Job]) -> None:
+    """No third replay of the same work: its ratio is that of torch.mm timed twice."""
+    policy = replace(QUICK, rounds=9, race_after=9)
+    for _ in range(2):
+        outcomes = {o.candidate: o for o in worker.measure(PROBLEM, jobs, policy)}
+        own = outcomes[TORCH_MM]
+        assert isinstance(own, Measurement) and len(outcomes) == len(jobs)
+        assert own.evidence["interleaved"] == len(jobs)
+        assert own.ratio == own.evidence["aa_ratio"]
+        assert 0 < own.relative_error < 8e-3, "it is checked as any other"
+        if len(jobs) > 1:
+            good = outcomes[jobs[0].candidate]
+            assert isinstance(good, Measurement)
+            assert good.baseline_us == own.baseline_us and good.samples_us != own.samples_us
+
+
 #: What ends or hangs the measuring process, with the stage and the reason that it fails by.
 KILLERS = {
     "abort": ("crash", "signal 6"),

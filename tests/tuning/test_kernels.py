@@ -1,0 +1,74 @@
+"""Which kernels a tuning knows: every launch that is ranked can be launched, and is compiled if it must be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tuning.planted import DEVICE, PROBLEM, small_space
+from tunegemm.describe.problem import Problem
+from tunegemm.generate import families
+from tunegemm.generate.artifacts import digest
+from tunegemm.tuning.kernels import Kernels
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> Kernels:
+    made = Kernels(DEVICE, folder=tmp_path)
+    made.space = small_space
+    return made
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        PROBLEM, Problem.parse("4096x4096x4096"), Problem.parse("16x1000x8192", layout="nt"),
+        replace(PROBLEM, epilogue="relu"), Problem.parse("64x64x63"), replace(PROBLEM, alignment=2),
+        Problem.parse("512x512x65536", dtype="fp16"), Problem.parse("64x512x512", dtype="fp8_e4m3"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_ranked_launch_is_feasible(kernels: Kernels, problem: Problem) -> None:
+    found = 0
+    for name in kernels.generators:
+        ranking = kernels.ranked(problem, name)
+        launches = [prediction.candidate for prediction in ranking.predictions]
+        assert all(kernels.is_feasible(problem, launch) for launch in launches)
+        assert len({launch.kernel for launch in launches}) == len(launches) == ranking.feasible
+        some = kernels.ranked(problem, name, most=5)
+        assert some.feasible == ranking.feasible
+        assert {p.candidate for p in some.predictions} <= set(launches)
+        assert len(some.predictions) >= min(5, len(launches))
+        found += len(launches)
+    assert found
+
+
+def test_of_compiled_kernels_those_that_are_there(kernels: Kernels) -> None:
+    """In the order of clusters that was compiled, whichever the model would have."""
+    family = families.get("cute_sm90")
+    large = Problem.parse("4096x4096x4096")
+    chosen = [p.candidate for p in kernels.ranked(large, "cute_sm90").predictions[:6]]
+    assert {launch["cluster_order"] for launch in chosen} == {"gpc"}
+    plain = [launch.with_launch(cluster_order="index") for launch in chosen]
+    for compiled in (chosen[:3], plain[:3], plain[:2] + chosen[2:4]):
+        keys = {digest(family.kernel_key(large, launch, DEVICE)) for launch in compiled}
+        ranked = kernels.ranked(large, "cute_sm90", compiled=keys)
+        found = [p.candidate for p in ranked.predictions]
+        assert {(c.kernel, c["cluster_order"]) for c in found} == {
+            (c.kernel, c["cluster_order"]) for c in compiled
+        }
+        assert ranked.feasible == len(compiled)
+        assert all(kernels.is_compiled(large, c, keys) for c in found)
+    assert kernels.ranked(large, "cute_sm90", compiled=set()).predictions == []
+
+
+def test_the_latest_rankings_are_remembered(kernels: Kernels) -> None:
+    first = kernels.ranked(PROBLEM, "triton_tma")
+    assert kernels.ranked(PROBLEM, "triton_tma") is first
+    assert kernels.ranked(PROBLEM, "triton_tma", most=3) is not first
+    for m in range(64, 64 * 18, 64):
+        kernels.ranked(replace(PROBLEM, m=m, k=1024), "triton_tma")
+    again = kernels.ranked(PROBLEM, "triton_tma")
+    assert again is not first and again == first, "of all that were asked for only the latest are kept"
