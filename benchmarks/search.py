@@ -67,7 +67,8 @@ def by_tpe(problem: Problem, values: Values, device: Device, seed: int) -> Itera
 
 
 def by_search(problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    ranked = first_of_each_kernel(prediction.candidate for prediction in model.rank(problem, values, device))
+    ranking = model.in_turn(model.rank(problem, values, device))
+    ranked = first_of_each_kernel(prediction.candidate for prediction in ranking)
     launch_names = {name for candidate in values for name, _ in candidate.launch_params}
     launches = {name: listed for name, listed in value_lists(values).items() if name in launch_names}
     search = Search(

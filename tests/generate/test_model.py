@@ -78,8 +78,8 @@ def all_tiles() -> list[Candidate]:
 def test_recall_of_a_rivals_best_tiles(h200: Device) -> None:
     """The best measured tiles of 15 shapes are among the model's first 16 of 141, and 3 of 4 in its first 8.
 
-    In-sample: the constants were chosen on these shapes. A change that loses a tile should say why. The rival's
-    times are interleaved: all tiles shared one clock, so that cycles decided.
+    In-sample: the constants were chosen on these shapes. A change that loses a tile should say why. The
+    rival's times are interleaved: all tiles shared one clock, so that cycles decided.
     """
     candidates = all_tiles()
     assert len(candidates) == 141

@@ -385,7 +385,7 @@ def test_optuna_loads_on_first_use_only() -> None:
 
 
 def test_a_quick_search_never_loads_optuna() -> None:
-    """It takes half a second, of the two in which a tuning begins to measure."""
+    """A tuning should begin to measure soon."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import test_search as t;"
         "t.run(t.Search(t.kernels(), t.LAUNCHES));"

@@ -1,4 +1,4 @@
-"""Which kernels a tuning knows: every launch that is ranked can be launched, and is compiled if it must be."""
+"""Which kernels a tuning knows: what is ranked can be launched, and is compiled where it must be."""
 
 from __future__ import annotations
 
