@@ -111,7 +111,10 @@ def command(
         typer.Option("--with-backward", help="Tune the two products of each shape's backward pass, too."),
     ] = False,
     compiled_only: Annotated[
-        bool, typer.Option("--compiled-only", help="Compile nothing: try the kernels that the cache holds and those that ship.")
+        bool,
+        typer.Option(
+            "--compiled-only", help="Compile nothing: try kernels of the cache and those that ship."
+        ),
     ] = False,
     energy: Annotated[
         bool, typer.Option("--energy", help="Meter the finalists' energy, a second each, for min_energy.")
