@@ -1,6 +1,6 @@
 """Compiled kernels in a folder that travels: made where there is no GPU, loaded where there is one.
 
-A list in the folder says which file is of which kernel, so that no compiler and no version of one is asked for
+A list in the folder says which file is of which kernel, so that nobody asks for a compiler, or its version,
 where kernels are timed. Extents are no part of a kernel: one object serves all.
 """
 

@@ -1,4 +1,4 @@
-"""Numerics of the kernels for few rows on the GPU, against fp32: every number of rows, ragged, strided, fused."""
+"""Numerics of the kernels for few rows on the GPU, against fp32: every number of rows, ragged, fused."""
 
 from __future__ import annotations
 

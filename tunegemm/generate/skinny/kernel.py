@@ -4,11 +4,11 @@ The product is computed transposed: 16 lines of B are the rows of a tensor-core 
 rows of A its columns. Fewer rows cost nothing more than lanes that read the same line again; the tensor cores
 idle anyhow while memory works.
 
-A sum over k may be taken in any order as long as both operands have the same. So each of the four lanes that
-share a line reads neighbouring elements, a vector of 16 bytes, and those are its elements of two instructions:
-nothing is exchanged between threads, and nothing is written to shared memory for another to read. The ring in
-shared memory is of slots that belong to one thread each; cp.async fills them, `stages - 1` steps ahead, across
-the borders of tiles, without one barrier in the main loop.
+A sum over k may be taken in any order as long as both operands have the same. So each of the four lanes
+that share a line reads neighbouring elements, a vector of 16 bytes, and those are its elements of two
+instructions: nothing is exchanged between threads, and nothing is written to shared memory for another to
+read. The ring in shared memory is of slots that belong to one thread each; cp.async fills them, `stages - 1`
+steps ahead, across the borders of tiles, without one barrier in the main loop.
 
 Warps share a step's k in equal parts. Their sums meet in shared memory, and those of k splits in a
 workspace, from which the last CTA to arrive adds them: both in the order of k, so that no bit depends on who
@@ -104,8 +104,8 @@ class Gemm:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Launch. arguments: those of `Arguments`; where the epilogue has operands, 64-bit words that say what
-        they are; the stream.
+        """Launch. arguments: those of `Arguments`; where the epilogue has operands, 64-bit words that say
+        what they are; the stream.
         """
         count = len(Arguments._fields)
         words = arguments[count : count + self.config.fused.words]
@@ -183,14 +183,15 @@ class Gemm:
             accumulators.fill(0)
             for _ in cutlass.range(units.steps, unroll=1):
                 cute.arch.cp_async_wait_group(config.stages - 2)
-                self.multiply(accumulators, slots + slot * config.stage_bytes)
-                slot += 1
-                if slot == config.stages:
-                    slot = Int32(0)
+                # Into the slot that the previous step has left.
                 self.load(
                     slots, lines, ahead, addresses, extents, leading, batch_strides, units, thread, total,
                     blocks,
                 )  # fmt: skip
+                self.multiply(accumulators, slots + slot * config.stage_bytes)
+                slot += 1
+                if slot == config.stages:
+                    slot = Int32(0)
             place = self.place_of(unit, units)
             self.leave(accumulators, sums, thread)
             cute.arch.sync_threads()
@@ -241,7 +242,7 @@ class Gemm:
     def load(
         self, slots, lines, ahead, addresses, extents, leading, batch_strides, units, thread, total, blocks
     ):  # fmt: skip
-        """Start the copies of the step `ahead` and go on to the next one; k beyond its extent becomes zeros."""
+        """Start the copies of the step `ahead` and go on to the next one. k beyond its extent becomes 0."""
         config = self.config
         if ahead[0] < total:
             target = slots + ahead[3] * config.stage_bytes
@@ -517,8 +518,9 @@ def halves_of(word, dtype):
 def multiply_add(instruction, dtype, accumulators, first, a, b):
     """One instruction of the tensor cores on four accumulators from `first` on."""
     parts = [", ".join(f"{{$r{index}}}" for index in places) for places in (range(4), (4, 5), range(6, 10))]
+    sources = ", ".join(f"{{{part}}}" for part in parts)
     results = cute.arch.inline_ptx(
-        f"{instruction} {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, {{{parts[0]}}}, {{{parts[1]}}}, {{{parts[2]}}};",
+        f"{instruction} {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, {sources};",
         write_only_types=[dtype] * 4,
         read_only_args=[*a, *b, *(accumulators[first + value] for value in range(4))],
     )

@@ -1,4 +1,4 @@
-"""What a kernel for few rows may be: one function per physical cause (see `tunegemm.generate.feasibility`)."""
+"""What a kernel for few rows may be: one function per physical cause, as `generate.feasibility` has it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ config_of = config_maker(KernelConfig)
 
 
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """cp.async and mma.sync.m16n8k16 exist from compute capability 8.0 on, conversion of fp8 from 8.9 (PTX)."""
+    """cp.async and mma.sync.m16n8k16 exist from compute capability 8.0 on, conversions of fp8 from 8.9."""
     least = (8, 9) if problem.in_dtype.startswith("fp8") else (8, 0)
     if device.architecture.capability < least:
         return f"{device.architecture.compile_target} is older than sm_{least[0]}{least[1]}"
