@@ -32,8 +32,8 @@ from tunegemm.generate import families
 
 METHOD = (
     "operands normal(0, 1) by seed, A row-major, B k-major; the product of {whole} rows by each kernel into "
-    "a poisoned output, checked against fp32; classes by SHA-256 of its bits; then the first M rows for each M "
-    "from 1 to {rows} and M in {more}, compared bit by bit with the same rows of that product"
+    "a poisoned output, checked against fp32; classes by SHA-256 of its bits; then the first M rows for each "
+    "M from 1 to {rows} and M in {more}, compared bit by bit with the same rows of that product"
 )
 
 Params = Mapping[str, Value]

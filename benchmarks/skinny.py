@@ -136,6 +136,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
     backend = CudaBackend(device)
     backend.open()
     started, copied = time.monotonic(), [copy_bandwidth(backend)]
+    rows: list[dict[str, Any]] = []
     left_out = []
     for problem in problems:
         if time.monotonic() - started > options.budget_s:
@@ -143,6 +144,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
             continue
         row = measure(problem, device, backend, carried, options)
         row["bandwidth_share"] = round(row["gb_per_s"] / copied[0], 4)
+        rows.append(row)
         results.put(row)
         print(
             f"{problem.shape}: {row['ratio']:.4f} of torch.mm, {row['gb_per_s']:.0f} GB/s, "
@@ -150,14 +152,13 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
             flush=True,
         )
     copied.append(copy_bandwidth(backend))
-    rows = results.rows
     for row in rows:
         row["bandwidth_share"] = round(row["gb_per_s"] / max(copied), 4)
-    large = [row for row in rows if row["weight_mb"] > 64]
+    large = [row for row in results.rows if row["weight_mb"] > 64]
     results.summary |= {
         "copy_gb_per_s": [round(one, 1) for one in copied],
-        "geometric_mean": round(geometric_mean(row["ratio"] for row in rows), 4),
-        "worst": min(row["ratio"] for row in rows),
+        "geometric_mean": round(geometric_mean(row["ratio"] for row in results.rows), 4),
+        "worst": min(row["ratio"] for row in results.rows),
         "least_bandwidth_share_over_64_mb": min((row["bandwidth_share"] for row in large), default=None),
         "left_out": left_out,
     }
@@ -188,8 +189,6 @@ def measure(
     problem: Problem, device: Device, backend: Any, carried: Carried, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The row of one product, without its share of the bandwidth."""
-    import torch
-
     from benchmarks.interleave import Run, interleave
 
     family = families.get("skinny")
@@ -221,7 +220,6 @@ def measure(
     first = max(ratios, key=lambda label: ratios[label])
     ours_us = final.timings[first].median_us
     backend.release()
-    torch.cuda.empty_cache()
     return problem_fields(problem) | {
         "ratio": round(ratios[first], 4),
         "bandwidth_share": 0.0,
