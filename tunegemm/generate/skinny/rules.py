@@ -10,15 +10,15 @@ from tunegemm.generate.generator import config_maker
 from tunegemm.generate.skinny.config import MMA_M, KernelConfig
 from tunegemm.generate.tiles import tile_count
 
-#: Registers of a thread beside accumulators, the fragments of one chunk and the addresses of its lines.
-_OVERHEAD_REGISTERS = 56
+#: Registers of a thread beside accumulators, the fragments of one chunk and the addresses of its lines. 36
+#: are left to 16x64x256 with two CTAs of 8 warps, 42 to 8x16x256 with four, and neither spills; 26 and 28 are
+#: left to 8x32x256 with four and 16x32x256 with three, which spill 24 and 60 B (nvidia-cutlass-dsl 4.8.1).
+_OVERHEAD_REGISTERS = 36
 #: Rows from which on tiles of 64 rows read less of B again than tiles of 8 to 32 do.
 _MAX_M = 64
 #: Bytes of B that a multiprocessor has to have on the way. Little's law: 4.8 TB/s for 0.6 us are 22 KB for
 #: each of 132.
 _MIN_BYTES_IN_FLIGHT = 20 * 1024
-#: Work units for each multiprocessor beyond which splitting k further only adds sums.
-_MAX_UNITS_PER_SM = 8
 
 config_of = config_maker(KernelConfig)
 
@@ -127,19 +127,31 @@ def rows_fits(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
+def epilogue_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """C and residuals are taken as all families take them (`words_reader`): lines of whole 16 bytes."""
+    matrices = [operand.name for operand in problem.fused.operands if operand.kind == "matrix"]
+    line = problem.out_n if problem.out_major == "n" else problem.m
+    line_bytes = line * DTYPE_BYTES[problem.out_dtype]
+    if matrices and line_bytes % 16:
+        return f"{matrices[0]} with lines of {line_bytes} B, no multiple of 16"
+    return None
+
+
 def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Splits of k need steps to fill their ring with, and multiprocessors that are idle without them."""
+    """Splits of k are for multiprocessors that are idle without them, and need steps to fill their ring with.
+
+    Where there was a tile for half of the multiprocessors or more, none came within 4 % of the fastest kernel
+    (benchmarks/results/h200/skinny.json, 30 products).
+    """
     splits = int(candidate.params.get("split_k", 1))
     if splits == 1:
         return None
     steps = -(-problem.k // candidate["tile_k"])
     if splits > steps:
         return f"split_k {splits} of {steps} steps of k"
-    units = tile_count(problem, candidate) * splits
-    if units > _MAX_UNITS_PER_SM * device.sm_count:
-        return (
-            f"split_k {splits} makes {units} units > {_MAX_UNITS_PER_SM} x {device.sm_count} multiprocessors"
-        )
+    tiles = tile_count(problem, candidate)
+    if 2 * tiles > device.sm_count:
+        return f"split_k {splits} with {tiles} tiles for {device.sm_count} multiprocessors"
     return None
 
 
@@ -152,6 +164,7 @@ RULES = (
     alignment,
     vector_fits,
     whole_vectors,
+    epilogue_lines,
     mma_tile,
     ring_depth,
     threads,
