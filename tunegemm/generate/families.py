@@ -241,6 +241,16 @@ def refusal_by_all(problem: Problem, names: Iterable[str] | None = None) -> str:
     return first
 
 
+def reduction_class(problem: Problem, candidate: Candidate) -> str:
+    """A word for the order in which a kernel adds up an element, whatever m is: kernels of the same one give
+    the same bits (docs/decisions/0018). Empty where it is not known, or depends on m.
+
+    A family says it by a function of that name, with these arguments; one that has none is not known.
+    """
+    said = getattr(get(candidate.family), "reduction_class", None)
+    return str(said(problem, candidate)) if said is not None else ""
+
+
 def load_space(name: str, path: Path | None = None) -> SearchSpace:
     """The search space of a family, checked against the parameters it knows and the values they take."""
     space = _space_of(get(name), path)

@@ -259,7 +259,8 @@ def _cut(problem: Problem, candidate: Candidate) -> tuple[Problem, TileGrid]:
 
 @functools.lru_cache(maxsize=64)  # a search asks for it of every other launch of 100,000
 def _transposed(problem: Problem) -> Problem:
-    return replace(problem, m=problem.n, n=problem.m)
+    odd = problem.m % 2 if problem.fused.gated else 0  # what the library does unfused: no pairs are meant
+    return replace(problem, m=problem.n, n=problem.m + odd)
 
 
 def _sums_us(sum_bytes: float, splits: int, second_kernel: bool, early: bool) -> float:

@@ -27,7 +27,7 @@ from tunegemm.generate.launching import (
 )
 from tunegemm.generate.model import stream_clusters, stream_tiles
 from tunegemm.generate.ptxas import Resources
-from tunegemm.generate.tiles import balanced, seen_by_kernel, streams, tile_count
+from tunegemm.generate.tiles import balanced, ordered_sum, seen_by_kernel, streams, tile_count
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:
@@ -196,6 +196,7 @@ FAMILY = Generator(
     config=KernelConfig,
     config_of=config_of,
     rules=RULES,
+    reduction_class=ordered_sum,
     extent_rules=frozenset({"cluster_fits", "swap_fits", "split_fits", "reduction_fits", "stream_fits"}),
     unlisted={"epi_n": (0,)},
     limited_launch=("split_k", "reduction", "cluster_order"),
