@@ -1,4 +1,4 @@
-"""Policy `batch_invariant`: which kernels it admits, what serves each number of rows, what it says of torch."""
+"""Policy `batch_invariant`: what it admits, what serves each number of rows, and what it says of torch."""
 
 from __future__ import annotations
 
