@@ -42,7 +42,7 @@ Params = Mapping[str, Value]
 BASES: Mapping[str, Params] = {
     "cute_sm90": {
         "schedule": "cooperative", "tile_scheduler": "static", "tile_m": 128, "tile_n": 128, "tile_k": 64,
-        "stages": 4, "cluster_m": 1, "cluster_n": 1, "epi_n": 32, "occupancy": 1, "wgmma_in_flight": 1,
+        "stages": 4, "cluster_m": 1, "cluster_n": 1, "epi_n": 32,
         "swap_ab": False, "raster_order": "along_m", "swizzle_size": 1, "cluster_order": "index",
         "ctas": "all", "split_k": 1, "reduction": "pairs", "l2_hint": "none",
     },
@@ -72,7 +72,7 @@ CHANGES: Mapping[str, tuple[Params, ...]] = {
         {}, PINGPONG, {"tile_m": 64}, {"tile_m": 192}, {"tile_m": 256}, {"tile_n": 16, "epi_n": 16},
         {"tile_n": 32}, {"tile_n": 64}, {"tile_n": 96}, {"tile_n": 176, "epi_n": 16}, {"tile_n": 256},
         {"tile_k": 128, "stages": 3}, {"stages": 6}, {"cluster_m": 2}, {"cluster_n": 2},
-        {"epi_n": 64}, {"wgmma_in_flight": 0}, {"swap_ab": True},
+        {"epi_n": 64}, {"swap_ab": True},
         {"swap_ab": True, "tile_n": 16, "epi_n": 16},
         {"raster_order": "along_n", "swizzle_size": 4}, {"ctas": "balanced"}, {"split_k": 2}, {"split_k": 4},
         {"split_k": 4, "reduction": "second_kernel"}, {"split_k": 3}, {"split_k": 3, "tile_n": 64},

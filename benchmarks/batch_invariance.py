@@ -28,8 +28,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmError, TunegemmWarning
 
 METHOD = (
-    "records and kernels as shipped; operands as candidates are measured with; the rows of M in 1..300 and of "
-    "{more} more up to {largest} are compared with those of {largest}, eagerly, and {sampled} M in CUDA "
+    "records and kernels as shipped; operands as candidates are measured with; the rows of M in 1..300 and "
+    "of {more} more up to {largest} are compared with those of {largest}, eagerly, and {sampled} M in CUDA "
     "graphs and compiled code; then one CUDA graph for each policy and for torch, over operand sets that "
     "together pass 3x the L2, in shuffled order in each of {rounds} rounds: ratios of times, above 1 where "
     "batch_invariant is faster"

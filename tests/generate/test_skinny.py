@@ -9,8 +9,9 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.compile import CompilePool
-from tunegemm.generate.skinny import FAMILY, grid_ctas
+from tunegemm.generate.skinny import FAMILY
 from tunegemm.generate.skinny.rules import config_of
+from tunegemm.generate.tiles import persistent_grid
 
 SHAPE = "8x4096x4096"
 GOOD = {
@@ -86,10 +87,10 @@ def test_gpus_without_cp_async_or_fp8_are_refused(h200: Device) -> None:
 def test_grids(h200: Device) -> None:
     problem = Problem.parse("16x28672x4096")
     launch = candidate(tile_m=16).with_launch(**LAUNCH)
-    assert grid_ctas(problem, launch, h200) == 896
-    assert grid_ctas(problem, launch.with_launch(ctas="all"), h200) == 264
-    assert grid_ctas(problem, launch.with_launch(ctas="balanced"), h200) == 224
-    assert grid_ctas(Problem.parse("8x64x4096"), launch.with_launch(ctas="all", split_k=4), h200) == 8
+    assert persistent_grid(problem, launch, h200) == 896
+    assert persistent_grid(problem, launch.with_launch(ctas="all"), h200) == 264
+    assert persistent_grid(problem, launch.with_launch(ctas="balanced"), h200) == 224
+    assert persistent_grid(Problem.parse("8x64x4096"), launch.with_launch(ctas="all", split_k=4), h200) == 8
 
 
 def test_the_bits_of_a_kernel_are_decided_by_its_k_alone() -> None:

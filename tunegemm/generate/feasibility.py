@@ -40,7 +40,7 @@ class Verdict:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be launched: rules named ``..._fits`` look at speed; what they reject is right."""
+        """Whether it can be launched: what rules named ``..._fits`` reject is slower or says the same."""
         return self.rule is None or self.rule.endswith("_fits")
 
     def __str__(self) -> str:

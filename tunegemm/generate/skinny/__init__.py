@@ -12,10 +12,9 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import MAX_WORDS, define
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.cute_object import compile_object, load_function, toolchain
+from tunegemm.generate.cute_object import compile_object, load_launch, toolchain
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
 from tunegemm.generate.launching import (
-    AddressLaunch,
     AddressLauncher,
     Launcher,
     Workspace,
@@ -25,7 +24,7 @@ from tunegemm.generate.launching import (
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.skinny.config import KernelConfig
 from tunegemm.generate.skinny.rules import RULES, config_of
-from tunegemm.generate.tiles import balanced, split_workspace, tile_count
+from tunegemm.generate.tiles import persistent_grid, split_workspace
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:
@@ -42,39 +41,12 @@ def compile_kernel(key: Key, out: Path) -> Resources:
     return compile_object(make, 2, str(key["target"]), out, words=words)
 
 
-def grid_ctas(problem: Problem, candidate: Candidate, device: Device) -> int:
-    """The grid for the candidate's `ctas` rule.
-
-    ``tiles`` is one block for each work unit: the hardware hands them out. ``all`` fills the device with
-    `ctas_per_sm` persistent blocks each; ``balanced`` takes the fewest of these that need no further wave.
-    """
-    work = tile_count(problem, candidate) * int(candidate["split_k"])
-    resident = device.sm_count * int(candidate["ctas_per_sm"])
-    if candidate["ctas"] == "tiles":
-        return work
-    return balanced(work, resident) if candidate["ctas"] == "balanced" else min(resident, work)
-
-
 def launcher(
     problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
 ) -> Launcher:
-    from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
-
-    function = load_function(artifact)
     extents = (problem.m, problem.n, problem.k, problem.batch)
-    division = (grid_ctas(problem, candidate, device), int(candidate["split_k"]))
-    index = device.index if device.is_real else 0
-
-    def make(*strides: int) -> AddressLaunch:
-        fixed = (*extents, *strides, *division)
-
-        def launch(a: int, b: int, d: int, *words: int) -> None:
-            stream = current_stream(index)
-            scratch = (0, 0) if workspace is None else workspace.addresses(stream)
-            function(a, b, d, *fixed, *scratch, *words, stream)
-
-        return launch
-
+    schedule = (persistent_grid(problem, candidate, device), int(candidate["split_k"]))
+    make = load_launch(artifact, candidate, device, workspace, extents, schedule)
     read = operand_reader(problem, int(candidate["vector_bytes"]), DTYPE_BYTES[problem.out_dtype])
     return AddressLauncher(read, make, words_reader(problem) if problem.fused.words else None)
 

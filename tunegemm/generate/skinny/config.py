@@ -5,12 +5,11 @@ No import of the compiler here: feasibility and dispatch need these numbers with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from tunegemm.describe.epilogue import Epilogue
 from tunegemm.describe.problem import DTYPE_BYTES
+from tunegemm.generate.mapped import Mapped
 
 WARP = 32
 MMA_N, MMA_M = 16, 8
@@ -23,7 +22,7 @@ _PAD = 4
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Mapped):
     """All compile-time choices. Two problems with equal configs share one compiled object."""
 
     tile_m: int
@@ -47,11 +46,6 @@ class KernelConfig:
     out_major: str
     epilogue: str = ""
     """The problem's, as `tunegemm.describe.epilogue` writes it."""
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> KernelConfig:
-        """From any mapping that holds at least the fields without a default."""
-        return cls(**{name: values[name] for name in _FIELDS if name in values})
 
     @property
     def fused(self) -> Epilogue:
@@ -144,6 +138,3 @@ class KernelConfig:
             f"{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} w{self.warps_n}x{self.warps_k} "
             f"v{self.vector_bytes} o{self.ctas_per_sm}"
         )
-
-
-_FIELDS = tuple(field.name for field in fields(KernelConfig))
