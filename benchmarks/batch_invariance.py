@@ -14,6 +14,7 @@ epilogue.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 import warnings
@@ -132,18 +133,25 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
 
 def product(problem: Problem) -> Callable[..., Any]:
     """The call of (a, b, *operands) that is dispatched for such problems."""
+    return _product(problem.epilogue, problem.out_dtype)[0]
+
+
+@functools.cache
+def _product(text: str, out_dtype: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The call, and the same compiled once for all extents."""
     import torch
 
     import tunegemm
 
-    text, dtype = problem.epilogue, getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[problem.out_dtype])
+    dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[out_dtype])
+    torch._dynamo.config.recompile_limit = 64  # all kinds, and an M of 1 of each, are of one line of code
 
     def call(a: Any, b: Any, *operands: Any) -> Any:
         if not text:
             return tunegemm.matmul(a, b)
         return tunegemm.matmul(a, b, epilogue=text, operands=operands, out_dtype=dtype)
 
-    return call
+    return call, torch.compile(call, dynamic=True, fullgraph=True)
 
 
 def compare(
@@ -159,14 +167,15 @@ def compare(
     from tunegemm.measure.operands import make_operands
 
     made = make_operands(problem, torch.device("cuda"), 0)
-    call, kinds = product(problem), [operand.kind for operand in problem.fused.operands]
-    compiled = torch.compile(call, dynamic=True)
+    call, compiled = _product(problem.epilogue, problem.out_dtype)
+    kinds = [operand.kind for operand in problem.fused.operands]
 
     def given(m: int) -> tuple[Any, ...]:
         pairs = zip(made.arguments[3:], kinds, strict=True)
         return made.a[:m], made.b, *(one[:m] if kind in ("m", "matrix") else one for one, kind in pairs)
 
     def captured(*operands: Any) -> Any:
+        call(*operands)  # plans are made here, and not while a graph is captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             result = call(*operands)
@@ -186,7 +195,6 @@ def compare(
                 for m in ms
                 if m <= problem.m and not torch.equal(how(*given(m)).view(torch.uint8), whole[:m])
             ]
-    torch._dynamo.reset()
     return found, [str(one.message) for one in said if issubclass(one.category, TunegemmWarning)]
 
 
