@@ -46,6 +46,9 @@ EXAMPLES = Examples(
         (PROBLEMS[0], {"tile_n": 128, "stages": 2, "ctas_per_sm": 1}),
         (PROBLEMS[1], {"tile_m": 16, "tile_n": 64, "tile_k": 128, "warps_k": 4, "stages": 3}),
         (PROBLEMS[3], {"tile_n": 64, "tile_k": 512, "warps_k": 4, "ctas_per_sm": 1}),
+        (PROBLEMS[0], {"tile_n": 16, "stages": 3, "ctas_per_sm": 4}),
+        (PROBLEMS[7], {"tile_n": 16, "stages": 3, "ctas_per_sm": 4}),
+        (replace(PROBLEMS[3], m=16), {"tile_m": 16, "tile_k": 512, "stages": 2}),
         (PROBLEMS[7], {"tile_n": 64, "tile_k": 128, "warps_k": 4, "stages": 3, "ctas_per_sm": 3}),
     ],
     rejected=[
