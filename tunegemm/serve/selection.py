@@ -30,7 +30,7 @@ class Selection:
     why: str
     """One clause: what speaks for the first option, or why there is none."""
     nears: tuple[Near, ...] = ()
-    """Of a near hit, the same as `options`, with what is expected of them."""
+    """Those of the options that were measured for other problems, with what is expected of them here."""
     neighbours: tuple[Record, ...] = ()
     """Of a problem without a record, the records of its neighbourhood that were asked."""
 
@@ -128,7 +128,7 @@ def _batch_invariant(
     nears = borrowed(snapshot, problem, device, policy) if near else ()
     options = (*own, *(one.record for one in nears))
     if own:
-        return Selection("hit", options, why)
+        return Selection("hit", options, why, nears)
     if options:
         return Selection("near", options, str(nears[0]), nears)
     return Selection(
