@@ -149,6 +149,9 @@ def _product(text: str, out_dtype: str) -> tuple[Callable[..., Any], Callable[..
     def call(a: Any, b: Any, *operands: Any) -> Any:
         if not text:
             return tunegemm.matmul(a, b)
+        if text == "scale_rowwise":  # as torch has scales: of a column and of a row
+            rows, columns = operands[0][:, None], operands[1][None, :]
+            return tunegemm.scaled_mm(a, b, rows, columns, out_dtype=dtype, use_fast_accum=True)
         return tunegemm.matmul(a, b, epilogue=text, operands=operands, out_dtype=dtype)
 
     return call, torch.compile(call, dynamic=True, fullgraph=True)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from benchmarks.batch_bits import BASES
+from benchmarks.batch_invariance import product
 from tests.serve.test_neighbours import kernel
-from tests.support.serving import Kernel, Row, operands, quietly
+from tests.support.serving import Kernel, Row, operands, quietly, serve_with
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -20,6 +21,7 @@ from tunegemm.errors import TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import completed, kernel_source_hash, reduction_class
+from tunegemm.measure.operands import make_operands
 from tunegemm.report.explain import explain_problem
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared, find_object
@@ -234,3 +236,23 @@ def test_a_product_that_none_computes_is_a_warning(planted: tuple[Dispatcher, Ke
     with pytest.warns(TunegemmWarning, match=r"a row's bits may depend on how many rows.*tunegemm tune"):
         made.matmul(a, b)
     assert not watched.calls
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(kind.values()) or "bf16")
+def test_the_benchmarks_calls_are_dispatched(
+    monkeypatch: pytest.MonkeyPatch, device: Device, kind: dict[str, Any]
+) -> None:
+    """And compared: of a kernel on the CPU, whose rows are each their own."""
+    problem, watched = Problem.parse("64x48x64", **kind), Kernel()
+    made = Dispatcher(
+        Planner(
+            device_type="cpu", read=lambda: Snapshot([Row(problem, device.fingerprint, kernel())]),
+            find=lambda spec: device,
+            prepare=lambda record, _: Prepared(watched.of(record.problem), tma=True),
+        )
+    )  # fmt: skip
+    serve_with(monkeypatch, made)
+    made.planner.use(POLICY)
+    operands = make_operands(problem, torch.device("cpu"), 0).arguments
+    result = product(problem)(*operands[:2], *operands[3:])
+    assert len(watched.calls) == 1 and result.shape == (64, problem.out_n)
