@@ -36,6 +36,7 @@ PROVIDER = {
     "gluon_wgmma": "gluon_wgmma",
     "triton_tma": "triton_tma",
     "cute_sm80": "cute_sm80",
+    "skinny": "skinny",
     "cublaslt": "cublaslt",
 }
 CLASSES = ("Few rows: M up to 64", "M from 128 to 512", "M of 1024 and more", "Odd K, which TMA refuses")
@@ -82,6 +83,11 @@ def standings(rows: list[dict[str, Any]]) -> list[Standing]:
     return sorted(found, key=lambda s: (CLASSES.index(s.kind), s.m, s.n, s.k))
 
 
+def timed(found: list[Standing]) -> list[str]:
+    """The families that were timed at all, in their order: one may be newer than the result."""
+    return [family for family in PROVIDER if any(family in standing.ratios for standing in found)]
+
+
 def draw(rows: list[dict[str, Any]]) -> Figure:
     """The heat map. Places are fixed by hand, so that the same rows give the same file everywhere."""
     from matplotlib.cm import ScalarMappable
@@ -92,6 +98,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     from benchmarks.figures import FASTER, INK, MUTED, SLOWER
 
     found = standings(rows)
+    columns = timed(found)
     groups = [(kind, [s for s in found if s.kind == kind]) for kind in CLASSES]
     groups = [(kind, members) for kind, members in groups if members]
     lines = len(found) + 1.5 * len(groups)
@@ -99,7 +106,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     height = top + bottom + lines * row_inches
     figure = Figure((width, height))
     axes = figure.add_axes((1.85 / width, bottom / height, 5.45 / width, lines * row_inches / height))
-    axes.set(xlim=(0, len(PROVIDER)), ylim=(lines, 0))
+    axes.set(xlim=(0, len(columns)), ylim=(lines, 0))
     axes.axis("off")
 
     limit = math.log(1.35)
@@ -107,7 +114,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
         "ratio", [SLOWER, "#e2a27b", "#f6f5f2", "#8fb4e6", FASTER], N=255
     )
     scale = Normalize(-limit, limit)
-    for column, family in enumerate(PROVIDER):
+    for column, family in enumerate(columns):
         axes.text(column + 0.5, 0.9, family, ha="center", va="center", weight="bold", fontsize=9.5, color=INK)
     y = 0.0
     for kind, members in groups:
@@ -115,7 +122,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
         axes.text(-0.06, y - 0.6, kind, ha="right", va="center", fontsize=9, color=MUTED, style="italic")
         for standing in members:
             axes.text(-0.06, y + 0.5, standing.shape, ha="right", va="center", fontsize=9, color=INK)
-            for column, family in enumerate(PROVIDER):
+            for column, family in enumerate(columns):
                 ratio = standing.ratios.get(family)
                 middle = (column + 0.5, y + 0.5)
                 if ratio is None:

@@ -192,6 +192,7 @@ PROVIDERS: Mapping[str, Provider] = types.MappingProxyType(
         "gluon_wgmma": family_best("gluon_wgmma"),
         "triton_tma": family_best("triton_tma"),
         "cute_sm80": family_best("cute_sm80"),
+        "skinny": family_best("skinny"),
         "tunegemm_cute": family_best("cute_sm90"),
         "tunegemm": tunegemm,
     }

@@ -20,7 +20,16 @@ from typing import Any
 
 from benchmarks.tables.families import families, family_figures
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
-from benchmarks.tables.programs import clients, decode, dispatch, dtypes, epilogues, first_use, tuning_time
+from benchmarks.tables.programs import (
+    clients,
+    decode,
+    dispatch,
+    dtypes,
+    epilogues,
+    first_use,
+    skinny,
+    tuning_time,
+)
 from benchmarks.tables.reading import DocsError, load
 from benchmarks.tables.seeds import seed_000, seed_001, seed_003, seed_004
 
@@ -86,6 +95,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "epilogues": epilogues,
     "dispatch": dispatch,
     "decode": decode,
+    "skinny": skinny,
     "cli": cli,
     "families": families,
     **{

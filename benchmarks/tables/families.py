@@ -22,7 +22,7 @@ def families(results: Path) -> str:
     data = load(results, "families.json")
     if data is None:
         return not_measured(results, "families.json")
-    from benchmarks.families import PROVIDER, standings
+    from benchmarks.families import standings, timed
 
     found = standings(data["rows"])
     lines = [
@@ -30,7 +30,7 @@ def families(results: Path) -> str:
         for s in found
     ]
     counts = []
-    for family in PROVIDER:
+    for family in timed(found):
         single = sum(s.winners == (family,) for s in found)
         shared = sum(family in s.winners for s in found) - single
         counts.append([f"`{family}`", str(single), str(shared)])

@@ -192,3 +192,25 @@ def decode(results: Path) -> str:
             ]
         )
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
+def skinny(results: Path) -> str:
+    """Products of few rows: for each weight the ratio to torch and to a copy, by M."""
+    data = load(results, "skinny.json")
+    if data is None:
+        return not_measured(results, "skinny.json")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        rows.setdefault(f"{row['n']}x{row['k']}", []).append(row)
+    extents = sorted({row["m"] for row in data["rows"]})
+    header = ["N x K", "weight, MB", *(f"M = {m}" for m in extents)]
+    lines = []
+    for name, group in rows.items():
+        cells = {row["m"]: f"{row['ratio']:.3f} ({row['bandwidth_share']:.2f})" for row in group}
+        lines.append([name, f"{group[0]['weight_mb']:.0f}", *(cells.get(m, "") for m in extents)])
+    mean = geometric_mean([row["ratio"] for row in data["rows"]])
+    said = (
+        "The family's best kernel relative to `torch.mm`, and in brackets its share of what a copy in "
+        f"device memory moves. Geometric mean {mean:.3f} of `torch.mm`."
+    )
+    return "\n\n".join([machine_line(data["meta"]), said, markdown_table(header, lines)])

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.generate import test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_plug_ins, test_triton_tma
+from tests.generate import (
+    test_cute_sm80,
+    test_cute_sm90,
+    test_gluon_wgmma,
+    test_plug_ins,
+    test_skinny,
+    test_triton_tma,
+)
 from tests.support.examples import OTHERWISE, TOO_LARGE, Change, Examples, Rejection, compile_all
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem
@@ -25,7 +32,7 @@ from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.feasibility import refusal
 from tunegemm.generate.sources import hash_of_code
 
-MODULES = (test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_triton_tma, test_plug_ins)
+MODULES = (test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_triton_tma, test_skinny, test_plug_ins)
 EXAMPLES = {
     module.EXAMPLES.family: module.EXAMPLES for module in MODULES if module.EXAMPLES.family in families.NAMES
 }
@@ -35,6 +42,11 @@ SHAPES = ("4096x4096x4096", "8x16x24", "128x128x128x7")
 
 every_family = pytest.mark.parametrize("name", families.NAMES)
 every_generator = pytest.mark.parametrize("name", COMPILED)
+
+
+def usual(name: str) -> Problem:
+    """The problem of which every good kernel of a family is feasible: of 4096 rows, or of few."""
+    return EXAMPLES[name].problems[0]
 
 
 def drawn(name: str, count: int) -> Iterator[Candidate]:
@@ -147,8 +159,8 @@ def test_rules_answer_for_every_problem(name: str, h200: Device) -> None:
 @every_generator
 def test_other_gpus_are_refused_with_their_name(name: str, h200: Device) -> None:
     a100 = find_device("model:a100-sxm-80gb")
-    (kernel,) = accepted(name, Problem.parse(SHAPES[0]), h200, 1)
-    verdict = families.get(name).check(Problem.parse(SHAPES[0]), kernel, a100)
+    (kernel,) = accepted(name, usual(name), h200, 1)
+    verdict = families.get(name).check(usual(name), kernel, a100)
     assert verdict or verdict.rule in ("architecture", "shared_memory", "smem"), verdict
 
 
@@ -170,7 +182,7 @@ _ALIGNED = ("alignment", "vector_fits", "tma_alignment")
 
 @every_generator
 def test_launch_parameters_that_are_not_limited_are_free(name: str, h200: Device) -> None:
-    family, problem = families.get(name), Problem.parse(SHAPES[0])
+    family, problem = families.get(name), usual(name)
     for kernel in accepted(name, problem, h200, 20):
         first, *others = launches(name, kernel)
         for launch in others:
@@ -182,7 +194,7 @@ def test_launch_parameters_that_are_not_limited_are_free(name: str, h200: Device
 @every_generator
 def test_one_object_serves_every_shape(name: str, h200: Device) -> None:
     family = families.get(name)
-    for kernel in accepted(name, Problem.parse(SHAPES[0]), h200, 5):
+    for kernel in accepted(name, usual(name), h200, 5):
         keys = [family.kernel_key(Problem.parse(shape), kernel, h200) for shape in SHAPES]
         assert keys[0] == keys[1] == keys[2]
         assert json.loads(json.dumps(keys[0])) == keys[0]
@@ -193,7 +205,7 @@ def test_one_object_serves_every_shape(name: str, h200: Device) -> None:
 @every_generator
 def test_labels_are_short_and_distinct(name: str, h200: Device) -> None:
     family = families.get(name)
-    kernels = accepted(name, Problem.parse(SHAPES[0]), h200, 1000)
+    kernels = accepted(name, usual(name), h200, 1000)
     labels = {family.label(kernel) for kernel in kernels}
     assert len(labels) == len(kernels) and max(map(len, labels)) < 40
     named = [family.label(launch) for launch in launches(name, kernels[0])]
@@ -202,9 +214,9 @@ def test_labels_are_short_and_distinct(name: str, h200: Device) -> None:
 
 @every_generator
 def test_load_without_an_object_names_the_remedy(name: str, h200: Device) -> None:
-    (kernel,) = accepted(name, Problem.parse(SHAPES[0]), h200, 1)
+    (kernel,) = accepted(name, usual(name), h200, 1)
     with pytest.raises(ArtifactError, match="run tunegemm tune"):
-        families.get(name).load(Problem.parse(SHAPES[0]), launches(name, kernel)[0], h200, None)
+        families.get(name).load(usual(name), launches(name, kernel)[0], h200, None)
 
 
 def compiles_clean(pool: CompilePool, pairs: list[tuple[Problem, Candidate]], device: Device) -> None:

@@ -45,6 +45,8 @@ PLAIN = Candidate.make(
     ("policy", "candidate", "clause"),
     [("deterministic", kernel(split_k=4), ""), ("deterministic", SPLITTING, "splits k"),
      ("deterministic", PLAIN, ""), ("deterministic", TORCH_MM, ""),
+     ("batch_invariant", kernel(), ""), ("batch_invariant", kernel(split_k=4), "order of sums"),
+     ("batch_invariant", PLAIN, "library"), ("batch_invariant", TORCH_MM, "library"),
      ("no_workspace", kernel(split_k=4), "keep their sums"), ("no_workspace", SPLITTING, "4096 B"),
      ("no_workspace", PLAIN, ""), ("no_workspace", kernel(), ""),
      ("min_energy", SPLITTING, ""), ("fastest", SPLITTING, ""),

@@ -61,6 +61,26 @@ def test_the_table(changes: dict[str, str], expected: Grade) -> None:
     assert "\n" not in reason
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, Grade.SAME),
+        ({"torch": "2.10.0+cu126", "cuda": "12.6"}, Grade.VERIFY),
+        ({"driver": "570.10"}, Grade.VERIFY),
+        ({"driver": "590.48.01"}, Grade.SEED),  # made for a later driver than the one here
+        ({"driver": ""}, Grade.SEED),
+        ({"cutlass_dsl": "4.7.1"}, Grade.SEED),
+        ({"source": "then"}, Grade.SEED),
+        ({"device_name": "NVIDIA H100 80GB HBM3"}, Grade.SEED),
+    ],
+)
+def test_a_record_that_brings_its_kernel_outlives_torch(changes: dict[str, str], expected: Grade) -> None:
+    source = changes.pop("source", "now")
+    there = replace(HERE, **changes)  # type: ignore[arg-type]
+    found = judge(there, HERE, family="cute_sm90", source_there=source, source_here="now", has_kernel=True)
+    assert found.grade is expected
+
+
 def test_the_reason_names_what_differs_there_and_here() -> None:
     assert grade(driver="580.82.07")[1] == "driver 580.82.07 (here 580.159.04)"
     assert grade(cutlass_dsl="")[1] == "cutlass_dsl none (here 4.8.1)"

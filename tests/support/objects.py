@@ -58,6 +58,10 @@ TRITON: dict[str, Value] = {
     "schedule": "pipelined", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4, "warps": 8,
     "epi_n": 64, "swap_ab": False,
 }  # fmt: skip
+SKINNY: dict[str, Value] = {
+    "tile_m": 8, "tile_n": 32, "tile_k": 512, "warps_n": 1, "warps_k": 8, "stages": 3, "vector_bytes": 16,
+    "ctas_per_sm": 1,
+}  # fmt: skip
 
 #: Changes to a problem of bf16 and to the kernel above of its family; arguments of the launch are left out,
 #: but for the one of cute_sm90 that is compiled in. The first eight of cute_sm90 are the quick ones.
@@ -146,12 +150,19 @@ OF_TRITON: list[tuple[dict[str, Value], dict[str, Value]]] = [
     ({"layout": "tt"}, {"schedule": "flattened"}),
     ({"dtype": "fp16"}, {"warps": 4, "tile_n": 64, "epi_n": 64}),
 ]
+OF_SKINNY: list[tuple[dict[str, Value], dict[str, Value]]] = [
+    ({}, {}),
+    ({"dtype": "fp16", "out_dtype": "fp32", "alignment": 8}, {"vector_bytes": 8}),
+    ({"dtype": "int8"}, {"tile_m": 16, "warps_k": 4}),
+    (FP8 | _fused("scale_rowwise+bias_n+swiglu"), {"tile_n": 64, "warps_n": 2, "warps_k": 4}),
+    (_fused("alpha+beta_c+bias_m+gelu+residual+amax"), {"tile_m": 16}),
+]
 
 
 def cases() -> Iterator[Case]:
     lists = (
         ("cute_sm90", HOPPER, OF_HOPPER), ("cute_sm80", AMPERE, OF_AMPERE), ("gluon_wgmma", GLUON, OF_GLUON),
-        ("triton_tma", TRITON, OF_TRITON),
+        ("triton_tma", TRITON, OF_TRITON), ("skinny", SKINNY, OF_SKINNY),
     )  # fmt: skip
     for family, kernel, changes in lists:
         for of_problem, of_kernel in changes:

@@ -29,7 +29,7 @@ GROUP = "tunegemm.families"
 """The group of entry points."""
 SHIPPED = {
     name: f"tunegemm.generate.{name}"
-    for name in ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "cublaslt")
+    for name in ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "skinny", "cublaslt")
 }
 """The module of each family that ships, as in pyproject.toml, in the order in which they are tried."""
 
@@ -239,6 +239,16 @@ def refusal_by_all(problem: Problem, names: Iterable[str] | None = None) -> str:
                 return ""
             first = first or reason
     return first
+
+
+def reduction_class(problem: Problem, candidate: Candidate) -> str:
+    """A word for the order in which a kernel adds up an element, whatever m is: kernels of the same one give
+    the same bits (docs/decisions/0018). Empty where it is not known, or depends on m.
+
+    A family says it by a function of that name, with these arguments; one that has none is not known.
+    """
+    said = getattr(get(candidate.family), "reduction_class", None)
+    return str(said(problem, candidate)) if said is not None else ""
 
 
 def load_space(name: str, path: Path | None = None) -> SearchSpace:

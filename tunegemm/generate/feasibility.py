@@ -38,6 +38,11 @@ class Verdict:
     def __bool__(self) -> bool:
         return self.feasible
 
+    @property
+    def runs(self) -> bool:
+        """Whether it can be launched: what rules named ``..._fits`` reject is slower or says the same."""
+        return self.rule is None or self.rule.endswith("_fits")
+
     def __str__(self) -> str:
         return "feasible" if self.feasible else f"{self.rule}: {self.reason}"
 

@@ -129,6 +129,11 @@ CUTE_DSL = Package("cutlass", "nvidia-cutlass-dsl")
 TVM_FFI = Package("tvm_ffi", "apache-tvm-ffi")
 
 
+def unknown_class(problem: Problem, candidate: Candidate) -> str:
+    """Of kernels whose order of sums was not compared with others'."""
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generator:
     """A `tunegemm.generate.families.Family`, which has the docstrings, put together from what is its own."""
@@ -156,6 +161,8 @@ class Generator:
     """Its search space; None for the shipped one of its name."""
     unlisted: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     limited_launch: Sequence[str] = ()
+    reduction_class: Callable[[Problem, Candidate], str] = unknown_class
+    """See `tunegemm.generate.families.reduction_class`."""
     tma: bool = False
     edges_inside: bool = False
     fuses: bool = False

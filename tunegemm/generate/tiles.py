@@ -116,6 +116,23 @@ def streams(candidate: Candidate) -> bool:
     return candidate.params.get("tile_scheduler", "static") == "stream_k"
 
 
+#: The reduction class in which each element is one sum, in the order of k, by the tensor cores: measured to
+#: be the same for all tiles, schedules and numbers of rows (docs/decisions/0018).
+ORDERED = "ordered"
+
+
+def ordered_sum(problem: Problem, candidate: Candidate) -> str:
+    """`ORDERED` of a kernel that cuts k nowhere; else "": each way to add sums of parts is another class."""
+    is_cut = int(candidate.params.get("split_k", 1)) > 1 or streams(candidate)
+    return "" if is_cut else ORDERED
+
+
+def ordered_bf16_sum(problem: Problem, candidate: Candidate) -> str:
+    """The same of a family whose kernels were compared with those of cute_sm90 in bf16 only."""
+    is_known = problem.in_dtype == "bf16" and candidate.params.get("acc_dtype", "fp32") == "fp32"
+    return ordered_sum(problem, candidate) if is_known else ""
+
+
 def swap_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Swapping puts m on WGMMA's narrow side; an m that fills the 64-row side gains nothing there."""
     if candidate.params.get("swap_ab", False) and problem.m > _SWAP_MAX_M:

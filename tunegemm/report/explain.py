@@ -259,17 +259,16 @@ def explain_problem(
     selection = select(
         Snapshot(records), problem, device, near=mode != "exact", policy=policy, rivals=lambda _: entries
     )
-    near = selection.nears[0] if selection.nears else None
-    chosen = selection.options[0] if selection.options else None
+    options = selection.options
+    loadable = (one for one in options if not _refusal_to_load(one, device))
+    chosen = next(loadable, options[0] if options else None)
+    near = next((one for one in selection.nears if one.record is chosen), None)
     record = near.origin if near is not None else chosen
     why_not = "; ".join([selection.why, *warnings]) if chosen is None else ""
     if mode == "off":
         why_not = "TUNEGEMM_MODE=off"
-    elif chosen is not None and device.is_real and not is_torch(chosen.candidate):
-        try:
-            find_object(chosen, device)
-        except ArtifactError as error:
-            why_not = str(error)
+    elif chosen is not None:
+        why_not = _refusal_to_load(chosen, device)
     shown = candidate or (chosen.candidate if chosen is not None else None)
     ridge = device.peak_tflops_of(problem) * 1e3 / device.bandwidth_gbps
     roofline_us = device.roofline_us(problem)
@@ -381,6 +380,16 @@ def _runner_up(
 def _proof(record: StoredRecord) -> str:
     """What its figures are of: ratios of unlike evidence do not compare."""
     return _EVIDENCE[record.evidence] + (f", imported from {record.origin}" if record.origin else "")
+
+
+def _refusal_to_load(record: StoredRecord, device: Device) -> str:
+    if is_torch(record.candidate) or not device.is_real:
+        return ""
+    try:
+        find_object(record, device)
+    except ArtifactError as error:
+        return str(error)
+    return ""
 
 
 def _change(problem: Problem, selection: Selection, record: StoredRecord | None, why_not: str) -> str:

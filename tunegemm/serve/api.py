@@ -316,10 +316,10 @@ class policy:
     """Serve by this policy from now on, ``tunegemm.policy("deterministic")``; in a ``with``, until its end.
 
     It holds for all threads. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
-    ``no_workspace`` (no memory beyond operands and output) or ``min_energy`` (least measured energy).
-    `max_sms`: how many multiprocessors a launch may fill, for communication beside it. What a policy
-    excludes is served by the next best measured candidate, else by torch. Raises PolicyError for an unknown
-    one.
+    ``batch_invariant`` (a row's bits do not depend on how many rows there are), ``no_workspace`` (no memory
+    beyond operands and output) or ``min_energy`` (least measured energy). `max_sms`: how many multiprocessors
+    a launch may fill, for communication beside it. What a policy excludes is served by the next best measured
+    candidate, else by torch. Raises PolicyError for an unknown one.
     """
 
     def __init__(self, prefer: Preference = "fastest", *, max_sms: int | None = None) -> None:

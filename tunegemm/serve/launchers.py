@@ -72,7 +72,7 @@ def find_object(record: Record, device: Device) -> Path | None:
     family = families.get(candidate.family)
     if (missing := family.unavailable(launching=True)) is not None:
         raise ArtifactError(missing)
-    if not (verdict := family.check(problem, candidate, device)):
+    if not (verdict := family.check(problem, candidate, device)).runs:
         raise ArtifactError(f"its record cannot run here: {verdict}")
     if not family.compiled:
         return None

@@ -96,14 +96,15 @@ class Near:
     """The record that it is taken from."""
     waves: tuple[int, int]
     """Of its busiest block: where it was recorded, and here."""
-    margin: float
-    """What it had to be better than torch by."""
+    margin: float | None
+    """What it had to be better than torch by; None where torch was no choice."""
 
     def __str__(self) -> str:
         there, here = self.waves
+        asked = "" if self.margin is None else f", {1 + self.margin:.2f} asked for"
         return (
             f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there, {there} waves; "
-            f"{here} here): {self.record.ratio:.3f} x torch expected, {1 + self.margin:.2f} asked for"
+            f"{here} here): {self.record.ratio:.3f} x torch expected{asked}"
         )
 
 

@@ -155,6 +155,12 @@ class Planner:
         if known and time.monotonic() < self.next_look:
             return state, None
         if torch.cuda._is_in_bad_fork() or capturing(a.device):
+            if state.policy.is_batch_invariant:
+                self._warn(
+                    state,
+                    f"a product of {tuple(a.shape)} and {tuple(b.shape)} is captured before it was computed "
+                    f"once, and is torch's in this CUDA graph: {state.policy} does not hold. Call it first",
+                )
             return state, None
         with self.lock:
             state = self._look() if known else self.state
@@ -282,7 +288,10 @@ class Planner:
     def _has_tuned_product(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether a kernel of ours computes the product alone, where nothing is recorded of all together, and
         the library takes no step along."""
-        if absorbed(form.epilogue.steps) or (form.kind == LINEAR and b.ndim != 2):
+        taken = absorbed(form.epilogue.steps)
+        if state.policy.is_batch_invariant and taken == ("bias_n",):
+            taken = ()  # `SlowPath` adds it itself then: torch's call with a bias is a product of its own
+        if taken or (form.kind == LINEAR and b.ndim != 2):
             return False
         index = a.device.index or 0
         known, right = state.devices.get(index), b.t() if form.kind == LINEAR else b
@@ -324,6 +333,8 @@ class Planner:
             known = state.devices.get(index)
         if prepared is None or prepared.launch is None or known is None:
             return False
+        if state.policy.is_batch_invariant:  # the compiler's product is torch's
+            return True
         return prepared.ratio >= least_ratio(operands.problem, known)
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""What dispatch prefers among measured candidates: speed, reproducibility, memory, energy, free SMs."""
+"""What dispatch prefers among candidates: speed, the same bits in each run or batch, memory, energy, SMs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import PolicyError
 from tunegemm.generate.launching import tma_takes
 
-Preference = Literal["fastest", "deterministic", "no_workspace", "min_energy"]
+Preference = Literal["fastest", "deterministic", "batch_invariant", "no_workspace", "min_energy"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,17 @@ class Policy:
 
     def __str__(self) -> str:
         return self.prefer + (f" on {self.max_sms} multiprocessors" if self.max_sms else "")
+
+    @property
+    def replaces_torch(self) -> bool:
+        """Whether torch cannot do what is asked, so that a slower kernel may: it leaves no multiprocessors
+        free, and its library chooses anew for each number of rows."""
+        return self.max_sms is not None or self.is_batch_invariant
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row's bits may not depend on how many rows there are."""
+        return self.prefer == "batch_invariant"
 
     def refusal(self, problem: Problem, candidate: Candidate) -> str:
         """Why the candidate must not be launched under this policy; empty when it may be."""
@@ -79,6 +90,18 @@ def _deterministic(problem: Problem, candidate: Candidate) -> str:
     return ""
 
 
+def _batch_invariant(problem: Problem, candidate: Candidate) -> str:
+    """Kernels of one reduction class: that which was measured not to depend on m, and has most kernels."""
+    from tunegemm.generate import families
+    from tunegemm.generate.tiles import ORDERED
+
+    if "tile_m" not in candidate.params:
+        return "a library's product, whose order of sums may change with m"
+    if families.reduction_class(problem, candidate) != ORDERED:
+        return f"its order of sums is not known to be that of the class {ORDERED!r}"
+    return ""
+
+
 def _no_workspace(problem: Problem, candidate: Candidate) -> str:
     if num_bytes := int(candidate.params.get("workspace_bytes", 0)):
         return f"it needs {num_bytes} B of workspace"
@@ -115,5 +138,6 @@ def _grid_refusal(candidate: Candidate) -> str:
 
 _JUDGES: dict[str, Callable[[Problem, Candidate], str]] = {
     "deterministic": _deterministic,
+    "batch_invariant": _batch_invariant,
     "no_workspace": _no_workspace,
 }

@@ -30,7 +30,7 @@ class Selection:
     why: str
     """One clause: what speaks for the first option, or why there is none."""
     nears: tuple[Near, ...] = ()
-    """Of a near hit, the same as `options`, with what is expected of them."""
+    """Those of the options that were measured for other problems, with what is expected of them here."""
     neighbours: tuple[Record, ...] = ()
     """Of a problem without a record, the records of its neighbourhood that were asked."""
 
@@ -55,8 +55,10 @@ def select(
     only where the policy wants another candidate than the fastest.
     """
     record = snapshot.find(problem, device.fingerprint)
+    if policy.is_batch_invariant:
+        return _batch_invariant(snapshot, record, problem, device, policy, rivals, near)
     if record is not None:
-        if policy.max_sms is None and not may_be_record(record):
+        if not (policy.replaces_torch or may_be_record(record)):
             return Selection("miss", (), f"its record is slower than torch.mm ({record.ratio:.3f} x torch)")
         if policy == FASTEST:
             return Selection("hit", (record,), _grade(record, device))
@@ -90,7 +92,7 @@ def _by_policy(
         return Selection("hit", (record,), _grade(record, device))
     # torch cannot leave multiprocessors free, so that a slower kernel may be what was asked for.
     for rival in leaders(usable):
-        fast = policy.max_sms is not None or may_be_record(rival)
+        fast = policy.replaces_torch or may_be_record(rival)
         if fast and not policy.refusal(problem, rival.candidate):
             why = f"{policy} refuses the record ({refusal})"
             return Selection("hit", (rival,), why)
@@ -98,6 +100,42 @@ def _by_policy(
         "miss",
         (),
         f"{policy} refuses its record ({refusal}), and no other measured candidate is as fast as torch",
+    )
+
+
+def _batch_invariant(
+    snapshot: Snapshot,
+    record: Record | None,
+    problem: Problem,
+    device: Device,
+    policy: Policy,
+    rivals: Callable[[Problem], Sequence[Record]],
+    near: bool,
+) -> Selection:
+    """The best measured kernel of the class, and behind it those that were measured for other problems: each
+    is legal here, so that one that is not compiled costs speed only. Never torch: its bits depend on m."""
+    from tunegemm.serve.invariance import borrowed
+
+    if record is not None and not policy.refusal(problem, record.candidate):
+        own: tuple[Record, ...] = (record,)
+        why = _grade(record, device)
+    else:
+        asked = () if record is None else rivals(problem)
+        usable = leaders([rival for rival in asked if judge_stored(rival, device.fingerprint).usable])
+        own = tuple(rival for rival in usable if not policy.refusal(problem, rival.candidate))[:1]
+        refusal = "it has no record" if record is None else policy.refusal(problem, record.candidate)
+        why = f"{policy} refuses the record ({refusal})"
+    nears = borrowed(snapshot, problem, device, policy) if near else ()
+    options = (*own, *(one.record for one in nears))
+    if own:
+        return Selection("hit", options, why, nears)
+    if options:
+        return Selection("near", options, str(nears[0]), nears)
+    return Selection(
+        "miss",
+        (),
+        f"{policy} has no kernel of its reduction class for such a product, and what torch multiplies is "
+        "outside of what it promises: a row's bits may depend on how many rows there are",
     )
 
 

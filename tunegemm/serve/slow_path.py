@@ -94,7 +94,10 @@ class SlowPath:
             state, plan = planner.plan(key, form, a, b, tensors, numbers, out)
         if plan is None:
             if key in state.of_tuned_products:
-                return unfused(form, a, b, tensors, numbers, out, multiply=partial(self._product, kind))
+                multiply = partial(self._product, kind)
+                adds = state.policy.is_batch_invariant  # torch's own call with a bias would multiply, too
+                biased = (lambda x, y, bias: multiply(x, y) + bias) if adds else None
+                return unfused(form, a, b, tensors, numbers, out, multiply=multiply, biased=biased)
             if not (low or below) and key in state.plans:
                 self._remember(state, key, None, form, (a, b, *others), out)
             return by_torch(form, a, b, tensors, numbers, out)

@@ -13,9 +13,7 @@ from dataclasses import replace
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
-from tunegemm.generate.terms import elementwise_us
 from tunegemm.serve.library import absorbed
-from tunegemm.serve.neighbours import library_us
 
 #: Least gain over what the compiler would do: sessions of one H200 disagree by 0.2 to 0.3 % in the ratio of
 #: one kernel (see `neighbours`).
@@ -27,6 +25,10 @@ def least_ratio(problem: Problem, device: Device) -> float:
     kernels = kernels_after(problem)
     if not kernels:
         return 1 + LEAST_GAIN
+    # The model, and numpy with it: a first call of eager code does without.
+    from tunegemm.generate.terms import elementwise_us
+    from tunegemm.serve.neighbours import library_us
+
     out_dtype = "int32" if problem.in_dtype == "int8" else problem.out_dtype
     plain = replace(problem, epilogue="", accumulation="fast", out_dtype=out_dtype)
     matrix_bytes = plain.m * plain.n * plain.batch * DTYPE_BYTES[plain.out_dtype]

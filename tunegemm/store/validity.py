@@ -49,12 +49,21 @@ _EVERY_COMPILER = ("cutlass_dsl", "triton")
 
 
 def judge(
-    there: Fingerprint, here: Fingerprint, *, family: str, source_there: str, source_here: str
+    there: Fingerprint,
+    here: Fingerprint,
+    *,
+    family: str,
+    source_there: str,
+    source_here: str,
+    has_kernel: bool = False,
 ) -> Judgement:
     """The grade on a device of fingerprint `here` of what was measured under `there`.
 
     A driver's first number is its branch, and within one it changes by patches; of packages and of CUDA
     the first two numbers are the minor version. The software that counts is the family's own.
+
+    has_kernel: its compiled kernel comes with it. That takes the same time whatever torch is installed, and
+    runs on every later driver: only how far it is ahead of torch wants to be measured again.
     """
     device = [name for name in ("device_name", "mig", "sm_count", "sm_budget") if _differs(there, here, name)]
     if there.capability != here.capability:
@@ -68,7 +77,10 @@ def judge(
     )
     software = ["driver", "cuda", "torch", *compilers]
     changed = [name for name in software if _differs(there, here, name)]
-    large = [name for name in changed if not _is_patch(name, getattr(there, name), getattr(here, name))]
+    small = {name for name in changed if _is_patch(name, getattr(there, name), getattr(here, name))}
+    if has_kernel:
+        small |= {"torch", "cuda"} | ({"driver"} if _is_later(there.driver, here.driver) else set())
+    large = [name for name in changed if name not in small]
     if large:
         return Judgement(Grade.SEED, _changes(there, here, large))
     if changed:
@@ -92,6 +104,7 @@ def judge_stored(stored: Record, here: Fingerprint) -> Judgement:
         family=family,
         source_there=stored.kernel_source,
         source_here=kernel_source_hash(family),
+        has_kernel=stored.layer in ("pack", "system") and bool(kernel_source_hash(family)),
     )
 
 
@@ -109,3 +122,9 @@ def _is_patch(name: str, there: str, here: str) -> bool:
     significant = 1 if name == "driver" else 2
     old, new = (re.findall(r"\d+", version.partition("+")[0])[:significant] for version in (there, here))
     return len(old) == significant and old == new
+
+
+def _is_later(there: str, here: str) -> bool:
+    """Whether the driver here is of the same branch or of a later one."""
+    old, new = (re.findall(r"\d+", version)[:1] for version in (there, here))
+    return bool(old and new) and int(new[0]) >= int(old[0])

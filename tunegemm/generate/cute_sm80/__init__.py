@@ -17,7 +17,7 @@ from tunegemm.generate.cute_sm80.rules import RULES, config_of
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
 from tunegemm.generate.launching import AddressLauncher, Launcher, Workspace, operand_reader
 from tunegemm.generate.ptxas import Resources
-from tunegemm.generate.tiles import persistent_grid, split_workspace
+from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, split_workspace
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:
@@ -57,6 +57,7 @@ FAMILY = Generator(
     config=KernelConfig,
     config_of=config_of,
     rules=RULES,
+    reduction_class=ordered_bf16_sum,
     extent_rules=frozenset({"accumulation_fits", "split_fits"}),
     limited_launch=("split_k",),
     compile=compile_kernel,

@@ -28,6 +28,7 @@ from tunegemm.generate.launching import (
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.tiles import (
     balanced,
+    ordered_sum,
     seen_by_kernel,
     stream_clusters,
     stream_tiles,
@@ -202,6 +203,7 @@ FAMILY = Generator(
     config=KernelConfig,
     config_of=config_of,
     rules=RULES,
+    reduction_class=ordered_sum,
     extent_rules=frozenset({"cluster_fits", "swap_fits", "split_fits", "reduction_fits", "stream_fits"}),
     unlisted={"epi_n": (0,)},
     limited_launch=("split_k", "reduction", "cluster_order"),

@@ -12,7 +12,7 @@ from tunegemm.generate.gluon_wgmma.build import compile_kernel
 from tunegemm.generate.gluon_wgmma.config import KernelConfig
 from tunegemm.generate.gluon_wgmma.rules import RULES, config_of
 from tunegemm.generate.launching import Launcher, Workspace
-from tunegemm.generate.tiles import persistent_grid, seen_by_kernel, tile_count
+from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, seen_by_kernel, tile_count
 from tunegemm.generate.triton_object import toolchain
 
 
@@ -53,6 +53,7 @@ FAMILY = Generator(
     config=KernelConfig,
     config_of=config_of,
     rules=RULES,
+    reduction_class=ordered_bf16_sum,
     extent_rules=frozenset({"tma_alignment", "swap_fits", "grid_fits"}),
     limited_launch=("ctas",),
     tma=True,

@@ -10,7 +10,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator
 from tunegemm.generate.launching import Launcher, Workspace
-from tunegemm.generate.tiles import persistent_grid, seen_by_kernel, split_workspace
+from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, seen_by_kernel, split_workspace
 from tunegemm.generate.triton_object import toolchain
 from tunegemm.generate.triton_tma.build import compile_kernel
 from tunegemm.generate.triton_tma.config import KernelConfig
@@ -47,6 +47,7 @@ FAMILY = Generator(
     config=KernelConfig,
     config_of=config_of,
     rules=RULES,
+    reduction_class=ordered_bf16_sum,
     extent_rules=frozenset({"tma_alignment", "two_fits", "swap_fits", "split_fits"}),
     limited_launch=("ctas", "split_k"),
     tma=True,

@@ -1,0 +1,238 @@
+"""Policy `batch_invariant`: whether a row's bits depend on how many rows there are, and what that costs.
+
+    python -m benchmarks.batch_invariance                       # by the kernels that ship with the records
+    python -m benchmarks.batch_invariance --kinds bf16 --shapes 4096x4096 --budget-s 30 --out /tmp/look
+
+For each N x K, dtype and epilogue the first M rows are multiplied alone and compared, bit by bit, with the
+same rows of the largest batch: for every M up to 300 and 40 larger ones. Some of these M are captured in CUDA
+graphs and computed by compiled code as well. Then few M are timed beside the policy `fastest` and beside
+torch. Writes results/GPU/batch_invariance.json, a row `{m, n, k, dtype, epilogue, differing,
+ratio_to_fastest, ratio_to_torch}` of each timed M; `differing` is of all M and modes of its N x K, dtype and
+epilogue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import ProblemError, TunegemmError, TunegemmWarning
+
+METHOD = (
+    "records and kernels as shipped; operands as candidates are measured with; the rows of M in 1..300 and "
+    "of {more} more up to {largest} are compared with those of {largest}, eagerly, and {sampled} M in CUDA "
+    "graphs and compiled code; then one CUDA graph for each policy and for torch, over operand sets that "
+    "together pass 3x the L2, in shuffled order in each of {rounds} rounds: ratios of times, above 1 where "
+    "batch_invariant is faster"
+)
+#: Dtypes and epilogues, by what the command line calls them.
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {},
+    "fp16": {"dtype": "fp16"},
+    "fp8": {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"},
+    "gelu": {"epilogue": "bias_n+gelu_tanh"},
+    "swiglu": {"epilogue": "swiglu"},
+}
+SHAPES = (
+    "4096x4096", "6144x4096", "4096x14336", "28672x4096", "8192x8192", "7168x2048", "2112x7168", "1024x4096",
+    "5120x3072", "3072x5120", "512x2048", "1536x7168",
+)  # fmt: skip
+LARGEST, MORE = 16384, 40
+EVERY = range(1, 301)
+#: M that are captured and compiled, too, and M that are timed.
+SAMPLED = (1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 65, 100, 127, 128, 129, 200, 256, 300, 1111, LARGEST)
+TIMED = (1, 16, 256, 4096)
+
+
+def larger(count: int = MORE, largest: int = LARGEST) -> list[int]:
+    """So many M above those that are all tried, evenly in their logarithm; the last is the largest."""
+    step = (largest / EVERY[-1]) ** (1 / count)
+    return [round(EVERY[-1] * step**number) for number in range(1, count + 1)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 1 for bits that differ, 2 for bad input or no GPU, and a line that says so."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.batch_invariance", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="NxK,...; default: %(default)s")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
+    parser.add_argument("--timed", default=",".join(map(str, TIMED)), help="M,...; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds per timing")
+    parser.add_argument("--budget-s", type=float, default=160, help="begin no N x K later than that")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    options = parser.parse_args(arguments)
+    try:
+        kinds = options.kinds.split(",")
+        if unknown := [name for name in kinds if name not in KINDS]:
+            raise ProblemError(f"kind {unknown[0]!r} is not known; use {', '.join(KINDS)}")
+        problems = [
+            Problem.parse(f"{LARGEST}x{text}", **KINDS[name])
+            for text in options.shapes.split(",")
+            for name in kinds
+        ]
+        return run(problems, find_device(options.device), options)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace) -> int:
+    """Compares and times all; 1 where a bit differs."""
+    from tunegemm.measure.backend import CudaBackend
+
+    method = METHOD.format(more=MORE, largest=LARGEST, sampled=len(SAMPLED), rounds=options.rounds)
+    results = Results(results_path(options.out, device, "batch_invariance.json"), meta(device, method))
+    backend = CudaBackend(device)
+    backend.open()
+    started, rows, left_out = time.monotonic(), [], []
+    for problem in problems:
+        if time.monotonic() - started > options.budget_s:
+            left_out.append(str(problem))
+            continue
+        begun = time.monotonic()
+        found, said = compare(problem, [*EVERY, *larger()], SAMPLED)
+        differing = sum(map(len, found.values()))
+        seconds = time.monotonic() - begun
+        extents = [int(m) for m in options.timed.split(",")]
+        for m in extents:
+            row = problem_fields(replace(problem, m=m)) | {"epilogue": problem.epilogue or "none"}
+            row |= {"differing": differing, "differing_m": {mode: ms[:12] for mode, ms in found.items()}}
+            row |= {"warnings": len(said)} | timed(replace(problem, m=m), device, backend, options.rounds)
+            rows.append(row)
+            results.put(row)
+        backend.release()
+        ratios = [(row["ratio_to_fastest"], row["ratio_to_torch"]) for row in rows[-len(extents) :]]
+        told = "; ".join(f"{fast:.3f} of fastest, {torchs:.3f} of torch" for fast, torchs in ratios)
+        print(f"{problem}: {differing} differ, {len(said)} warnings, {seconds:.1f} s; {told}", flush=True)
+        for line in said[:1]:
+            print(f"  {line}", flush=True)
+    results.summary |= {
+        "differing": sum(row["differing"] for row in rows),
+        "geometric_mean_to_fastest": geometric_mean(row["ratio_to_fastest"] for row in rows)
+        if rows
+        else None,
+        "geometric_mean_to_torch": geometric_mean(row["ratio_to_torch"] for row in rows) if rows else None,
+        "left_out": left_out,
+    }
+    results.put()
+    print(results.summary, f"\nwritten: {results.path}")
+    return int(any(row["differing"] for row in rows))
+
+
+def product(problem: Problem) -> Callable[..., Any]:
+    """The call of (a, b, *operands) that is dispatched for such problems."""
+    return _product(problem.epilogue, problem.out_dtype)[0]
+
+
+@functools.cache
+def _product(text: str, out_dtype: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The call, and the same compiled once for all extents."""
+    import torch
+
+    import tunegemm
+
+    dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[out_dtype])
+    torch._dynamo.config.recompile_limit = 64  # all kinds, and an M of 1 of each, are of one line of code
+
+    def call(a: Any, b: Any, *operands: Any) -> Any:
+        if not text:
+            return tunegemm.matmul(a, b)
+        if text == "scale_rowwise":  # as torch has scales: of a column and of a row
+            rows, columns = operands[0][:, None], operands[1][None, :]
+            return tunegemm.scaled_mm(a, b, rows, columns, out_dtype=dtype, use_fast_accum=True)
+        return tunegemm.matmul(a, b, epilogue=text, operands=operands, out_dtype=dtype)
+
+    return call, torch.compile(call, dynamic=True, fullgraph=True)
+
+
+def compare(
+    problem: Problem, rows: Iterable[int], sampled: Iterable[int]
+) -> tuple[dict[str, list[int]], list[str]]:
+    """By mode the M whose rows differ in a bit from the same rows of the whole problem; what was warned of.
+
+    rows: M that are tried eagerly; sampled: those in CUDA graphs and compiled code.
+    """
+    import torch
+
+    import tunegemm
+    from tunegemm.measure.operands import make_operands
+
+    made = make_operands(problem, torch.device("cuda"), 0)
+    call, compiled = _product(problem.epilogue, problem.out_dtype)
+    kinds = [operand.kind for operand in problem.fused.operands]
+
+    def given(m: int) -> tuple[Any, ...]:
+        pairs = zip(made.arguments[3:], kinds, strict=True)
+        return made.a[:m], made.b, *(one[:m] if kind in ("m", "matrix") else one for one, kind in pairs)
+
+    def captured(*operands: Any) -> Any:
+        call(*operands)  # plans are made here, and not while a graph is captured
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = call(*operands)
+        result.fill_(77)
+        graph.replay()
+        return result
+
+    found: dict[str, list[int]] = {}
+    with warnings.catch_warnings(record=True) as said, tunegemm.policy("batch_invariant"), torch.no_grad():
+        warnings.simplefilter("always", TunegemmWarning)
+        whole = call(*given(problem.m)).view(torch.uint8)
+        for mode, ms, how in (
+            ("eager", rows, call), ("graph", sampled, captured), ("compiled", sampled, compiled),
+        ):  # fmt: skip
+            found[mode] = [
+                m
+                for m in ms
+                if m <= problem.m and not torch.equal(how(*given(m)).view(torch.uint8), whole[:m])
+            ]
+    return found, [str(one.message) for one in said if issubclass(one.category, TunegemmWarning)]
+
+
+def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[str, float]:
+    """How fast the policy is beside `fastest` and beside torch's own operations."""
+    from benchmarks.interleave import interleave
+    from tunegemm.generate.cublaslt.eager import torch_mm
+    from tunegemm.serve.policies import Preference
+
+    call = product(problem)
+
+    def under(prefer: Preference) -> Callable[..., Any]:
+        import tunegemm
+
+        def run(a: Any, b: Any, out: Any, *operands: Any) -> Any:
+            with tunegemm.policy(prefer):
+                return call(a, b, *operands)
+
+        return run
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)  # of what `fastest` leaves to torch
+        found = interleave(
+            problem,
+            {"torch": torch_mm(problem), "fastest": under("fastest"), "invariant": under("batch_invariant")},
+            backend, l2_bytes=device.l2_bytes, rounds=rounds, min_replay_ms=0.3, settle_s=0.0, turn_ms=0,
+        )  # fmt: skip
+    ours, fastest, torchs = (found.timings[name] for name in ("invariant", "fastest", "torch"))
+    return {
+        "ratio_to_fastest": round(ours.ratio_to(fastest), 4),
+        "ratio_to_torch": round(ours.ratio_to(torchs), 4),
+        "us": round(ours.median_us, 3),
+        "noise": round(found.noise, 5),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

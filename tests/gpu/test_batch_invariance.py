@@ -1,0 +1,146 @@
+"""Policy `batch_invariant` on a GPU: rows of each batch have the bits of the largest one's, by any kernel.
+
+Records are planted, so that neighbouring numbers of rows run by kernels as unlike as the class has; one of
+them splits k, and its rows must be another kernel's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tunegemm
+from benchmarks.batch_invariance import EVERY, KINDS, SAMPLED, compare, larger
+from tests.serve.test_neighbours import kernel
+from tests.support.processes import compile_workers
+from tests.support.serving import Row
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import TunegemmWarning
+from tunegemm.generate import families
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.compile import CompilePool
+from tunegemm.measure.operands import make_operands
+from tunegemm.serve import api
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.planning import Planner
+from tunegemm.serve.policies import Policy
+from tunegemm.serve.selection import select
+from tunegemm.serve.snapshot import Snapshot
+from tunegemm.store.record import Record
+
+pytestmark = pytest.mark.gpu
+
+N, K = 1056, 4096
+LARGEST = 4096
+SPLIT_M = 200
+POLICY = Policy("batch_invariant")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def planted(kind: str) -> dict[int, Candidate]:
+    """Kernels by the number of rows that they are recorded for."""
+    gated = KINDS[kind].get("epilogue", "") == "swiglu"
+    changes: dict[str, Any] = {"tile_k": 128} if kind == "fp8" else {}
+    found = {
+        8: kernel(64, 32, **changes) if gated else kernel(128, 16, swap_ab=True, **changes),
+        64: kernel(64, 64, **changes),
+        SPLIT_M: kernel(64, 128, split_k=2, **changes),
+        256: kernel(128, 128, cluster_m=2, **changes),
+        1024: kernel(128, 192, schedule="cooperative", stages=3, raster_order="along_n", **changes),
+        LARGEST: kernel(128, 160, stages=3, cluster_n=2, **changes),
+    }
+    if not gated:
+        found[24] = kernel(64, 96, swap_ab=True, stages=3, **changes)
+    return found
+
+
+def problem_of(kind: str, m: int) -> Problem:
+    return Problem.parse(f"{m}x{N}x{K}", **KINDS[kind])
+
+
+@pytest.fixture(scope="module")
+def rows(device: Device) -> list[Record]:
+    """Their records; the kernels are compiled into the tests' own store, where dispatch finds them."""
+    wanted = [(problem_of(kind, m), candidate) for kind in KINDS for m, candidate in planted(kind).items()]
+    with CompilePool(ArtifactStore(), workers=compile_workers()) as pool:
+        futures = [
+            pool.submit("cute_sm90", families.get("cute_sm90").kernel_key(problem, candidate, device))
+            for problem, candidate in wanted
+        ]
+        for (problem, candidate), future in zip(wanted, futures, strict=True):
+            assert future.result().artifact is not None, (problem, candidate, future.result().failure)
+    return [Row(problem, device.fingerprint, candidate) for problem, candidate in wanted]
+
+
+@pytest.fixture
+def served(rows: list[Record]) -> Iterator[Dispatcher]:
+    """All products of the process, by these records alone."""
+    made = Dispatcher(Planner(read=lambda: Snapshot(rows), rivals=lambda problem: ()))
+    before = api.serve_by(made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TunegemmWarning)
+        yield made
+    api.serve_by(before)
+    torch._dynamo.reset()
+
+
+@every_kind
+def test_rows_of_every_batch_have_the_same_bits(served: Dispatcher, kind: str) -> None:
+    tried = [*EVERY, *larger(largest=LARGEST)]
+    found, said = compare(problem_of(kind, LARGEST), tried, [m for m in SAMPLED if m <= LARGEST])
+    assert found == {"eager": [], "graph": [], "compiled": []} and said == []
+
+
+@every_kind
+def test_they_are_rows_of_unlike_kernels(rows: list[Record], device: Device, kind: str) -> None:
+    """Or the test above compares a kernel with itself."""
+
+    def options(m: int) -> tuple[Record, ...]:
+        return select(Snapshot(rows), problem_of(kind, m), device, policy=POLICY).options
+
+    assert len({options(m)[0].candidate.kernel for m in (*planted(kind), 1, 300, 2000)}) >= 4
+    assert all(one.candidate["split_k"] == 1 for one in options(SPLIT_M))
+
+
+def test_the_fastest_kernels_give_other_bits(served: Dispatcher) -> None:
+    """What the policy is for: here those that split k."""
+    made = make_operands(problem_of("bf16", LARGEST), torch.device("cuda"), 0)
+    few = tunegemm.matmul(made.a[:SPLIT_M], made.b)
+    assert not torch.equal(few, tunegemm.matmul(made.a, made.b)[:SPLIT_M])
+
+
+def test_a_product_that_is_first_seen_in_a_graph_is_a_warning(served: Dispatcher) -> None:
+    a = torch.randn(77, K, device="cuda").bfloat16()
+    b = torch.randn(N, K, device="cuda").bfloat16().t()
+    torch.mm(a, b)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        tunegemm.policy("batch_invariant"),
+        pytest.warns(TunegemmWarning, match="captured before"),
+        torch.cuda.graph(graph),
+    ):
+        tunegemm.matmul(a, b)
+
+
+def test_calls_of_torch_are_served_alike(served: Dispatcher) -> None:
+    """By `enable` and by `patch`."""
+    layer = torch.nn.Linear(K, N, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(LARGEST, K, device="cuda").bfloat16()
+    extents = [m for m in SAMPLED if m <= LARGEST]
+    with tunegemm.policy("batch_invariant"), torch.no_grad():
+        whole = tunegemm.matmul(x, layer.weight.t())
+        tunegemm.enable()
+        try:
+            enabled = [m for m in extents if not torch.equal(layer(x[:m]), whole[:m])]
+        finally:
+            tunegemm.disable()
+        tunegemm.patch(layer)
+        patched = [m for m in extents if not torch.equal(layer(x[:m]), whole[:m])]
+    assert enabled == patched == []

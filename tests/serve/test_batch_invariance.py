@@ -1,0 +1,258 @@
+"""Policy `batch_invariant`: what it admits, what serves each number of rows, and what it says of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.batch_bits import BASES
+from benchmarks.batch_invariance import product
+from tests.serve.test_neighbours import kernel
+from tests.support.serving import Kernel, Row, operands, quietly, serve_with
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import TunegemmWarning
+from tunegemm.generate import families
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.generate.families import completed, kernel_source_hash, reduction_class
+from tunegemm.measure.operands import make_operands
+from tunegemm.report.explain import explain_problem
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.launchers import Prepared, find_object
+from tunegemm.serve.neighbours import library_us
+from tunegemm.serve.planning import Planner
+from tunegemm.serve.policies import Policy
+from tunegemm.serve.selection import select
+from tunegemm.serve.snapshot import Snapshot
+from tunegemm.store.record import Record
+from tunegemm.store.shipped import read_shipped
+
+POLICY = Policy("batch_invariant")
+BF16_PROBLEM, FP16_PROBLEM = Problem.parse("64x4096x4096"), Problem.parse("64x4096x4096", dtype="fp16")
+FP8_PROBLEM = Problem.parse("64x4096x4096", dtype="fp8_e4m3")
+#: Kinds of products that shipped records have kernels of the class for.
+KINDS: list[dict[str, str]] = [
+    {}, {"dtype": "fp16"}, {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"}, {"epilogue": "swiglu"},
+    {"epilogue": "bias_n+gelu_tanh"},
+]  # fmt: skip
+ROWS = [*range(1, 20), 31, 33, 64, 65, 127, 129, 300, 1000, 1025, 4096, 16384]
+
+
+def of(family: str, **changes: Any) -> Candidate:
+    values = {**BASES[family], **changes}
+    names = families.get(family).parameters
+    compiled, launched = ({name: values[name] for name in names[table]} for table in ("compile", "launch"))
+    return Candidate.make(family, compiled, launched)
+
+
+@pytest.mark.parametrize(
+    ("problem", "candidate", "expected"),
+    [(BF16_PROBLEM, of("cute_sm90"), "ordered"), (FP16_PROBLEM, of("cute_sm90"), "ordered"),
+     (FP8_PROBLEM, of("cute_sm90", tile_k=128), "ordered"), (BF16_PROBLEM, of("cute_sm90", split_k=2), ""),
+     (BF16_PROBLEM, of("cute_sm90", tile_scheduler="stream_k"), ""),
+     (BF16_PROBLEM, of("triton_tma"), "ordered"), (BF16_PROBLEM, of("triton_tma", split_k=2), ""),
+     (FP16_PROBLEM, of("triton_tma"), ""), (BF16_PROBLEM, of("gluon_wgmma"), "ordered"),
+     (BF16_PROBLEM, of("cute_sm80"), "ordered"), (BF16_PROBLEM, of("cute_sm80", acc_dtype="fp16"), ""),
+     (BF16_PROBLEM, of("skinny"), ""), (BF16_PROBLEM, TORCH_MM, "")],
+)  # fmt: skip
+def test_reduction_classes(problem: Problem, candidate: Candidate, expected: str) -> None:
+    assert reduction_class(problem, candidate) == expected
+
+
+# Selection
+
+
+@pytest.fixture(scope="module")
+def shipped() -> tuple[Snapshot, Device]:
+    """The shipped records, as if their kernels were today's, and their GPU."""
+    records = [
+        replace(
+            record,
+            kernel_source=kernel_source_hash(record.candidate.family),
+            candidate=completed(record.candidate),
+        )
+        for record in read_shipped()[0]
+    ]
+    return Snapshot(records), replace(find_device("model:h200"), fingerprint=records[0].fingerprint)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(kind.values()) or "bf16")
+@pytest.mark.parametrize("n_k", ["4096x4096", "6144x4096", "2112x7168", "1000x520"])
+def test_every_number_of_rows_has_a_kernel_of_the_class(
+    shipped: tuple[Snapshot, Device], kind: dict[str, Any], n_k: str
+) -> None:
+    snapshot, device = shipped
+    for m in ROWS:
+        problem = Problem.parse(f"{m}x{n_k}", **kind)
+        found = select(snapshot, problem, device, policy=POLICY)
+        assert found.options, (problem, found.why)
+        for record in found.options:
+            assert record.problem == problem
+            assert reduction_class(problem, record.candidate) == "ordered"
+            assert families.get(record.candidate.family).check(problem, record.candidate, device).runs
+        assert (found.outcome == "near") == (len(found.nears) == len(found.options))
+
+
+def test_a_batch_or_operands_of_another_alignment_take_the_same_kernels(
+    shipped: tuple[Snapshot, Device],
+) -> None:
+    snapshot, device = shipped
+    for problem in (Problem.parse("7x4096x4096x4"), Problem.parse("7x4096x4096", alignment=2)):
+        assert select(snapshot, problem, device, policy=POLICY).outcome == "near"
+
+
+@pytest.fixture
+def device() -> Device:
+    return find_device("model:h200")
+
+
+def test_a_record_of_the_class_is_served_though_torch_is_faster(device: Device) -> None:
+    record = Row(BF16_PROBLEM, device.fingerprint, kernel(), ratio=0.9)
+    found = select(Snapshot([record]), BF16_PROBLEM, device, policy=POLICY)
+    assert found.outcome == "hit" and found.options[0] is record
+    assert select(Snapshot([record]), BF16_PROBLEM, device).outcome == "miss"
+
+
+def test_the_best_measured_kernel_of_the_class_comes_first(device: Device) -> None:
+    """Then those of other problems, in case that it is not compiled here."""
+    row: Callable[..., Record] = partial(Row, fingerprint=device.fingerprint)
+    split, slow, fast = kernel(split_k=4), kernel(64, 128), kernel(64, 32)
+    other = row(replace(BF16_PROBLEM, m=128), candidate=kernel(128, 128))
+    rivals = [row(BF16_PROBLEM, candidate=slow, ratio=0.8), row(BF16_PROBLEM, candidate=fast, ratio=0.9)]
+    snapshot = Snapshot([row(BF16_PROBLEM, candidate=split), other])
+    found = select(snapshot, BF16_PROBLEM, device, policy=POLICY, rivals=lambda _: rivals)
+    assert found.outcome == "hit" and "order of sums" in found.why
+    assert [one.candidate["tile_n"] for one in found.options] == [32, 128]
+    without = select(snapshot, BF16_PROBLEM, device, policy=POLICY)
+    assert without.outcome == "near" and without.nears[0].origin is other
+    assert "asked for" not in str(without.nears[0])
+    exact = select(snapshot, BF16_PROBLEM, device, policy=POLICY, near=False)
+    assert exact.outcome == "miss" and not exact.options, "mode exact borrows nothing"
+
+
+def test_a_neighbour_is_preferred_to_what_the_model_likes_little_better(device: Device) -> None:
+    row: Callable[..., Record] = partial(Row, fingerprint=device.fingerprint)
+    near = row(replace(BF16_PROBLEM, m=32), candidate=kernel(64, 64, stages=5))
+    far = row(Problem.parse("64x8192x1024"), candidate=kernel(64, 64, stages=6))
+    for records in ([near, far], [far, near]):
+        found = select(Snapshot(records), BF16_PROBLEM, device, policy=POLICY)
+        assert found.nears[0].origin is near
+
+
+def test_where_nothing_is_of_the_class_the_reason_names_the_promise(device: Device) -> None:
+    snapshot = Snapshot([Row(BF16_PROBLEM, device.fingerprint, kernel(split_k=4))])
+    for problem in (BF16_PROBLEM, FP16_PROBLEM):
+        found = select(snapshot, problem, device, policy=POLICY)
+        assert found.outcome == "miss" and found.advises_tuning
+        assert "how many rows" in found.why
+
+
+def test_multiprocessors_can_be_left_free_as_well(device: Device) -> None:
+    policy = Policy("batch_invariant", max_sms=100)
+    row: Callable[..., Record] = partial(Row, BF16_PROBLEM, device.fingerprint)
+    assert select(Snapshot([row(kernel())]), BF16_PROBLEM, device, policy=policy).outcome == "hit"
+    tiles = Snapshot([row(kernel().with_launch(ctas="tiles"))])
+    assert select(tiles, BF16_PROBLEM, device, policy=policy).outcome == "miss"
+
+
+def test_the_model_knows_the_library_at_an_odd_number_of_rows(device: Device) -> None:
+    """Of gates it swaps the product, and pairs of columns would be pairs of rows."""
+    assert library_us(Problem.parse("33x4096x4096", epilogue="swiglu"), device) > 0
+
+
+def test_a_kernel_that_only_computes_too_much_is_launched_all_the_same(device: Device) -> None:
+    wide = kernel(128, 128, cluster_m=2)
+    record = Row(replace(BF16_PROBLEM, m=3), device.fingerprint, wide)
+    verdict = families.get("cute_sm90").check(record.problem, wide, device)
+    assert verdict.rule == "cluster_fits" and verdict.runs and not verdict
+    with pytest.raises(Exception, match="not in the object store"):
+        find_object(record, device)
+
+
+def test_explain_says_what_is_outside(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    told = str(explain_problem(FP8_PROBLEM, device, policy=POLICY))
+    assert "torch: batch_invariant has no kernel" in told and "how many rows" in told
+
+
+# Dispatch
+
+
+@pytest.fixture
+def planted(device: Device) -> tuple[Dispatcher, Kernel]:
+    """Dispatch that knows a split kernel for 32 rows and one of the class, which is watched, for 64."""
+    watched = Kernel()
+
+    def prepare(record: Record, device: Device) -> Prepared:
+        assert reduction_class(record.problem, record.candidate) == "ordered"
+        return Prepared(watched, tma=True, ratio=record.ratio)
+
+    rows = [
+        Row(Problem(32, 48, 64), device.fingerprint, kernel(split_k=2)),
+        Row(Problem(64, 48, 64), device.fingerprint, kernel(), ratio=0.7),
+    ]
+    planner = Planner(
+        device_type="cpu", read=lambda: Snapshot(rows), find=lambda spec: device, prepare=prepare,
+        rivals=lambda problem: (),
+    )  # fmt: skip
+    planner.use(POLICY)
+    return Dispatcher(planner), watched
+
+
+def test_all_rows_go_to_a_kernel_of_the_class(planted: tuple[Dispatcher, Kernel]) -> None:
+    made, watched = planted
+    for number, m in enumerate((1, 31, 32, 64, 65, 1000), start=1):
+        a, b = operands(m)
+        assert torch.equal(made.matmul(a, b), a @ b) and len(watched.calls) == number
+
+
+def test_a_bias_is_added_to_their_product(planted: tuple[Dispatcher, Kernel]) -> None:
+    """Torch's call with a bias would multiply by the library."""
+    made, watched = planted
+    x, b = operands(32)
+    bias = torch.arange(48, dtype=x.dtype)
+    weight = b.t().contiguous()
+    with pytest.warns(TunegemmWarning, match="epilogue bias_n"):
+        assert torch.equal(made.linear(x, weight, bias), x @ b + bias)
+    assert torch.equal(quietly(made.linear, x, weight, bias), x @ b + bias) and len(watched.calls) == 2
+
+
+def test_compiled_code_asks_for_them_whatever_they_gain(planted: tuple[Dispatcher, Kernel]) -> None:
+    from tunegemm.serve.forms import MATMUL, form_of
+
+    made, _ = planted
+    a, b = operands(33)
+    assert made.planner.serves(form_of(MATMUL, ""), a, b, 0)
+
+
+def test_a_product_that_none_computes_is_a_warning(planted: tuple[Dispatcher, Kernel]) -> None:
+    made, watched = planted
+    a, b = operands(32, dtype=torch.float16)
+    with pytest.warns(TunegemmWarning, match=r"a row's bits may depend on how many rows.*tunegemm tune"):
+        made.matmul(a, b)
+    assert not watched.calls
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(kind.values()) or "bf16")
+def test_the_benchmarks_calls_are_dispatched(
+    monkeypatch: pytest.MonkeyPatch, device: Device, kind: dict[str, Any]
+) -> None:
+    """And compared: of a kernel on the CPU, whose rows are each their own."""
+    problem, watched = Problem.parse("64x48x64", **kind), Kernel()
+    made = Dispatcher(
+        Planner(
+            device_type="cpu", read=lambda: Snapshot([Row(problem, device.fingerprint, kernel())]),
+            find=lambda spec: device,
+            prepare=lambda record, _: Prepared(watched.of(record.problem), tma=True),
+        )
+    )  # fmt: skip
+    serve_with(monkeypatch, made)
+    made.planner.use(POLICY)
+    operands = make_operands(problem, torch.device("cpu"), 0).arguments
+    result = product(problem)(*operands[:2], *operands[3:])
+    assert len(watched.calls) == 1 and result.shape == (64, problem.out_n)

@@ -1,0 +1,75 @@
+"""Kernel family `skinny`: products of few rows at the speed of memory, written in the CuTe DSL.
+
+B is read once, in vectors that go straight to the threads that multiply them; see `kernel`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.epilogue import MAX_WORDS, define
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.cute_object import compile_object, load_launch, toolchain
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
+from tunegemm.generate.launching import (
+    AddressLauncher,
+    Launcher,
+    Workspace,
+    operand_reader,
+    words_reader,
+)
+from tunegemm.generate.ptxas import Resources
+from tunegemm.generate.skinny.config import KernelConfig
+from tunegemm.generate.skinny.rules import RULES, config_of
+from tunegemm.generate.tiles import persistent_grid, split_workspace
+
+
+def compile_kernel(key: Key, out: Path) -> Resources:
+    if source := key.get("epilogue_source"):
+        define(str(source))
+    config = KernelConfig.from_mapping(key)
+
+    def make() -> Any:
+        from tunegemm.generate.skinny.kernel import Gemm
+
+        return Gemm(config)
+
+    words = MAX_WORDS if config.fused.words else 0
+    return compile_object(make, 2, str(key["target"]), out, words=words)
+
+
+def launcher(
+    problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
+) -> Launcher:
+    extents = (problem.m, problem.n, problem.k, problem.batch)
+    schedule = (persistent_grid(problem, candidate, device), int(candidate["split_k"]))
+    make = load_launch(artifact, candidate, device, workspace, extents, schedule)
+    read = operand_reader(problem, int(candidate["vector_bytes"]), DTYPE_BYTES[problem.out_dtype])
+    return AddressLauncher(read, make, words_reader(problem) if problem.fused.words else None)
+
+
+FAMILY = Generator(
+    name="skinny",
+    parameters={
+        "compile": (
+            "tile_m", "tile_n", "tile_k", "warps_n", "warps_k", "stages", "vector_bytes", "ctas_per_sm",
+        ),
+        "launch": ("ctas", "split_k"),
+    },
+    folder=Path(__file__).parent,
+    config=KernelConfig,
+    config_of=config_of,
+    rules=RULES,
+    extent_rules=frozenset({"whole_vectors", "epilogue_lines", "rows_fits", "split_fits"}),
+    unlisted={"ctas": ("balanced",)},
+    limited_launch=("split_k",),
+    fuses=True,
+    compile=compile_kernel,
+    workspace=split_workspace,
+    launcher=launcher,
+    toolchain=toolchain,
+    packages=(CUTE_DSL, TVM_FFI),
+)  # fmt: skip

@@ -1,0 +1,176 @@
+"""What a kernel for few rows may be: one function per physical cause, as `generate.feasibility` has it."""
+
+from __future__ import annotations
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.feasibility import exceeded_smem, ring_depth
+from tunegemm.generate.generator import config_maker
+from tunegemm.generate.skinny.config import MMA_M, KernelConfig
+from tunegemm.generate.tiles import tile_count
+
+#: Registers of a thread beside accumulators, the fragments of one chunk and the addresses of its lines. 36
+#: are left to 16x64x256 with two CTAs of 8 warps, 42 to 8x16x256 with four, and neither spills; 26 and 28 are
+#: left to 8x32x256 with four and 16x32x256 with three, which spill 24 and 60 B (nvidia-cutlass-dsl 4.8.1).
+_OVERHEAD_REGISTERS = 36
+#: Rows from which on tiles of 64 rows read less of B again than tiles of 8 to 32 do.
+_MAX_M = 64
+#: Bytes of B that a multiprocessor has to have on the way. Little's law: 4.8 TB/s for 0.6 us are 22 KB for
+#: each of 132.
+_MIN_BYTES_IN_FLIGHT = 20 * 1024
+
+config_of = config_maker(KernelConfig)
+
+
+def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """cp.async and mma.sync.m16n8k16 exist from compute capability 8.0 on, conversions of fp8 from 8.9."""
+    least = (8, 9) if problem.in_dtype.startswith("fp8") else (8, 0)
+    if device.architecture.capability < least:
+        return f"{device.architecture.compile_target} is older than sm_{least[0]}{least[1]}"
+    return None
+
+
+def operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Elements are those that mma.sync multiplies, or that become fp16 exactly; results of 2 or 4 bytes."""
+    if DTYPE_BYTES[problem.in_dtype] > 2:
+        return f"skinny has kernels for operands of 1 or 2 bytes, not for {problem.in_dtype}"
+    if DTYPE_BYTES[problem.out_dtype] < 2:
+        return f"skinny stores results of 2 or 4 bytes, not {problem.out_dtype}"
+    return None
+
+
+def majors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Vectors are along k, which both operands of mma.sync want to be contiguous."""
+    if (problem.a_major, problem.b_major) != ("k", "k"):
+        return f"layout {problem.layout}: skinny reads lines along k, as of layout tn (vectors of 16 B)"
+    return None
+
+
+def alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """An access of so many bytes faults at an address that is not a multiple of them."""
+    if candidate["vector_bytes"] > problem.alignment:
+        return f"vectors of {candidate['vector_bytes']} B > alignment {problem.alignment} B"
+    return None
+
+
+def vector_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Narrower vectors than the operands allow copy the same bytes with more instructions."""
+    if candidate["vector_bytes"] < problem.alignment:
+        return f"vectors of {candidate['vector_bytes']} B < alignment {problem.alignment} B"
+    return None
+
+
+def whole_vectors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A vector is read or left out: where k ends within one, what lies behind would be multiplied, too."""
+    in_bytes = DTYPE_BYTES[problem.in_dtype]
+    if problem.k * in_bytes % candidate["vector_bytes"]:
+        return f"k={problem.k} of {in_bytes} B ends within a vector of {candidate['vector_bytes']} B"
+    return None
+
+
+def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Every warp has whole instructions along n, and a step of k is whole chunks for every warp."""
+    return config_of(problem, candidate).objection
+
+
+def threads(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Blocks and multiprocessors hold so many threads."""
+    config, limits = config_of(problem, candidate), device.architecture
+    if config.threads > limits.threads_per_block:
+        return f"{config.threads} threads > {limits.threads_per_block} of a block"
+    if config.threads * config.ctas_per_sm > limits.threads_per_sm:
+        return f"{config.ctas_per_sm} x {config.threads} threads > {limits.threads_per_sm}"
+    return None
+
+
+def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Accumulators, a chunk's vectors, its lines' addresses and bookkeeping must fit, or ptxas spills."""
+    config, limits = config_of(problem, candidate), device.architecture
+    resident = config.threads * config.ctas_per_sm
+    budget = min(limits.registers_per_thread, limits.registers_per_sm // resident // 8 * 8)
+    addresses, vectors = 2 * config.lines, config.lines * config.vector_bytes // 4
+    if config.in_dtype.startswith("fp8"):
+        vectors *= 2
+    need = config.accumulators + addresses + vectors + _OVERHEAD_REGISTERS
+    if need > budget:
+        return (
+            f"{config.accumulators} accumulators + {addresses} of addresses + {vectors} of vectors + "
+            f"{_OVERHEAD_REGISTERS} > {budget} registers"
+        )
+    return None
+
+
+def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The ring and a tile of every warp's sums must fit a block, and all blocks a multiprocessor."""
+    config = config_of(problem, candidate)
+    return exceeded_smem(config.smem_bytes, device.architecture, config.ctas_per_sm)
+
+
+def flight_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Memory answers after more than half a microsecond: what is on the way meanwhile bounds its speed."""
+    config = config_of(problem, candidate)
+    step_bytes = config.tile_n * config.tile_k * config.element_bytes
+    flight = config.ctas_per_sm * (config.stages - 1) * step_bytes
+    if flight < _MIN_BYTES_IN_FLIGHT:
+        return f"{flight} B of B in flight < {_MIN_BYTES_IN_FLIGHT} B that a multiprocessor needs"
+    return None
+
+
+def rows_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A tile of more rows than there are multiplies for nobody; with many rows B is read many times."""
+    tile_m = candidate["tile_m"]
+    if tile_m - MMA_M >= problem.m:
+        return f"tile_m {tile_m} for m={problem.m}, of which {tile_m - MMA_M} rows do"
+    if problem.m > _MAX_M:
+        return f"m={problem.m} > {_MAX_M}: each tile of {tile_m} rows reads all of B"
+    return None
+
+
+def epilogue_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """C and residuals are taken as all families take them (`words_reader`): lines of whole 16 bytes."""
+    matrices = [operand.name for operand in problem.fused.operands if operand.kind == "matrix"]
+    line = problem.out_n if problem.out_major == "n" else problem.m
+    line_bytes = line * DTYPE_BYTES[problem.out_dtype]
+    if matrices and line_bytes % 16:
+        return f"{matrices[0]} with lines of {line_bytes} B, no multiple of 16"
+    return None
+
+
+def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Splits of k are for multiprocessors that are idle without them, and need steps to fill their ring with.
+
+    Where there was a tile for half of the multiprocessors or more, none came within 4 % of the fastest kernel
+    (benchmarks/results/h200/skinny.json, 30 products).
+    """
+    splits = int(candidate.params.get("split_k", 1))
+    if splits == 1:
+        return None
+    steps = -(-problem.k // candidate["tile_k"])
+    if splits > steps:
+        return f"split_k {splits} of {steps} steps of k"
+    tiles = tile_count(problem, candidate)
+    if 2 * tiles > device.sm_count:
+        return f"split_k {splits} with {tiles} tiles for {device.sm_count} multiprocessors"
+    return None
+
+
+#: Cheapest first. Those named `..._fits` look at extents, alignment or speed: what they reject
+#: compiles and runs, but repeats another candidate, computes nothing, or is slower than another.
+RULES = (
+    architecture,
+    operands,
+    majors,
+    alignment,
+    vector_fits,
+    whole_vectors,
+    epilogue_lines,
+    mma_tile,
+    ring_depth,
+    threads,
+    registers,
+    shared_memory,
+    flight_fits,
+    rows_fits,
+    split_fits,
+)
