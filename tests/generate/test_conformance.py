@@ -138,7 +138,7 @@ def test_its_sources_import_no_file_of_its_own_that_is_not_hashed(name: str) -> 
 def test_rules_answer_for_every_problem(name: str, h200: Device) -> None:
     """With a verdict of one line, whatever is asked; and what a rule refuses for all, it refuses for each."""
     family, kernels = families.get(name), [*drawn(name, 40)]
-    names = {rule.__name__ for rule in family.rules} | {"epilogue"}
+    names = {rule.__name__ for rule in family.rules}
     problems = [
         Problem.parse(SHAPES[number % len(SHAPES)], dtype=dtype, out_dtype=out_dtype, layout=layout)
         for number, layout in enumerate(LAYOUTS)
@@ -302,7 +302,10 @@ def test_each_rule_names_its_numbers(
 
 @every_generator
 def test_every_rule_can_object(name: str) -> None:
-    """No dead rule: each has an example, here or in a test of its own."""
-    examples = EXAMPLES[name]
+    """No dead rule: each has an example, here or in a test of its own. That of epilogues comes by itself."""
+    examples, rules = EXAMPLES[name], families.get(name).rules
     seen = {case.rule for case in examples.rejected} | {rule for rule, *_ in examples.objections}
-    assert {rule.__name__ for rule in families.get(name).rules} == seen | examples.elsewhere
+    assert {rule.__name__ for rule in rules} - {"epilogue"} == seen | examples.elsewhere
+    fused = Problem.parse(SHAPES[0], epilogue="relu")
+    takes_none = refusal(rules, name, fused) == f"{name} stores products as they are, without relu"
+    assert takes_none == ("epilogue" in {rule.__name__ for rule in rules})
