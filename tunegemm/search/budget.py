@@ -42,6 +42,8 @@ _TRIALS = {"quick": 32, "full": 440}
 #: Parts of the trials: screen, probe, refine. What a quick search has over is for `vary`; a full one may look
 #: at many launches, since one that the model misjudged can be the best of a kernel that is far from the top.
 _SHARES = {"quick": (7 / 16, 3 / 16, 3 / 16), "full": (3 / 8, 1 / 4, 13 / 50)}
+#: Kernels that are screened at least, if there are so many trials: the first of either ranking, and two more.
+_FEWEST = 4
 #: Larger than any number of trials or seconds that is meant.
 _LARGEST = 2**53
 #: Of tuning in one process where TUNEGEMM_ONLINE_BUDGET is not set. With its kernels compiled a problem takes
@@ -68,7 +70,7 @@ def budget_for(effort: Effort, *, kernels: int, launches: int, trials: int | Non
         return Budget(screen, 0, 0, 0, grid if trials is None else min(grid, trials - screen), leaders)
     total = _TRIALS[effort] if trials is None else trials
     of_screen, of_probe, of_refine = _SHARES[effort]
-    screen = min(kernels, max(1, int(total * of_screen)))
+    screen = min(kernels, max(min(total, _FEWEST), int(total * of_screen)))
     probe = min(total - screen, int(total * of_probe), kernels * (launches - 1))
     refine = min(total - screen - probe, int(total * of_refine), leaders * (launches - 1))
     left = total - screen - probe - refine
