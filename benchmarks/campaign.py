@@ -4,8 +4,9 @@
     python -m benchmarks.campaign --records db/records --lost benchmarks/results/h200/first_use.json
 
 The last one writes what was found beside what ships already, but for what gains under 1 %, and what lost when
-`benchmarks.first_use` measured it once more. What a run reaches is in its database; the next one, given that database, goes on. Kernels lie in the object
-store (TUNEGEMM_CACHE_DIR). Writes results/GPU/campaign.json: for each product how long its tuning took.
+`benchmarks.first_use` measured it once more. What a run reaches is in its database; the next one, given that
+database, goes on. Kernels lie in the object store (TUNEGEMM_CACHE_DIR). Writes results/GPU/campaign.json: for
+each product how long its tuning took.
 """
 
 from __future__ import annotations
