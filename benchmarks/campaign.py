@@ -1,16 +1,19 @@
 """Tunes the products whose records ship (db/products.toml) that have no record yet.
 
     python -m benchmarks.campaign --budget 600          # on a GPU
-    python -m benchmarks.campaign --records db/records  # what it found, beside what ships already
+    python -m benchmarks.campaign --records db/records --lost benchmarks/results/h200/first_use.json
 
-What a run reaches is in its database; the next one, given that database, goes on. Kernels lie in the object
-store (TUNEGEMM_CACHE_DIR). Writes results/GPU/campaign.json: for each product how long its tuning took.
+The last one writes what was found beside what ships already, but for what gains under 1 %, and what lost when
+`benchmarks.first_use` measured it once more. What a run reaches is in its database; the next one, given that
+database, goes on. Kernels lie in the object store (TUNEGEMM_CACHE_DIR). Writes results/GPU/campaign.json: for
+each product how long its tuning took.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 import time
 import tomllib
@@ -23,9 +26,15 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.resources import data_path
 from tunegemm.store import Database
+from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped, write_records
 from tunegemm.tuning.progress import Request
 from tunegemm.tuning.tuner import Tuner
+
+#: A record under that is within what a final race at the power cap can be wrong by.
+LEAST = 1.01
+#: A product that was slower than that when it was measured again.
+LOST = 0.99
 
 METHOD = "Tuner.tune_all of one process, quick; seconds of wall time each"
 
@@ -42,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--records", type=Path, metavar="FOLDER", help="write shipped and found records there"
     )
+    parser.add_argument("--lost", type=Path, metavar="FILE", help="of benchmarks.first_use")
     parser.add_argument("--compiled-only", action="store_true", help="only kernels of the object store")
     parser.add_argument("--rows", help="M,... in place of the list's")
     parser.add_argument("--db", type=Path, default=Path("campaign.sqlite"))
@@ -51,7 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.records:
             with Database.open(options.db, read_only=True) as database:
-                write_records([*read_shipped()[0], *database.records()], options.records)
+                found = list(kept(database.records(), options.lost))
+            write_records([*read_shipped()[0], *found], options.records)
             return 0
         rows = [int(m) for m in options.rows.split(",")] if options.rows else None
         device = find_device(options.device)
@@ -69,6 +80,15 @@ def products(rows: list[int] | None = None) -> Iterator[Problem]:
     for m in rows or listed["rows"]:
         for layer in layers:
             yield Problem.parse(f"{m}x{layer}")
+
+
+def kept(records: list[Record], measured_again: Path | None) -> Iterator[Record]:
+    """Those that are worth to be shipped; torch.mm's, too, as they say that nothing is faster."""
+    rows = json.loads(measured_again.read_text())["rows"] if measured_again else []
+    lost = {Problem.parse(f"{row['m']}x{row['n']}x{row['k']}") for row in rows if row["ratio"] < LOST}
+    for record in records:
+        if record.is_torch or (record.ratio >= LEAST and record.problem not in lost):
+            yield record
 
 
 def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:
