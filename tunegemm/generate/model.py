@@ -202,53 +202,59 @@ def rank_kernels(
     if not kernels:
         return []
     columns = Columns.of(kernels) if columns is None else columns
+    launches = _best_launches(problem, kernels, columns, launch_values, device, feasible)
+    columns = columns.launched(**_launch_columns(launches))
+    found = terms(problem, columns, device)
+    lasting = steady(problem, columns, found, device)
+    order = np.argsort(_by(found, lasting), kind="stable").tolist()
+    if most is not None:
+        wanted = {*order[:most], *np.argsort(found.total_us, kind="stable")[:most].tolist()}
+        order = [number for number in order if number in wanted]
+    hints = launch_values.get("l2_hint", ())
+    gathers = lasting.at_cap and all(v in launch_values.get(name, ()) for name, v in _GATHERED.items())
+    ranked = []
+    for number in order:
+        launch = launches[number] | (_GATHERED if gathers else {})
+        if (hint := l2_hint(problem, kernels[number])) in hints:
+            launch = launch | {"l2_hint": hint}
+        ranked.append(kernels[number].with_launch(**launch))
+    return _predictions(ranked, found.take(order), lasting.take(order))
+
+
+def _best_launches(
+    problem: Problem,
+    kernels: Sequence[Candidate],
+    columns: Columns,
+    launch_values: Mapping[str, Sequence[Value]],
+    device: Device,
+    feasible: Callable[[Candidate], bool],
+) -> list[dict[str, Value]]:
+    """The model's best launch of each kernel, by all launches of one kernel of each grid at once."""
     seen = seen_launches(problem, launch_values, device)
-    first = {name: values[0] for name, values in launch_values.items()}
-    splits = {"split_k", "reduction"} & set(seen)
-    names = _GRID_PARAMETERS if splits else _TILE_GRID
+    names = _GRID_PARAMETERS if {"split_k", "reduction"} & set(seen) else _TILE_GRID
     grids: dict[tuple[Value | None, ...], list[int]] = {}
     for number, kernel in enumerate(kernels):
         params = kernel.params
         grids.setdefault(tuple([params.get(name) for name in names]), []).append(number)
-    # All launches of one kernel of each grid at once.
+    first = {name: values[0] for name, values in launch_values.items()}
     rows: list[int] = []
     launches: list[dict[str, Value]] = []
     starts: list[int] = []
     for members in grids.values():
         starts.append(len(rows))
         lists = _lists(problem, kernels[members[0]], launch_values, seen, feasible)
-        found = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
-        launches += found
-        rows += [members[0]] * len(found)
-    tried = columns.take(rows).launched(**_launch_columns([first | launch for launch in launches]))
-    tried_terms = terms(problem, tried, device)
-    times = _by(tried_terms, steady(problem, tried, tried_terms, device))
-    best: list[int] = [0] * len(kernels)
+        for values in itertools.product(*lists.values()):
+            launches.append(first | dict(zip(lists, values, strict=True)))
+        rows += [members[0]] * (len(launches) - len(rows))
+    tried = columns.take(rows).launched(**_launch_columns(launches))
+    found = terms(problem, tried, device)
+    times = _by(found, steady(problem, tried, found, device))
+    best: list[dict[str, Value]] = [first] * len(kernels)
     for start, end, members in zip(starts, [*starts[1:], len(rows)], grids.values(), strict=True):
-        chosen = start + int(times[start:end].argmin())
+        chosen = launches[start + int(times[start:end].argmin())]
         for number in members:
             best[number] = chosen
-    whole = [first | launches[number] for number in best]
-    columns = columns.launched(**_launch_columns(whole))
-    found_terms = terms(problem, columns, device)
-    lasting = steady(problem, columns, found_terms, device)
-    order = np.argsort(_by(found_terms, lasting), kind="stable").tolist()
-    if most is not None:
-        wanted = {*order[:most], *np.argsort(found_terms.total_us, kind="stable")[:most].tolist()}
-        order = [number for number in order if number in wanted]
-    hints = launch_values.get("l2_hint", ())
-    gathers = lasting.at_cap and _GATHERED.items() <= {
-        (name, value) for name in _GATHERED for value in launch_values.get(name, ())
-    }
-    ranked = []
-    for number in order:
-        launch = whole[number]
-        if gathers:
-            launch = launch | _GATHERED
-        if (hint := l2_hint(problem, kernels[number])) in hints:
-            launch = launch | {"l2_hint": hint}
-        ranked.append(kernels[number].with_launch(**launch))
-    return _predictions(ranked, found_terms.take(order), lasting.take(order))
+    return best
 
 
 def _lists(
