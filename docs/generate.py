@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.tables.families import families, family_figures
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
 from benchmarks.tables.programs import (
+    campaign,
     clients,
     decode,
     dispatch,
@@ -90,6 +91,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "peers-odd": peers_odd,
     "first-use": first_use,
     "tuning-time": tuning_time,
+    "campaign": campaign,
     "clients": clients,
     "dtypes": dtypes,
     "epilogues": epilogues,

@@ -164,6 +164,17 @@ class TestBlocks:
         assert "| 64x64x64 | quick | 96 |  | 81.3 |  |  |  |" in table
         assert "| 64x64x128 | quick | 51 | 7 |  | 9.5 | 3.0 | 1.012 |" in table
 
+    def test_campaign(self, generate: ModuleType, tmp_path: Path) -> None:
+        rows = [
+            {"seconds": seconds, "steady": steady, "compiled_only": True}
+            for seconds, steady in ((1.0, False), (2.04, False), (9.0, False), (5.5, True))
+        ]
+        (tmp_path / "campaign.json").write_text(json.dumps({"meta": {}, "rows": rows}))
+        table = generate.campaign(tmp_path)
+        assert "| compiled before | interleaved | 3 | 2.0 | 2.0 |" in table
+        assert "| compiled before | steady state | 1 | 5.5 | 5.5 |" in table
+        assert "meanwhile" not in table
+
     def test_clients_and_decode(self, generate: ModuleType, tmp_path: Path) -> None:
         shared = {
             "layers": 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.results import geometric_mean
@@ -44,6 +45,28 @@ def tuning_time(results: Path) -> str:
     ]
     table = markdown_table(header, lines)
     return "\n\n".join(part for part in (machine_line(data.get("meta", {})), table) if part)
+
+
+def campaign(results: Path) -> str:
+    """How long a product took where many were tuned in one process."""
+    data = load(results, "campaign.json")
+    if data is None:
+        return not_measured(results, "campaign.json")
+    lines = []
+    for compiled in (False, True):
+        for steady in (False, True):
+            seconds = sorted(
+                row["seconds"]
+                for row in data["rows"]
+                if (row["compiled_only"], row["steady"]) == (compiled, steady)
+            )
+            if seconds:
+                kernels = "compiled before" if compiled else "compiled meanwhile"
+                race = "steady state" if steady else "interleaved"
+                many = seconds[int(0.9 * (len(seconds) - 1))]
+                lines.append([kernels, race, str(len(seconds)), f"{median(seconds):.1f}", f"{many:.1f}"])
+    header = ["kernels", "final race", "products", "median s", "90 % within s"]
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
 
 
 def first_use(results: Path) -> str:

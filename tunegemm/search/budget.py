@@ -46,8 +46,8 @@ _SHARES = {"quick": (7 / 16, 3 / 16, 3 / 16), "full": (3 / 8, 1 / 4, 13 / 50)}
 _FEWEST = 4
 #: Larger than any number of trials or seconds that is meant.
 _LARGEST = 2**53
-#: Of tuning in one process where TUNEGEMM_ONLINE_BUDGET is not set. With its kernels compiled a problem takes
-#: 4 s (1024x1024x1024, H200, benchmarks/results/h200/tuning_time.json).
+#: Of tuning in one process where TUNEGEMM_ONLINE_BUDGET is not set. With its kernels compiled a product takes
+#: 2 to 6 s (H200, benchmarks/results/h200/campaign.json).
 _ONLINE_S = 60.0
 _LEADERS = {"quick": 3, "full": 6, "exhaustive": 8}
 
