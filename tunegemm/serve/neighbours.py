@@ -8,7 +8,7 @@ recorded kernel is taken for another problem where both agree:
    the two are within a factor of 8; else the one of them that is within a factor of 2. Where neither is, the
    three nearest records of any n and k, m x n x k within a factor of 4 together.
 2. *The margin* is 2 %, and 1 % more for each doubling of m between the two neighbours, or for each half of a
-   doubling to a single one. Neighbours of another n or k are asked for 12 %, and 2 % for each doubling to the
+   doubling to a single one. Neighbours of another n or k are asked for 32 %, and 2 % for each doubling to the
    farthest.
 3. *The recorded ratios.* A kernel of ours won at every neighbour, by no less than the margin. Where torch.mm
    or an algorithm of its library won, torch it is.
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 #: benchmarks/results/h200/peers.json; `python -m benchmarks.near`).
 MARGIN, MARGIN_PER_DOUBLING = 0.02, 0.01
 #: The same for neighbours of another n or k, to which the model's error adds.
-MARGIN_AFAR, MARGIN_AFAR_PER_DOUBLING = 0.12, 0.02
+MARGIN_AFAR, MARGIN_AFAR_PER_DOUBLING = 0.32, 0.02
 #: Doublings of m between two neighbours, and from a single one, that are still a neighbourhood.
 MAX_GAP, MAX_REACH = 3.0, 1.0
 #: Tiles along m relative to those at the neighbour.
