@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tunegemm.describe.device import Device
-from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import Demand
 from tunegemm.search.budget import Effort, checked_seconds
 from tunegemm.tuning.progress import Progress, Request, TuneResult
@@ -118,12 +117,12 @@ def spend(
 
         def requests(each: Effort = each) -> Iterator[Request]:
             ordered = sorted(current.values(), key=_order)
-            later: list[Problem | None] = [standing.demand.problem for standing in ordered[1:]]
-            for standing, following in zip(ordered, [*later, None], strict=True):
+            for place, standing in enumerate(ordered):
                 if (left_s := deadline - time.monotonic()) <= 0:
                     return
                 limit_s = left_s if budget_seconds is not None else None
-                yield Request(standing.demand.problem, each, trials, limit_s, following)
+                later = ordered[place + 1].demand.problem if place + 1 < len(ordered) else None
+                yield Request(standing.demand.problem, each, trials, limit_s, later)
 
         for result in tuning.tune_all(requests(), on_progress):
             problem, interrupted = result.problem, interrupted or result.interrupted
