@@ -207,6 +207,20 @@ def no_power_of_two(candidate: Candidate, name: str, least: int, most: int | Non
     return None
 
 
+def alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """An access of so many bytes faults at an address that is not a multiple of them."""
+    if candidate["vector_bytes"] > problem.alignment:
+        return f"vectors of {candidate['vector_bytes']} B > alignment {problem.alignment} B"
+    return None
+
+
+def vector_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Narrower vectors than the operands allow copy the same bytes with more instructions."""
+    if candidate["vector_bytes"] < problem.alignment:
+        return f"vectors of {candidate['vector_bytes']} B < alignment {problem.alignment} B"
+    return None
+
+
 def exceeded_smem(smem_bytes: int, limits: Architecture, blocks: int = 1) -> str | None:
     """Why a block cannot have so much shared memory, or a multiprocessor so many; None where they can."""
     if smem_bytes > limits.smem_bytes_per_block:

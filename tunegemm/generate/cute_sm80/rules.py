@@ -6,7 +6,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_sm80.config import MMA_K, MMA_M, MMA_N, KernelConfig
-from tunegemm.generate.feasibility import exceeded_smem, half_operands, ring_depth
+from tunegemm.generate.feasibility import alignment, exceeded_smem, half_operands, ring_depth, vector_fits
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import split_fits
 
@@ -33,20 +33,6 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
     """cp.async and mma.sync.m16n8k16 exist from compute capability 8.0 on (PTX ISA)."""
     if device.architecture.capability < (8, 0):
         return f"{device.architecture.compile_target} has no cp.async; cute_sm80 needs sm_80 or later"
-    return None
-
-
-def alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """An access of so many bytes faults at an address that is not a multiple of them."""
-    if candidate["vector_bytes"] > problem.alignment:
-        return f"vectors of {candidate['vector_bytes']} B > alignment {problem.alignment} B"
-    return None
-
-
-def vector_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Narrower vectors than the operands allow copy the same bytes with more instructions."""
-    if candidate["vector_bytes"] < problem.alignment:
-        return f"vectors of {candidate['vector_bytes']} B < alignment {problem.alignment} B"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import exceeded_smem, ring_depth
+from tunegemm.generate.feasibility import alignment, exceeded_smem, ring_depth, vector_fits
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.skinny.config import MMA_M, KernelConfig
 from tunegemm.generate.tiles import tile_count
@@ -44,20 +44,6 @@ def majors(problem: Problem, candidate: Candidate, device: Device) -> str | None
     """Vectors are along k, which both operands of mma.sync want to be contiguous."""
     if (problem.a_major, problem.b_major) != ("k", "k"):
         return f"layout {problem.layout}: skinny reads lines along k, as of layout tn (vectors of 16 B)"
-    return None
-
-
-def alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """An access of so many bytes faults at an address that is not a multiple of them."""
-    if candidate["vector_bytes"] > problem.alignment:
-        return f"vectors of {candidate['vector_bytes']} B > alignment {problem.alignment} B"
-    return None
-
-
-def vector_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Narrower vectors than the operands allow copy the same bytes with more instructions."""
-    if candidate["vector_bytes"] < problem.alignment:
-        return f"vectors of {candidate['vector_bytes']} B < alignment {problem.alignment} B"
     return None
 
 
