@@ -119,6 +119,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
                 "noise": round(best.noise, 5) if best else None,
                 "steady": bool(best and best.is_steady),
                 "best": result.labels.get(best.candidate.digest, "") if best else "", "note": result.note,
+                "compiled_only": options.compiled_only,
             }  # fmt: skip
             results.put(row)
             print(

@@ -206,7 +206,8 @@ class TestFamilies:
     def test_only_the_families_asked_for_are_tried(self, cache: Path, name: str) -> None:
         with planted_tuner(open_device("replay:h200"), cache=cache, families=[name]) as tuner:
             result = tuner.tune(PROBLEM, trials=3)
-        assert {candidate.family for candidate in candidates(result)} == {name}
+        # torch.mm is in every final race: when all others lose to it, it is what is found.
+        assert {c.family for c in candidates(result) if c != TORCH_MM} == {name}
         assert result.best is not None
 
     def test_an_unknown_family(self, cache: Path) -> None:

@@ -59,8 +59,9 @@ def finalists(screened: Measured, effort: Effort, *, is_throttled: bool) -> list
     chosen = of_several_kernels(expected, places.own, each) + of_several_kernels(
         quickest, places.quickest, each
     )
-    algorithms = [candidate for candidate in library if not is_torch(candidate)]
-    return list(dict.fromkeys([*chosen, *algorithms[: places.library], *filter(is_torch, library)]))
+    algorithms = [candidate for candidate in library if not is_torch(candidate)][: places.library]
+    # torch.mm, too, where only families without it were asked for: it is the record when all of them lose.
+    return [*dict.fromkeys([*chosen, *algorithms]), TORCH_MM] if screened else []
 
 
 def of_several_kernels(measurements: Iterable[Measurement], count: int, each: int) -> list[Candidate]:
