@@ -80,6 +80,6 @@ def test_what_there_is_is_raced_if_it_is_less(effort: Effort, is_throttled: bool
 
 @pytest.mark.parametrize("is_throttled", [True, False])
 def test_torch_is_raced_where_only_other_families_were_asked_for(is_throttled: bool) -> None:
-    """`tune --families cute_sm90` of 96x80x64 found no kernel as fast as torch.mm, and ended without a record."""
+    """`tune --families cute_sm90` of 96x80x64, where torch.mm is the fastest, ended without a record."""
     own = Candidate.make("cute_sm90", {"tile_m": 64, "tile_n": 64, "schedule": "cooperative"})
     assert finalists({own: measurement(own, 11.0)}, "quick", is_throttled=is_throttled) == [own, TORCH_MM]

@@ -207,7 +207,7 @@ class TestFamilies:
         with planted_tuner(open_device("replay:h200"), cache=cache, families=[name]) as tuner:
             result = tuner.tune(PROBLEM, trials=3)
         # torch.mm is in every final race: when all others lose to it, it is what is found.
-        assert {c.family for c in candidates(result) if c != TORCH_MM} == {name}
+        assert {c.family for c in candidates(result)} == {name, TORCH_MM.family}
         assert result.best is not None
 
     def test_an_unknown_family(self, cache: Path) -> None:
