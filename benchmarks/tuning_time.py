@@ -1,41 +1,77 @@
-"""How long tuning takes and what memory it needs: first shape cold, further ones with a warm object store.
+"""How long a tuning takes: a process that tunes one product, nothing compiled, and again with its kernels.
 
-    python -m benchmarks.tuning_time                             # 4096x4096x4096 cold, the others warm
-    python -m benchmarks.tuning_time --cold 1024x1024x1024 --shapes llama-3-8b --effort full
+    python -m benchmarks.tuning_time                             # on a GPU
+    python -m benchmarks.tuning_time --shapes 16x4096x4096 --shapes 8192x8192x8192
 
-Works in temporary folders: nothing is read from or written to the user's database and object store.
-Writes results/GPU/tuning_time.json. Columns beside the shape's: `cold_s` (nothing compiled, workers not
-started) or `warm_s` (only kernels that are in the store are tried, as with `tunegemm tune --compiled-only`;
-`first_s` is the time before that, when only the shapes before it had been tuned); `measured` candidates,
-`compiled` kernels (`first_compiled` in that first time), peak `host_rss_mb` of the tuner itself,
-`children_rss_mb` of its workers together, `gpu_peak_mb`.
+Writes results/GPU/tuning_time.json. For each product two processes in empty folders, so that nothing of the
+user's and nothing that ships is used but the package: `cold_s` is the first one from its start to its end,
+imports included. The second has the kernels of the first and tries no others (`--compiled-only`): `first_s`
+from its start to its first measurement, imports included; `warm_s` its tuning but for the imports; `next_s`
+the same once more in that process. Each has an empty database. `measured` and `compiled` are of the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import shapes
-from benchmarks.footprint import Footprint
 from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
+
+#: At the power cap of an H200, then below it.
+SHAPES = (
+    "4096x4096x4096", "8192x8192x8192", "2048x8192x3584", "3072x3072x3072", "4096x1024x4096",
+    "1024x1024x1024", "16x4096x4096", "128x7168x16384", "64x24576x1536",
+)  # fmt: skip
+
+METHOD = "wall time of processes of their own, quick; see benchmarks/tuning_time.py"
+
+#: Prints times since the process was started (argv[4], by time.time()), and what was found.
+_PROCESS = """
+import json, sys, time
+from pathlib import Path
+from tunegemm.describe.problem import Problem
 from tunegemm.measure.outcome import Measurement
+from tunegemm.store import Database
+from tunegemm.tuning.tuner import Tuner, open_device
+imported = time.time()
+shape, spec, warm, started = sys.argv[1], sys.argv[2], sys.argv[3] == "warm", float(sys.argv[4])
+first = []
 
-if TYPE_CHECKING:
-    from tunegemm.search.budget import Effort
-    from tunegemm.tuning.tuner import Tuner
+def on_progress(progress):
+    if progress.measured and not first:
+        first.append(time.time())
 
-METHOD = (
-    "wall time of Tuner.tune, final race included; cold adds the start of the workers; warm tries kernels "
-    "of the store alone; each shape with an empty database; host memory as proportional set size"
-)
+found = {}
+with Tuner(open_device(spec), compiled_only=warm) as tuner:
+    for name in ("seconds", "next_s") if warm else ("seconds",):
+        begin = imported if name == "seconds" else time.time()
+        with Database.open(Path(f"{name}.sqlite")) as tuner.database:
+            result = tuner.tune(Problem.parse(shape), on_progress=on_progress)
+        found[name] = round(time.time() - begin, 2)
+measured = [one for one in result.outcomes if isinstance(one, Measurement)]
+print(json.dumps(found | {
+    "first_s": round(first[0] - started, 2) if first else None,
+    "imports_s": round(imported - started, 2),
+    "at_cap": any(one.is_steady for one in measured),
+    "measured": len({one.candidate for one in measured}),
+    "failed": len(result.outcomes) - len(measured),
+    "compiled": result.compiled,
+    "ratio": round(result.best.ratio, 4) if result.best else None,
+    "best": result.labels.get(result.best.candidate.digest, "") if result.best else "",
+    "note": result.note,
+}))
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,101 +79,64 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tuning_time", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument(
-        "--cold", default="4096x4096x4096", help="the first shape, tuned with nothing compiled"
-    )
-    parser.add_argument(
-        "--shapes", action="append", default=[], help="further shapes: group, MxNxK or pattern"
-    )
-    parser.add_argument("--effort", default="quick")
-    parser.add_argument("--workers", type=int, help="compile workers (default: by cores and memory)")
+    parser.add_argument("--shapes", action="append", default=[], help="a group, MxNxK or pattern")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
     try:
-        cold = Problem.parse(options.cold)
-        further = [problem for problem in shapes.select(options.shapes) if problem != cold]
+        problems = shapes.select(options.shapes) if options.shapes else [Problem.parse(s) for s in SHAPES]
         device = find_device(options.device)
         results = Results(results_path(options.out, device, "tuning_time.json"), meta(device, METHOD))
-        run(cold, further, device, options.effort, options.workers, results)
+        for problem in problems:
+            row = timed(problem, device)
+            results.put(row)
+            print(json.dumps(row), flush=True)
     except TunegemmError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def run(
-    cold: Problem,
-    further: list[Problem],
-    device: Device,
-    effort: Effort,
-    workers: int | None,
-    results: Results,
-) -> None:
-    """Tunes `cold` with nothing compiled, then each of `further` twice; writes their rows."""
+def timed(problem: Problem, device: Device) -> dict[str, Any]:
+    """The row of one product."""
     with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
-        root = Path(folder)
-        row = _timed(cold, device, effort, workers, root, None)
-        row["cold_s"] = row.pop("seconds")
-        _put(results, row)
-        from tunegemm.tuning.tuner import Tuner
-
-        with Tuner(device, workers=workers, cache=root) as tuner:
-            for problem in further:
-                first = _timed(problem, device, effort, workers, root, tuner)
-                tuner.compiled_only = True
-                row = _timed(problem, device, effort, workers, root, tuner)
-                tuner.compiled_only = False
-                row["warm_s"] = row.pop("seconds")
-                row |= {"first_s": first["seconds"], "first_compiled": first["compiled"]}
-                _put(results, row)
-
-
-def _timed(
-    problem: Problem, device: Device, effort: Effort, workers: int | None, root: Path, tuner: Tuner | None
-) -> dict[str, Any]:
-    """One tuning with an empty database; without a `tuner` its start and end are part of the time."""
-    from tunegemm.store import Database
-    from tunegemm.tuning.tuner import Tuner
-
-    with (
-        tempfile.TemporaryDirectory(dir=root) as folder,
-        Database.open(Path(folder) / "tuning.sqlite") as database,
-        Footprint(device if device.is_real else None) as footprint,
-    ):
-        start = time.perf_counter()
-        if tuner is None:
-            with Tuner(device, database, workers=workers, cache=root) as own:
-                result = own.tune(problem, effort=effort)
-        else:
-            tuner.database = database
-            result = tuner.tune(problem, effort=effort)
-        seconds = time.perf_counter() - start
-    measured = {outcome.candidate for outcome in result.outcomes if isinstance(outcome, Measurement)}
+        begin = time.time()
+        cold = _process(problem, device, "cold", Path(folder))
+        cold_s = time.time() - begin
+        warm = _process(problem, device, "warm", Path(folder))
     return problem_fields(problem) | {
-        "effort": effort,
-        "measured": len(measured),
-        "failed": sum(not isinstance(outcome, Measurement) for outcome in result.outcomes),
-        "compiled": result.compiled,
-        "seconds": round(seconds, 2),
-        "best_ratio": round(result.best.ratio, 4) if result.best else None,
-        "best": result.labels.get(result.best.candidate.digest, "") if result.best else "",
-        "host_rss_mb": round(footprint.host_mb),
-        "children_rss_mb": round(footprint.children_mb),
-        "gpu_peak_mb": round(footprint.gpu_mb),
+        "at_cap": cold["at_cap"],
+        "first_s": warm["first_s"],
+        "warm_s": warm["seconds"],
+        "next_s": warm["next_s"],
+        "cold_s": round(cold_s, 2),
+        "imports_s": warm["imports_s"],
+        "measured": cold["measured"],
+        "compiled": cold["compiled"],
+        "ratio": cold["ratio"],
+        "warm_ratio": warm["ratio"],
+        "best": cold["best"],
+        "note": cold["note"] or warm["note"],
     }
 
 
-def _put(results: Results, row: dict[str, Any]) -> None:
-    results.put(row)
-    seconds = (
-        f"cold {row['cold_s']} s" if "cold_s" in row else f"first {row['first_s']} s, warm {row['warm_s']} s"
-    )
-    print(
-        f"{row['m']}x{row['n']}x{row['k']} {row['effort']}: {seconds}, {row['measured']} measured, "
-        f"{row['compiled']} compiled, host {row['host_rss_mb']} MB, GPU {row['gpu_peak_mb']} MB",
-        flush=True,
-    )
+def _process(problem: Problem, device: Device, name: str, root: Path) -> dict[str, Any]:
+    """What it printed. Its databases are its own; the kernels under `root` are the next one's, too."""
+    work = root / name
+    work.mkdir()
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {
+        "TUNEGEMM_CACHE_DIR": str(root / "cache"),
+        "TUNEGEMM_DB": str(work / "none.sqlite"),
+        "XDG_DATA_HOME": str(root / "data"),
+        "PYTHONPATH": paths,
+    }
+    words = [sys.executable, "-c", _PROCESS, problem.shape, device.spec, name, str(time.time())]
+    ran = subprocess.run(words, cwd=work, env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise TunegemmError(f"tuning {problem} in a process of its own ended with:\n{ran.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
 
 
 if __name__ == "__main__":

@@ -21,30 +21,21 @@ from benchmarks.tables.reading import (
 
 
 def tuning_time(results: Path) -> str:
-    """How long tuning took: cold, after other shapes, and warm."""
+    """How long one product takes in a process of its own: nothing compiled, and with its kernels."""
     data = load(results, "tuning_time.json")
     if data is None:
         return not_measured(results, "tuning_time.json")
     lines = []
     for row in data["rows"]:
-        seconds = [
-            f"{row[key]:.1f}" if row.get(key) is not None else "" for key in ("cold_s", "first_s", "warm_s")
-        ]
-        compiled = row.get("first_compiled", row.get("compiled", ""))
-        best = f"{row['best_ratio']:.3f}" if "best_ratio" in row else ""
-        lines.append([shape_of(row), str(row["effort"]), str(row["measured"]), str(compiled), *seconds, best])
+        seconds = [f"{row[key]:.1f}" for key in ("cold_s", "first_s", "warm_s", "next_s")]
+        where = "at the cap" if row["at_cap"] else "below it"
+        counts = [str(row[key]) for key in ("measured", "compiled")]
+        lines.append([shape_of(row), where, *seconds, *counts, f"{row['ratio']:.3f}"])
     header = [
-        "M x N x K",
-        "effort",
-        "measured candidates",
-        "compiled",
-        "cold s",
-        "next s",
-        "warm s",
+        "M x N x K", "power", "cold s", "first measurement s", "warm s", "next s", "measured", "compiled",
         "times torch.mm",
-    ]
-    table = markdown_table(header, lines)
-    return "\n\n".join(part for part in (machine_line(data.get("meta", {})), table) if part)
+    ]  # fmt: skip
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
 
 
 def campaign(results: Path) -> str:

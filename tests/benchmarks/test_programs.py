@@ -6,26 +6,21 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
 
-import psutil
 import pytest
 import torch
 
 from benchmarks import dispatch, first_call, peers, results, shapes, sweep, tuning_time
-from benchmarks.footprint import Footprint
 from benchmarks.interleave import interleave
 from benchmarks.providers import PROVIDERS, Contender, Options, Skip, _deadline, _OutOfTime
 from tests.support.planted.cpu_backend import CpuBackend, ThrottledBackend, work
-from tests.support.waiting import until
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
+from tunegemm.tuning.tuner import open_device
 
 SMALL = Problem(64, 48, 32)
 
@@ -284,22 +279,16 @@ def test_a_peer_that_tunes_too_long_is_stopped_even_if_it_catches_exceptions():
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), "no alarm comes late"
 
 
-# Memory
+# Tuning
 
 
-def test_footprint_sees_this_process_and_its_children():
-    with Footprint(interval=0.02) as footprint:
-        block = bytearray(os.urandom(1)) * 200_000_000
-        program = "import sys; x = bytearray(b'1') * 100_000_000; sys.stdin.read()"  # no longer than we live
-        child = psutil.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
-        try:
-            until(lambda: footprint.children_mb >= 100, seconds=20)
-        finally:
-            child.kill()
-            child.wait()
-    assert footprint.host_mb > 200 and 100 < footprint.children_mb < 1000
-    assert footprint.gpu_mb == 0
-    del block
+def test_a_process_of_its_own_times_a_tuning(tmp_path):
+    """Nothing is compiled, and nothing else may be tried: only the library's algorithms are measured."""
+    problem, device = Problem.parse("4096x4096x4096"), open_device("replay:h200")
+    found = tuning_time._process(problem, device, "warm", tmp_path)
+    assert found["imports_s"] > 0 and 0 < found["next_s"] < found["seconds"]
+    assert found["compiled"] == 0 and found["first_s"] is None
+    assert found["ratio"] >= 1
 
 
 # Command lines

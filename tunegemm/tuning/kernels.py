@@ -54,7 +54,7 @@ class Kernels:
         self.space: Callable[[str], SearchSpace] = cache(families.load_space)
         self._folder = folder
         self._possible: dict[tuple[str | int, ...], tuple[list[Candidate], Columns]] = {}
-        self._latest: dict[tuple[Problem, str, int | None], Ranking] = {}
+        self._latest: dict[tuple[Problem, str, int | None, frozenset[str] | None], Ranking] = {}
         self._lock = threading.Lock()
         self._compiled: dict[tuple[str | int, ...], tuple[Set[str], list[Candidate], Columns]] = {}
 
@@ -104,14 +104,11 @@ class Kernels:
         digests of the kernel keys to take, None for all. most: see `model.rank_kernels`. The latest are
         remembered.
         """
-        if recorded is None and compiled is None:
-            return self._remembered(problem, name, most)
-        return self._rank(problem, name, recorded, compiled, most)
-
-    def _remembered(self, problem: Problem, name: str, most: int | None) -> Ranking:
-        place = problem, name, most
+        if recorded is not None:
+            return self._rank(problem, name, recorded, compiled, most)
+        place = problem, name, most, None if compiled is None else frozenset(compiled)
         if (ranking := self._latest.get(place)) is None:
-            ranking = self._rank(problem, name, None, None, most)
+            ranking = self._rank(problem, name, None, compiled, most)
             with self._lock:  # another thread asks for those of the next problem
                 while len(self._latest) >= _REMEMBERED:
                     del self._latest[next(iter(self._latest))]

@@ -89,6 +89,7 @@ class Tuner:
         self._measurer: Measurer | None = None
         self._resources = ExitStack()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        self._library = ThreadPoolExecutor(1, thread_name_prefix="library")
 
     def __enter__(self) -> Self:
         self._resources.enter_context(self.pool)
@@ -100,7 +101,8 @@ class Tuner:
     def close(self) -> None:
         """End the workers; what was measured is stored already."""
         self._ahead.shutdown(cancel_futures=True)
-        self._resources.close()
+        self._resources.close()  # the measuring worker, too, which another thread may be waiting for
+        self._library.shutdown()
         self._measurer = None
 
     def tune(
@@ -131,8 +133,12 @@ class Tuner:
 
             # Where to begin: what is known of the problem and of related ones, the library's algorithms, and
             # every generator's feasible kernels in the model's order. All cores begin to compile.
+            # While the worker starts CUDA they are ranked here.
             state.report()
-            library = [c for c in measurer.discover(problem) if c.family in self.kernels.families]
+            discovered = self._library.submit(measurer.discover, problem)
+            if self.device.is_real:
+                self._plan(problem, effort, trials)
+            library = [c for c in discovered.result() if c.family in self.kernels.families]
             search = start_search(
                 state, self.kernels, library,
                 recorded=measurer.recorded(problem), compiled=self._compiled(), effort=effort, limit=trials,
@@ -171,7 +177,7 @@ class Tuner:
         """
         for request in requests:
             if request.following is not None and self.device.is_real and not self.compiled_only:
-                self._ahead.submit(self._compile_for, request.following, request.effort, request.trials)
+                self._ahead.submit(self._plan, request.following, request.effort, request.trials)
             result = self.tune(
                 request.problem,
                 effort=request.effort,
@@ -218,13 +224,13 @@ class Tuner:
             self._measurer = ReplayMeasurer(open_replay(self.device.spec))
         return self._measurer if self._measurer.recorded(problem) else None
 
-    def _compile_for(self, problem: Problem, effort: Effort, trials: int | None) -> None:
-        """What searches will ask for first, as far as that does not depend on the database."""
+    def _plan(self, problem: Problem, effort: Effort, trials: int | None) -> None:
+        """Begins to compile what searches ask for first, as far as that does not depend on the database."""
         if self.device.lacks_memory(problem) is not None:
             return
-        searches = []
+        searches, compiled = [], self._compiled()
         for name in self.kernels.generators:
-            ranking = self.kernels.ranked(problem, name, most=RANKED[effort])
+            ranking = self.kernels.ranked(problem, name, compiled=compiled, most=RANKED[effort])
             if ranking.predictions:
                 ranked = [one.candidate for one in model.in_turn(ranking.predictions)]
                 searches.append(Search(ranked, {}, effort=effort, trials=trials))
