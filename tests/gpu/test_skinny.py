@@ -100,7 +100,7 @@ def test_right_with_every_epilogue_and_dtype(
 ) -> None:
     for number in (0, 5):
         for launch, shape in enumerate(
-            ("1x512x512", "7x1008x1104", "16x4096x4096", "33x80x4112", "8x136x96x3")
+            ("1x512x512", "7x1008x1104", "16x4096x4096", "33x80x4112", "8x144x96x3")
         ):
             problem = Problem.parse(shape, dtype=in_dtype, out_dtype=out_dtype, epilogue=epilogue)
             candidate = of_dtype(number, problem, launch)
