@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tunegemm.describe.problem import Problem
+from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
 from tunegemm.tuning.tuner import Tuner
@@ -19,9 +20,9 @@ def record_own(database: Database, tuner: Tuner, problem: Problem, trials: int) 
     database: a scratch one, since the stored ratio of a kernel that lost is made up.
     """
     result = tuner.tune(problem, trials=trials)
-    if result.best is not None:
+    if result.best is not None and not is_torch(result.best.candidate):
         return True
-    measured = [one for one in result.outcomes if isinstance(one, Measurement)]
+    measured = [o for o in result.outcomes if isinstance(o, Measurement) and not is_torch(o.candidate)]
     if not measured:
         return False
     best = min(measured, key=lambda one: one.median_us)
