@@ -188,7 +188,7 @@ def load_launch(
     return make
 
 
-@functools.lru_cache(maxsize=64)  # a search loads thousands of kernels once, and must not keep them
+@functools.lru_cache(maxsize=256)  # a search loads thousands of kernels once, and must not keep them
 def _load(path: str, modified_ns: int, device: int):  # type: ignore[no-untyped-def]
     content = Path(path).read_bytes()
     if content[16:18] == _SHARED:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tunegemm.describe.device import (
     ARCHITECTURES,
@@ -21,8 +23,9 @@ from tunegemm.describe.device import (
     find_device,
     package_version,
 )
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import PackError, TunegemmError
-from tunegemm.generate import families
+from tunegemm.generate import families, shortlist
 from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import is_torch
@@ -105,9 +108,9 @@ def pack(
 
 
 def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
-    """Compile the kernels of all shipped records into `folder`, which is replaced as a whole.
+    """Compile the kernels of all shipped records and of the shortlist into `folder`, replaced as a whole.
 
-    Returns how many kernels it holds, and by problem why a record's kernel is not among them.
+    Returns how many kernels it holds, and by problem or kernel why one is not among them.
     Kernels that the user's object store holds are not compiled again. Raises PackError where a record's
     sources or compilers are not those that are here: its kernel would not be the one that was measured.
     """
@@ -122,11 +125,16 @@ def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
         )
     found = provide(usable)
     failures |= {str(record.problem): reason for record, reason in found.failures.items()}
+    shortlisted = _shortlisted()
+    of_list = _provide(shortlisted)
+    failures |= of_list.failures
+    artifacts = {**found.artifacts, **of_list.artifacts}
+    keys = [*(key for record in usable if (key := _key(record))), *(key for _, key in shortlisted.values())]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as scratch:
         fresh = Path(scratch, "kernels")
-        for key in {_name(key): key for record in usable if (key := _key(record))}.values():
-            if (artifact := found.artifacts.get(_name(key))) is not None:
+        for key in {_name(key): key for key in keys}.values():
+            if (artifact := artifacts.get(_name(key))) is not None:
                 _copy(ArtifactStore(fresh), key, artifact)
         for path in fresh.rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -134,7 +142,17 @@ def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
         if folder.exists():
             folder.rename(Path(scratch, "old"))
         fresh.rename(folder)
-    return len(found.artifacts), failures
+    return len(artifacts), failures
+
+
+def _shortlisted() -> dict[str, tuple[str, Key]]:
+    """By its name each kernel of the shortlist. Of Hopper GPUs any will do: they run the same objects."""
+    device, found = find_device("model:h200"), {}
+    for dtype, kernel in itertools.product(shortlist.DTYPES, shortlist.listed()):
+        problem, family = Problem.parse("64x4096x4096", dtype=dtype), families.get(kernel.family)
+        key = family.kernel_key(problem, shortlist.launched(problem, kernel), device)
+        found[f"{family.label(kernel)} {dtype}"] = kernel.family, key
+    return found
 
 
 def _toolchain() -> dict[str, str]:
@@ -146,12 +164,12 @@ def _toolchain() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Provided:
-    """The objects of some records."""
+    """The objects of some records, or of other things that have kernels."""
 
     artifacts: Mapping[tuple[tuple[str, object], ...], Artifact]
     """By the items of their kernel keys."""
-    failures: Mapping[Record, str]
-    """Why a record's kernel could not be compiled."""
+    failures: Mapping[Any, str]
+    """Why a kernel could not be compiled, by what it is of."""
     compiled: int
 
 
@@ -162,23 +180,32 @@ def provide(
 
     Raises PackError when one is missing and may not be compiled.
     """
+    keys = {record: (record.candidate.family, key) for record in records if (key := _key(record))}
+    return _provide(keys, lambda record: str(record.problem), compile_missing, workers)
+
+
+def _provide(
+    keys: Mapping[Any, tuple[str, Key]],
+    named: Callable[[Any], str] = str,
+    compile_missing: bool = True,
+    workers: int | None = None,
+) -> Provided:
     store = ArtifactStore()
-    keys = {record: key for record in records if (key := _key(record))}
-    missing = {record: key for record, key in keys.items() if store.find(key) is None}
-    failures: dict[Record, str] = {}
+    missing = {of: pair for of, pair in keys.items() if store.find(pair[1]) is None}
+    failures: dict[Any, str] = {}
     compiled = 0
     if missing and not compile_missing:
         raise PackError(
             f"{len(missing)} of {len(keys)} kernels are not in {store.root}, first that of "
-            f"{next(iter(missing)).problem}; leave out --no-compile, or tune again"
+            f"{named(next(iter(missing)))}; leave out --no-compile, or tune again"
         )
     if missing:
         with CompilePool(store, workers=workers) as pool:
-            futures = {record: pool.submit(record.candidate.family, key) for record, key in missing.items()}
-            results = {record: future.result() for record, future in futures.items()}
-            failures = {record: result.failure for record, result in results.items() if not result.artifact}
+            futures = {of: pool.submit(*pair) for of, pair in missing.items()}
+            results = {of: future.result() for of, future in futures.items()}
+            failures = {of: result.failure for of, result in results.items() if not result.artifact}
             compiled = pool.compiled
-    found = {_name(key): store.find(key) for record, key in keys.items() if record not in failures}
+    found = {_name(key): store.find(key) for of, (_, key) in keys.items() if of not in failures}
     return Provided({name: one for name, one in found.items() if one is not None}, failures, compiled)
 
 

@@ -1,0 +1,432 @@
+"""The listed kernels beside torch.mm on products drawn by seed: what the selector is fitted to.
+
+    python -m benchmarks.choices --device cuda:0 --part 0/2 --budget 200 --out build/choices
+    python -m benchmarks.choices --device cuda:1 --part 1/2 --budget 200 --out build/choices
+    python -m benchmarks.choices --collect build/choices        # their rows into results/GPU/choices.json.xz
+
+All kernels of db/selector.toml that suit a product race torch.mm in one interleave, each at the launches that
+suit it; those that are near the fastest go on for longer. A line is written after each product, so that a run
+that ends early loses nothing, and goes on where it is run again. N and K are no dimensions of
+`benchmarks.first_use`. The kernels are those of `make kernels`; none is compiled here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import itertools
+import json
+import lzma
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.first_use import DIMENSIONS
+from benchmarks.results import meta
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import ArtifactError, TunegemmError
+from tunegemm.generate import families, model, shortlist
+from tunegemm.measure.backend import Backend, warm_us
+from tunegemm.measure.operands import (
+    Operands,
+    check,
+    count_sets,
+    expected,
+    make_operands,
+    restore,
+    tolerance,
+)
+from tunegemm.measure.policy import Policy
+from tunegemm.measure.race import Replay, SteadyState, race
+from tunegemm.measure.statistics import aa_noise
+
+METHOD = (
+    "torch.mm(out=), twice, and launches of db/selector.toml in one CUDA graph each over operand sets that "
+    "together pass 3x the L2, in shuffled order in each round: {screen} rounds with all, then {rounds} with "
+    "those within {margin:.0%} of the fastest; ratio: median over the last rounds of torch's sample to the "
+    "kernel's; where over 256 rows leave the chip at lowered clocks, {turns} rounds in which each of a few "
+    "has {turn_ms} ms to itself, the second half of which is timed"
+)
+#: Rounds with all launches and with those that are near the fastest, and what near is.
+SCREEN, ROUNDS, MARGIN = 2, 9, 0.12
+MIN_REPLAY_MS = 0.35
+#: Most launches that are timed of a product, and that go on; of many rows, where a product takes long, fewer.
+MOST, MOST_NEAR, MOST_OF_MANY_ROWS = 52, 14, 24
+MANY_ROWS = 1024
+#: Slowest launch that is tried, by the model, relative to its fastest.
+SLOWEST = 1.7
+TURNS, TURN_MS, SETTLE_S = 3, 120.0, 0.3
+#: Rows up to which lasting work leaves the chip its clocks.
+FEW_ROWS = 256
+#: Longest product, in floating-point operations, and largest, in bytes.
+MAX_FLOP, MAX_BYTES = 4e12, 3e9
+#: A product that takes longer hangs; the process ends, and goes on with the next one where it is run again.
+HANGS_S = 30.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.choices", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--part", default="0/1", help="which of how many equal shares of the products")
+    parser.add_argument("--budget", type=float, default=200, help="seconds; begin no product later than that")
+    parser.add_argument("--seed", default="train", help="of the products")
+    parser.add_argument("--count", type=int, default=100_000, help="most products")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, default=Path("build/choices"), help="folder of the lines")
+    parser.add_argument("--no-names", action="store_true", help="leave out the names of torch's kernels")
+    parser.add_argument("--collect", type=Path, help="measure nothing; put the lines of that folder together")
+    parser.add_argument("--results", type=Path, help="with --collect: folder of the result file")
+    options = parser.parse_args(arguments)
+    try:
+        if options.collect is not None:
+            collect(options.collect, options.results)
+            return 0
+        part, parts = (int(word) for word in options.part.split("/"))
+        if not 0 <= part < parts:
+            raise ValueError
+        run(find_device(options.device), part, parts, options)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except ValueError:
+        print(f"--part {options.part}: two numbers, such as 0/2", file=sys.stderr)
+        return 2
+    return 0
+
+
+def drawn(seed: str) -> Iterator[Problem]:
+    """Products without end, other ones than first_use's; the same for each seed.
+
+    Most have 256 rows or fewer, log-uniform; N and K are mostly multiples of 64 or 128, else of 8.
+    """
+    chance = random.Random(f"choices {seed}")
+
+    def extent() -> int:
+        while True:
+            if chance.random() < 0.7:
+                unit = chance.choice((64, 128, 128, 256))
+                found = unit * round(2 ** chance.uniform(math.log2(512), math.log2(28672)) / unit)
+            else:
+                found = 8 * chance.randint(32, 2048)
+            if found not in DIMENSIONS:
+                return found
+
+    while True:
+        low, high = chance.choices(((0, 8), (8, 10), (10, 14)), (0.78, 0.14, 0.08))[0]
+        problem = Problem.parse(f"{round(2 ** chance.uniform(low, high))}x{extent()}x{extent()}")
+        if problem.flops <= MAX_FLOP and problem.bytes <= MAX_BYTES:
+            yield problem
+
+
+def run(device: Device, part: int, parts: int, options: argparse.Namespace) -> None:
+    """Times this part's products until the budget is spent, and writes a line of each."""
+    from tunegemm.measure.backend import CudaBackend
+
+    started = time.monotonic()
+    path = options.out / f"{options.seed}-{part}-of-{parts}.jsonl"
+    begun = {tuple(line["begin"]) for line in _lines(path) if "begin" in line}
+    problems = itertools.islice(itertools.islice(drawn(options.seed), part, None, parts), options.count)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    backend = CudaBackend(device)
+    backend.open()
+    done = 0
+    with path.open("a", buffering=1) as file:
+        method = METHOD.format(
+            screen=SCREEN, rounds=ROUNDS, margin=MARGIN, turns=TURNS, turn_ms=TURN_MS
+        )  # fmt: skip
+        kernels = [families.get(kernel.family).label(kernel) for kernel in shortlist.listed()]
+        file.write(json.dumps({"meta": meta(device, method), "kernels": kernels}) + "\n")
+        for problem in problems:
+            if time.monotonic() - started > options.budget:
+                break
+            extents = (problem.m, problem.n, problem.k)
+            if extents in begun:
+                continue
+            file.write(json.dumps({"begin": extents}) + "\n")
+            faulthandler.dump_traceback_later(HANGS_S, exit=True)
+            begin = time.monotonic()
+            row = measure(problem, device, backend, names=not options.no_names)
+            row["seconds"] = round(time.monotonic() - begin, 3)
+            faulthandler.cancel_dump_traceback_later()
+            file.write(json.dumps(row) + "\n")
+            done += 1
+            if done <= 3 or done % 20 == 0:
+                best = max((one[5] for one in row["launches"]), default=0)
+                print(
+                    f"{done} in {time.monotonic() - started:.0f} s; {problem.shape}: {row['torch_us']} us by "
+                    f"{row['torch_kernels']}, best {best} of {len(row['launches'])}, {row['seconds']} s "
+                    f"{row['stages']}, failed {row['failed']}",
+                    flush=True,
+                )
+    print(f"{done} products in {time.monotonic() - started:.0f} s; written: {path}")
+
+
+def measure(problem: Problem, device: Device, backend: Backend, *, names: bool = True) -> dict[str, Any]:
+    """The row of one product. names: whether torch's kernels are named in it.
+
+    Its `launches` are lists: place in the list of kernels, splits of k, whether a second kernel adds them,
+    whether tiles go along n, swizzle size, ratio to torch.mm, rounds. `steady` has places in `launches` and
+    ratios in steady-state timing.
+    """
+    marks = [time.monotonic()]
+    count = count_sets(problem, device.l2_bytes, backend.free_bytes())
+    sets = [make_operands(problem, backend.torch_device, index) for index in range(count)]
+    chosen = worth_trying(problem, device)
+    torch_us = warm_us(backend, torch_mm, sets)
+    passes = max(1, math.ceil(MIN_REPLAY_MS * 1e3 / (torch_us * count)))
+    marks.append(time.monotonic())
+    replays: list[Replay] = [backend.capture(torch_mm, sets, passes) for _ in range(2)]
+    rows: list[int] = []
+    launchers: list[Any] = []
+    failed: dict[str, str] = {}
+    for row in range(len(chosen)):
+        candidate = chosen.candidate(problem, row)
+        family = families.get(candidate.family)
+        try:
+            artifact = _object(int(chosen.kernels[row]), problem.in_dtype, device)
+            launcher = family.load(problem, candidate, device, artifact)
+            backend.launch(launcher, sets[0])
+            replay = backend.capture(launcher, sets, passes)
+        except (TunegemmError, ValueError, RuntimeError) as error:
+            failed[family.label(candidate)] = f"{type(error).__name__}: {error}"[:160]
+            if not backend.alive():
+                raise
+            continue
+        rows.append(row)
+        launchers.append(launcher)
+        replays.append(replay)
+    marks.append(time.monotonic())
+    for replay in replays:  # a first replay is uploaded within its timing
+        replay.start()
+        replay.finish()
+    everybody = Policy(SCREEN, MIN_REPLAY_MS, race_after=SCREEN + 1, race_margin=math.inf)
+    first = race(replays, len(replays), everybody, lambda _: None)
+    torch_first = [min(pair) for pair in zip(first[0], first[1], strict=True)]
+    ratios = [_ratio(torch_first, samples) for samples in first[2:]]
+    rounds = [SCREEN] * len(rows)
+    order = sorted(range(len(rows)), key=lambda number: -ratios[number])
+    near = [number for number in order[:MOST_NEAR] if ratios[number] > ratios[order[0]] * (1 - MARGIN)]
+    policy = Policy(ROUNDS, MIN_REPLAY_MS, race_after=ROUNDS + 1, race_margin=math.inf, seed=1)
+    samples = race(
+        [*replays[:2], *(replays[2 + number] for number in near)], len(near) + 2, policy, lambda _: None
+    )
+    for number, own in zip(near, samples[2:], strict=True):
+        ratios[number] = _ratio(samples[1], own)
+        rounds[number] = ROUNDS
+    marks.append(time.monotonic())
+    telemetry, steady = _steady(
+        problem, chosen, rows, replays, near, ratios, count * passes, samples, backend
+    )
+    marks.append(time.monotonic())
+    errors = _check(problem, sets, [launchers[number] for number in near[:2]], backend)
+    torch_kernels = _kernels_of(torch_mm, sets[0]) if names else []
+    library = _library_choice(problem, device)
+    del replays
+    backend.release()
+    marks.append(time.monotonic())
+    columns = chosen.kernels, chosen.split_k, chosen.second, chosen.along_n, chosen.swizzle
+    return {
+        "m": problem.m, "n": problem.n, "k": problem.k, "dtype": problem.in_dtype,
+        "torch_us": round(statistics.median(samples[1]), 3),
+        "torch_kernels": torch_kernels,
+        "library": library,
+        "noise": round(aa_noise(samples[0], samples[1]), 5),
+        "telemetry": {name: telemetry.get(name) for name in ("sm_clock_mhz", "power_w", "throttle_reasons")},
+        "sets": count,
+        "passes": passes,
+        "errors": errors,
+        "failed": failed,
+        "launches": [
+            [
+                *(int(column[row]) for column in columns), round(ratios[number], 4), rounds[number],
+            ]
+            for number, row in enumerate(rows)
+        ],
+        "steady": steady,
+        "stages": [round(later - earlier, 3) for earlier, later in itertools.pairwise(marks)],
+    }  # fmt: skip
+
+
+def worth_trying(problem: Problem, device: Device) -> shortlist.Choices:
+    """The launches that the model takes for fast, and the kernels that it knows little of.
+
+    Among those that wait for memory alone the model sees no difference: tiles with fewer empty rows go first.
+    """
+    found = shortlist.choices(problem, device)
+    tile_rows = np.where(found.columns.swap_ab, found.columns.tile_n, found.columns.tile_m)
+    empty = np.maximum(1.0, tile_rows / max(16, problem.m))
+    score = found.terms.total_us * (1 + 0.08 * np.log2(empty))
+    score /= score.min()
+    other = np.array([shortlist.listed()[number].family != "cute_sm90" for number in found.kernels.tolist()])
+    score = np.where((other | found.columns.streams) & (empty < 2), 0.9 + 0.1 * score, score)
+    order = np.argsort(score, kind="stable")
+    order = order[score[order] <= SLOWEST]
+    return found.take(order[: MOST if problem.m <= MANY_ROWS else MOST_OF_MANY_ROWS])
+
+
+def torch_mm(a: Any, b: Any, out: Any) -> None:
+    """The baseline."""
+    import torch
+
+    torch.mm(a, b, out=out)
+
+
+def _ratio(baseline: Sequence[float], own: Sequence[float]) -> float:
+    return statistics.median(b / s for b, s in zip(baseline, own, strict=True))
+
+
+def _steady(
+    problem: Problem, chosen: shortlist.Choices, rows: Sequence[int], replays: Sequence[Replay],
+    near: Sequence[int], ratios: Sequence[float], products: int, samples: Sequence[Sequence[float]],
+    backend: Backend,
+) -> tuple[dict[str, Any], list[list[float]]]:  # fmt: skip
+    """The chip's clocks in lasting work, and the ratios of a few kernels where it lowers them."""
+    if problem.m <= FEW_ROWS or not near:
+        return backend.telemetry(), []
+    until = time.monotonic() + SETTLE_S
+    while time.monotonic() < until:
+        replays[1].start()
+        replays[1].finish()
+    replays[1].start()
+    telemetry = backend.telemetry()
+    replays[1].finish()
+    if not telemetry.get("throttle_reasons"):
+        return telemetry, []
+    lasting = {
+        number: model.steady_ratio(chosen.candidate(problem, rows[number]), ratios[number]) for number in near
+    }
+    best = sorted(near, key=lambda number: -lasting[number])[:2]
+    picked = list(dict.fromkeys([near[0], *best]))[:3]
+    runners = [
+        SteadyState.of(replays[place], statistics.median(taken) * products * 1e-6, TURN_MS)
+        for place, taken in [(1, samples[1]), *((2 + n, samples[2 + near.index(n)]) for n in picked)]
+    ]
+    policy = Policy(TURNS, MIN_REPLAY_MS, race_after=TURNS + 1, race_margin=math.inf, seed=2)
+    found = race(runners, len(runners), policy, lambda _: None)
+    return telemetry, [[n, round(_ratio(found[0], own), 4)] for n, own in zip(picked, found[1:], strict=True)]
+
+
+def _check(
+    problem: Problem, sets: Sequence[Operands], launchers: Sequence[Any], backend: Backend
+) -> list[str]:
+    """What is wrong with the results of launchers; empty where nothing is."""
+    wanted, found = expected(problem, sets[0]), []
+    for launcher in launchers:
+        restore(sets[0])
+        backend.launch(launcher, sets[0])
+        if objection := check(sets[0], wanted).objection(tolerance(problem)):
+            found.append(objection)
+    return found
+
+
+@cache
+def _object(number: int, dtype: str, device: Device) -> Path:
+    """The compiled object of a listed kernel. Raises ArtifactError where `make kernels` did not make it."""
+    from tunegemm.store import packs
+
+    kernel = shortlist.listed()[number]
+    problem = Problem.parse("64x4096x4096", dtype=dtype)
+    family = families.get(kernel.family)
+    found = packs.find(family.kernel_key(problem, shortlist.launched(problem, kernel), device))
+    if found is None:
+        raise ArtifactError(f"{family.label(kernel)} is not compiled; run `make kernels`")
+    return found.path
+
+
+def _kernels_of(launch: Any, operands: Operands) -> list[str]:
+    """Names and grids of the kernels that a launch consists of: of a captured graph that never runs."""
+    import torch
+    from cuda.bindings import driver
+
+    try:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        torch.cuda.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            launch(*operands.arguments)
+        finally:
+            graph.capture_end()
+        raw = driver.CUgraph(graph.raw_cuda_graph())
+        _, _, count = driver.cuGraphGetNodes(raw)
+        _, nodes, _ = driver.cuGraphGetNodes(raw, count)
+        found = []
+        for node in nodes[:count]:
+            kind = driver.cuGraphNodeGetType(node)[1]
+            if kind != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+                found.append(str(kind).rpartition("_")[2].lower())
+                continue
+            params = driver.cuGraphKernelNodeGetParams(node)[1]
+            error, name = driver.cuFuncGetName(params.func)
+            if error != driver.CUresult.CUDA_SUCCESS:
+                error, name = driver.cuKernelGetName(params.kern)
+            text = name.decode() if isinstance(name, bytes) else str(error)
+            found.append(f"{text} {params.gridDimX}x{params.gridDimY}x{params.gridDimZ}")
+        return found
+    except (RuntimeError, AttributeError, TypeError, ValueError) as error:
+        return [f"unknown: {error}"[:120]]
+
+
+def _library_choice(problem: Problem, device: Device) -> list[str]:
+    """The first algorithms that cuBLASLt names, with the workspace that torch gives it."""
+    if families.get("cublaslt").unavailable() is not None:
+        return []
+    from tunegemm.generate.cublaslt import library
+
+    try:
+        return [library.label(one) for one in library.algorithms(problem, device.index, 2, 32 << 20)]
+    except RuntimeError as error:
+        return [f"unknown: {error}"[:120]]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; a run that was killed may have left half of one."""
+    if not path.exists():
+        return []
+    found = []
+    for text in path.read_text().splitlines():
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            continue
+    return found
+
+
+def collect(folder: Path, out: Path | None) -> None:
+    """Writes the rows of all lines of a folder into one file, with the `meta` of the first run of each."""
+    runs: list[dict[str, Any]] = []
+    rows: dict[tuple[int, ...], dict[str, Any]] = {}
+    kernels: list[str] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in _lines(path):
+            if "meta" in line:
+                runs.append(line["meta"])
+                kernels = kernels or line["kernels"]
+                if kernels != line["kernels"]:
+                    raise TunegemmError(f"{path}: its list of kernels is another one; measure again")
+            elif "m" in line:
+                line.pop("stages", None)
+                rows[line["m"], line["n"], line["k"]] = line
+    if not rows:
+        raise TunegemmError(f"{folder} has no lines of this command")
+    names = runs[0]["gpu"].removeprefix("NVIDIA").lower().split()
+    path = (out or Path(__file__).parent / "results" / "-".join(names)) / "choices.json.xz"
+    head = json.dumps({"meta": runs[0] | {"runs": len(runs)}, "kernels": kernels})
+    lines = [head, *(json.dumps(rows[key], separators=(",", ":")) for key in sorted(rows))]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(lzma.compress("\n".join(lines).encode(), preset=9))
+    print(f"{len(rows)} products; written: {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

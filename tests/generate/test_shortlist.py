@@ -1,0 +1,54 @@
+"""The kernels for products that nobody tuned, and the launches that suit one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.generate import families, shortlist
+
+DEVICE = find_device("model:h200")
+
+
+def test_every_listed_kernel_is_one_of_its_family() -> None:
+    kernels = shortlist.listed()
+    assert len(set(kernels)) == len(kernels)
+    for kernel in kernels:
+        for name, value in kernel.compile_params:
+            assert families.expected(kernel.family, name, value) is None, (kernel, name)
+
+
+@pytest.mark.parametrize(
+    "shape", ["1x4096x4096", "17x264x8192", "100x896x9216", "200x11008x1160", "5000x6912x2880"]
+)
+def test_launches_that_suit_a_product_run(shape: str) -> None:
+    problem = Problem.parse(shape)
+    found = shortlist.choices(problem, DEVICE)
+    candidates = [found.candidate(problem, number) for number in range(len(found))]
+    for candidate in candidates:
+        assert families.get(candidate.family).check(problem, candidate, DEVICE).runs, candidate
+    launches = Counter((c.kernel, c.params.get("split_k", 1) > 1) for c in candidates)
+    assert set(launches.values()) == {1}  # one that leaves k whole and one that splits it
+
+
+def test_few_tiles_and_a_long_k_are_split() -> None:
+    few = shortlist.choices(Problem.parse("16x512x16384"), DEVICE)
+    assert (few.split_k > 1).any()
+    many = shortlist.choices(Problem.parse("4096x8192x8192"), DEVICE)
+    assert (many.split_k == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("problem", "taken"),
+    [
+        (Problem.parse("64x4096x4096"), True),
+        (Problem.parse("64x4096x4096", layout="nt"), False),
+        (Problem.parse("64x4096x4100"), False),  # lines of 8 bytes
+        (Problem.parse("64x4096x4096", dtype="fp8_e4m3"), False),
+    ],
+)
+def test_which_products_the_list_is_for(problem: Problem, taken: bool) -> None:
+    assert shortlist.takes(problem) is taken
