@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from tunegemm.describe.device import (
     ARCHITECTURES,
@@ -51,7 +54,7 @@ class TestFindDevice:
             find_device(spec)
 
     def test_without_a_gpu_the_message_says_what_else_there_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        monkeypatch.setattr("tunegemm.describe.driver.device_count", lambda: 0)
         with pytest.raises(DeviceError, match=r"0 CUDA device.* use replay:h200 or model:h200"):
             find_device("cuda:0")
 
@@ -64,6 +67,25 @@ class TestFindDevice:
         assert device.sm_count > 0
         assert device.fingerprint.driver
         assert cuda_device_count() >= 1
+
+
+class TestWithoutTorch:
+    """To import torch takes seconds, which a tuning's first process can do without."""
+
+    def test_a_device_is_opened_without_it(self) -> None:
+        program = (
+            "import sys, tunegemm.tuning.tuner as tuner\n"
+            "tuner.open_device('model:h200'), tuner.open_device()\n"
+            "assert 'torch' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+    def test_its_version_is_the_one_that_it_says(self) -> None:
+        program = "from tunegemm.describe.device import _torch_version; print(*_torch_version(), sep='|')"
+        ran = subprocess.run(
+            [sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True
+        )
+        assert ran.stdout.strip() == f"{torch.__version__}|{torch.version.cuda or ''}"
 
 
 class TestLimits:

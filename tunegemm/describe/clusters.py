@@ -5,8 +5,6 @@ about the same time; not those of multicasts (H200, benchmarks/results/h200/gpc-
 clusters are handed out to one GPC after the other, always alike on an idle device, so that clusters of
 neighbouring indices lie apart. CUDA reports neither. What is measured here only decides which cluster
 computes which tile: where it does not hold, kernels are slower and as right.
-
-By ctypes: to import cuda.bindings was 16 ms of a process's first call (H200 host, 2026-11-21).
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from tunegemm.describe.driver import primary_context
 
 #: Writes the multiprocessor of every block, and stays 20 us, so that no block follows another on one.
 _PTX = b"""
@@ -191,13 +191,8 @@ def _launch_config(size: int, clusters: int, smem_bytes: int, stream: int = 0) -
 @contextmanager
 def _loaded(index: int, smem_bytes: int) -> Iterator[tuple[Any, ctypes.c_void_p]]:
     """The driver and the kernel, in the device's primary context. Raises RuntimeError or OSError."""
-    import torch
-
-    driver = ctypes.CDLL("libcuda.so.1")
-    torch.cuda.init()  # type: ignore[no-untyped-call]
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    with torch.cuda.device(index):
-        torch.cuda.current_stream().synchronize()  # the device's primary context is the current one now
+    with primary_context(index) as driver:
         if driver.cuModuleLoadData(ctypes.byref(module), _PTX):
             raise RuntimeError("the driver refuses the probe")
         try:

@@ -1,17 +1,21 @@
-"""What a GPU can hold and how fast it can be. With `clusters` the only module that asks CUDA or NVML."""
+"""What a GPU can hold and how fast it can be. Only this module, `driver` and `clusters` ask CUDA or NVML."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import re
+import runpy
+import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tunegemm.describe import driver
 from tunegemm.describe.clusters import active_clusters, gpcs_of_clusters
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import DeviceError
@@ -237,14 +241,10 @@ def device_from_part(spec: str, part: Part, fingerprint: Fingerprint) -> Device:
 
 def cuda_device_count() -> int:
     """GPUs that torch can use; 0 on a machine without one."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return driver.device_count() if _torch_version()[1] else 0
 
 
 def _cuda_device(spec: str, name: str) -> Device:
-    import torch
-
     count = cuda_device_count()
     if not name.isdigit() and name != "":
         raise DeviceError(f"device {spec!r} is not known; use cuda:N with a number")
@@ -252,24 +252,21 @@ def _cuda_device(spec: str, name: str) -> Device:
     if index >= count:
         remedy = f"use cuda:0 to cuda:{count - 1}" if count else "without a GPU use replay:h200 or model:h200"
         raise DeviceError(f"device {spec!r}: {count} CUDA device(s) here; {remedy}")
-    properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
-    if capability not in ARCHITECTURES:
+    found = driver.properties(index)
+    if found.capability not in ARCHITECTURES:
         known = ", ".join(f"sm_{a}{b}" for a, b in ARCHITECTURES)
-        raise DeviceError(f"{properties.name} is sm_{capability[0]}{capability[1]}; tunegemm knows {known}")
-    part = next((part for part in PARTS.values() if part.device_name == properties.name), None)
+        raise DeviceError(f"{found.name} is sm_{''.join(map(str, found.capability))}; tunegemm knows {known}")
+    part = next((part for part in PARTS.values() if part.device_name == found.name), None)
     return Device(
         spec=f"cuda:{index}",
-        name=properties.name,
-        architecture=ARCHITECTURES[capability],
-        sm_count=properties.multi_processor_count,
-        l2_bytes=properties.L2_cache_size,
-        memory_bytes=properties.total_memory,
+        name=found.name,
+        architecture=ARCHITECTURES[found.capability],
+        sm_count=found.sm_count,
+        l2_bytes=found.l2_bytes,
+        memory_bytes=found.memory_bytes,
         peak_tflops=part.peak_tflops if part else 0.0,
         bandwidth_gbps=part.bandwidth_gbps if part else 0.0,
-        fingerprint=current_fingerprint(
-            properties.name, properties.multi_processor_count, capability, real=True
-        ),
+        fingerprint=current_fingerprint(found.name, found.sm_count, found.capability, real=True),
     )
 
 
@@ -277,9 +274,8 @@ def current_fingerprint(
     device_name: str, sm_count: int, capability: tuple[int, int], *, real: bool = False
 ) -> Fingerprint:
     """The fingerprint of a device under this machine's packages and, for a real device, its driver."""
-    import torch
-
     mig = re.search(r"\bMIG (\S+)", device_name)  # "NVIDIA H200 MIG 1g.18gb"
+    torch, cuda = _torch_version()
     return Fingerprint(
         device_name=device_name,
         sm_count=sm_count,
@@ -287,11 +283,24 @@ def current_fingerprint(
         mig=mig.group(1) if mig else "",
         sm_budget=sm_count,
         driver=_driver_version() if real else "",
-        cuda=torch.version.cuda or "",
-        torch=torch.__version__,
+        cuda=cuda,
+        torch=torch,
         cutlass_dsl=package_version("nvidia-cutlass-dsl"),
         triton=package_version("triton"),
     )
+
+
+@functools.cache
+def _torch_version() -> tuple[str, str]:
+    """torch's version and the CUDA it was built for, empty for none; without importing it."""
+    found = importlib.util.find_spec("torch")
+    file = Path(found.origin or "").with_name("version.py") if found else Path()
+    if "torch" in sys.modules or not file.is_file():
+        import torch
+
+        return str(torch.__version__), torch.version.cuda or ""
+    version = runpy.run_path(str(file))
+    return str(version["__version__"]), version["cuda"] or ""
 
 
 @functools.cache

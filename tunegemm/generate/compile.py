@@ -89,6 +89,14 @@ class CompilePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def start(self) -> None:
+        """Begin to start all workers, so that the first jobs need not wait for that."""
+        with self._lock:
+            new = [_Worker(self._families_module) for _ in range(self.workers - len(self._all))]
+            self._all.update(new)
+        for worker in new:
+            self._idle.put(worker)
+
     def submit(self, family: str, key: Key) -> Future[CompileResult]:
         """Compile the kernel of a `Family.kernel_key`; done at once when the store has it.
 
@@ -246,6 +254,7 @@ class _Failure(NamedTuple):
 def _serve(connection: Connection, families_module: str) -> None:
     """The worker's loop, until the pool closes the connection."""
     families = importlib.import_module(families_module)
+    _import_compiler()
     with suppress(EOFError):
         while True:
             family, key, out = connection.recv()
@@ -254,6 +263,23 @@ def _serve(connection: Connection, families_module: str) -> None:
             except Exception as error:  # the compiler may raise anything; it becomes this candidate's failure
                 reply = _Failure(_one_line(error), error.errno if isinstance(error, OSError) else None)
             connection.send(reply)
+
+
+def _import_compiler() -> None:
+    """The DSL, while the first jobs are chosen; and without torch, which tvm_ffi imports where it can.
+
+    A worker has no tensors. On an H200's host torch takes 3 s, and all workers import it at once.
+    """
+    absent = "torch" not in sys.modules
+    if absent:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make it not importable
+    try:
+        with suppress(ImportError):
+            for name in ("cutlass.cute", "tvm_ffi"):
+                importlib.import_module(name)
+    finally:
+        if absent:
+            del sys.modules["torch"]
 
 
 def _one_line(error: BaseException) -> str:

@@ -137,6 +137,8 @@ class Tuner:
             state.report()
             discovered = self._library.submit(measurer.discover, problem)
             if self.device.is_real:
+                if not self.compiled_only:
+                    self.pool.start()
                 self._plan(problem, effort, trials)
             library = [c for c in discovered.result() if c.family in self.kernels.families]
             search = start_search(
