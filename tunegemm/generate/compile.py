@@ -69,7 +69,8 @@ class CompilePool:
         """
         shipped: a store of further objects, which are not compiled again.
         timeout_s: bounds one compile; the largest tiles take about 3 s on one core.
-        families_module: where a worker finds ``get(name) -> Family``; tests plant families that misbehave.
+        families_module: where a worker finds ``get(name) -> Family``, and ``import_compiler()`` to call while
+        it waits for its first job; tests plant families that misbehave.
         """
         self.store, self._shipped = store, shipped
         self.workers = workers or default_workers()
@@ -254,7 +255,7 @@ class _Failure(NamedTuple):
 def _serve(connection: Connection, families_module: str) -> None:
     """The worker's loop, until the pool closes the connection."""
     families = importlib.import_module(families_module)
-    _import_compiler()
+    getattr(families, "import_compiler", lambda: None)()
     with suppress(EOFError):
         while True:
             family, key, out = connection.recv()
@@ -263,23 +264,6 @@ def _serve(connection: Connection, families_module: str) -> None:
             except Exception as error:  # the compiler may raise anything; it becomes this candidate's failure
                 reply = _Failure(_one_line(error), error.errno if isinstance(error, OSError) else None)
             connection.send(reply)
-
-
-def _import_compiler() -> None:
-    """The DSL, while the first jobs are chosen; and without torch, which tvm_ffi imports where it can.
-
-    A worker has no tensors. On an H200's host torch takes 3 s, and all workers import it at once.
-    """
-    absent = "torch" not in sys.modules
-    if absent:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make it not importable
-    try:
-        with suppress(ImportError):
-            for name in ("cutlass.cute", "tvm_ffi"):
-                importlib.import_module(name)
-    finally:
-        if absent:
-            del sys.modules["torch"]
 
 
 def _one_line(error: BaseException) -> str:

@@ -7,8 +7,11 @@ installed: that costs some 10 ms (250 packages), and a checkout may be newer tha
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -304,3 +307,20 @@ def completed(candidate: Candidate) -> Candidate:
 
 
 _shipped_space = cache(load_space)
+
+
+def import_compiler() -> None:
+    """The DSL, while the first jobs are chosen; and without torch, which tvm_ffi imports where it can.
+
+    A worker has no tensors. On an H200's host torch takes 3 s, and all workers import it at once.
+    """
+    absent = "torch" not in sys.modules
+    if absent:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make it not importable
+    try:
+        with suppress(ImportError):
+            for name in ("cutlass.cute", "tvm_ffi"):
+                importlib.import_module(name)
+    finally:
+        if absent:
+            del sys.modules["torch"]
