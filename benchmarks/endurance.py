@@ -1,0 +1,243 @@
+"""Many tunings with planted faults, on recorded times: does each end right, or say why it does not?
+
+    python -m benchmarks.endurance --count 1000
+
+Each tunes a product of an H200's recorded sweeps into one database, by the code that tunes on a GPU; what is
+planted is drawn by its seed: candidates that fail, that hang or end the measuring worker, a compiler that
+refuses, aborts or is killed, a measuring worker that is lost for good, Ctrl-C, a budget that ends the search.
+What was cut short is tuned once more without faults, from what the database kept. Then the record must be the
+fastest that was measured, and none slower than torch.mm. At the end no process, file or descriptor is left
+over, and memory has not grown. Writes results/cpu/endurance.json. No GPU is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.results import command_line
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import MeasureError, TunegemmError
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.compile import CompilePool
+from tunegemm.generate.cublaslt import is_torch
+from tunegemm.generate.ptxas import Resources
+from tunegemm.measure.outcome import Failure, Measurement, Outcome, Stage
+from tunegemm.measure.policy import Job, Policy
+from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
+from tunegemm.store import Database
+from tunegemm.tuning.progress import Progress, TuneResult
+from tunegemm.tuning.trials import speed
+from tunegemm.tuning.tuner import Tuner
+
+#: Of kernels, by their keys: what the planted compiler does to them.
+_REFUSED, _ABORTS, _LEAST_KILLED = 0.05, 0.06, 0.065
+_STAGES: tuple[Stage, ...] = ("load", "launch", "wrong", "timeout", "crash")
+#: Faults that end a tuning early, of which each has one or none.
+_ENDS = ("none", "none", "lost worker", "ctrl-c", "budget")
+#: A final race takes kernels as equal that are closer than that.
+_TIE = 0.005
+
+
+class _Planted:
+    """A family whose objects take no time to compile."""
+
+    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
+        text = repr(sorted(key.items()))
+        fate = random.Random(text).random()
+        if fate < _REFUSED:
+            raise ValueError("a tile that the compiler refuses")
+        if fate < _ABORTS:
+            os.abort()
+        if fate < _LEAST_KILLED:
+            os.kill(os.getpid(), signal.SIGKILL)
+        out.write_bytes(text.encode())
+        return Resources(128, 0, 1024, (), 0.0)
+
+
+def get(name: str) -> _Planted:
+    """The family of any name, for compile workers."""
+    return _Planted()
+
+
+class Faulty:
+    """The measuring worker of a GPU, by recorded times and with faults of its own."""
+
+    def __init__(self, replay: ReplayDevice, chance: random.Random, rate: float, lost_after: int) -> None:
+        self._measurer, self._chance = ReplayMeasurer(replay), chance
+        self._rate, self._left = rate, lost_after
+
+    def discover(self, problem: Problem) -> list[Candidate]:
+        return self._measurer.discover(problem)
+
+    def recorded(self, problem: Problem) -> frozenset[Candidate]:
+        return self._measurer.recorded(problem)
+
+    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy) -> Iterator[Outcome]:
+        for job, outcome in zip(jobs, self._measurer.measure(problem, jobs, policy), strict=True):
+            self._left -= 1
+            if self._left == 0:
+                raise MeasureError("the GPU has fallen off the bus")
+            if isinstance(outcome, Measurement):
+                # As measured here and now: what is replayed is stored nowhere.
+                facts = {name: value for name, value in outcome.evidence.items() if name != "source"}
+                outcome = replace(outcome, evidence=facts | {"recorded_at": None})
+            if not is_torch(job.candidate) and self._chance.random() < self._rate:
+                outcome = Failure(job.candidate, self._chance.choice(_STAGES), "planted")
+            yield outcome
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 1 where a tuning ended wrong or something is left over."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.endurance", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first; each has the next one")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu")
+    options = parser.parse_args(arguments)
+    found = endure(options.count, options.seed)
+    found = {
+        "command": command_line(sys.argv),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    } | found
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "endurance.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    return 1 if found["wrong"] or found["left_over"] else 0
+
+
+def endure(count: int, seed: int = 0) -> dict[str, Any]:
+    """Tunes so often; what became of it."""
+    replay = open_replay("h200")
+    device = replace(replay.device, spec="cuda:0")
+    problems = replay.problems()
+    ended: Counter[str] = Counter()
+    wrong: list[str] = []
+    regrets: list[float] = []
+    me = psutil.Process()
+    before: dict[str, int] = {}
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
+        cache = Path(folder, "objects")
+        for number in range(count):
+            chance = random.Random(seed + number)
+            problem, end = chance.choice(problems), chance.choice(_ENDS)
+            path = Path(folder, f"{number}.sqlite")
+            for attempt in ("faulty", "again"):
+                end = end if attempt == "faulty" else "none"
+                with Database.open(path) as database:
+                    how = _tune(problem, device, database, replay, cache, chance, end)
+                    ended[how if isinstance(how, str) else "ended"] += 1
+                    if isinstance(how, TuneResult):
+                        wrong += [f"seed {seed + number}: {fault}" for fault in faults(how, database)]
+                        regrets.append(_regret(how, replay))
+                        break
+            else:
+                wrong.append(f"seed {seed + number}: without faults it did not end either")
+            for left in path.parent.glob(f"{path.name}*"):
+                left.unlink()
+            if number == count // 4:  # caches are full by then
+                before = _held(me)
+        objects = ArtifactStore(cache)
+        scratch = [file.name for file in objects.root.rglob("*") if file.name.startswith((".", "tmp"))]
+    after = _held(me)
+    left_over = [f"scratch file {name}" for name in scratch]
+    left_over += [
+        f"{name}: {before[name]}, then {after[name]}"
+        for name in _HELD
+        if after[name] > before[name] + _HELD[name]
+    ]
+    return {
+        "tunings": count, "seconds": round(time.monotonic() - begun, 1), "ended": dict(ended), "wrong": wrong,
+        "left_over": left_over, "held_after_a_quarter": before, "held_at_the_end": after,
+        "regret_median": round(statistics.median(regrets), 5),
+        "regret_90": round(sorted(regrets)[int(0.9 * (len(regrets) - 1))], 5),
+    }  # fmt: skip
+
+
+#: What this process holds, and by how much it may have grown.
+_HELD = {"processes": 0, "descriptors": 2, "threads": 0, "rss_mb": 60}
+
+
+def _held(me: psutil.Process) -> dict[str, int]:
+    return {
+        "processes": len(me.children(recursive=True)),
+        "descriptors": me.num_fds(),
+        "threads": me.num_threads(),
+        "rss_mb": round(me.memory_info().rss / 2**20),
+    }
+
+
+def _tune(
+    problem: Problem, device: Any, database: Database, replay: ReplayDevice, cache: Path,
+    chance: random.Random, end: str,
+) -> TuneResult | str:  # fmt: skip
+    """One tuning: what it found, or in a few words how it ended."""
+    after = chance.randint(1, 60)
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal after
+        after -= 1
+        if end == "ctrl-c" and after == 0:
+            raise KeyboardInterrupt
+
+    with Tuner(device, database, cache=cache, workers=1, seed=chance.randrange(2**31)) as tuner:
+        tuner.pool.close()
+        tuner.pool = CompilePool(ArtifactStore(cache), workers=1, families_module="benchmarks.endurance")
+        lost_after = after if end == "lost worker" else 0
+        tuner._measurer = Faulty(replay, chance, chance.choice((0.0, 0.05, 0.3)), lost_after)
+        with tuner.pool:
+            try:
+                result = tuner.tune(
+                    problem, budget_seconds=0.2 if end == "budget" else None, on_progress=on_progress
+                )
+            except TunegemmError as error:
+                return f"{type(error).__name__}: {str(error).splitlines()[0]}"[:100]
+    if result.interrupted:
+        return "interrupted"
+    return result
+
+
+def faults(result: TuneResult, database: Database) -> Iterator[str]:
+    """What is wrong with a tuning that ended."""
+    sound = [o for o in result.outcomes if isinstance(o, Measurement) and speed(o) is not None]
+    record = next(iter(database.records()), None)
+    if result.best is None:
+        if not result.note:
+            yield "it found nothing, and does not say why"
+        return
+    best = max((one.ratio for one in sound), default=0.0)
+    if result.best.ratio < (1 - _TIE) * best:
+        yield f"the winner has {result.best.ratio:.4f}, {best:.4f} was measured"
+    if result.best.ratio < 1 and not is_torch(result.best.candidate):
+        yield f"the winner is slower than torch.mm: {result.best.ratio:.4f}"
+    if record is None or record.candidate != result.best.candidate:
+        yield f"the record is {record.label if record else 'none'}"
+
+
+def _regret(result: TuneResult, replay: ReplayDevice) -> float:
+    """How much faster the sweep's fastest is than the winner."""
+    sweep = replay.sweep(result.problem)
+    known = [one.ratio for one in sweep.outcomes.values() if isinstance(one, Measurement)]
+    return max(known) / result.best.ratio - 1 if result.best else 1.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
