@@ -134,6 +134,9 @@ def test_a_time_is_told_by_its_own_option() -> None:
     [
         (("--devices", "0,1,0"), "--devices '0,1,0': names GPU 0 twice; name each once"),
         (("--devices", "0;1"), "--devices '0;1': not numbers of GPUs; give all, or such as 0,1"),
+        (("--devices", "9" * 5000), "not numbers of GPUs; give all"),
+        (("--device", "cuda:" + "9" * 5000), "use cuda:N with a number"),
+        (("--ray", "h:" + "9" * 5000), "not HOST:PORT"),
         (("--devices", ""), "--devices '': not numbers of GPUs; give all, or such as 0,1"),
         (("--devices", "0,1", "--ray"), "--devices and --ray: give one of them"),
         (("--device", "cuda:0", "--devices", "all"), "--device and --devices: give one of them"),

@@ -22,6 +22,7 @@ from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
+from tunegemm.serve.policies import Policy, parse_policy
 
 
 class Own(torch.Tensor):
@@ -157,6 +158,7 @@ def test_a_gate_in_the_place_of_an_activation_names_gated_linear(name):
 def test_values_of_public_classes():
     assert tunegemm.Problem(np.int64(64), 64, 64) == tunegemm.Problem(64, 64, 64)
     assert type(tunegemm.Problem(np.int64(64), 64, 64).m) is int
+    assert Policy(max_sms=np.int64(5)) == Policy(max_sms=5)
     steps = tunegemm.Epilogue.parse("relu")
     assert tunegemm.Problem(8, 8, 8, epilogue=steps).epilogue == "relu"  # type: ignore[arg-type]
     for call, said in (
@@ -181,9 +183,26 @@ def test_values_of_public_classes():
         (lambda: tunegemm.policy(np.ones(2)), "is not known; use one of fastest"),
         (lambda: tunegemm.tune("8x8x8", device=5), "device 5: give a tunegemm.Device, or text"),
         (lambda: tunegemm.tune("8x8x8", device="model:h200", effort=np.ones(2)), "effort .* is not known"),
+        (lambda: tunegemm.tune("8x8x8", device="model:h200", database="t.sqlite"), "give a Database"),
+        (lambda: tunegemm.tune("8x8x8", device="cuda:" + "9" * 5000), "use cuda:N with a number"),
+        (lambda: tunegemm.tune("8x8x8", device="cuda:\N{SUPERSCRIPT TWO}"), "use cuda:N with a number"),
+        (lambda: parse_policy("fastest,max_sms=\N{SUPERSCRIPT TWO}"), "is not max_sms=NUMBER"),
+        (lambda: parse_policy("fastest,max_sms=" + "9" * 5000), "is not max_sms=NUMBER"),
     ):
         with pytest.raises(TunegemmError, match=said):
             call()
+
+
+@pytest.mark.parametrize(
+    "place", [":memory:", "file:t.sqlite?mode=memory", "sqlite://", "sqlite:///:memory:"]
+)
+def test_a_database_in_memory_is_refused(place, tmp_path, monkeypatch):
+    """And is no file of that name."""
+    monkeypatch.chdir(tmp_path)
+    for read_only in (False, True):
+        with pytest.raises(TunegemmError, match="give a path"):
+            tunegemm.Database.open(place, read_only=read_only)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("place", [5, b"x", [], "a\0b", "\ud800"])

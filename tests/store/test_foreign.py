@@ -302,8 +302,10 @@ DAMAGED = [
     ("measurements", "registers", "-1", "registers -1 is not a whole number"),
     ("measurements", "compile_seconds", "9e999", "compile_seconds inf is not a number"),
     ("measurements", "warnings", "'7'", "warnings: 7 is not a list"),
-    ("candidates", "json", "'{'", "its candidate null is not an object"),
-    ("candidates", "json", "x'ff'", "its candidate null is not an object"),
+    ("candidates", "json", "'{'", "not a stored candidate"),
+    ("candidates", "json", "x'ff'", "not a stored candidate"),
+    ("candidates", "json", "replace(json, '128', '256')", "holds the parameters of"),
+    ("fingerprints", "driver", "'999.9'", "holds the facts of"),
     ("candidates", "label", "char(27) || '[31m'", "label '\\x1b[31m' is not a line"),
     ("problems", "m", "'many'", "m 'many' is not a whole number"),
     ("problems", "epilogue", "'nonsense('", "nonsense("),
@@ -368,6 +370,16 @@ class TestPacks:
         assert named in stderr and stderr.count("\n") == 1
         assert packs.installed() == [] and "none: see `tunegemm load`" in run("db", "layers")[0]
 
+    def test_a_pack_without_records(self, tmp_path: Path) -> None:
+        content = tmp_path / "content"
+        (content / "records").mkdir(parents=True)
+        (content / "records" / "a.json").write_text(
+            json.dumps({"format": "tunegemm-records/1", "fingerprints": {}, "records": []})
+        )
+        packs.write(content, tmp_path / "a.pack", toolchain={}, fingerprints=[])
+        stderr = run("load", tmp_path / "a.pack", code=2)[1]
+        assert "it holds no record; the pack is not used" in stderr and packs.installed() == []
+
     def test_a_pack_that_turns_out_bad(self, source: Path, tmp_path: Path) -> None:
         file = self.make(source, tmp_path, lambda record: None)
         pack = packs.install(file)
@@ -378,6 +390,7 @@ class TestPacks:
         _, warnings = read_records()
         (warning,) = warnings
         assert str(pack.folder) in warning and "the pack is not used" in warning
+        assert f"`tunegemm unload {pack.name}`" in warning
         stdout, stderr = run("db", "layers")
         assert "pack          0 records  none" in stdout and stderr.count(str(pack.folder)) == 1
         run("explain", "--shape", "64x64x64", "--device", "model:h200")

@@ -73,9 +73,8 @@ def export_command(
             first = next(rows, None)
             if first is None:
                 _name_skipped(skipped)
-                raise UsageError(
-                    f"{database.name}: nothing of that kind to export; see `tunegemm leaderboard`"
-                )
+                kind = " of that kind" if shapes else ""
+                raise UsageError(f"{database.name}: nothing{kind} to export; see `tunegemm leaderboard`")
             write(chain([first], rows), out, chosen)
             paths = [out]
     _name_skipped(skipped)

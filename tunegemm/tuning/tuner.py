@@ -268,8 +268,11 @@ def tune(
     are those of `Tuner.tune`.
     """
     from tunegemm.store import Database
+    from tunegemm.store.rows import require
 
     checked_seconds(budget_seconds)  # before anything is opened
+    if database is not None:
+        require(database, Database, "database")
     if not isinstance(problem, Problem):
         problem = Problem.parse(problem)
     if not isinstance(device, Device):
