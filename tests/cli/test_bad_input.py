@@ -257,8 +257,39 @@ class TestSpaceFile:
         path.write_text('family = "mine"\n[compile]\n[launch]\n')
         assert "kernel family 'mine' is not known" in refused("space", *SHAPE, "--space-file", path)
 
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("a = " + "[" * 5000 + "]" * 5000, "not TOML"),
+            ("a = " + "9" * 5000, "not TOML"),
+            ("\0", "not TOML"),
+            ("family = 5\n[compile]\n[launch]", "family 5 is not a name"),
+            ("family = 'x'\ncompile = 5\nlaunch = 6", "'compile' must be a table of lists, not 5"),
+            ("family = 'x'\n[compile]\na = [nan]\n[launch]", "give a non-empty list of distinct"),
+            ("family = 'x'\n[compile]\na = []\n[launch]", "give a non-empty list of distinct"),
+            (
+                "family = 'x'\n[launch]\n[compile]\n"
+                + "".join(f"p{i} = {[*range(100)]}\n" for i in range(9)),
+                "more than 10,000,000 kernels",
+            ),
+        ],
+    )
+    def test_what_is_no_space(self, tmp_path: Path, text: str, named: str) -> None:
+        line = self.refused(tmp_path, text)
+        assert named in line and len(line) < 500
+
+    def test_other_bytes_and_other_files(self, tmp_path: Path) -> None:
+        path = tmp_path / "space.toml"
+        path.write_bytes(b"\xff\xfe")
+        assert "not UTF-8 text" in refused("space", *SHAPE, "--space-file", path)
+        path.unlink()
+        os.mkfifo(path)
+        assert "a named pipe, not a file" in refused("space", *SHAPE, "--space-file", path)
+
     def test_absent(self, tmp_path: Path) -> None:
-        assert "no such search-space file" in refused("space", *SHAPE, "--space-file", tmp_path / "no.toml")
+        assert "No such file or directory; give" in refused(
+            "space", *SHAPE, "--space-file", tmp_path / "no.toml"
+        )
 
     def test_no_toml(self, tmp_path: Path) -> None:
         assert "a search space is a .toml file" in refused(

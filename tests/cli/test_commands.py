@@ -292,11 +292,13 @@ class TestDoctor:
         monkeypatch.setenv("TUNEGEMM_ONLINE_BUDGET", "abc")
         monkeypatch.setenv("TUNEGEMM_CACHEDIR", "/tmp")
         monkeypatch.setenv("TUNEGEMM_RECORD", "/proc/none/shapes.json")
+        monkeypatch.setenv("TUNEGEMM_WORKERS", "8")
         found = check("dispatch")
         assert found.status == "note"
         for said in (
             "TUNEGEMM_ONLINE_BUDGET='abc'",
             "did you mean TUNEGEMM_CACHE_DIR?",
+            "TUNEGEMM_WORKERS is not known; known are TUNEGEMM_CACHE_DIR, TUNEGEMM_DB",
             "TUNEGEMM_RECORD is not",
         ):
             assert said in found.detail

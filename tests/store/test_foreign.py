@@ -464,6 +464,15 @@ class TestOut:
         stderr = run("db", "export", "--db", source, "--out", out, "--format", "json", code=2)[1]
         assert named in stderr and stderr.count("\n") == 1
 
+    @pytest.mark.parametrize(
+        "command", ["report", "leaderboard", "db export --format csv", "pack --no-compile"]
+    )
+    def test_no_command_writes_over_the_database_that_it_reads(self, source: Path, command: str) -> None:
+        stderr = run(*command.split(), "--db", source, "--out", source, code=2)[1]
+        assert f"{source}: a database, which nothing is written over" in stderr
+        with Database.open(source, read_only=True) as database:
+            assert database.records()
+
     def test_records_into_a_file(self, source: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         for folder, named in (
