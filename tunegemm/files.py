@@ -90,6 +90,18 @@ def make_folder(path: Path, error: type[TunegemmError] = FileError) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def check_target(path: Path, error: type[TunegemmError] = FileError) -> None:
+    """Raises `error` for a folder, and for a SQLite database: it may be the one that is read."""
+    with _explained(path, error, "choose another --out"):
+        old = _status(path)
+        if old is None or descriptor(path) is not None:
+            return
+        if stat.S_ISDIR(old.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if _is_database(path, old):
+            raise error(f"{path}: a database, which nothing is written over; choose another --out")
+
+
 @contextmanager
 def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Path]:
     """A path to write to, of the same suffix; what is written takes the place of `path` at the end.
@@ -97,14 +109,11 @@ def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Pa
     If an exception passes, `path` is what it was. A regular file is replaced atomically and keeps its owner
     and mode; a link stays, and what it names is replaced. A pipe, a device, an open descriptor such as
     ``/dev/stdout``, and a file in a folder that takes no other, get the content when it is complete.
-    A SQLite database is never replaced: it may be the one that is read. Raises `error`.
+    Raises `error`, as `check_target` does before anything is computed.
     """
     with _explained(path, error, "choose another --out"):
         number, old = descriptor(path), _status(path)
-        if number is None and old is not None and stat.S_ISDIR(old.st_mode):  # now, not when all is computed
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if number is None and old is not None and _is_database(path, old):
-            raise error(f"{path}: a database, which nothing is written over; choose another --out")
+        check_target(path, error)  # now, not when all is computed
         target = path if number is not None or (old and kind(old.st_mode)) else path.resolve()
         if target is path and not path.is_absolute():
             target = Path.cwd() / path  # the working directory may change meanwhile

@@ -444,6 +444,10 @@ class TestDatabaseUpgrade:
         assert "up to date" in here("db", "upgrade", str(old)).stdout
         here("leaderboard", "--db", str(old))
 
+    def test_the_cause_is_the_true_one(self, tmp_path: Path) -> None:
+        for place, named in ((tmp_path, "a folder"), (Path("/dev/null"), "a device")):
+            assert f"{place}: {named}, not a database file" in here("db", "upgrade", place, code=2).stderr
+
     def test_a_missing_database_is_not_made(self, tmp_path: Path) -> None:
         missing = tmp_path / "none.sqlite"
         assert str(missing) in here("db", "upgrade", str(missing), code=2).stderr

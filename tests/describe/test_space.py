@@ -117,9 +117,9 @@ class TestSpace:
             ("family =", "famly =", r"unknown key 'famly'; did you mean 'family'\?"),
             ("tile_m = [64, 128, 256]\n", "", r"\[compile\] key 'tile_m' is missing"),
             ("[launch]\nswizzle_size = [1, 4]\n", "", "key 'launch' is missing"),
-            ("[1, 4]", "[]", r"\[launch\] swizzle_size = \[\]: a non-empty list of distinct"),
+            ("[1, 4]", "[]", r"\[launch\] swizzle_size = \[\]: give a non-empty list of distinct"),
             ("[1, 4]", "[1, 1]", r"swizzle_size = \[1, 1\]"),
-            ("[1, 4]", "4", "swizzle_size = 4: a non-empty list"),
+            ("[1, 4]", "4", "swizzle_size = 4: give a non-empty list"),
             ("[1, 4]", "[1, 2.5]", r"swizzle_size = \[1, 2.5\]"),
             ("[1, 4]", "[[1], 4]", r"swizzle_size = \[\[1\], 4\]"),
             ("[1, 4]", '"14"', "swizzle_size = '14'"),
@@ -146,5 +146,5 @@ class TestSpace:
         with pytest.raises(SpaceError, match="Is a directory"):
             SearchSpace.load(tmp_path / "folder.toml")
         (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-        with pytest.raises(SpaceError, match="not TOML"):
+        with pytest.raises(SpaceError, match="not UTF-8 text"):
             SearchSpace.load(tmp_path / "binary.toml")

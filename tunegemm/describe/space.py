@@ -148,8 +148,8 @@ class SearchSpace:
             raise SpaceError(f"{path}: family {shown(data['family'])} is not a name; see `tunegemm space`")
         space = cls(data["family"], tables["compile"], tables["launch"], path)
         if space.compile_size > _MOST_KERNELS or space.launch_size > _MOST_LAUNCHES:
-            raise SpaceError(f"{path}: more than {_MOST_KERNELS:,} kernels, or {_MOST_LAUNCHES:,} launches of "
-                             "each; give shorter lists")  # fmt: skip
+            most = f"{_MOST_KERNELS:,} kernels, or {_MOST_LAUNCHES:,} launches of each"
+            raise SpaceError(f"{path}: more than {most}; give shorter lists")
         return space
 
     @property

@@ -227,10 +227,8 @@ def _environment() -> Check:
         if name.startswith("TUNEGEMM_") and name not in _VARIABLES:
             words = [known.removeprefix("TUNEGEMM_") for known in _VARIABLES]
             near = difflib.get_close_matches(name.removeprefix("TUNEGEMM_"), words, 1)
-            hint = (
-                f"; did you mean TUNEGEMM_{near[0]}?" if near else f"; known are {', '.join(_VARIABLES[:-1])}"
-            )
-            warnings.append(f"{name} is not known{hint}")
+            hint = f"did you mean TUNEGEMM_{near[0]}?" if near else f"known are {', '.join(_VARIABLES[:-1])}"
+            warnings.append(f"{name} is not known; {hint}")
     if warnings:
         return Check("dispatch", "note", "; ".join(warnings), "these have no effect: correct or unset them")
     return Check("dispatch", "ok", f"mode {mode}, policy {policy}")

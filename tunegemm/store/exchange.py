@@ -16,9 +16,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from sqlalchemy import Select, select
+from sqlalchemy import URL, Select, select
 from sqlalchemy.orm import Session
 
 from tunegemm.describe.device import Fingerprint
@@ -230,7 +231,7 @@ def merge(sources: Sequence[str], into: str) -> Report:
         total = Report()
         with Database.open(into) as target:
             for source in opened:
-                if source.location == target.location:
+                if _same(source.location, target.location):
                     raise DatabaseError(f"{target.name}: cannot be merged into itself; name another --into")
                 report = load(target, dump(source), origin=source.name)
                 total.added, total.known = total.added + report.added, total.known + report.known
@@ -240,6 +241,11 @@ def merge(sources: Sequence[str], into: str) -> Report:
     finally:
         for database in opened:
             database.close()
+
+
+def _same(one: Path | URL, other: Path | URL) -> bool:
+    """Whether two names are of one database: the files may be links to each other."""
+    return one == other or (isinstance(one, Path) and isinstance(other, Path) and one.samefile(other))
 
 
 @dataclass(frozen=True)
