@@ -97,6 +97,7 @@ def test_arguments_of_tune(arguments: tuple[str, ...], named: str) -> None:
         ("cute_sm90,swap_ab=maybe", "swap_ab=maybe; use true or false"),
         ("gluon_wgmma,tile_m=0", "gluon_wgmma: tile_m=0; use a whole number from 1 to 2147483647"),
         ("cute_sm90,tile_m=x", "tile_m=x; use a whole number from 1"),
+        ("cute_sm90,tile_m=64,tile_m=128", "gives a parameter twice; give each once"),
         ("cute_sm90,stages=-1", "stages=-1; use a whole number from 1"),
         ("cute_sm90,swizzle_size=0", "swizzle_size=0; use a whole number from 1"),
         ("cute_sm90,cluster_m=true", "cluster_m=true; use a whole number from 1"),
@@ -178,6 +179,18 @@ def test_formats_of_exports(tmp_path: Path) -> None:
 def test_a_pack_that_cannot_be_written_is_refused_before_it_is_made(tmp_path: Path, out: str) -> None:
     line = refused("pack", "--out", tmp_path / out)  # which else compiles a hundred kernels first
     assert "Is a directory; name a file in it" in line or "No such file or directory" in line
+
+
+def test_devices_without_a_name() -> None:
+    """As of a variable of the shell that is not set."""
+    for command in (("space", *SHAPE), ("explain", *SHAPE), ("tune", *SHAPE), ("verify",)):
+        assert "device '' is not known; use cuda:N" in refused(*command, "--device", "")
+
+
+@pytest.mark.parametrize("digest", ["", "zz", "9" * 5000])
+def test_a_hash_that_is_none(tmp_path: Path, digest: str) -> None:
+    (tmp_path / "x").touch()
+    assert "give its 64 hexadecimal digits" in refused("load", tmp_path / "x", "--sha256", digest)
 
 
 def test_no_such_command() -> None:

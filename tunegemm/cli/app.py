@@ -73,7 +73,7 @@ def _usage(error: Any) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    options.say(f"tunegemm: {' '.join(message.split())}", err=True)
+    options.say(f"tunegemm: {TunegemmError(' '.join(message.split()))}", err=True)
     sys.exit(BAD_INPUT)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -148,7 +149,7 @@ def upgrade_command(
 
     for location in databases:
         place = resolve(location)
-        if isinstance(place, Path) and not place.exists():
+        if isinstance(place, Path) and not os.path.lexists(place):
             raise DatabaseError(f"{place}: no such file; name a database that is there")
         with Database.open(location) as database:
             options.say(f"{display(database.location)}: up to date")

@@ -159,7 +159,7 @@ def open_analysed(spec: str | None) -> Device:
     from tunegemm.describe.device import cuda_device_count, find_device
     from tunegemm.tuning.tuner import open_device
 
-    return open_device(spec) if spec or cuda_device_count() else find_device("model:h200")
+    return open_device(spec) if spec is not None or cuda_device_count() else find_device("model:h200")
 
 
 def require_memory(device: Device, problems: Iterable[Problem]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
 from tunegemm.errors import PackError
 from tunegemm.files import descriptor, replacing
+from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
     from tunegemm.store.packs import Pack
@@ -86,6 +88,8 @@ def load_command(
     """Verify packs and serve from them, read-only, until `tunegemm unload`. Nothing is compiled."""
     if sha256 is not None and len(files) > 1:
         raise UsageError("--sha256 is of one file; load the others apart")
+    if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
+        raise UsageError(f"--sha256 {shown(sha256)}: give its 64 hexadecimal digits")
     from tunegemm.store import packs
 
     for file in files:

@@ -296,7 +296,7 @@ def open_device(spec: str | None = None) -> Device:
 
 def open_gpu(spec: str | None = None) -> Device:
     """The GPU of a name, by default the first, for what is nothing without measuring. Raises DeviceError."""
-    spec = spec or "cuda:0"
+    spec = "cuda:0" if spec is None else spec
     if spec.partition(":")[0] in ("replay", "model"):
         raise DeviceError(f"device {spec!r} measures nothing, and this needs measurements; use cuda:N")
     if spec.partition(":")[0] == "cuda" and not cuda_device_count():
