@@ -71,8 +71,8 @@ def whole(value: Any, name: str, least: int = 0, most: int = LARGEST_INT) -> int
 
 
 def digits(text: str) -> int | None:
-    """The number that 1 to 9 ASCII digits write, as in names of devices and in options; else None."""
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+    """The number that 1 to 18 ASCII digits write, as in names of devices and in options; else None."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def number(value: Any, name: str, least: float, most: float) -> float:

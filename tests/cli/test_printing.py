@@ -21,7 +21,7 @@ from tests.cli.test_damage import COMMANDS, FORBIDDEN
 from tests.support.recorded import SHAPES, fill
 from tunegemm.cli import app, options
 from tunegemm.describe.command import command_line, tune_command
-from tunegemm.describe.device import find_device
+from tunegemm.describe.device import Fingerprint, find_device
 from tunegemm.describe.epilogue import ACTIVATIONS, GATED
 from tunegemm.describe.problem import ACCUMULATIONS, LAYOUTS, OUTPUT_DTYPES, Problem
 from tunegemm.describe.space import Candidate
@@ -40,6 +40,11 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = fill(tmp_path_factory.mktemp("db") / "tuning.sqlite", each=12)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE fingerprints SET device_name = ?", (NAME,))
+        names = [field.name for field in dataclasses.fields(Fingerprint)]
+        for key, *facts in connection.execute(f"SELECT id, {', '.join(names)} FROM fingerprints").fetchall():
+            # Else its rows are damaged, and nothing is printed of them.
+            digest = Fingerprint(*facts).digest
+            connection.execute("UPDATE fingerprints SET digest = ? WHERE id = ?", (digest, key))
         connection.execute("UPDATE candidates SET label = ?", (NAME,))
         connection.execute("UPDATE failures SET reason = ?", (NAME,))
         connection.execute("UPDATE measurements SET origin = ?", (NAME,))
@@ -54,6 +59,8 @@ def test_every_command_prints_it_as_text(command: str, database: Path, tmp_path:
     result = CliRunner().invoke(app, words)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert not FORBIDDEN.search(result.stdout + result.stderr), result.stdout + result.stderr
+    if words[0] in ("report", "leaderboard") and "h200" not in words:
+        assert result.exit_code == 0, result.stderr
     if words[-1] == "md":
         assert not re.search(r"(?<!\\)<script>alert", result.stdout)
     if "json" in words and result.exit_code == 0 and "--out" not in words:

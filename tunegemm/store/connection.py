@@ -70,7 +70,7 @@ def resolve(location: str | Path | None) -> Path | URL:
             raise ValueError(reason)
         return Path(location).expanduser().absolute()
     except (ValueError, RuntimeError, OSError) as error:  # of NUL, of ~nobody, of a deleted working directory
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise DatabaseError(
             f"database {str(location)!r}: {reason}; give the full path of a file that is or can be there"
         ) from None
