@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,12 @@ from tests.support.fusing import Recorded
 from tests.support.serving import BF16, Kernel, operands, serve_with
 from tunegemm.describe.device import find_device
 from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
 from tunegemm.serve.policies import Policy, parse_policy
+from tunegemm.store.exchange import dump, sound
 
 
 class Own(torch.Tensor):
@@ -224,6 +227,41 @@ def test_arguments_of_a_database_of_other_types(tmp_path):
         ):
             with pytest.raises(TunegemmError, match=said):
                 call()
+
+
+def test_a_database_takes_only_what_it_can_give_back(tmp_path):
+    """What `publish` lets in, an export writes and an import takes."""
+    problem, device = tunegemm.Problem(64, 64, 64), replace(find_device("model:h200"), spec="cuda:0")
+    kernel = tunegemm.Candidate.make("cute_sm90", {"tile_m": 64})
+    good = Measurement(kernel, (5.0,) * 4, (6.0,) * 4, 0.0, 0.0)
+    with tunegemm.Database.open(tmp_path / "t.sqlite") as database:
+        for outcome, options, said in (
+            (replace(good, samples_us=(1e-9,) * 4), {}, "positive times, from 0.001"),
+            (replace(good, samples_us=(1e308,) * 4), {}, "positive times"),
+            (replace(good, samples_us=("a",) * 4), {}, "positive times"),
+            (replace(good, noise=None), {}, "not finite"),
+            (replace(good, evidence=[1]), {}, "evidence a list: .* give a Mapping"),
+            (replace(good, candidate=None), {}, "give a Candidate"),
+            (good, {"policy": "zz"}, "policy 'zz' is not known; use one of screen"),
+            (good, {"policy": []}, "policy a list is not known"),
+            (good, {"label": 5}, "label 5: .* give a str"),
+            (good, {"resources": 5}, "give a Resources"),
+            (Failure(kernel, "lost", "x"), {}, "stage 'lost': use one of"),
+        ):
+            with pytest.raises(TunegemmError, match=said):
+                database.publish(problem, device, outcome, **options)
+        database.publish(
+            problem, device, replace(good, evidence={"x": "a\n\ud800", 1: object()}), label="\ud800\x1b" * 200
+        )
+        database.publish(problem, device, Failure(kernel, "crash", "a\0b\n\ud800"))
+        skipped = []
+        assert len([row for row in sound(dump(database), skipped) if row["kind"] != "choice"]) == 2
+        assert skipped == []
+    for values in ({"a": [1]}, {"a": 1.5}, {"a": None}, {5: 5}):
+        with pytest.raises(TunegemmError, match="a parameter is a whole number, a text or a boolean"):
+            tunegemm.Candidate.make("cute_sm90", values)
+    with pytest.raises(TunegemmError, match="not a stored candidate"):
+        tunegemm.Candidate.from_json("[" * 100_000)
 
 
 def test_a_message_is_one_line_whatever_it_names():

@@ -51,6 +51,13 @@ class Candidate:
                 raise SpaceError(
                     f"{value!r:.40}: a candidate is made of a family's name and mappings of values"
                 )
+        for table in (compile_params, launch_params or {}):
+            for name, parameter in table.items():
+                if not isinstance(name, str) or not isinstance(parameter, int | str):
+                    raise SpaceError(
+                        f"{shown(name)}={shown(parameter)}: "
+                        "a parameter is a whole number, a text or a boolean"
+                    )
         return cls(
             family, tuple(sorted(compile_params.items())), tuple(sorted((launch_params or {}).items()))
         )
@@ -87,8 +94,9 @@ class Candidate:
         try:
             data = json.loads(text)
             return cls.make(data["family"], data["compile"], data["launch"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SpaceError(f"not a stored candidate: {shown(text)} ({error})") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = printable(str(error), 100)
+            raise SpaceError(f"not a stored candidate: {shown(text)} ({reason})") from None
 
     @cached_property
     def digest(self) -> str:
