@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from tests.cli.test_damage import COMMANDS, FORBIDDEN
 from tests.support.recorded import SHAPES, fill
 from tunegemm.cli import app, options
+from tunegemm.cli.tune import usage_line
 from tunegemm.describe.command import command_line, tune_command
 from tunegemm.describe.device import Fingerprint, find_device
 from tunegemm.describe.epilogue import ACTIVATIONS, GATED
@@ -29,6 +30,7 @@ from tunegemm.errors import ProblemError
 from tunegemm.measure.outcome import Measurement
 from tunegemm.report.text import clean, markdown, to_json
 from tunegemm.store import Database
+from tunegemm.tuning.progress import TuneResult
 
 #: What a terminal, Rich, HTML, Markdown, SVG, matplotlib and a table each take for something else.
 NAME = "H [/b] \x1b[31m $\\foo_{ <script>alert(1)</script> | two\nlines \u202eback\u200f \x9b31m `code` &amp;"
@@ -151,6 +153,17 @@ def parsed(line: str) -> list[Problem]:
 @given(problems())
 def test_a_printed_command_tunes_the_very_problem(problem: Problem) -> None:
     assert parsed(tune_command(problem)) == [problem]
+
+
+def test_a_tuning_without_a_gpu_ends_with_the_command_of_its_own_problem() -> None:
+    problem = Problem.parse("64x64x64", dtype="fp8_e4m3", layout="nt", alignment=8)
+    problem = dataclasses.replace(problem, epilogue="bias_n+relu", accumulation="two_level")
+    candidate = Candidate.make("cute_sm90", {"tile_m": 64})
+    best = Measurement(candidate, (9.0,) * 8, (10.0,) * 8, 0.0, 0.0)
+    for source in ("replayed", "modelled"):
+        result = TuneResult(problem, find_device("model:h200"), source, best, (best,), (), {}, 1.0, 1)
+        line = usage_line(result, "")
+        assert parsed(line[line.index("tunegemm tune") : line.index(" measures and")]) == [problem]
 
 
 def test_what_no_option_names_is_a_call() -> None:
