@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tunegemm import files
+from tunegemm.errors import TunegemmError
 from tunegemm.files import replacing
+from tunegemm.store import Database
 
 
 def test_the_new_text_takes_the_place_of_the_old(tmp_path: Path) -> None:
@@ -33,6 +35,18 @@ def test_an_exception_leaves_what_was_there(tmp_path: Path) -> None:
         part.write_text("half of the n")
         raise KeyboardInterrupt
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_a_database_is_not_written_over(tmp_path: Path) -> None:
+    """`--db x --out x` would end the database that is read."""
+    target, link = tmp_path / "tuning.sqlite", tmp_path / "link"
+    Database.open(target).close()
+    link.symlink_to(target)
+    before = target.read_bytes()
+    for path in (target, link):
+        with pytest.raises(TunegemmError, match="a database, which nothing is written over; choose another"):
+            files.write_text(path, "new")
+    assert target.read_bytes() == before
 
 
 def test_a_pipe_is_written_to_as_it_is(tmp_path: Path) -> None:

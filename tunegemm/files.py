@@ -90,6 +90,18 @@ def make_folder(path: Path, error: type[TunegemmError] = FileError) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def check_target(path: Path, error: type[TunegemmError] = FileError) -> None:
+    """Raises `error` for a folder, and for a SQLite database: it may be the one that is read."""
+    with _explained(path, error, "choose another --out"):
+        old = _status(path)
+        if old is None or descriptor(path) is not None:
+            return
+        if stat.S_ISDIR(old.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if _is_database(path, old):
+            raise error(f"{path}: a database, which nothing is written over; choose another --out")
+
+
 @contextmanager
 def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Path]:
     """A path to write to, of the same suffix; what is written takes the place of `path` at the end.
@@ -97,12 +109,11 @@ def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Pa
     If an exception passes, `path` is what it was. A regular file is replaced atomically and keeps its owner
     and mode; a link stays, and what it names is replaced. A pipe, a device, an open descriptor such as
     ``/dev/stdout``, and a file in a folder that takes no other, get the content when it is complete.
-    Raises `error`.
+    Raises `error`, as `check_target` does before anything is computed.
     """
     with _explained(path, error, "choose another --out"):
         number, old = descriptor(path), _status(path)
-        if number is None and old is not None and stat.S_ISDIR(old.st_mode):  # now, not when all is computed
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        check_target(path, error)  # now, not when all is computed
         target = path if number is not None or (old and kind(old.st_mode)) else path.resolve()
         if target is path and not path.is_absolute():
             target = Path.cwd() / path  # the working directory may change meanwhile
@@ -125,6 +136,16 @@ def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Pa
             yield part
             with part.open("rb") as source, os.fdopen(_writable(target, number), "wb") as stream:
                 shutil.copyfileobj(source, stream)
+
+
+def _is_database(path: Path, status: os.stat_result) -> bool:
+    if kind(status.st_mode):  # opening a pipe would wait, or take from it
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(16) == b"SQLite format 3\0"
+    except PermissionError:  # what may not be read may still be written
+        return False
 
 
 def _create(part: Path, old: os.stat_result | None) -> None:

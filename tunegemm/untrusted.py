@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -69,6 +70,11 @@ def whole(value: Any, name: str, least: int = 0, most: int = LARGEST_INT) -> int
     return value
 
 
+def digits(text: str) -> int | None:
+    """The number that 1 to 18 ASCII digits write, as in names of devices and in options; else None."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
 def number(value: Any, name: str, least: float, most: float) -> float:
     """A finite number."""
     if type(value) not in (int, float) or not least <= value <= most or not math.isfinite(value):
@@ -85,9 +91,10 @@ def line(value: Any, name: str, longest: int = _LONGEST_LINE) -> str:
 
 def listed(value: Any, name: str, longest: int = _LONGEST_LIST) -> list[Any]:
     """A list."""
-    if not isinstance(value, list) or len(value) > longest:
-        found = f"{len(value)} entries are" if isinstance(value, list) else f"{shown(value)} is"
-        raise BadValueError(f"{name}: {found} not a list of at most {longest}")
+    if not isinstance(value, list):
+        raise BadValueError(f"{name}: {shown(value)} is not a list")
+    if len(value) > longest:
+        raise BadValueError(f"{name}: {len(value)} entries, more than {longest}")
     return value
 
 

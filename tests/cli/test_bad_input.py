@@ -97,6 +97,7 @@ def test_arguments_of_tune(arguments: tuple[str, ...], named: str) -> None:
         ("cute_sm90,swap_ab=maybe", "swap_ab=maybe; use true or false"),
         ("gluon_wgmma,tile_m=0", "gluon_wgmma: tile_m=0; use a whole number from 1 to 2147483647"),
         ("cute_sm90,tile_m=x", "tile_m=x; use a whole number from 1"),
+        ("cute_sm90,tile_m=64,tile_m=128", "gives a parameter twice; give each once"),
         ("cute_sm90,stages=-1", "stages=-1; use a whole number from 1"),
         ("cute_sm90,swizzle_size=0", "swizzle_size=0; use a whole number from 1"),
         ("cute_sm90,cluster_m=true", "cluster_m=true; use a whole number from 1"),
@@ -134,6 +135,9 @@ def test_a_time_is_told_by_its_own_option() -> None:
     [
         (("--devices", "0,1,0"), "--devices '0,1,0': names GPU 0 twice; name each once"),
         (("--devices", "0;1"), "--devices '0;1': not numbers of GPUs; give all, or such as 0,1"),
+        (("--devices", "9" * 5000), "not numbers of GPUs; give all"),
+        (("--device", "cuda:" + "9" * 5000), "use cuda:N with a number"),
+        (("--ray", "h:" + "9" * 5000), "not HOST:PORT"),
         (("--devices", ""), "--devices '': not numbers of GPUs; give all, or such as 0,1"),
         (("--devices", "0,1", "--ray"), "--devices and --ray: give one of them"),
         (("--device", "cuda:0", "--devices", "all"), "--device and --devices: give one of them"),
@@ -175,6 +179,18 @@ def test_formats_of_exports(tmp_path: Path) -> None:
 def test_a_pack_that_cannot_be_written_is_refused_before_it_is_made(tmp_path: Path, out: str) -> None:
     line = refused("pack", "--out", tmp_path / out)  # which else compiles a hundred kernels first
     assert "Is a directory; name a file in it" in line or "No such file or directory" in line
+
+
+def test_devices_without_a_name() -> None:
+    """As of a variable of the shell that is not set."""
+    for command in (("space", *SHAPE), ("explain", *SHAPE), ("tune", *SHAPE), ("verify",)):
+        assert "device '' is not known; use cuda:N" in refused(*command, "--device", "")
+
+
+@pytest.mark.parametrize("digest", ["", "zz", "9" * 5000])
+def test_a_hash_that_is_none(tmp_path: Path, digest: str) -> None:
+    (tmp_path / "x").touch()
+    assert "give its 64 hexadecimal digits" in refused("load", tmp_path / "x", "--sha256", digest)
 
 
 def test_no_such_command() -> None:
@@ -254,8 +270,39 @@ class TestSpaceFile:
         path.write_text('family = "mine"\n[compile]\n[launch]\n')
         assert "kernel family 'mine' is not known" in refused("space", *SHAPE, "--space-file", path)
 
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("a = " + "[" * 5000 + "]" * 5000, "not TOML"),
+            ("a = " + "9" * 5000, "not TOML"),
+            ("\0", "not TOML"),
+            ("family = 5\n[compile]\n[launch]", "family 5 is not a name"),
+            ("family = 'x'\ncompile = 5\nlaunch = 6", "'compile' must be a table of lists, not 5"),
+            ("family = 'x'\n[compile]\na = [nan]\n[launch]", "give a non-empty list of distinct"),
+            ("family = 'x'\n[compile]\na = []\n[launch]", "give a non-empty list of distinct"),
+            (
+                "family = 'x'\n[launch]\n[compile]\n"
+                + "".join(f"p{i} = {[*range(100)]}\n" for i in range(9)),
+                "more than 10,000,000 kernels",
+            ),
+        ],
+    )
+    def test_what_is_no_space(self, tmp_path: Path, text: str, named: str) -> None:
+        line = self.refused(tmp_path, text)
+        assert named in line and len(line) < 500
+
+    def test_other_bytes_and_other_files(self, tmp_path: Path) -> None:
+        path = tmp_path / "space.toml"
+        path.write_bytes(b"\xff\xfe")
+        assert "not UTF-8 text" in refused("space", *SHAPE, "--space-file", path)
+        path.unlink()
+        os.mkfifo(path)
+        assert "a named pipe, not a file" in refused("space", *SHAPE, "--space-file", path)
+
     def test_absent(self, tmp_path: Path) -> None:
-        assert "no such search-space file" in refused("space", *SHAPE, "--space-file", tmp_path / "no.toml")
+        assert "No such file or directory; give" in refused(
+            "space", *SHAPE, "--space-file", tmp_path / "no.toml"
+        )
 
     def test_no_toml(self, tmp_path: Path) -> None:
         assert "a search space is a .toml file" in refused(

@@ -292,11 +292,13 @@ class TestDoctor:
         monkeypatch.setenv("TUNEGEMM_ONLINE_BUDGET", "abc")
         monkeypatch.setenv("TUNEGEMM_CACHEDIR", "/tmp")
         monkeypatch.setenv("TUNEGEMM_RECORD", "/proc/none/shapes.json")
+        monkeypatch.setenv("TUNEGEMM_WORKERS", "8")
         found = check("dispatch")
         assert found.status == "note"
         for said in (
             "TUNEGEMM_ONLINE_BUDGET='abc'",
             "did you mean TUNEGEMM_CACHE_DIR?",
+            "TUNEGEMM_WORKERS is not known; known are TUNEGEMM_CACHE_DIR, TUNEGEMM_DB",
             "TUNEGEMM_RECORD is not",
         ):
             assert said in found.detail
@@ -441,6 +443,10 @@ class TestDatabaseUpgrade:
         assert "tunegemm db upgrade" in here("leaderboard", "--db", str(old), code=2).stderr
         assert "up to date" in here("db", "upgrade", str(old)).stdout
         here("leaderboard", "--db", str(old))
+
+    def test_the_cause_is_the_true_one(self, tmp_path: Path) -> None:
+        for place, named in ((tmp_path, "a folder"), (Path("/dev/null"), "a device")):
+            assert f"{place}: {named}, not a database file" in here("db", "upgrade", place, code=2).stderr
 
     def test_a_missing_database_is_not_made(self, tmp_path: Path) -> None:
         missing = tmp_path / "none.sqlite"

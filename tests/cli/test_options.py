@@ -62,8 +62,9 @@ class TestRunner:
             assert page.exit_code == 0
             assert "Usage:" in page.stdout
 
-    def test_without_a_command_it_helps(self) -> None:
-        result = self.runner.invoke(app, [])
+    @pytest.mark.parametrize("words", [[], ["db"]])
+    def test_without_a_command_it_helps(self, words: list[str]) -> None:
+        result = self.runner.invoke(app, words)
         assert result.exit_code == 0
         assert "Commands:" in result.stdout
 

@@ -97,11 +97,14 @@ def test_bad_input(tmp_path: Path) -> None:
         "a script runs as: tunegemm record -- python train.py"
         in here("record", "train.py", code=2, cwd=tmp_path).stderr
     )
-    (tmp_path / "taken").mkdir()  # as on a full disk, its file cannot be written at the end
-    program = [sys.executable, script(tmp_path), "3"]
+    # As on a full disk, its file cannot be written at the end.
+    program = [sys.executable, "-c", "import os, runpy, sys; os.mkdir('taken'); del sys.argv[0]; "
+               "runpy.run_path(sys.argv[0])", script(tmp_path), "3"]  # fmt: skip
     beside = {"cwd": tmp_path, "env": os.environ | {"TMPDIR": str(tmp_path)}}
     told = process("record", "--out", "taken", "--", *program, code=2, **beside).stderr
     assert calls(Path(told.strip().rpartition(" is in ")[2])) == {"8x24x16": 3}, told
+    told = here("record", "--out", "taken", "--", "touch", "ran", code=2, cwd=tmp_path).stderr
+    assert "Is a directory; name a file in it" in told and not (tmp_path / "ran").exists()
     assert "folder does not exist" in here("record", "--out", "no/x", "true", code=2, cwd=tmp_path).stderr
 
 
@@ -139,10 +142,11 @@ class TestTuneFrom:
         assert "not reached" in run.stdout
 
     @pytest.mark.slow
-    def test_a_second_pass_in_what_is_left(self, shapes: str) -> None:
+    def test_replayed_times_get_no_second_pass(self, shapes: str) -> None:
+        """Nothing of them is stored, however much of the budget is left."""
         run = here("tune", "--from", shapes, *self.OPTIONS, "--budget", "10m")
         passes = [line.split(" · ")[1] for line in run.stderr.splitlines()]
-        assert passes == ["quick", "quick", "full", "full"]
+        assert passes == ["quick", "quick"]
 
     def test_what_no_memory_holds_is_left_out(self, tmp_path: Path) -> None:
         path = tmp_path / "shapes.csv"

@@ -143,7 +143,7 @@ def test_an_entry_point_may_name_the_object_itself(tmp_path: Path) -> None:
             "spaceless",
             "spaceless",
             "FAMILY.__class__.space_file = Path('nothing.toml')",
-            "no such search-space",
+            "nothing.toml: No such file",
         ),
         ("lazy", "lazy", "FAMILY.compiled = True", "names no sources"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,12 @@ from tests.support.fusing import Recorded
 from tests.support.serving import BF16, Kernel, operands, serve_with
 from tunegemm.describe.device import find_device
 from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
+from tunegemm.serve.policies import Policy, parse_policy
+from tunegemm.store.exchange import dump, sound
 
 
 class Own(torch.Tensor):
@@ -157,6 +161,7 @@ def test_a_gate_in_the_place_of_an_activation_names_gated_linear(name):
 def test_values_of_public_classes():
     assert tunegemm.Problem(np.int64(64), 64, 64) == tunegemm.Problem(64, 64, 64)
     assert type(tunegemm.Problem(np.int64(64), 64, 64).m) is int
+    assert Policy(max_sms=np.int64(5)) == Policy(max_sms=5)
     steps = tunegemm.Epilogue.parse("relu")
     assert tunegemm.Problem(8, 8, 8, epilogue=steps).epilogue == "relu"  # type: ignore[arg-type]
     for call, said in (
@@ -181,9 +186,26 @@ def test_values_of_public_classes():
         (lambda: tunegemm.policy(np.ones(2)), "is not known; use one of fastest"),
         (lambda: tunegemm.tune("8x8x8", device=5), "device 5: give a tunegemm.Device, or text"),
         (lambda: tunegemm.tune("8x8x8", device="model:h200", effort=np.ones(2)), "effort .* is not known"),
+        (lambda: tunegemm.tune("8x8x8", device="model:h200", database="t.sqlite"), "give a Database"),
+        (lambda: tunegemm.tune("8x8x8", device="cuda:" + "9" * 5000), "use cuda:N with a number"),
+        (lambda: tunegemm.tune("8x8x8", device="cuda:\N{SUPERSCRIPT TWO}"), "use cuda:N with a number"),
+        (lambda: parse_policy("fastest,max_sms=\N{SUPERSCRIPT TWO}"), "is not max_sms=NUMBER"),
+        (lambda: parse_policy("fastest,max_sms=" + "9" * 5000), "is not max_sms=NUMBER"),
     ):
         with pytest.raises(TunegemmError, match=said):
             call()
+
+
+@pytest.mark.parametrize(
+    "place", [":memory:", "file:t.sqlite?mode=memory", "sqlite://", "sqlite:///:memory:"]
+)
+def test_a_database_in_memory_is_refused(place, tmp_path, monkeypatch):
+    """And is no file of that name."""
+    monkeypatch.chdir(tmp_path)
+    for read_only in (False, True):
+        with pytest.raises(TunegemmError, match="give a path"):
+            tunegemm.Database.open(place, read_only=read_only)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("place", [5, b"x", [], "a\0b", "\ud800"])
@@ -205,6 +227,41 @@ def test_arguments_of_a_database_of_other_types(tmp_path):
         ):
             with pytest.raises(TunegemmError, match=said):
                 call()
+
+
+def test_a_database_takes_only_what_it_can_give_back(tmp_path):
+    """What `publish` lets in, an export writes and an import takes."""
+    problem, device = tunegemm.Problem(64, 64, 64), replace(find_device("model:h200"), spec="cuda:0")
+    kernel = tunegemm.Candidate.make("cute_sm90", {"tile_m": 64})
+    good = Measurement(kernel, (5.0,) * 4, (6.0,) * 4, 0.0, 0.0)
+    with tunegemm.Database.open(tmp_path / "t.sqlite") as database:
+        for outcome, options, said in (
+            (replace(good, samples_us=(1e-9,) * 4), {}, "positive times, from 0.001"),
+            (replace(good, samples_us=(1e308,) * 4), {}, "positive times"),
+            (replace(good, samples_us=("a",) * 4), {}, "positive times"),
+            (replace(good, noise=None), {}, "not finite"),
+            (replace(good, evidence=[1]), {}, "evidence a list: .* give a Mapping"),
+            (replace(good, candidate=None), {}, "give a Candidate"),
+            (good, {"policy": "zz"}, "policy 'zz' is not known; use one of screen"),
+            (good, {"policy": []}, "policy a list is not known"),
+            (good, {"label": 5}, "label 5: .* give a str"),
+            (good, {"resources": 5}, "give a Resources"),
+            (Failure(kernel, "lost", "x"), {}, "stage 'lost': use one of"),
+        ):
+            with pytest.raises(TunegemmError, match=said):
+                database.publish(problem, device, outcome, **options)
+        database.publish(
+            problem, device, replace(good, evidence={"x": "a\n\ud800", 1: object()}), label="\ud800\x1b" * 200
+        )
+        database.publish(problem, device, Failure(kernel, "crash", "a\0b\n\ud800"))
+        skipped = []
+        assert len([row for row in sound(dump(database), skipped) if row["kind"] != "choice"]) == 2
+        assert skipped == []
+    for values in ({"a": [1]}, {"a": 1.5}, {"a": None}, {5: 5}):
+        with pytest.raises(TunegemmError, match="a parameter is a whole number, a text or a boolean"):
+            tunegemm.Candidate.make("cute_sm90", values)
+    with pytest.raises(TunegemmError, match="not a stored candidate"):
+        tunegemm.Candidate.from_json("[" * 100_000)
 
 
 def test_a_message_is_one_line_whatever_it_names():

@@ -16,6 +16,7 @@ from tunegemm.errors import DeviceError, OperationError, SpaceError
 from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.cublaslt import ALGORITHM_PARAMETERS, FAMILY, TORCH_MM
 from tunegemm.serve.operation import Operation
+from tunegemm.store.shipped import read_shipped
 
 PROBLEM = Problem.parse("512x512x65536")
 HOPPER = test_cute_sm90.candidate(tile_n=64).with_launch(
@@ -86,6 +87,16 @@ class TestCanImplement:
             assert verdict.rule == "parameters" and reason in verdict.reason
         with pytest.raises(OperationError, match=r"cannot compute 512x512x65536.*'stages' is missing"):
             Operation(PROBLEM, Candidate.make("cute_sm90", without, launch), h200).compile()
+
+    def test_every_shipped_record_is_one(self, h200: Device) -> None:
+        """Whole, as no parameter came later; a record that lacks one cannot be packed or compiled."""
+        records, bad = read_shipped()
+        refused = [
+            (str(record.problem), verdict.reason)
+            for record in records
+            if not (verdict := Operation(record.problem, record.candidate, h200).can_implement())
+        ]
+        assert (refused, bad) == ([], []) and len(records) > 200
 
     def test_a_device_by_its_name(self) -> None:
         ampere = Operation(PROBLEM, HOPPER, "model:a100-sxm-80gb")

@@ -1,7 +1,11 @@
-"""What a type checker sees of the package: its names, and no others."""
+"""What type checkers see of the package: its names, with their types, and no others."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,29 +14,84 @@ import pytest
 
 import tunegemm
 
+#: Right in pyright's strict mode, too, where a type that is not known is an error.
 RIGHT = """
-import torch, tunegemm
-from tunegemm import Problem, linear
-x: torch.Tensor = tunegemm.matmul(torch.ones(2, 2), torch.ones(2, 2), activation="relu")
-y: torch.Tensor = linear(x, x)
-problem: Problem = Problem.parse("8x8x8")
+import torch
+import tunegemm
+from tunegemm import Candidate, Database, Device, Epilogue, Operation, Problem, TunegemmError, linear
+
+a = torch.ones(8, 8)
+c: torch.Tensor = tunegemm.matmul(a, a, bias=a[0], activation="relu", out_dtype=torch.float32)
+c = linear(a, a, a[0], "gelu")
+c = tunegemm.gated_linear(a, tunegemm.interleave(a, a))
+c = tunegemm.addmm(a, a, a, beta=2, alpha=0.5)
+c = tunegemm.baddbmm(a[None], tunegemm.bmm(a[None], a[None]), a[None])
+c = tunegemm.scaled_mm(a, a, a, a, out_dtype=torch.bfloat16)
+with tunegemm.policy("deterministic", max_sms=100):
+    c = tunegemm.matmul(a, a, epilogue="alpha", operands=(2.0,))
+with tunegemm.enable(), tunegemm.record("x.json") as recording:
+    print(recording)
+tunegemm.disable()
+layers: int = tunegemm.patch(torch.nn.Linear(8, 8)) + tunegemm.unpatch(torch.nn.Linear(8, 8))
+print(tunegemm.explain(a, a).problem, Epilogue.parse("relu"))
+with Database.open("t.sqlite") as database:
+    result = tunegemm.tune("8x8x8", device="model:h200", database=database, effort="full", trials=3)
+    for record in database.records():
+        print(record.problem, record.ratio, record.candidate)
+if result.best is not None:
+    candidate: Candidate = result.best.candidate
+    print(result.best.ratio, candidate.family)
+device: Device = result.device
+try:
+    operation = Operation(Problem.from_tensors(a, a), Candidate.make("cute_sm80", {"tile_m": 1}))
+    print(operation)
+except TunegemmError as error:
+    print(error)
 """
 WRONG = {
-    "tunegemm.mathmul": "import tunegemm\ntunegemm.mathmul\n",
-    "from tunegemm import": "from tunegemm import mathmul\n",
+    "tunegemm.mathmul": "import tunegemm\nprint(tunegemm.mathmul)\n",
+    "from tunegemm import": "from tunegemm import mathmul\nprint(mathmul)\n",
     "result": "import torch, tunegemm\nx: str = tunegemm.matmul(torch.ones(1), torch.ones(1))\n",
     "keyword": "import torch, tunegemm\ntunegemm.matmul(torch.ones(1), torch.ones(1), biass=None)\n",
+    "policy": "import tunegemm\ntunegemm.policy('fatsest')\n",
 }
+ROOT = str(Path(tunegemm.__file__).parents[1])
+
+
+def mypy(folder: Path) -> set[str]:
+    """Names of the files in which it finds an error."""
+    command = [sys.executable, "-m", "mypy", "--config-file", "", "--strict", "--follow-imports", "silent"]
+    environment = {"MYPYPATH": ROOT, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([*command, "."], cwd=folder, capture_output=True, text=True, env=environment)
+    assert "Found" in done.stdout, done.stdout + done.stderr
+    return {line.partition(":")[0] for line in done.stdout.splitlines() if ": error: " in line}
+
+
+def pyright(folder: Path) -> set[str]:
+    """The same by pyright, or by basedpyright, whose wheel brings the Node.js that it runs in."""
+    if importlib.util.find_spec("basedpyright"):
+        program = [sys.executable, "-m", "basedpyright"]
+    elif found := shutil.which("basedpyright") or shutil.which("pyright"):
+        program = [found]
+    else:
+        missing = "needs basedpyright or pyright; there is none here"
+        assert not os.environ.get("TUNEGEMM_CI"), missing
+        pytest.skip(missing)
+    config = {"extraPaths": [ROOT], "typeCheckingMode": "strict"}
+    (folder / "pyrightconfig.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [*program, "--outputjson", "--pythonpath", sys.executable, "."],
+        cwd=folder, capture_output=True, text=True,
+    )  # fmt: skip
+    document = json.loads(done.stdout)
+    assert document["summary"]["filesAnalyzed"] == len(WRONG) + 1, done.stdout
+    return {Path(one["file"]).name for one in document["generalDiagnostics"] if one["severity"] == "error"}
 
 
 @pytest.mark.slow
-def test_mypy_knows_the_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("check", [mypy, pyright])
+def test_type_checkers_know_the_names(check, tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(RIGHT)
     for number, text in enumerate(WRONG.values()):
         (tmp_path / f"wrong{number}.py").write_text(text)
-    command = [sys.executable, "-m", "mypy", "--config-file", "", "--follow-imports", "silent", "."]
-    environment = {"MYPYPATH": str(Path(tunegemm.__file__).parents[1]), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert "right.py" not in done.stdout, done.stdout + done.stderr
-    for number, name in enumerate(WRONG):
-        assert f"wrong{number}.py" in done.stdout, (name, done.stdout + done.stderr)
+    assert check(tmp_path) == {f"wrong{number}.py" for number in range(len(WRONG))}, list(WRONG)

@@ -218,5 +218,8 @@ class TestMerge:
 
     def test_not_into_itself(self, tmp_path: Path) -> None:
         a = self.make(tmp_path / "a.sqlite", 1.2, 1)
-        with pytest.raises(DatabaseError, match="cannot be merged into itself"):
-            merge([a], a)
+        (tmp_path / "symbolic").symlink_to(a)
+        (tmp_path / "hard").hardlink_to(a)
+        for into in (a, str(tmp_path / "symbolic"), str(tmp_path / "hard")):
+            with pytest.raises(DatabaseError, match="cannot be merged into itself"):
+                merge([a], into)

@@ -302,8 +302,10 @@ DAMAGED = [
     ("measurements", "registers", "-1", "registers -1 is not a whole number"),
     ("measurements", "compile_seconds", "9e999", "compile_seconds inf is not a number"),
     ("measurements", "warnings", "'7'", "warnings: 7 is not a list"),
-    ("candidates", "json", "'{'", "its candidate null is not an object"),
-    ("candidates", "json", "x'ff'", "its candidate null is not an object"),
+    ("candidates", "json", "'{'", "not a stored candidate"),
+    ("candidates", "json", "x'ff'", "not a stored candidate"),
+    ("candidates", "json", "replace(json, '128', '256')", "holds the parameters of"),
+    ("fingerprints", "driver", "'999.9'", "holds the facts of"),
     ("candidates", "label", "char(27) || '[31m'", "label '\\x1b[31m' is not a line"),
     ("problems", "m", "'many'", "m 'many' is not a whole number"),
     ("problems", "epilogue", "'nonsense('", "nonsense("),
@@ -327,6 +329,15 @@ def test_a_damaged_cell_is_a_named_miss_of_export_and_merge(
         assert named in result.stderr, result.stderr
     result = CliRunner().invoke(app, ["db", "merge", str(source), "--into", str(into)])
     assert result.exit_code == 0 and named in result.stderr, result.exception
+
+
+def test_a_kernel_that_is_not_the_measured_one_is_on_no_leaderboard(source: Path) -> None:
+    with sqlite3.connect(source) as connection:
+        connection.execute("UPDATE candidates SET json = replace(json, '128', '256') WHERE label = 'second'")
+    for shape in ((), ("--shape", PROBLEM.shape)):
+        stdout, stderr = run("leaderboard", "--db", source, *shape)
+        assert "second" not in stdout and "torch.mm" in stdout
+        assert "skipped 1 unreadable row(s) of a table" in stderr
 
 
 class TestPacks:
@@ -368,6 +379,16 @@ class TestPacks:
         assert named in stderr and stderr.count("\n") == 1
         assert packs.installed() == [] and "none: see `tunegemm load`" in run("db", "layers")[0]
 
+    def test_a_pack_without_records(self, tmp_path: Path) -> None:
+        content = tmp_path / "content"
+        (content / "records").mkdir(parents=True)
+        (content / "records" / "a.json").write_text(
+            json.dumps({"format": "tunegemm-records/1", "fingerprints": {}, "records": []})
+        )
+        packs.write(content, tmp_path / "a.pack", toolchain={}, fingerprints=[])
+        stderr = run("load", tmp_path / "a.pack", code=2)[1]
+        assert "it holds no record; the pack is not used" in stderr and packs.installed() == []
+
     def test_a_pack_that_turns_out_bad(self, source: Path, tmp_path: Path) -> None:
         file = self.make(source, tmp_path, lambda record: None)
         pack = packs.install(file)
@@ -378,6 +399,7 @@ class TestPacks:
         _, warnings = read_records()
         (warning,) = warnings
         assert str(pack.folder) in warning and "the pack is not used" in warning
+        assert f"`tunegemm unload {pack.name}`" in warning
         stdout, stderr = run("db", "layers")
         assert "pack          0 records  none" in stdout and stderr.count(str(pack.folder)) == 1
         run("explain", "--shape", "64x64x64", "--device", "model:h200")
@@ -450,6 +472,15 @@ class TestOut:
     def test_what_cannot_be_written(self, source: Path, out: str, named: str) -> None:
         stderr = run("db", "export", "--db", source, "--out", out, "--format", "json", code=2)[1]
         assert named in stderr and stderr.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        "command", ["report", "leaderboard", "db export --format csv", "pack --no-compile"]
+    )
+    def test_no_command_writes_over_the_database_that_it_reads(self, source: Path, command: str) -> None:
+        stderr = run(*command.split(), "--db", source, "--out", source, code=2)[1]
+        assert f"{source}: a database, which nothing is written over" in stderr
+        with Database.open(source, read_only=True) as database:
+            assert database.records()
 
     def test_records_into_a_file(self, source: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
@@ -542,7 +573,7 @@ class TestPlaces:
         lines = done.stdout.splitlines()
         assert len(lines) == 4, done.stderr
         assert all("Permission denied" in line or "read-only" in line for line in lines), lines
-        assert not any("no such database" in line for line in lines)
+        assert not any("no such database" in line or "make room" in line for line in lines)
 
 
 def test_an_error_while_rows_are_read_is_of_the_file(tmp_path: Path) -> None:

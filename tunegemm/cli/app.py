@@ -26,6 +26,7 @@ from tunegemm.cli import (
     verify,
 )
 from tunegemm.errors import TunegemmError
+from tunegemm.untrusted import shown
 
 #: Exit codes: 0 done, 1 done but nothing usable came of it, 2 bad input, 130 interrupted by Ctrl-C.
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -62,9 +63,9 @@ def _usage(error: Any) -> str:
     message = error.format_message().replace("Value error, ", "")
     # Newer versions of Typer read values with pydantic, which says what is wanted but not what was given.
     if (details := getattr(error.__cause__, "errors", None)) is not None:
-        given = repr(details()[0]["input"])
-        if given not in message:
-            message = message.replace(": ", f": {given}: ", 1)
+        given = details()[0]["input"]
+        if repr(given) not in message:
+            message = message.replace(": ", f": {shown(given)}: ", 1)
     if not message.endswith((".", "?")):
         message += "."
     command = error.ctx.command_path.split()[1:] if getattr(error, "ctx", None) is not None else ()
@@ -72,7 +73,7 @@ def _usage(error: Any) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    options.say(f"tunegemm: {' '.join(message.split())}", err=True)
+    options.say(f"tunegemm: {TunegemmError(' '.join(message.split()))}", err=True)
     sys.exit(BAD_INPUT)
 
 

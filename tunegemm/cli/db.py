@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from tunegemm.store.exchange import Report
     from tunegemm.store.formats import Format
 
-app = typer.Typer(help="Exchange and merge tuning databases.", rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(help="Exchange and merge tuning databases.", rich_markup_mode=None)
 
 FORMATS = ("json", "csv", "parquet")
 FormatName = Annotated[
@@ -73,9 +74,8 @@ def export_command(
             first = next(rows, None)
             if first is None:
                 _name_skipped(skipped)
-                raise UsageError(
-                    f"{database.name}: nothing of that kind to export; see `tunegemm leaderboard`"
-                )
+                kind = " of that kind" if shapes else ""
+                raise UsageError(f"{database.name}: nothing{kind} to export; see `tunegemm leaderboard`")
             write(chain([first], rows), out, chosen)
             paths = [out]
     _name_skipped(skipped)
@@ -131,6 +131,13 @@ def merge_command(
     _print(into, merge(sources, into))
 
 
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    """Exchange and merge tuning databases."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
 @app.command("upgrade")
 def upgrade_command(
     databases: Annotated[list[str], typer.Argument(metavar="PATH|URL...", help="Tuning databases.")],
@@ -138,11 +145,12 @@ def upgrade_command(
     """Bring databases of older releases to this one's schema. Nothing in them is lost."""
     from tunegemm.errors import DatabaseError
     from tunegemm.store import Database
-    from tunegemm.store.connection import display
+    from tunegemm.store.connection import display, resolve
 
     for location in databases:
-        if "://" not in location and not Path(location).is_file():
-            raise DatabaseError(f"{location}: no such file; name a database that is there")
+        place = resolve(location)
+        if isinstance(place, Path) and not os.path.lexists(place):
+            raise DatabaseError(f"{place}: no such file; name a database that is there")
         with Database.open(location) as database:
             options.say(f"{display(database.location)}: up to date")
 
@@ -195,7 +203,7 @@ def _format(name: str | None, path: Path) -> Format:
     from tunegemm.store.formats import Format
 
     if name is None:
-        suffix = path.suffix.removeprefix(".")
+        suffix = path.suffix.removeprefix(".").lower()
         return Format(suffix) if suffix in FORMATS else Format.json
     if name not in FORMATS:
         raise UsageError(f"--format {name!r} is not known; use one of {', '.join(FORMATS)}")

@@ -15,6 +15,7 @@ from tunegemm import files
 from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem, default_out_dtype, normalize_dtype
 from tunegemm.errors import DeviceError, ProblemError, TunegemmError
 from tunegemm.report.text import clean
+from tunegemm.untrusted import digits, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -158,7 +159,7 @@ def open_analysed(spec: str | None) -> Device:
     from tunegemm.describe.device import cuda_device_count, find_device
     from tunegemm.tuning.tuner import open_device
 
-    return open_device(spec) if spec or cuda_device_count() else find_device("model:h200")
+    return open_device(spec) if spec is not None or cuda_device_count() else find_device("model:h200")
 
 
 def require_memory(device: Device, problems: Iterable[Problem]) -> None:
@@ -225,10 +226,10 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     """Numbers of this host's GPUs from ``all`` or ``0,1``. Raises UsageError, DeviceError without a GPU."""
     from tunegemm.describe.device import cuda_device_count
 
-    words = [word.strip() for word in text.split(",")]
-    if text != "all" and not all(word.isdecimal() and word.isascii() for word in words):
-        raise UsageError(f"--devices {text!r}: not numbers of GPUs; give all, or such as 0,1")
-    numbers = [] if text == "all" else [int(word) for word in words]
+    found = [] if text == "all" else [digits(word.strip()) for word in text.split(",")]
+    numbers = [number for number in found if number is not None]
+    if len(numbers) < len(found):
+        raise UsageError(f"--devices {shown(text)}: not numbers of GPUs; give all, or such as 0,1")
     for number in numbers:
         if numbers.count(number) > 1:
             raise UsageError(f"--devices {text!r}: names GPU {number} twice; name each once")

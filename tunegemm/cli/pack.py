@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from tunegemm.cli import options
 from tunegemm.cli.options import UsageError
 from tunegemm.errors import PackError
 from tunegemm.files import descriptor, replacing
+from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
     from tunegemm.store.packs import Pack
@@ -63,7 +65,8 @@ def pack_command(
         and (names is None or record.candidate.family in names)
     ]
     if not chosen:
-        raise UsageError(f"none of {len(records)} records is of that kind; see `tunegemm db layers`")
+        found = f"none of {len(records)} records is of that kind" if records else "no record to pack"
+        raise UsageError(f"{found}; see `tunegemm db layers`")
     with replacing(out, PackError) as part:  # which is refused before kernels compile for minutes
         packed = packing.pack(chosen, part, compile_missing=not no_compile, workers=workers)
     for reason, count in packed.left_out.items():
@@ -85,6 +88,8 @@ def load_command(
     """Verify packs and serve from them, read-only, until `tunegemm unload`. Nothing is compiled."""
     if sha256 is not None and len(files) > 1:
         raise UsageError("--sha256 is of one file; load the others apart")
+    if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
+        raise UsageError(f"--sha256 {shown(sha256)}: give its 64 hexadecimal digits")
     from tunegemm.store import packs
 
     for file in files:

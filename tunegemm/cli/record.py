@@ -14,7 +14,7 @@ import typer
 from tunegemm.cli import options
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
-from tunegemm.files import cause, read_text
+from tunegemm.files import cause, check_target, read_text
 from tunegemm.untrusted import decoded
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def command(
         out = out.absolute()
         if not out.parent.is_dir():
             raise WorkloadError(f"{out}: its folder does not exist; make it first")
+        check_target(out, WorkloadError)
     except OSError as error:  # a deleted working directory, or a folder that one may not search
         raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
     with tempfile.TemporaryDirectory(prefix="tunegemm-record-") as parts:

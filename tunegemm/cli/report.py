@@ -43,7 +43,12 @@ def command(
     if device is not None and device.startswith("replay:"):
         from tunegemm.measure.replay import open_replay
 
-        evidence = from_recording(open_replay(device), shapes=shapes, detailed=details)
+        recording = open_replay(device)
+        if db is not None:
+            raise options.UsageError(
+                f"--device {device} and --db: a recording or a database; give one of them"
+            )
+        evidence = from_recording(recording, shapes=shapes, detailed=details)
     else:
         from tunegemm.store import Database
 

@@ -19,6 +19,7 @@ from tunegemm.describe import driver
 from tunegemm.describe.clusters import active_clusters, gpcs_of_clusters
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import DeviceError
+from tunegemm.untrusted import digits, shown
 
 
 @dataclass(frozen=True)
@@ -246,9 +247,9 @@ def cuda_device_count() -> int:
 
 def _cuda_device(spec: str, name: str) -> Device:
     count = cuda_device_count()
-    if not name.isdigit() and name != "":
-        raise DeviceError(f"device {spec!r} is not known; use cuda:N with a number")
-    index = int(name or 0)
+    index = digits(name or "0")
+    if index is None:
+        raise DeviceError(f"device {shown(spec)} is not known; use cuda:N with a number")
     if index >= count:
         remedy = f"use cuda:0 to cuda:{count - 1}" if count else "without a GPU use replay:h200 or model:h200"
         raise DeviceError(f"device {spec!r}: {count} CUDA device(s) here; {remedy}")

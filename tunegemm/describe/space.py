@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.errors import SpaceError
-from tunegemm.untrusted import shown
+from tunegemm.files import read_text
+from tunegemm.untrusted import printable, shown
 
 Value = int | str | bool
 _TABLES = ("compile", "launch")
+#: Rules look at each kernel and launch. The largest shipped space has 500,000 kernels, which takes seconds.
+_MOST_KERNELS, _MOST_LAUNCHES = 10**7, 10**6
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,13 @@ class Candidate:
                 raise SpaceError(
                     f"{value!r:.40}: a candidate is made of a family's name and mappings of values"
                 )
+        for table in (compile_params, launch_params or {}):
+            for name, parameter in table.items():
+                if not isinstance(name, str) or not isinstance(parameter, int | str):
+                    raise SpaceError(
+                        f"{shown(name)}={shown(parameter)}: "
+                        "a parameter is a whole number, a text or a boolean"
+                    )
         return cls(
             family, tuple(sorted(compile_params.items())), tuple(sorted((launch_params or {}).items()))
         )
@@ -84,8 +94,9 @@ class Candidate:
         try:
             data = json.loads(text)
             return cls.make(data["family"], data["compile"], data["launch"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SpaceError(f"not a stored candidate: {shown(text)} ({error})") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = printable(str(error), 100)
+            raise SpaceError(f"not a stored candidate: {shown(text)} ({reason})") from None
 
     @cached_property
     def digest(self) -> str:
@@ -119,17 +130,17 @@ class SearchSpace:
         """
         import tomllib  # dispatch reads no space
 
+        text = read_text(path, SpaceError)
         try:
-            data = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise SpaceError(f"{path}: no such search-space file") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpaceError(f"{path}: not a readable TOML file: {error}") from None
+            data = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:  # of the syntax, of 5,000 digits, nested too deep
+            reason = printable(str(error), 100)
+            raise SpaceError(f"{path}: not TOML ({reason}); write it like those in search_spaces/") from None
         _check_keys(path, "", data, ("family", *_TABLES), required=("family", *_TABLES))
         tables: dict[str, dict[str, tuple[Value, ...]]] = {}
         for table in _TABLES:
             if not isinstance(data[table], dict):
-                raise SpaceError(f"{path}: {table!r} must be a table of lists, not {data[table]!r}")
+                raise SpaceError(f"{path}: {table!r} must be a table of lists, not {shown(data[table])}")
             if parameters is not None:
                 _check_keys(path, f"[{table}] ", data[table], parameters[table], required=parameters[table])
             tables[table] = {}
@@ -137,11 +148,17 @@ class SearchSpace:
                 good = isinstance(values, list) and values and all(isinstance(v, int | str) for v in values)
                 if not good or len(set(values)) != len(values):
                     raise SpaceError(
-                        f"{path}: [{table}] {name} = {values!r}: "
-                        "a non-empty list of distinct integers, strings or booleans"
+                        f"{path}: [{table}] {name} = {printable(repr(values), 100)}: "
+                        "give a non-empty list of distinct integers, strings or booleans"
                     )
                 tables[table][name] = tuple(values)
-        return cls(data["family"], tables["compile"], tables["launch"], path)
+        if not isinstance(data["family"], str):
+            raise SpaceError(f"{path}: family {shown(data['family'])} is not a name; see `tunegemm space`")
+        space = cls(data["family"], tables["compile"], tables["launch"], path)
+        if space.compile_size > _MOST_KERNELS or space.launch_size > _MOST_LAUNCHES:
+            most = f"{_MOST_KERNELS:,} kernels, or {_MOST_LAUNCHES:,} launches of each"
+            raise SpaceError(f"{path}: more than {most}; give shorter lists")
+        return space
 
     @property
     def compile_size(self) -> int:
@@ -184,4 +201,4 @@ def _check_keys(
             raise SpaceError(f"{path}: {where}unknown key {key!r}; {hint}")
     missing = [key for key in required if key not in found]
     if missing:
-        raise SpaceError(f"{path}: {where}key {missing[0]!r} is missing")
+        raise SpaceError(f"{path}: {where}key {missing[0]!r} is missing; add it")

@@ -225,8 +225,10 @@ def _environment() -> Check:
         warnings.append(problem)
     for name in sorted(os.environ):
         if name.startswith("TUNEGEMM_") and name not in _VARIABLES:
-            near = difflib.get_close_matches(name, _VARIABLES, 1)
-            warnings.append(f"{name} is not known" + (f"; did you mean {near[0]}?" if near else ""))
+            words = [known.removeprefix("TUNEGEMM_") for known in _VARIABLES]
+            near = difflib.get_close_matches(name.removeprefix("TUNEGEMM_"), words, 1)
+            hint = f"did you mean TUNEGEMM_{near[0]}?" if near else f"known are {', '.join(_VARIABLES[:-1])}"
+            warnings.append(f"{name} is not known; {hint}")
     if warnings:
         return Check("dispatch", "note", "; ".join(warnings), "these have no effect: correct or unset them")
     return Check("dispatch", "ok", f"mode {mode}, policy {policy}")

@@ -302,6 +302,8 @@ def candidate_of(text: str) -> Candidate:
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise SpaceError(f"candidate {text!r}: {wrong[0]!r} is not NAME=VALUE")
     values = dict(pair.split("=", 1) for pair in pairs)
+    if len(values) < len(pairs):
+        raise SpaceError(f"candidate {text!r} gives a parameter twice; give each once")
     space = families.load_space(family)
     known = {**space.compile_values, **space.launch_values}
     for name in values:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Literal, get_args
 
 from tunegemm.describe.device import Device
@@ -11,6 +12,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import PolicyError
 from tunegemm.generate.launching import tma_takes
+from tunegemm.untrusted import digits, shown
 
 Preference = Literal["fastest", "deterministic", "batch_invariant", "no_workspace", "min_energy"]
 
@@ -29,8 +31,13 @@ class Policy:
             raise PolicyError(
                 f"policy {self.prefer!r} is not known; use one of {', '.join(get_args(Preference))}"
             )
-        if self.max_sms is not None and not (type(self.max_sms) is int and self.max_sms > 0):
-            raise PolicyError(f"max_sms {self.max_sms!r}: give a number of multiprocessors from 1, or None")
+        if self.max_sms is not None:
+            is_whole = isinstance(self.max_sms, Integral) and not isinstance(self.max_sms, bool)
+            if not is_whole or self.max_sms < 1:
+                raise PolicyError(
+                    f"max_sms {shown(self.max_sms)}: give a number of multiprocessors from 1, or None"
+                )
+            object.__setattr__(self, "max_sms", int(self.max_sms))  # NumPy's, too
 
     def __str__(self) -> str:
         return self.prefer + (f" on {self.max_sms} multiprocessors" if self.max_sms else "")
@@ -70,9 +77,10 @@ def parse_policy(text: str) -> Policy:
     policy = Policy(name or "fastest")  # type: ignore[arg-type]  # checked there
     for option in options:
         key, _, value = option.partition("=")
-        if key != "max_sms" or not value.isdigit():
-            raise PolicyError(f"policy {text!r}: {option!r} is not max_sms=NUMBER")
-        policy = replace(policy, max_sms=int(value))
+        max_sms = digits(value)
+        if key != "max_sms" or max_sms is None:
+            raise PolicyError(f"policy {shown(text)}: {shown(option)} is not max_sms=NUMBER")
+        policy = replace(policy, max_sms=max_sms)
     return policy
 
 

@@ -20,6 +20,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from tunegemm.errors import DatabaseError
 from tunegemm.files import cause, impossible, kind
 from tunegemm.store.locations import project_location, user_location
+from tunegemm.untrusted import shown
 
 #: How long a statement waits for others' transactions. One publication takes a millisecond; of eight writers
 #: on two busy cores the unluckiest waited 5 s (benchmarks/database.py).
@@ -60,12 +61,16 @@ def resolve(location: str | Path | None) -> Path | URL:
         if not url.database or url.database == ":memory:":
             raise DatabaseError(f"database {location}: a database in memory is lost at exit; give a path")
         location = url.database
+    if str(location) == ":memory:" or str(location).startswith("file:"):
+        raise DatabaseError(
+            f"database {shown(str(location))}: a name that only SQLite itself understands; give a path"
+        )
     try:
         if reason := impossible(location):
             raise ValueError(reason)
         return Path(location).expanduser().absolute()
     except (ValueError, RuntimeError, OSError) as error:  # of NUL, of ~nobody, of a deleted working directory
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise DatabaseError(
             f"database {str(location)!r}: {reason}; give the full path of a file that is or can be there"
         ) from None

@@ -6,7 +6,7 @@ the process. Reading skips rows that cannot be understood, and says so in the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -19,13 +19,14 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError
 from tunegemm.generate.ptxas import Resources
-from tunegemm.measure.evidence import FINAL, SCREEN, STEADY_FINAL
+from tunegemm.measure.evidence import FINAL, POLICIES, SCREEN, STEADY_FINAL, policy_word
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import frames, migrations, publishing, rows
 from tunegemm.store.connection import connect, display, migrating, resolve, translated, writer
 from tunegemm.store.lookup import Lookup, read_lookup
 from tunegemm.store.models import ChoiceRow, FailureRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.record import Record
+from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
     import pandas
@@ -105,6 +106,8 @@ class Database:
         that is not real, and for samples that are not times.
         """
         rows.require(outcome, Measurement | Failure, "outcome")
+        if not isinstance(policy, str) or policy_word(policy) not in POLICIES:
+            raise DatabaseError(f"policy {shown(policy)} is not known; use one of {', '.join(POLICIES)}")
         values = rows.outcome_values(outcome, resources, policy)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
             publishing.add(connection, keys, values)
@@ -126,6 +129,7 @@ class Database:
         samples. Where it is slower than torch.mm it is kept, and the record is chosen by the evidence.
         """
         rows.require(measurement, Measurement, "measurement")
+        rows.require(measurement.evidence, Mapping, "evidence")
         policy = STEADY_FINAL if measurement.is_steady else FINAL
         values = rows.outcome_values(measurement, resources, policy)
         with self._publication(problem, device, measurement.candidate, label) as (connection, keys):

@@ -9,15 +9,17 @@ out, and nothing that is stored already is changed but, by the evidence, which m
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from sqlalchemy import Select, select
+from sqlalchemy import URL, Select, select
 from sqlalchemy.orm import Session
 
 from tunegemm.describe.device import Fingerprint
@@ -29,6 +31,7 @@ from tunegemm.measure.outcome import Failure, Measurement, Stage
 from tunegemm.store import publishing
 from tunegemm.store.checks import BAD, candidate_of, check_roofline, one_line, times_of, typed
 from tunegemm.store.database import Database
+from tunegemm.store.lookup import UNREADABLE, checked_candidate, checked_fingerprint
 from tunegemm.store.models import (
     CandidateRow,
     ChoiceRow,
@@ -87,8 +90,13 @@ class Report:
     conflicts: list[Conflict] = field(default_factory=list)
 
 
-def dump(database: Database, problem: Problem | None = None) -> Iterator[Row]:
-    """Every measurement, failure and choice, oldest first; of one problem, if given. Damaged ones, too."""
+def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | BadValueError]:
+    """Every measurement, failure and choice, oldest first; of one problem, if given.
+
+    What of a row is no possible value is there as it is stored. For a row whose candidate or fingerprint is
+    not the one that was stored there is an error: taken as it is, it would be sound elsewhere.
+    """
+    kernel, device = functools.cache(checked_candidate), functools.cache(checked_fingerprint)
     with database._reading() as session:
         for table, result in (
             (MeasurementRow, MeasurementRow),
@@ -104,14 +112,23 @@ def dump(database: Database, problem: Problem | None = None) -> Iterator[Row]:
             if problem is not None:
                 found = where_problem(found, problem)
             for row in session.execute(found.execution_options(yield_per=1000)):
-                yield _as_json(*row)
+                _, _, fingerprint, candidate, *_ = row
+                try:
+                    kernel(candidate.json, candidate.digest)
+                    device(fingerprint.digest, *(getattr(fingerprint, name) for name in FINGERPRINT_FIELDS))
+                except UNREADABLE as error:
+                    yield BadValueError(one_line(error))
+                else:
+                    yield _as_json(*row)
 
 
-def sound(rows: Iterable[Row], skipped: list[str]) -> Iterator[Row]:
+def sound(rows: Iterable[Row | BadValueError], skipped: list[str]) -> Iterator[Row]:
     """The rows that could be loaded; a line for each other one is added to `skipped`."""
     kept: dict[str, int] = {}
     for number_, row in enumerate(rows, 1):
         try:
+            if isinstance(row, BadValueError):
+                raise row
             if row["kind"] == "choice":
                 _parse_choice(row, kept)
             else:
@@ -214,7 +231,7 @@ def merge(sources: Sequence[str], into: str) -> Report:
         total = Report()
         with Database.open(into) as target:
             for source in opened:
-                if source.location == target.location:
+                if _same(source.location, target.location):
                     raise DatabaseError(f"{target.name}: cannot be merged into itself; name another --into")
                 report = load(target, dump(source), origin=source.name)
                 total.added, total.known = total.added + report.added, total.known + report.known
@@ -224,6 +241,11 @@ def merge(sources: Sequence[str], into: str) -> Report:
     finally:
         for database in opened:
             database.close()
+
+
+def _same(one: Path | URL, other: Path | URL) -> bool:
+    """Whether two names are of one database: the files may be links to each other."""
+    return one == other or (isinstance(one, Path) and isinstance(other, Path) and one.samefile(other))
 
 
 @dataclass(frozen=True)
@@ -394,14 +416,10 @@ def _as_json(
     choice: ChoiceRow | None = None,
 ) -> Row:  # fmt: skip
     """A measurement, a failure, or the choice of a measurement, as its JSON object."""
-    try:
-        parameters = decoded(candidate.json)
-    except (BadValueError, TypeError):
-        parameters = None
     shared = {
         "problem": {name: getattr(problem, name) for name in PROBLEM_FIELDS},
         "fingerprint": {name: getattr(fingerprint, name) for name in FINGERPRINT_FIELDS},
-        "candidate": parameters,
+        "candidate": decoded(candidate.json),
         "kernel_source": row.kernel_source,
         "measured_at": _iso(row.created_at),
     }

@@ -11,7 +11,7 @@ from sqlalchemy import Select, select
 
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.evidence import evidence_of
-from tunegemm.store.lookup import UNREADABLE
+from tunegemm.store.lookup import UNREADABLE, checked_candidate
 from tunegemm.store.models import CandidateRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.rows import (
     FINGERPRINT_COLUMNS,
@@ -50,6 +50,7 @@ def candidates_query(problem: Problem | None, family: str | None) -> Select[Any]
             *(ProblemRow.id.label("problem_id"), *PROBLEM_COLUMNS),
             *(FINGERPRINT_COLUMNS[0].label("fingerprint"), *FINGERPRINT_COLUMNS[1:]),
             *(CandidateRow.digest.label("candidate"), CandidateRow.family, CandidateRow.label),
+            CandidateRow.json,
             *(row.id.label("measurement_id"), *(getattr(row, name) for name in _FACTS)),
             row.created_at.label("measured_at"),
             *(RecordRow.measurement_id.label("record_measurement_id"), RecordRow.confirmed),
@@ -120,6 +121,11 @@ def sound(frame: pandas.DataFrame) -> pandas.DataFrame:
     possible = functools.cache(_is_problem)
     problems = frame[list(PROBLEM_FIELDS)].itertuples(index=False, name=None)
     keep &= pandas.Series([possible(*cells) for cells in problems], index=frame.index, dtype=bool)
+    if "json" in frame:  # of few candidates are many rows
+        whole = functools.cache(_is_candidate)
+        pairs = zip(frame["json"], frame["candidate"], strict=True)
+        keep &= pandas.Series([whole(*pair) for pair in pairs], index=frame.index, dtype=bool)
+        frame = frame.drop(columns="json")
     if not keep.all():
         _log.warning("skipped %d unreadable row(s) of a table", (~keep).sum())
     return frame[keep].copy()
@@ -130,6 +136,14 @@ def _number(cell: Any) -> float:
     if not isinstance(cell, int | float) or not -1e300 < cell < 1e300:
         return math.nan
     return float(cell)
+
+
+def _is_candidate(text: Any, digest: Any) -> bool:
+    try:
+        checked_candidate(text, digest)
+    except UNREADABLE:
+        return False
+    return True
 
 
 def _is_problem(*cells: Any) -> bool:

@@ -56,6 +56,7 @@ def leaders(database: Database, family: str) -> pandas.DataFrame:
     best = (
         select(*PROBLEM_COLUMNS, RecordRow.problem_id, RecordRow.fingerprint_id, FingerprintRow.device_name)
         .add_columns(CandidateRow.family, CandidateRow.label, CandidateRow.digest.label("candidate"))
+        .add_columns(CandidateRow.json)
         .add_columns(row.median_us, row.baseline_median_us, row.ratio, row.spread, row.baseline_spread)
         .add_columns(RecordRow.confirmed)
         .select_from(ranked)

@@ -20,6 +20,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError, TunegemmError
 from tunegemm.store.record import Record
 from tunegemm.store.schema import FASTEST, SCHEMA_VERSION, VERSION_TABLE
+from tunegemm.untrusted import shown
 
 #: A problem as the tuple of its fields, as rows have it.
 problem_fields: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(field.name for field in fields(Problem)))
@@ -139,6 +140,9 @@ def _columns(kind: type) -> str:
 def checked_fingerprint(digest: str, *facts: Any) -> Fingerprint:
     """A stored fingerprint. Raises ValueError for one that is damaged."""
     fingerprint = Fingerprint(*facts)
+    for field, value in zip(fields(Fingerprint), facts, strict=True):
+        if type(value).__name__ != field.type:
+            raise ValueError(f"{field.name} {shown(value)} of a fingerprint is not of the type {field.type}")
     if fingerprint.digest != digest:
         raise ValueError(f"fingerprint {digest} holds the facts of {fingerprint.digest}")
     return fingerprint

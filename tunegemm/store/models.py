@@ -27,6 +27,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
 from tunegemm.store.schema import FASTEST
+from tunegemm.untrusted import printable
 
 
 class JsonText(TypeDecorator[Any]):
@@ -68,7 +69,7 @@ class UtcTime(TypeDecorator[datetime]):
 def plain(value: Any) -> Any:
     """`value` with nothing but JSON's types in it: evidence may hold tuples, numpy scalars or NaN.
 
-    NaN and infinities become None (JSON has neither); what else JSON lacks becomes its `str`.
+    NaN and infinities become None (JSON has neither); what else JSON lacks becomes its `str`, in one line.
     """
     if hasattr(value, "item") and not isinstance(value, str | bytes):  # numpy and torch scalars
         value = value.item()
@@ -78,7 +79,7 @@ def plain(value: Any) -> Any:
         return [plain(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if value is None or isinstance(value, str | int | float) else str(value)
+    return value if value is None or isinstance(value, int | float) else printable(str(value))
 
 
 class Base(DeclarativeBase):

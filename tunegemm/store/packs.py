@@ -260,11 +260,14 @@ def _open(folder: Path) -> Pack:
 
 
 def _read_records(folder: Path, where: Path) -> tuple[Record, ...]:
-    """All records of an unpacked pack. One that is not as it should be condemns the pack."""
+    """All records of an unpacked pack. One that is not as it should be condemns the pack; so does none."""
     records, problems = read_shipped(folder / "records", layer="pack")
-    if problems:
-        reason, more = problems[0].removeprefix(f"{folder}/"), len(problems) - 1
-        raise PackError(f"{where}: {reason}{f' ({more} more)' if more else ''}; the pack is not used")
+    if problems or not records:
+        reason = problems[0].removeprefix(f"{folder}/") if problems else "it holds no record"
+        more = f" ({len(problems) - 1} more)" if problems[1:] else ""
+        loaded = where == folder
+        remedy = f"take it away by `tunegemm unload {folder.name}`" if loaded else "have it packed anew"
+        raise PackError(f"{where}: {reason}{more}; the pack is not used; {remedy}")
     return tuple(records)
 
 

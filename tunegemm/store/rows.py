@@ -11,8 +11,9 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from numbers import Real
 from types import UnionType
 from typing import Any, TypeVar, get_args
 
@@ -27,6 +28,7 @@ from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.evidence import policy_word
 from tunegemm.measure.outcome import Failure, Measurement, Stage
+from tunegemm.store.checks import LONGEST_US, SHORTEST_US
 from tunegemm.store.lookup import UNREADABLE, checked_candidate, checked_fingerprint
 from tunegemm.store.models import (
     CandidateRow,
@@ -40,7 +42,7 @@ from tunegemm.store.models import (
 )
 from tunegemm.store.record import UNKNOWN_TIME, Record
 from tunegemm.store.schema import FASTEST
-from tunegemm.untrusted import shown
+from tunegemm.untrusted import printable, shown
 
 Value = TypeVar("Value")
 
@@ -243,7 +245,8 @@ def key_values(
     problem: Problem, fingerprint: Fingerprint, candidate: Candidate, label: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The columns of the three rows that a result refers to."""
-    text = candidate.to_json()
+    require(label, str, "label")
+    text, label = candidate.to_json(), printable(label, 200)
     row = {"digest": candidate.digest, "family": candidate.family, "json": text, "label": label}
     return dataclasses.asdict(problem), {"digest": fingerprint.digest, **fingerprint.asdict()}, row
 
@@ -252,12 +255,22 @@ def outcome_values(
     outcome: Measurement | Failure, resources: Resources | None, policy: str
 ) -> dict[str, Any]:
     """The columns of the row, without its keys and time."""
+    require(outcome.candidate, Candidate, "candidate")
     made = {"kernel_source": kernel_source_hash(outcome.candidate.family), "origin": ""}
     if isinstance(outcome, Failure):
-        # What a crashed process last printed may hold NUL, which PostgreSQL's text may not.
-        return {**made, "stage": outcome.stage, "reason": outcome.reason.replace("\0", "")}
+        if outcome.stage not in get_args(Stage):
+            raise DatabaseError(f"stage {shown(outcome.stage)}: use one of {', '.join(get_args(Stage))}")
+        # What a crashed process last printed may hold NUL and bytes that are no letters.
+        reason = str(outcome.reason).replace("\0", "").encode("utf-8", "replace").decode()
+        return {**made, "stage": outcome.stage, "reason": reason}
+    if resources is not None:
+        require(resources, Resources, "resources")
     found = {} if resources is None else dataclasses.asdict(resources)
     return {**made, "policy": policy_word(policy), **measurement_values(outcome), **found}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def measurement_values(measurement: Measurement) -> dict[str, Any]:
@@ -267,14 +280,16 @@ def measurement_values(measurement: Measurement) -> dict[str, Any]:
         raise DatabaseError(
             f"{len(samples)} samples and {len(baseline)} of the baseline; as many of both are needed"
         )
-    if not all(math.isfinite(time) and time > 0 for time in samples + baseline):
+    if not all(_is_number(time) and SHORTEST_US <= time <= LONGEST_US for time in (*samples, *baseline)):
         raise DatabaseError(
-            f"samples of {measurement.candidate} are not all positive times; measure it again"
+            f"samples of {measurement.candidate} are not all positive times, from {SHORTEST_US:g} to "
+            f"{LONGEST_US:g} us; measure it again"
         )
-    if not math.isfinite(measurement.relative_error) or not math.isfinite(measurement.noise):
+    if not _is_number(measurement.relative_error) or not _is_number(measurement.noise):
         raise DatabaseError(
             f"relative error or noise of {measurement.candidate} is not finite; measure it again"
         )
+    require(measurement.evidence, Mapping, "evidence")
     evidence = plain(dict(measurement.evidence))
     columns: dict[str, Any] = {}
     for name, kind in (*((name, int | float) for name in TELEMETRY_NUMBERS), (THROTTLE, list)):

@@ -24,6 +24,7 @@ from tunegemm.errors import ClusterError, DatabaseError, DeviceError, TunegemmEr
 from tunegemm.generate.compile import default_workers
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.tuner import Tuner
+from tunegemm.untrusted import digits
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -325,10 +326,11 @@ def connected(address: str) -> Iterator[None]:
             yield
         return
     host, _, port = named.rpartition(":")
-    if not host or not port.isdigit() or "/" in host:
+    number = digits(port)
+    if not host or number is None or "/" in host:
         raise ClusterError(f"Ray address {named!r}: not HOST:PORT, such as 10.0.0.1:6379")
     try:
-        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+        socket.create_connection((host, number), timeout=_REACH_S).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ClusterError(

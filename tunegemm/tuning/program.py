@@ -1,8 +1,9 @@
 """One budget of time over all products of a program, spent where the program loses most of its own.
 
-First a quick pass over each problem, then a full one: each time the one with the most headroom, which is the
-calls times what a call takes above the roofline. A quick pass finds nearly all there is (search/budget.py
-has the figures), so that the second pass of a large problem comes after the first one of a small one.
+First a quick pass over each problem, then, where times are measured, a full one: each time the one with the
+most headroom, which is the calls times what a call takes above the roofline. A quick pass finds nearly all
+there is (search/budget.py has the figures), so that the second pass of a large problem comes after the first
+one of a small one.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def spend(
 ) -> Iterator[Standing]:
     """Tunes problem after problem until the budget is spent, and yields each as it then stands.
 
-    effort: of one pass over all; by default quick ones, and with a budget full ones in what is left of it.
+    effort: of one pass over all; by default quick ones, and with a budget full ones in what is left of it, of
+    products that are measured.
     Ends after an interrupted tuning. Raises SpaceError for a budget that is not a number from 0.
     """
     deadline = time.monotonic() + checked_seconds(budget_seconds)
@@ -131,8 +133,8 @@ def spend(
             kept = result if result.best is not None or standing.result is None else standing.result
             current[problem] = replace(standing, effort=each, result=kept)
             yield current[problem]
-            if result.source == "modelled" and each != passes[-1]:
-                # Nothing can be timed, so that there is nothing more to find.
+            if result.source != "measured" and each != passes[-1]:
+                # Nothing is stored of a replay or a model: a second pass would compile for nobody.
                 del current[problem]
         if interrupted:
             return

@@ -276,8 +276,11 @@ def tune(
     are those of `Tuner.tune`.
     """
     from tunegemm.store import Database
+    from tunegemm.store.rows import require
 
     checked_seconds(budget_seconds)  # before anything is opened
+    if database is not None:
+        require(database, Database, "database")
     if not isinstance(problem, Problem):
         problem = Problem.parse(problem)
     if not isinstance(device, Device):
@@ -301,9 +304,9 @@ def open_device(spec: str | None = None) -> Device:
 
 def open_gpu(spec: str | None = None) -> Device:
     """The GPU of a name, by default the first, for what is nothing without measuring. Raises DeviceError."""
-    spec = spec or "cuda:0"
+    spec = "cuda:0" if spec is None else spec
     if spec.partition(":")[0] in ("replay", "model"):
         raise DeviceError(f"device {spec!r} measures nothing, and this needs measurements; use cuda:N")
-    if not cuda_device_count():
+    if spec.partition(":")[0] == "cuda" and not cuda_device_count():
         raise DeviceError(f"device {spec!r}: no CUDA device here, and this measures; run it on a GPU")
     return find_device(spec)
