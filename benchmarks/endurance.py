@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Any
 import psutil
 
 from benchmarks.results import command_line
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError, TunegemmError
@@ -51,6 +53,8 @@ _REFUSED, _ABORTS, _LEAST_KILLED = 0.05, 0.06, 0.065
 _STAGES: tuple[Stage, ...] = ("load", "launch", "wrong", "timeout", "crash")
 #: Faults that end a tuning early, of which each has one or none.
 _ENDS = ("none", "none", "lost worker", "ctrl-c", "budget")
+#: Tunings of one tuner, as of the products of one program.
+_EACH = 50
 #: A final race takes kernels as equal that are closer than that.
 _TIE = 0.005
 
@@ -80,7 +84,7 @@ class Faulty:
     """The measuring worker of a GPU, by recorded times and with faults of its own."""
 
     def __init__(self, replay: ReplayDevice, chance: random.Random, rate: float, lost_after: int) -> None:
-        self._measurer, self._chance = ReplayMeasurer(replay), chance
+        self._measurer, self._seed = ReplayMeasurer(replay), chance.random()
         self._rate, self._left = rate, lost_after
 
     def discover(self, problem: Problem) -> list[Candidate]:
@@ -98,8 +102,9 @@ class Faulty:
                 # As measured here and now: what is replayed is stored nowhere.
                 facts = {name: value for name, value in outcome.evidence.items() if name != "source"}
                 outcome = replace(outcome, evidence=facts | {"recorded_at": None})
-            if not is_torch(job.candidate) and self._chance.random() < self._rate:
-                outcome = Failure(job.candidate, self._chance.choice(_STAGES), "planted")
+            fate = random.Random(f"{self._seed} {job.candidate.digest}")  # what fails fails again
+            if not is_torch(job.candidate) and fate.random() < self._rate:
+                outcome = Failure(job.candidate, fate.choice(_STAGES), "planted")
             yield outcome
 
 
@@ -136,24 +141,28 @@ def endure(count: int, seed: int = 0) -> dict[str, Any]:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
         cache = Path(folder, "objects")
-        for number in range(count):
-            chance = random.Random(seed + number)
-            problem, end = chance.choice(problems), chance.choice(_ENDS)
-            path = Path(folder, f"{number}.sqlite")
-            for attempt in ("faulty", "again"):
-                end = end if attempt == "faulty" else "none"
-                with Database.open(path) as database:
-                    how = _tune(problem, device, database, replay, cache, chance, end)
-                    ended[how if isinstance(how, str) else "ended"] += 1
-                    if isinstance(how, TuneResult):
-                        wrong += [f"seed {seed + number}: {fault}" for fault in faults(how, database)]
-                        regrets.append(_regret(how, replay))
-                        break
-            else:
-                wrong.append(f"seed {seed + number}: without faults it did not end either")
-            for left in path.parent.glob(f"{path.name}*"):
-                left.unlink()
-            if number == count // 4:  # caches are full by then
+        for first in range(0, count, _EACH):
+            with _planted_tuner(device, cache) as tuner:
+                for number in range(first, min(first + _EACH, count)):
+                    chance = random.Random(seed + number)
+                    problem, end = chance.choice(problems), chance.choice(_ENDS)
+                    path = Path(folder, f"{number}.sqlite")
+                    for end_of_attempt in (end, "none"):
+                        with Database.open(path) as tuner.database:
+                            how = _tune(problem, tuner, replay, chance, end_of_attempt)
+                            ended[how if isinstance(how, str) else "ended"] += 1
+                            if isinstance(how, TuneResult):
+                                wrong += [
+                                    f"seed {seed + number}: {one}" for one in faults(how, tuner.database)
+                                ]
+                                regrets += _regret(how, replay)
+                                ended["nothing found, and why"] += how.best is None
+                                break
+                    else:
+                        wrong.append(f"seed {seed + number}: without faults it did not end either")
+                    for left in path.parent.glob(f"{path.name}*"):
+                        left.unlink()
+            if not before and first + _EACH >= count / 4:  # caches are full by then
                 before = _held(me)
         objects = ArtifactStore(cache)
         scratch = [file.name for file in objects.root.rglob("*") if file.name.startswith((".", "tmp"))]
@@ -185,34 +194,34 @@ def _held(me: psutil.Process) -> dict[str, int]:
     }
 
 
+@contextmanager
+def _planted_tuner(device: Device, cache: Path) -> Iterator[Tuner]:
+    with Tuner(device, cache=cache, workers=1) as tuner:
+        tuner.pool.close()
+        store = ArtifactStore(cache)
+        with CompilePool(store, workers=1, families_module="benchmarks.endurance") as tuner.pool:
+            yield tuner
+
+
 def _tune(
-    problem: Problem, device: Any, database: Database, replay: ReplayDevice, cache: Path,
-    chance: random.Random, end: str,
-) -> TuneResult | str:  # fmt: skip
+    problem: Problem, tuner: Tuner, replay: ReplayDevice, chance: random.Random, end: str
+) -> TuneResult | str:
     """One tuning: what it found, or in a few words how it ended."""
-    after = chance.randint(1, 60)
+    left = after = chance.randint(1, 60)
 
     def on_progress(progress: Progress) -> None:
-        nonlocal after
-        after -= 1
-        if end == "ctrl-c" and after == 0:
+        nonlocal left
+        left -= 1
+        if end == "ctrl-c" and left == 0:
             raise KeyboardInterrupt
 
-    with Tuner(device, database, cache=cache, workers=1, seed=chance.randrange(2**31)) as tuner:
-        tuner.pool.close()
-        tuner.pool = CompilePool(ArtifactStore(cache), workers=1, families_module="benchmarks.endurance")
-        lost_after = after if end == "lost worker" else 0
-        tuner._measurer = Faulty(replay, chance, chance.choice((0.0, 0.05, 0.3)), lost_after)
-        with tuner.pool:
-            try:
-                result = tuner.tune(
-                    problem, budget_seconds=0.2 if end == "budget" else None, on_progress=on_progress
-                )
-            except TunegemmError as error:
-                return f"{type(error).__name__}: {str(error).splitlines()[0]}"[:100]
-    if result.interrupted:
-        return "interrupted"
-    return result
+    lost_after = after if end == "lost worker" else 0
+    tuner._measurer = Faulty(replay, chance, chance.choice((0.0, 0.05, 0.3)), lost_after)
+    try:
+        result = tuner.tune(problem, budget_seconds=0.2 if end == "budget" else None, on_progress=on_progress)
+    except TunegemmError as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"[:100]
+    return "interrupted" if result.interrupted else result
 
 
 def faults(result: TuneResult, database: Database) -> Iterator[str]:
@@ -232,11 +241,11 @@ def faults(result: TuneResult, database: Database) -> Iterator[str]:
         yield f"the record is {record.label if record else 'none'}"
 
 
-def _regret(result: TuneResult, replay: ReplayDevice) -> float:
-    """How much faster the sweep's fastest is than the winner."""
-    sweep = replay.sweep(result.problem)
-    known = [one.ratio for one in sweep.outcomes.values() if isinstance(one, Measurement)]
-    return max(known) / result.best.ratio - 1 if result.best else 1.0
+def _regret(result: TuneResult, replay: ReplayDevice) -> list[float]:
+    """How much faster the sweep's fastest is than the winner, if there is one."""
+    outcomes = replay.sweep(result.problem).outcomes.values()
+    fastest = max(one.ratio for one in outcomes if isinstance(one, Measurement))
+    return [fastest / result.best.ratio - 1] if result.best else []
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ class Session:
         most = max(map(len, samples))
         for entry in entries:
             own = samples_of.get(entry.job, samples[1])
-            evidence = common | {"rounds": len(own), "products_per_replay": entry.products}
+            evidence = common | {"rounds": len(own), "of_rounds": most, "products_per_replay": entry.products}
             if len(own) == most and (energy_mj := self._energy_mj(entry, policy)) is not None:
                 evidence["energy_mj"] = energy_mj
             measurement = Measurement(

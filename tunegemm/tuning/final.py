@@ -38,9 +38,9 @@ def confirm(trials: Trials, raced: Sequence[Measurement]) -> Measurement | None:
 
     Where the GPU did other work, what was measured is kept, and the note says why nothing is confirmed.
     """
-    # What dropped out was clearly slower, if not by the ratio of the few rounds that it was in.
-    most = max((len(one.samples_us) for one in raced), default=0)
-    stayed = [one for one in raced if len(one.samples_us) == most]
+    # What dropped out was clearly slower, if not by the ratio of the few rounds that it was in. A replayed
+    # measurement has the rounds of its own recording.
+    stayed = [one for one in raced if len(one.samples_us) >= one.evidence.get("of_rounds", 0)]
     # Nothing that the race shows to be slower than torch.mm, by however little, takes its place.
     stayed = [one for one in stayed if (speed(one) or 0.0) >= 1 or is_torch(one.candidate)]
     if not stayed:

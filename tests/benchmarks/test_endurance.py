@@ -1,0 +1,14 @@
+"""Tunings with planted faults end right, and leave nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.endurance import endure
+
+
+@pytest.mark.slow
+def test_each_ends_right_and_nothing_is_left_over() -> None:
+    found = endure(12)
+    assert found["wrong"] == [] and found["left_over"] == []
+    assert found["ended"]["ended"] == 12 and found["ended"]["interrupted"] >= 1
