@@ -84,9 +84,9 @@ def write_text(path: Path, text: str, error: type[TunegemmError] = FileError) ->
         part.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
-def make_folder(path: Path, error: type[TunegemmError] = FileError) -> None:
-    """Creates a folder and those above it, where missing. Raises `error`."""
-    with _explained(path, error, "choose another --out"):
+def make_folder(path: Path) -> None:
+    """Creates a folder and those above it, where missing. Raises FileError."""
+    with _explained(path, FileError, "choose another --out"):
         path.mkdir(parents=True, exist_ok=True)
 
 

@@ -22,7 +22,7 @@ class Policy:
     """Which candidates may be launched, and which of them is best."""
 
     prefer: Preference = "fastest"
-    """See `docs/dispatch.md`."""
+    """See docs/guide/dispatch.md."""
     max_sms: int | None = None
     """Multiprocessors that a launch may fill; None for all."""
 
@@ -68,7 +68,6 @@ class Policy:
 
 
 FASTEST = Policy()
-DETERMINISTIC = Policy("deterministic")
 
 
 def parse_policy(text: str) -> Policy:

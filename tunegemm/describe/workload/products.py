@@ -1,4 +1,4 @@
-"""A program's products as recorded, and the file that keeps them; docs/recording.md describes it."""
+"""A program's products as recorded, and the file that keeps them; docs/guide/recording.md describes it."""
 
 from __future__ import annotations
 

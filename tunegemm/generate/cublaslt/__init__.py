@@ -121,13 +121,13 @@ class CublasLt:
         """Whether the library has such a kernel. What it makes of one problem it says at `load`."""
         return FEASIBLE if is_torch(candidate) else apply_rules(RULES, problem, candidate, device)
 
-    def discover(self, problem: Problem, device: Device, space: SearchSpace | None = None) -> list[Candidate]:
+    def discover(self, problem: Problem, device: Device) -> list[Candidate]:
         """torch.mm and the algorithms that the library names for the problem; on a real device only.
 
-        `space` gives the numbers asked for and the workspaces allowed; by default the shipped file.
+        The space file gives the numbers asked for and the workspaces allowed.
         """
         found = [TORCH_MM]
-        space = space or SearchSpace.load(self.space_file, parameters=self.parameters)
+        space = SearchSpace.load(self.space_file, parameters=self.parameters)
         # Whether the library can be asked at all does not depend on the algorithm.
         probe = Candidate.make(self.name, {"algorithm": "cublaslt"} | dict.fromkeys(ALGORITHM_PARAMETERS, 0))
         wanted = device.is_real and "heuristic" in space.compile_values["algorithm"]

@@ -1,7 +1,7 @@
 """Counts the products of a program where they reach ATen: eager, autograd, compiled and captured code alike.
 
 While a recording runs, the CPU and CUDA kernels of ATen's matrix products are wrapped (`aten`).
-docs/recording.md says what is not seen.
+docs/guide/recording.md says what is not seen.
 """
 
 from __future__ import annotations
