@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def record(problems: list[Problem], device: Device, name: str, out: Path, trials: int | None) -> None:
     """One file per problem, written as soon as its sweep is done. An interrupted sweep is not written."""
-    from tunegemm.measure.sweeps import write_sweep
+    from benchmarks.sweep_files import write_sweep
     from tunegemm.tuning.tuner import Tuner
 
     with Tuner(device) as tuner:

@@ -6,12 +6,12 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.sweep_files import write_sweep
 from tests.support.processes import environment
 from tunegemm.describe.device import PARTS, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
-from tunegemm.measure.sweeps import write_sweep
 
 ROOT = Path(__file__).parents[2]
 

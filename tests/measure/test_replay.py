@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.sweep_files import write_sweep
 from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -16,7 +17,6 @@ from tunegemm.errors import DeviceError
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.policy import Job
 from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay, replay_names
-from tunegemm.measure.sweeps import write_sweep
 
 PROBLEM = Problem.parse("512x6144x4096")
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from tunegemm.describe.device import Device, with_fingerprint
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import families
 from tunegemm.measure.outcome import Failure, Measurement
@@ -25,7 +25,7 @@ def recorded_device() -> Device:
     """The recorded H200 under its own fingerprint, as if it were real: the store refuses others."""
     replay = open_replay("h200")
     sweep = replay.sweep(Problem.parse(SHAPES[0]))
-    return dataclasses.replace(with_fingerprint(replay.device, sweep.fingerprint), spec="cuda:0")
+    return dataclasses.replace(replay.device, fingerprint=sweep.fingerprint, spec="cuda:0")
 
 
 def fill(path: Path, shapes: Sequence[str] = SHAPES, *, each: int = 60) -> Path:

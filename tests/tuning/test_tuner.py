@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sweep_files import write_sweep
 from tests.support.planted import tuning_families
 from tests.tuning.planted import (
     DEVICE,
@@ -37,7 +38,6 @@ from tunegemm.generate.compile import CompileResult
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.policy import SCREEN, Policy
-from tunegemm.measure.sweeps import write_sweep
 from tunegemm.search.budget import Effort
 from tunegemm.store import Database
 from tunegemm.tuning import tuner as tuning

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.sweep_files import write_sweep
 from tests.store.test_history import raced
 from tunegemm.cli.verify import lines
 from tunegemm.describe.device import find_device
@@ -18,7 +19,6 @@ from tunegemm.errors import DeviceError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import STEADY_MS, Failure
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
-from tunegemm.measure.sweeps import write_sweep
 from tunegemm.store import Database
 from tunegemm.store.validity import Grade
 from tunegemm.tuning.tuner import Tuner

@@ -1,6 +1,6 @@
 """The files of recorded sweeps: every outcome of one problem on one GPU, in ``MxNxK-DTYPE-LAYOUT.json.xz``.
 
-The format is described in db/sweeps/README.md.
+The format is described in db/sweeps/README.md; `benchmarks.sweep` records them.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import lzma
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,8 +17,7 @@ from tunegemm.describe.device import ARCHITECTURES, PARTS, Device, Fingerprint
 from tunegemm.describe.problem import DTYPE_BYTES, Problem, default_out_dtype
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import DeviceError, ProblemError
-from tunegemm.files import replacing
-from tunegemm.generate.families import completed, kernel_source_hash
+from tunegemm.generate.families import completed
 from tunegemm.measure.outcome import Failure, Measurement, Outcome, Stage
 
 FORMAT = 3
@@ -47,39 +45,6 @@ class Sweep:
     """Driver and packages that it was recorded under."""
 
 
-def write_sweep(
-    root: Path, name: str, device: Device, problem: Problem, outcomes: Iterable[Outcome], *,
-    recorded_at: datetime, command: str,
-) -> Path:  # fmt: skip
-    """Record one problem's outcomes under ``root/name/`` and return the file.
-
-    The same input gives the same bytes. Of several outcomes of one candidate the last one stays. Samples
-    are kept to 0.001 us. Raises DeviceError when the device is none to measure on, or when the
-    folder belongs to another GPU.
-    """
-    if not device.is_real:
-        raise DeviceError(f"{device.spec} measures nothing: record sweeps on a cuda device")
-    if recorded_at.tzinfo is None:
-        raise ValueError(f"recorded_at {recorded_at} has no time zone")
-    folder = root / name
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_device(folder / "device.json", device)
-    by_candidate = {outcome.candidate: outcome for outcome in outcomes}
-    families = {candidate.family for candidate in by_candidate}
-    data = {
-        "format": FORMAT,
-        "problem": _stem(problem),
-        "recorded_at": recorded_at.isoformat(timespec="seconds"),
-        "command": command,
-        "fingerprint": device.fingerprint.asdict(),
-        "kernel_sources": {name: kernel_source_hash(name) for name in sorted(families)},
-    } | _to_columns(list(by_candidate.values()))
-    path = sweep_path(folder, problem)
-    text = json.dumps(data, separators=(",", ":"), sort_keys=True, allow_nan=False)
-    _replace(path, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
-    return path
-
-
 def read_device(path: Path, spec: str) -> Device:
     """The recorded device. Raises DeviceError for a file that cannot be read as one."""
     try:
@@ -91,72 +56,8 @@ def read_device(path: Path, spec: str) -> Device:
         raise DeviceError(f"{path}: not a readable device ({_one_line(error)}); restore it") from None
 
 
-def _write_device(path: Path, device: Device) -> None:
-    facts: dict[str, Any] = {
-        "name": device.name,
-        "capability": list(device.architecture.capability),
-        "sm_count": device.sm_count,
-        "l2_bytes": device.l2_bytes,
-        "memory_bytes": device.memory_bytes,
-        "peak_tflops": device.peak_tflops,
-        "bandwidth_gbps": device.bandwidth_gbps,
-        "fingerprint": device.fingerprint.asdict(),
-    }
-    if path.exists():
-        try:
-            old = json.loads(path.read_text())
-            same = all(old[key] == facts[key] for key in ("name", "capability", "sm_count"))
-        except _UNREADABLE as error:
-            raise DeviceError(f"{path}: not a readable device ({_one_line(error)}); restore it") from None
-        if not same:
-            raise DeviceError(f"{path} describes {old['name']}, not {device.name}; record under another name")
-    _replace(path, (json.dumps(facts, indent=2) + "\n").encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    with replacing(path) as part:
-        part.write_bytes(content)
-
-
 # Columns: `candidates` per family and parameter (which compresses a hundredfold), `interleaves` with what a
 # measurement shares with its rivals, then one row per outcome that points into both.
-
-
-def _to_columns(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    families: dict[str, dict[str, Any]] = {}
-    interleaves: dict[str, int] = {}
-    measured: dict[str, list[Any]] = {
-        key: [] for key in ("row", "interleave", "samples_us", "relative_error", "evidence")
-    }
-    failed: dict[str, list[Any]] = {key: [] for key in ("row", "stage", "reason")}
-    # Rows are numbered family by family, so that the candidates' columns need no row numbers of their own.
-    ordered = sorted(outcomes, key=lambda outcome: (outcome.candidate.family, _names(outcome.candidate)))
-    for row, outcome in enumerate(ordered):
-        candidate = outcome.candidate
-        key = json.dumps([candidate.family, *_names(candidate)])
-        columns = families.setdefault(key, {"count": 0, "compile": {}, "launch": {}})
-        columns["count"] += 1
-        for table, pairs in (("compile", candidate.compile_params), ("launch", candidate.launch_params)):
-            for parameter, value in pairs:
-                columns[table].setdefault(parameter, []).append(value)
-        if isinstance(outcome, Failure):
-            for column, value in (("row", row), ("stage", outcome.stage), ("reason", outcome.reason)):
-                failed[column].append(value)
-            continue
-        shared = json.dumps(
-            {"baseline_us": _rounded(outcome.baseline_us), "noise": outcome.noise}, sort_keys=True
-        )
-        measured["row"].append(row)
-        measured["interleave"].append(interleaves.setdefault(shared, len(interleaves)))
-        measured["samples_us"].append(_rounded(outcome.samples_us))
-        measured["relative_error"].append(outcome.relative_error)
-        measured["evidence"].append(outcome.evidence)
-    return {
-        "candidates": [{"family": json.loads(key)[0], **columns} for key, columns in families.items()],
-        "interleaves": [json.loads(shared) for shared in interleaves],
-        "measured": measured,
-        "failed": failed,
-    }
 
 
 def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, Outcome]:
@@ -200,22 +101,13 @@ def _zip_columns(columns: Mapping[str, list[Any]], *names: str) -> Iterator[tupl
     return zip(*(columns[name] for name in names), strict=True)
 
 
-def _names(candidate: Candidate) -> tuple[list[str], list[str]]:
-    """Parameter names per table: library candidates of one family need not have the same."""
-    return [name for name, _ in candidate.compile_params], [name for name, _ in candidate.launch_params]
-
-
-def _rounded(samples: Iterable[float]) -> list[float]:
-    return [round(sample, 3) for sample in samples]
-
-
 def read_sweep(path: Path, problem: Problem) -> Sweep:
     """The sweep of one problem. Raises DeviceError for a file that cannot be read as one."""
     try:
         data = json.loads(lzma.decompress(path.read_bytes()))
         if data["format"] not in range(1, FORMAT + 1):
             raise ValueError(f"format {data['format']}, not 1 to {FORMAT}")
-        if data["problem"] != _stem(problem):
+        if data["problem"] != stem(problem):
             raise ValueError(f"it holds {data['problem']}")
         return Sweep(
             problem, _from_columns(data, data["recorded_at"]), data["recorded_at"], data["command"],
@@ -239,10 +131,11 @@ def _fingerprint(data: Mapping[str, Any]) -> Fingerprint:
 
 def sweep_path(folder: Path, problem: Problem) -> Path:
     """The file of a problem's sweep."""
-    return folder / (_stem(problem) + SUFFIX)
+    return folder / (stem(problem) + SUFFIX)
 
 
-def _stem(problem: Problem) -> str:
+def stem(problem: Problem) -> str:
+    """The name of a problem's file, without its ending; `problem_of` reads it."""
     out = "" if problem.out_dtype == default_out_dtype(problem.in_dtype) else f"_{problem.out_dtype}"
     major = "-outm" if problem.out_major == "m" else ""
     packed = problem.alignment == problem.packed_alignment
