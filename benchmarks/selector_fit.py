@@ -156,7 +156,13 @@ def fit(options: argparse.Namespace) -> None:
     path.write_text(json.dumps(data | {"checksum": checksum(data)}, separators=(",", ":")) + "\n")
     print(f"written: {path}, {path.stat().st_size} B")
     results = (options.results or source.parent) / "selector.json"
-    results.write_text(json.dumps({"meta": head["meta"], **report}, indent=1) + "\n")
+    rows = [row | {"torch_known": name == "known"} for name, one in report.items() for row in one.pop("rows")]
+    head["meta"]["command"] = "python -m benchmarks.selector_fit"
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    summaries = json.dumps(report)
+    results.write_text(
+        f'{{"meta": {json.dumps(head["meta"])},\n"summary": {summaries},\n"rows": [\n{lines}\n]}}\n'
+    )
     print(f"written: {results}")
 
 
@@ -237,7 +243,7 @@ def summary(
     margins: list[float],
     all_products: int,
 ) -> dict[str, Any]:
-    """Of the validation: shares, means, losers, and a row `[m, n, k, expected, got, served]` a product."""
+    """Of the validation: shares, means, losers, and a row for each product."""
     m, hopes, got = frame.m[served], expected[chosen], frame.logs[chosen]
     takes = is_served(m, hopes, margins)
     final = np.where(takes, got, 0.0)
@@ -267,11 +273,15 @@ def summary(
         "margins": margins,
         "by_rows": by_rows,
         "rows": [
-            [*(frame.rows[number][name] for name in "mnk"), round(float(np.exp(hope)), 4),
-             round(float(np.exp(one)), 4), int(taken)]
+            {
+                **{name: frame.rows[number][name] for name in "mnk"},
+                "expected": round(float(np.exp(hope)), 4),
+                "got": round(float(np.exp(one)), 4),
+                "served": bool(taken),
+            }
             for number, hope, one, taken in zip(served.tolist(), hopes, got, takes, strict=True)
         ],
-    }  # fmt: skip
+    }
 
 
 def trees_of(model: Any) -> dict[str, Any]:
