@@ -14,7 +14,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -110,9 +110,10 @@ class Selector:
         least, most = self.extents
         if not (least <= problem.n <= most and least <= problem.k <= most):
             return Outlook(refusal=f"predictions are for N and K from {least} to {most}", decides=False)
-        found = shortlist.choices(problem, device, self.kernels)
+        modelled = replace(device, spec="model")  # as at the fit: each chip counts its resident clusters anew
+        found = shortlist.choices(problem, modelled, self.kernels)
         library = ask(problem, device.index) if device.is_real else None
-        logs = self.forest(features(problem, found, device, library))
+        logs = self.forest(features(problem, found, modelled, library))
         number = next(number for number, high in enumerate(self.rows) if problem.m <= high)
         known = "unknown" if library is None else "known"
         sag = self.sag[number]
