@@ -63,7 +63,7 @@ class OnlineTuning:
                 self._left_s -= time.monotonic() - start
                 if self._left_s <= 0:
                     spent = (
-                        "the budget for tuning online is spent, what is new is served as in mode predict; "
+                        "the budget for tuning online is spent, what is new is as in mode predict; "
                         "TUNEGEMM_ONLINE_BUDGET=SECONDS raises it"
                     )
                     self.warning = f"{self.warning}; {spent}" if self.warning else spent
