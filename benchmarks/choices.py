@@ -403,7 +403,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def collect(folder: Path, out: Path | None) -> None:
-    """Writes the rows of all lines of a folder into one file, with the `meta` of the first run of each."""
+    """Writes the rows of all lines of a folder into one file, with the `meta` of the first run and the
+    `commands` of all. Raises TunegemmError where they are not of one GPU and one list of kernels."""
     runs: list[dict[str, Any]] = []
     rows: dict[tuple[int, ...], dict[str, Any]] = {}
     kernels: list[str] = []
@@ -412,8 +413,10 @@ def collect(folder: Path, out: Path | None) -> None:
             if "meta" in line:
                 runs.append(line["meta"])
                 kernels = kernels or line["kernels"]
-                if kernels != line["kernels"]:
-                    raise TunegemmError(f"{path}: its list of kernels is another one; measure again")
+                if kernels != line["kernels"] or runs[0]["gpu"] != line["meta"]["gpu"]:
+                    raise TunegemmError(
+                        f"{path}: its list of kernels or its GPU is another one; leave it out"
+                    )
             elif "m" in line:
                 line.pop("stages", None)
                 rows[line["m"], line["n"], line["k"]] = line
@@ -421,7 +424,8 @@ def collect(folder: Path, out: Path | None) -> None:
         raise TunegemmError(f"{folder} has no lines of this command")
     names = runs[0]["gpu"].removeprefix("NVIDIA").lower().split()
     path = (out or Path(__file__).parent / "results" / "-".join(names)) / "choices.json.xz"
-    head = json.dumps({"meta": runs[0] | {"runs": len(runs)}, "kernels": kernels})
+    commands = [run["command"] for run in runs]
+    head = json.dumps({"meta": runs[0] | {"commands": commands}, "kernels": kernels})
     lines = [head, *(json.dumps(rows[key], separators=(",", ":")) for key in sorted(rows))]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(lzma.compress("\n".join(lines).encode(), preset=9))

@@ -184,10 +184,12 @@ def measure(wanted: Sequence[Problem], device: Device, backend: Backend, rounds:
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """One line: how the problems were served, and how their speeds compare with torch's."""
     counts = Counter(row["outcome"] for row in rows)
-    served = ", ".join(f"{counts[name]} {name}" for name in ("hit", "near", "miss") if counts[name])
+    served = ", ".join(
+        f"{counts[name]} {name}" for name in ("hit", "predicted", "near", "miss") if counts[name]
+    )
     ratios = [row["ratio"] for row in rows]
     slower = sum(ratio < TOLERATED for ratio in ratios)
-    near = [row["ratio"] for row in rows if row["outcome"] == "near"]
+    near = [row["ratio"] for row in rows if row["outcome"] in ("predicted", "near")]
     text = (
         f"{len(rows)} products ({served}), geometric mean {geometric_mean(ratios):.3f} of torch's speed, "
         f"{slower} slower by more than 1 %, worst {min(ratios):.3f}"

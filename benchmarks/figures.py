@@ -105,3 +105,35 @@ def products(rows: Rows) -> Figure:
         fontsize=9, color=MUTED, va="center",
     )  # fmt: skip
     return figure
+
+
+def predicted(rows: Rows) -> Figure:
+    """What the selector expected of products that it had not seen, and what they got (selector.json)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((7.6, 5.2))
+    axes = figure.add_axes((0.1, 0.11, 0.86, 0.76))
+    found = [row for row in rows if row["torch_known"]]
+    low, high = 0.75, 1.6
+    axes.plot((low, high), (low, high), color=LINE, lw=2)
+    axes.axhline(1, color=INK, lw=1)
+    for served, color, label in ((False, MUTED, "left to torch"), (True, FASTER, "served")):
+        mine = [row for row in found if row["served"] is served]
+        axes.plot(
+            [row["expected"] for row in mine], [row["got"] for row in mine], "o", color=color, ms=3.5,
+            alpha=0.6, mew=0, label=f"{label}: {len(mine)}",
+        )  # fmt: skip
+    axes.set(
+        xlim=(low, high),
+        ylim=(low, high),
+        xlabel="expected, times torch.mm",
+        ylabel="measured, times torch.mm",
+    )
+    axes.grid()
+    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    figure.text(0.02, 0.955, "Predicted and measured gain", weight="bold", fontsize=12, va="center")
+    figure.text(
+        0.02, 0.91, "The launch chosen for each product, by a model that had not seen its N and K.",
+        fontsize=9, color=MUTED, va="center",
+    )  # fmt: skip
+    return figure

@@ -28,6 +28,7 @@ from benchmarks.tables.programs import (
     dtypes,
     epilogues,
     first_use,
+    selector,
     skinny,
     tuning_time,
 )
@@ -97,6 +98,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "epilogues": epilogues,
     "dispatch": dispatch,
     "decode": decode,
+    "selector": selector,
     "skinny": skinny,
     "cli": cli,
     "families": families,
@@ -116,13 +118,17 @@ def figures(results: Path = RESULTS) -> dict[Path, bytes]:
     found = {}
     for out, name in (
         ("products.svg", "peers.json"), ("families.svg", "families.json"), ("seed-004.svg", "seed-004.json"),
+        ("selector.svg", "selector.json"),
     ):  # fmt: skip
         if (data := load(results, name)) is not None:
             from benchmarks import figures
             from benchmarks.families import draw
 
             rows = even_rows(data["rows"]) if out == "products.svg" else data["rows"]
-            drawn = {"products.svg": figures.products, "families.svg": draw}.get(out, figures.sweep_over_k)
+            kinds = {
+                "products.svg": figures.products, "families.svg": draw, "selector.svg": figures.predicted,
+            }  # fmt: skip
+            drawn = kinds.get(out, figures.sweep_over_k)
             found[ROOT / "docs" / "figures" / out] = figures.render(drawn, rows, "svg")
     return found
 

@@ -194,17 +194,53 @@ def decode(results: Path) -> str:
     lines = []
     for name, rows in [*groups.items(), ("all", data["rows"])]:
         found = [row["ratio"] for row in rows]
-        near = [row["ratio"] for row in rows if row["outcome"] == "near"]
+        near = [row["ratio"] for row in rows if row["outcome"] in ("predicted", "near")]
         lines.append(
             [
                 name,
-                *(str(sum(row["outcome"] == outcome for row in rows)) for outcome in ("hit", "near", "miss")),
+                *(
+                    str(sum(row["outcome"] in outcomes for row in rows))
+                    for outcomes in (("hit",), ("predicted", "near"), ("miss",))
+                ),
                 f"{geometric_mean(found):.3f}",
                 f"{geometric_mean(near):.3f}" if near else "",
                 str(sum(ratio < 0.99 for ratio in found)),
                 f"{min(found):.3f}",
             ]
         )
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
+def selector(results: Path) -> str:
+    """What the selector makes of products that it was not fitted to, by rows."""
+    header = [
+        "rows", "products", "best listed", "served", "geometric mean", "of the served", "expected of them",
+        "slower by over 1 %", "worst",
+    ]  # fmt: skip
+    data = load(results, "selector.json")
+    if data is None:
+        return not_measured(results, "selector.json")
+    lines = []
+    for known in (True, False):
+        summary = data["summary"]["known" if known else "unknown"]
+        rows = [row for row in data["rows"] if row["torch_known"] is known]
+        for name, part in summary["by_rows"].items():
+            low, high = (int(word) for word in name.split("-"))
+            served = [row for row in rows if row["served"] and low <= row["m"] <= high]
+            got = [row["got"] for row in served] or [1.0]
+            lines.append(
+                [
+                    name if known else f"{name}, torch's kernel not known",
+                    str(part["products"]),
+                    f"{part['best']:.3f}",
+                    f"{part['share']:.0%}",
+                    f"{part['geometric_mean']:.3f}",
+                    f"{geometric_mean(got):.3f}",
+                    f"{geometric_mean([row['expected'] for row in served] or [1.0]):.3f}",
+                    str(part["under_099"]),
+                    f"{min(got):.3f}",
+                ]
+            )
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
 
 

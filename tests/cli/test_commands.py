@@ -265,7 +265,7 @@ class TestDoctor:
         self, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
     ) -> None:
         monkeypatch.delenv("TUNEGEMM_CI", raising=False)
-        assert check("dispatch").detail == "mode near, policy fastest"
+        assert check("dispatch").detail == "mode predict, policy fastest"
         monkeypatch.setenv("TUNEGEMM_MODE", "nera")
         monkeypatch.setenv("TUNEGEMM_POLICY", "slowest")
         found = check("dispatch")
@@ -407,7 +407,7 @@ class TestExplain:
         assert found["record"] is None and found["why_not"]
 
     def test_a_memory_bound_shape_and_no_tile(self, tmp_path: Path) -> None:
-        first, second = self.explain(tmp_path, "--shape", "16x4096x4096", "--shape", "64x64x64x2")
+        first, second = self.explain(tmp_path, "--shape", "96x4096x4096", "--shape", "64x64x64x2")
         assert first["bound"] == second["bound"] == "memory" and first["tile"] is None
         assert first["roofline_us"] == pytest.approx(first["bytes"] / 4.8e6)
 

@@ -73,7 +73,7 @@ def test_a_near_hit_names_its_origin_and_shows_no_time_as_its_own(location: str,
 def test_a_miss_says_why_and_what_would_change_it(location: str, device: Device) -> None:
     found = explain_problem(Problem(96, 2048, 4096), device, database=location)
     assert found.outcome == "miss" and found.record is None
-    assert "dispatch  torch: no record; no recorded shape is near enough" in str(found)
+    assert "dispatch  torch: no record; predictions are for up to 64 rows; no recorded shape is" in str(found)
     assert "change    tunegemm tune --shape 96x2048x4096" in str(found)
 
 

@@ -62,7 +62,7 @@ def product(dispatcher: Dispatcher, m: int) -> None:
     assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
 
 
-@pytest.mark.parametrize(("mode", "calls"), [(None, 2), ("near", 2), ("exact", 1), ("off", 0)])
+@pytest.mark.parametrize(("mode", "calls"), [(None, 2), ("predict", 2), ("exact", 1), ("off", 0)])
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
 def test_how_far_each_mode_goes(monkeypatch, device, kernel, mode, calls):
     if mode is None:
@@ -75,17 +75,17 @@ def test_how_far_each_mode_goes(monkeypatch, device, kernel, mode, calls):
     assert len(kernel.calls) == calls
 
 
-def test_an_unknown_mode_is_a_warning_and_near(monkeypatch):
+def test_an_unknown_mode_is_a_warning_and_predict(monkeypatch):
     monkeypatch.setenv("TUNEGEMM_MODE", "fast")
     said: list[str] = []
-    assert read_mode(said.append) == "near"
-    assert "'fast' is not known" in said[0] and "off, exact, near, online" in said[0]
+    assert read_mode(said.append) == "predict"
+    assert "'fast' is not known" in said[0] and "off, exact, predict, online" in said[0]
 
 
 def test_a_mode_that_was_names_what_counts_products_now(monkeypatch):
     monkeypatch.setenv("TUNEGEMM_MODE", "record")
     said: list[str] = []
-    assert read_mode(said.append) == "near"
+    assert read_mode(said.append) == "predict"
     assert "`tunegemm record -- PROGRAM`" in said[0] and "tunegemm.record(FILE)" in said[0]
 
 

@@ -40,6 +40,12 @@ def Row(
     return Record(problem, candidate, fingerprint, ratio=ratio, kernel_source=kernel_source, layer=layer)
 
 
+@pytest.fixture(autouse=True)
+def nothing_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the rules say where predictions do not come first."""
+    monkeypatch.setattr("tunegemm.serve.predict._loaded", lambda gpu: "nothing is predicted here")
+
+
 @pytest.fixture(scope="module")
 def device() -> Device:
     return open_replay("h200").device

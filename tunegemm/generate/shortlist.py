@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,13 +137,13 @@ class _Listed:
 
 
 @cache
-def _on(device: Device) -> _Listed:
+def _on(device: Device, places: tuple[int, ...] | None) -> _Listed:
     usual = Problem.parse("64x4096x4096")
     kernels = listed()
     numbers = [
         number
-        for number, kernel in enumerate(kernels)
-        if families.get(kernel.family).check(usual, launched(usual, kernel), device).runs
+        for number in (range(len(kernels)) if places is None else places)
+        if families.get(kernels[number].family).check(usual, launched(usual, kernels[number]), device).runs
     ]
     chosen = [kernels[number] for number in numbers]
     launches = [set(families.get(kernel.family).parameters["launch"]) for kernel in chosen]
@@ -153,13 +153,13 @@ def _on(device: Device) -> _Listed:
         return np.array([name in names for names in launches], dtype=np.bool_)
 
     return _Listed(
-        np.array(numbers),
+        np.array(numbers, dtype=np.int64),
         columns,
         np.array([device.resident_clusters(int(size)) for size in columns.cluster_m * columns.cluster_n]),
         have("split_k") & np.array([_splits(usual, kernel, device) for kernel in chosen], dtype=np.bool_),
         have("reduction"),
         have("raster_order"),
-        np.array([kernel.family == "skinny" for kernel in chosen]),
+        np.array([kernel.family == "skinny" for kernel in chosen], dtype=np.bool_),
     )
 
 
@@ -167,75 +167,68 @@ def _splits(problem: Problem, kernel: Candidate, device: Device) -> bool:
     return families.get(kernel.family).check(problem, launched(problem, kernel, split_k=2), device).runs
 
 
-def choices(problem: Problem, device: Device) -> Choices:
+def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = None) -> Choices:
     """The launches that suit a problem, of each kernel two at most: the model's best of those that leave k
     whole, and of those that split it.
 
-    Splits are as many as occupy the device's multiprocessors once, or twice.
+    Splits are as many as occupy the device's multiprocessors once, or twice; where there are that few tiles,
+    their order matters little. places: in the list, of the kernels to choose from; all by default.
     """
-    on = _on(device)
+    on = _on(device, places)
     c = on.columns
     m = np.where(c.swap_ab, problem.n, problem.m)
     n = np.where(c.swap_ab, problem.m, problem.n)
     tiles_m, tiles_n = -(-m // c.tile_m), -(-n // c.tile_n)
-    size = c.cluster_m * c.cluster_n
     clusters = -(-tiles_m // c.cluster_m) * -(-tiles_n // c.cluster_n)
     k_tiles = -(-problem.k // c.tile_k)
-    sharing = stream_clusters(clusters, k_tiles, on.resident, least=np.minimum, most=np.maximum)
     fits = (tiles_m >= c.cluster_m) & (tiles_n >= c.cluster_n)
-    fits &= ~c.streams | (stream_tiles(clusters, k_tiles, sharing) > 0)
+    if c.streams.any():
+        sharing = stream_clusters(clusters, k_tiles, on.resident, least=np.minimum, most=np.maximum)
+        fits &= ~c.streams | (stream_tiles(clusters, k_tiles, sharing) > 0)
     fits &= ~on.skinny | ((problem.m <= c.tile_m) & (problem.m > c.tile_m - 8))
     whole = np.flatnonzero(fits)
     parts: list[tuple[Any, ...]] = []
     for along_n, swizzle in _RASTERS[:1] if fits_l2(problem, device) else _RASTERS:
         rows = whole[on.rasters[whole]] if parts else whole
         parts.append((rows, *_filled(rows, 1, False, along_n, swizzle)))
-        rows = rows[c.streams[rows]]
-        parts.append((rows, *_filled(rows, 1, True, along_n, swizzle)))
-    unsplit = _best(problem, device, on, parts)
-    # Splits of k keep the order of tiles.
-    rows = unsplit.kernels
-    room = np.minimum(2 * device.sm_count // (clusters * size), k_tiles // 4)[rows]
-    once = (on.resident // clusters)[rows]
-    parts = []
-    for most, second in itertools.product((once, 2 * once), (False, True)):
-        split = _SPLITS[np.searchsorted(_SPLITS, np.maximum(np.minimum(most, room), 1), side="right") - 1]
-        at = np.flatnonzero(on.splits[rows] & (split > 1) & (on.reduces[rows] | (not second)))
-        _, seconds, _, _ = _filled(at, 1, second, False, 1)
-        parts.append((rows[at], split[at], seconds, unsplit.along_n[at], unsplit.swizzle[at]))
-    split = (
-        _best(problem, device, on, parts)
-        if any(len(part[0]) for part in parts)
-        else unsplit.take(np.arange(0))
+        if len(rows := rows[c.streams[rows]]):
+            parts.append((rows, *_filled(rows, 1, True, along_n, swizzle)))
+    rows = whole[on.splits[whole]]
+    if len(rows):
+        size = (c.cluster_m * c.cluster_n)[rows]
+        room = np.minimum(2 * device.sm_count // (clusters[rows] * size), k_tiles[rows] // 4)
+        once = on.resident[rows] // clusters[rows]
+        for most, second in itertools.product((once, 2 * once), (False, True)):
+            split = _SPLITS[np.searchsorted(_SPLITS, np.maximum(np.minimum(most, room), 1), side="right") - 1]
+            at = np.flatnonzero((split > 1) & (on.reduces[rows] | (not second)))
+            if len(at):
+                _, seconds, along, swizzles = _filled(at, 1, second, False, 1)
+                parts.append((rows[at], split[at], seconds, along, swizzles))
+    rows, split_k, seconds, along, swizzles = (np.concatenate(column) for column in zip(*parts, strict=True))
+    columns = c.take(rows).launched(split_k=split_k, second=seconds, along_n=along, swizzle=swizzles)
+    found = terms(problem, columns, device)
+    # Of launches of each kernel, whole and split, the one that the model takes for the fastest.
+    kinds = 2 * rows + (split_k > 1)
+    order = np.lexsort((found.total_us, kinds))
+    order = order[np.r_[True, np.diff(kinds[order]) != 0]]
+    order = order[np.argsort(split_k[order] > 1, kind="stable")]
+    return Choices(on.numbers[rows], split_k, seconds, along, swizzles, columns, found).take(order)
+
+
+def of_launches(problem: Problem, launches: Any, device: Device) -> Choices:
+    """Launches by their numbers: rows of place in the list, splits of k, second, along n, swizzle size."""
+    rows = np.asarray(launches, dtype=np.int64).reshape(-1, 5)
+    second, along_n = rows[:, 2] > 0, rows[:, 3] > 0
+    columns = Columns.of(
+        [
+            launched(problem, listed()[place], split_k, bool(adds), bool(along), swizzle)
+            for place, split_k, adds, along, swizzle in rows.tolist()
+        ]
     )
-    joined = _joined(unsplit, split)
-    return replace(joined, kernels=on.numbers[joined.kernels])
+    found = terms(problem, columns, device)
+    return Choices(rows[:, 0], rows[:, 1], second, along_n, rows[:, 4], columns, found)
 
 
 def _filled(rows: Ints, split_k: int, second: bool, along_n: bool, swizzle: int) -> tuple[Any, ...]:
     size = len(rows)
     return np.full(size, split_k), np.full(size, second), np.full(size, along_n), np.full(size, swizzle)
-
-
-def _best(problem: Problem, device: Device, on: _Listed, parts: Sequence[tuple[Any, ...]]) -> Choices:
-    """Of launches of each kernel the one that the model takes for the fastest, the first of equals."""
-    rows, split_k, second, along_n, swizzle = (np.concatenate(column) for column in zip(*parts, strict=True))
-    columns = on.columns.take(rows).launched(
-        split_k=split_k, second=second, along_n=along_n, swizzle=swizzle
-    )  # fmt: skip
-    found = Choices(
-        rows, split_k, second, along_n, swizzle, columns, terms(problem, columns, device)
-    )  # fmt: skip
-    order = np.lexsort((found.terms.total_us, rows))
-    return found.take(order[np.r_[True, np.diff(rows[order]) != 0]])
-
-
-def _joined(one: Choices, other: Choices) -> Choices:
-    def joined(first: Any, second: Any) -> Any:
-        pairs = ((getattr(first, field.name), getattr(second, field.name)) for field in fields(first))
-        return type(first)(
-            *(np.concatenate(pair) if isinstance(pair[0], np.ndarray) else joined(*pair) for pair in pairs)
-        )
-
-    found: Choices = joined(one, other)
-    return found

@@ -26,6 +26,7 @@ from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_mode, read_policy
 from tunegemm.serve.neighbours import Near
 from tunegemm.serve.policies import Policy
+from tunegemm.serve.predict import Predicted
 from tunegemm.serve.selection import Outcome, Selection, read_rivals, select
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
@@ -87,9 +88,12 @@ class Explanation:
     tile: TileFacts | None
     """Of the candidate asked about, or else of what dispatch would launch; None when neither cuts tiles."""
     outcome: Outcome
-    """What dispatch makes of the problem: ``hit``, ``near`` or ``miss``."""
+    """What dispatch makes of the problem: ``hit``, ``predicted``, ``near`` or ``miss``."""
     record: StoredRecord | None
-    """What dispatch would launch, or where a near hit takes its kernel from; None where torch computes."""
+    """What dispatch would launch, or where a near hit takes its kernel from; None where torch computes, and
+    where a kernel is predicted."""
+    predicted: Predicted | None
+    """What is expected of a kernel that nobody measured for this problem."""
     near: Near | None
     """What is expected of a near hit."""
     runner_up: StoredRecord | None
@@ -136,6 +140,17 @@ class Explanation:
                 "percent_of_peak": self.percent_of_peak,
             }
         facts["expected_ratio"] = self.near.record.ratio if self.near is not None else None
+        facts["predicted"] = None
+        if (ahead := self.predicted) is not None:
+            facts["expected_ratio"] = ahead.expected
+            facts["predicted"] = {
+                "label": ahead.label,
+                "family": ahead.record.candidate.family,
+                "candidate": dict(ahead.record.candidate.params),
+                "expected_ratio": ahead.expected,
+                "least_ratio": ahead.bound,
+                "evidence": ahead.evidence,
+            }
         facts["runner_up"] = None
         if (second := self.runner_up) is not None:
             facts["runner_up"] = {name: getattr(second, name) for name in ("label", "ratio", "median_us")}
@@ -174,7 +189,11 @@ class Explanation:
                 + (f"; {tile.smem_bytes} B of shared memory" if tile.smem_bytes is not None else ""),
             )
         record = self.record
-        if record is None:
+        if self.predicted is not None:
+            yield "dispatch", f"predicted, {self.predicted.label}: {self.predicted}"
+            if self.why_not:
+                yield "", f"but torch computes it: {self.why_not}"
+        elif record is None:
             yield "dispatch", f"torch: {self.why_not}"
         else:
             if self.near is not None:
@@ -263,7 +282,8 @@ def explain_problem(
     loadable = (one for one in options if not _refusal_to_load(one, device))
     chosen = next(loadable, options[0] if options else None)
     near = next((one for one in selection.nears if one.record is chosen), None)
-    record = near.origin if near is not None else chosen
+    predicted = next((one for one in selection.predictions if one.record is chosen), None)
+    record = near.origin if near is not None else None if predicted is not None else chosen
     why_not = "; ".join([selection.why, *warnings]) if chosen is None else ""
     if mode == "off":
         why_not = "TUNEGEMM_MODE=off"
@@ -286,8 +306,9 @@ def explain_problem(
         outcome=selection.outcome,
         record=record,
         near=near,
+        predicted=predicted,
         runner_up=_runner_up(record, entries, device) if near is None else None,
-        why="" if chosen is None or near is not None else selection.why,
+        why="" if chosen is None or near is not None or predicted is not None else selection.why,
         why_not=why_not,
         change=_change(problem, selection, record, why_not),
     )

@@ -2,8 +2,9 @@
 
 - ``off``: torch computes every product.
 - ``exact``: recorded problems only.
-- ``near``, the default: also problems whose recorded neighbours promise a gain (`serve.neighbours`).
-- ``online``: a problem without a record is tuned when it is first seen (`serve.online`); else as ``near``.
+- ``predict``, the default: also problems without a record, where measurements of others promise a gain: plain
+  products by a fitted model (`serve.predict`), others by recorded neighbours (`serve.neighbours`).
+- ``online``: a problem without a record is tuned when it is first seen (`serve.online`); else as ``predict``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Literal, cast, get_args
 from tunegemm.errors import PolicyError
 from tunegemm.serve.policies import FASTEST, Policy, parse_policy
 
-Mode = Literal["off", "exact", "near", "online"]
-DEFAULT: Mode = "near"
+Mode = Literal["off", "exact", "predict", "online"]
+DEFAULT: Mode = "predict"
 
 
 def read_mode(warn: Callable[[str], None]) -> Mode:
@@ -26,6 +27,8 @@ def read_mode(warn: Callable[[str], None]) -> Mode:
         remedy = f"use one of {', '.join(get_args(Mode))} or unset it"
         if mode == "record":  # was a mode once
             remedy = "`tunegemm record -- PROGRAM` or `with tunegemm.record(FILE):` counts products"
+        if mode == "near":  # was one, too
+            remedy = "predict serves what it did, and more"
         warn(f"TUNEGEMM_MODE={mode!r} is not known and has no effect; {remedy}")
         return DEFAULT
     return cast(Mode, mode)

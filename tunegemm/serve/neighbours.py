@@ -125,15 +125,18 @@ def neighbourhood(
     problem: Problem,
     device: Device,
     allows: Callable[[Problem, Candidate], str] = lambda problem, candidate: "",
+    *,
+    afar: bool = True,
 ) -> Neighbourhood:
     """The kernels that recorded neighbours offer for a problem, by the rule of this module.
 
-    allows: why a candidate must not be used here; empty when it may be.
+    allows: why a candidate must not be used here; empty when it may be. afar: whether neighbours of another n
+    or k count; predictions know more of the problems that they are for.
     """
     if problem.m == 1:
         return Neighbourhood(refusal="a single row takes what is recorded for it only")
     brackets = _brackets(snapshot, problem, device)
-    afar = not brackets
+    afar = afar and not brackets
     neighbours = _afar(snapshot, problem, device) if afar else brackets
     if not neighbours:
         return Neighbourhood(refusal="no recorded shape is near enough")

@@ -1,8 +1,8 @@
 """``TUNEGEMM_MODE=online``: tune a problem when dispatch first sees it, within a budget of seconds.
 
 The search, its compile workers and its measuring worker are loaded on the first such problem. One problem is
-tuned at a time, by the thread that asked for it; others are served as in ``near`` meanwhile. What is found is
-published, so that the next process has it as a record.
+tuned at a time, by the thread that asked for it; others are served as in ``predict`` meanwhile. What is found
+is published, so that the next process has it as a record.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OnlineTuning:
                 self._left_s -= time.monotonic() - start
                 if self._left_s <= 0:
                     spent = (
-                        "the budget for tuning online is spent, what is new is served as in mode near; "
+                        "the budget for tuning online is spent, what is new is as in mode predict; "
                         "TUNEGEMM_ONLINE_BUDGET=SECONDS raises it"
                     )
                     self.warning = f"{self.warning}; {spent}" if self.warning else spent

@@ -380,7 +380,13 @@ class Planner:
             except (TunegemmError, ValueError, RuntimeError) as error:
                 why = _one_line(error)
         # In mode online the product is tuned next, or a warning says why it could not be.
-        if selection.options or (selection.advises_tuning and self._mode != "online"):
+        if selection.outcome == "predicted":
+            self._warn(
+                state,
+                f"a kernel that is predicted to be faster than torch cannot run on {known.name}: {why}; "
+                "products like that fall back to torch",
+            )
+        elif selection.options or (selection.advises_tuning and self._mode != "online"):
             self._warn(
                 state,
                 f"{problem} on {known.name}: {why}; {_who(name)} falls back to torch. "

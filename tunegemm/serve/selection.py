@@ -16,8 +16,9 @@ from tunegemm.store.validity import Grade, judge_stored
 
 if TYPE_CHECKING:
     from tunegemm.serve.neighbours import Near
+    from tunegemm.serve.predict import Predicted
 
-Outcome = Literal["hit", "near", "miss"]
+Outcome = Literal["hit", "predicted", "near", "miss"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Selection:
     """Those of the options that were measured for other problems, with what is expected of them here."""
     neighbours: tuple[Record, ...] = ()
     """Of a problem without a record, the records of its neighbourhood that were asked."""
+    predictions: tuple[Predicted, ...] = ()
+    """Those of the options that were predicted from measurements of other products."""
 
     @property
     def advises_tuning(self) -> bool:
@@ -49,10 +52,12 @@ def select(
     policy: Policy = FASTEST,
     rivals: Callable[[Problem], Sequence[Record]] = lambda problem: (),
 ) -> Selection:
-    """Hit, near hit or miss of a problem on a device.
+    """Hit, predicted, near hit or miss of a problem on a device.
 
-    near: whether neighbours may serve it. rivals: further measurements of a problem, which are asked for
-    only where the policy wants another candidate than the fastest.
+    near: whether predictions and neighbours may serve it. Plain products of few rows are predicted, where the
+    device's kind was measured; for all others, and where that promises nothing, neighbours speak. rivals:
+    further measurements of a problem, which are asked for only where the policy wants another candidate than
+    the fastest.
     """
     record = snapshot.find(problem, device.fingerprint)
     if policy.is_batch_invariant:
@@ -67,8 +72,14 @@ def select(
     if not near:
         return Selection("miss", (), why)
     from tunegemm.serve.neighbours import neighbourhood  # and the model: a hit does without
+    from tunegemm.serve.predict import outlook
 
-    around = neighbourhood(snapshot, problem, device, policy.refusal)
+    ahead = outlook(problem, device, policy.refusal)
+    if ahead.options:
+        found = tuple(option.record for option in ahead.options)
+        return Selection("predicted", found, str(ahead.options[0]), predictions=ahead.options)
+    why = f"{why}; {ahead.refusal}" if ahead.refusal else why
+    around = neighbourhood(snapshot, problem, device, policy.refusal, afar=not ahead.decides)
     if not around.options:
         return Selection("miss", (), f"{why}; {around.refusal}", neighbours=around.neighbours)
     options = tuple(option.record for option in around.options)

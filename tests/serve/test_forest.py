@@ -1,0 +1,74 @@
+"""Trees as arrays: the same values as walking them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tunegemm.errors import TunegemmError
+from tunegemm.serve.forest import MAX_LEAVES, Forest
+
+WIDTH = 5
+
+
+def grown(chance: np.random.Generator, leaves: int) -> tuple[Any, dict[str, Any]]:
+    """A random tree of so many leaves, nested, and as `Forest` reads it."""
+
+    def nested(count: int) -> Any:
+        if count == 1:
+            return float(chance.normal())
+        left = int(chance.integers(1, count))
+        return int(chance.integers(WIDTH)), float(chance.normal()), nested(left), nested(count - left)
+
+    nodes: list[list[float]] = []
+    values: list[float] = []
+
+    def flat(tree: Any) -> int:
+        if isinstance(tree, float):
+            values.append(tree)
+            return 1 << (len(values) - 1)
+        column, limit, left, right = tree
+        entry = [column, limit, 0]
+        nodes.append(entry)
+        below = flat(left)
+        entry[2] = ~below & ((1 << MAX_LEAVES) - 1)
+        return below | flat(right)
+
+    tree = nested(leaves)
+    flat(tree)
+    return tree, {"nodes": nodes, "leaves": values}
+
+
+def walked(tree: Any, row: np.ndarray) -> float:
+    while not isinstance(tree, float):
+        column, limit, left, right = tree
+        tree = right if row[column] > limit else left
+    return tree
+
+
+def test_a_forest_is_the_sum_of_its_trees() -> None:
+    chance = np.random.default_rng(3)
+    pairs = [grown(chance, leaves) for leaves in (1, 2, 3, 7, 15, 16, 16, 16)]
+    forest = Forest.of({"base": 0.5, "trees": [data for _, data in pairs]}, WIDTH)
+    rows = chance.normal(size=(200, WIDTH))
+    wanted = [0.5 + sum(walked(tree, row) for tree, _ in pairs) for row in rows]
+    np.testing.assert_allclose(forest(rows), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"base": 0.0, "trees": []},
+        {"base": 0.0, "trees": [{"nodes": [[WIDTH, 0.0, 1]], "leaves": [0.0, 1.0]}]},
+        {"base": 0.0, "trees": [{"nodes": [[0, 0.0, 1 << 16]], "leaves": [0.0, 1.0]}]},
+        {"base": 0.0, "trees": [{"nodes": [[0, "x", 1]], "leaves": [0.0, 1.0]}]},
+        {"base": 0.0, "trees": [{"nodes": [[0, 0.0, 1]], "leaves": [float("nan")]}]},
+        {"base": 0.0, "trees": [{"nodes": [], "leaves": [0.0] * 17}]},
+    ],
+)
+def test_what_is_no_forest_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(TunegemmError, match="no trees"):
+        Forest.of(data, WIDTH)

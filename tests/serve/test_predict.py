@@ -1,0 +1,220 @@
+"""Predictions: what an H200 may take for products that nobody tuned, and when it may not."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.first_use import DIMENSIONS
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import TunegemmError, TunegemmWarning
+from tunegemm.generate import families, shortlist
+from tunegemm.generate.cublaslt.choice import LibraryChoice
+from tunegemm.report.explain import explain_problem
+from tunegemm.resources import data_path
+from tunegemm.serve import predict
+from tunegemm.serve.policies import Policy
+from tunegemm.serve.predict import Selector, outlook, selector_of
+from tunegemm.serve.selection import select
+from tunegemm.serve.snapshot import Snapshot
+
+H200 = "NVIDIA H200"
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return find_device("model:h200")
+
+
+@pytest.fixture(scope="module")
+def selector() -> Selector:
+    found = selector_of(H200)
+    assert found is not None
+    return found
+
+
+def odd_problems(count: int, seed: int = 5) -> list[Problem]:
+    """Of few rows, with extents that no model has."""
+    chance = random.Random(seed)
+
+    def extent() -> int:
+        return chance.choice(DIMENSIONS) if chance.random() < 0.5 else 8 * chance.randint(32, 2048)
+
+    return [Problem.parse(f"{chance.randint(1, 64)}x{extent()}x{extent()}") for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def served(device: Device) -> Problem:
+    """A problem that is served by prediction."""
+    return next(problem for problem in odd_problems(200) if outlook(problem, device).options)
+
+
+def test_every_option_is_legal_and_passes_its_margin(device: Device) -> None:
+    count = 0
+    for problem in odd_problems(150):
+        found = outlook(problem, device)
+        assert found.decides and bool(found.options) != bool(found.refusal)
+        expected = [option.expected for option in found.options]
+        assert expected == sorted(expected, reverse=True)
+        for option in found.options:
+            candidate = option.record.candidate
+            assert families.get(candidate.family).check(problem, candidate, device).runs, (problem, candidate)
+            assert candidate.kernel in shortlist.listed()
+            assert 1 < option.bound < option.expected and option.record.ratio == option.bound
+        count += bool(found.options)
+    assert 150 * 0.2 < count < 150 * 0.9
+
+
+def test_what_torch_launches_counts(selector: Selector, device: Device) -> None:
+    """One problem, two answers of the library: the worse its tiles, the more is to be gained."""
+    real = replace(device, spec="cuda:0")
+    problem = Problem.parse("8x9216x4608")
+    asked: list[tuple[Problem, int]] = []
+
+    def best(choice: LibraryChoice | None) -> float:
+        def ask(problem: Problem, index: int) -> LibraryChoice | None:
+            asked.append((problem, index))
+            return choice
+
+        margins = {name: (-9.0,) * len(selector.rows) for name in selector.margins}
+        return replace(selector, margins=margins).outlook(problem, real, ask=ask).options[0].expected
+
+    good, bad = best(LibraryChoice(8, 64, 1, 4, 1)), best(LibraryChoice(64, 64, 1, 1, 1))
+    assert bad > good
+    assert best(None) not in (good, bad)
+    assert asked == [(problem, 0)] * 3
+
+
+def test_the_selection_says_predicted(device: Device, served: Problem) -> None:
+    found = select(Snapshot(), served, device)
+    assert found.outcome == "predicted" and found.options == tuple(one.record for one in found.predictions)
+    assert "x torch expected, at least" in found.why
+    assert select(Snapshot(), served, device, near=False).outcome == "miss"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"in_dtype": "fp16", "out_dtype": "fp16"},
+        {"epilogue": "bias_n"},
+        {"batch": 2},
+        {"alignment": 8},
+        {"m": 65},
+        {"n": 1 << 17},
+    ],
+)
+def test_other_products_are_not_predicted(device: Device, served: Problem, change: dict[str, object]) -> None:
+    problem = replace(served, **change)  # type: ignore[arg-type]
+    found = outlook(problem, device)
+    assert not found.decides and not found.options
+    assert select(Snapshot(), problem, device).outcome == "miss"
+
+
+def test_only_the_gpu_that_was_measured_is_served(device: Device, served: Problem) -> None:
+    other = find_device("model:h100-sxm")
+    assert not outlook(served, other).options
+    text = str(explain_problem(served, other))
+    assert "nothing is predicted for NVIDIA H100 80GB HBM3, which was not measured" in text
+    part = replace(device, fingerprint=replace(device.fingerprint, mig="1g.18gb"))
+    assert not outlook(served, part).options
+    assert not outlook(served, device.with_sm_budget(64)).options
+
+
+def test_policies_refuse_options(device: Device) -> None:
+    """Splits of k are nothing for `no_workspace`; the best that is left is offered, or nothing."""
+    split = next(
+        problem
+        for problem in odd_problems(400)
+        if (found := outlook(problem, device).options)
+        and int(found[0].record.candidate.params.get("split_k", 1)) > 1
+    )
+    policy = Policy("no_workspace")
+    kept = outlook(split, device, policy.refusal)
+    for option in kept.options:
+        assert not policy.refusal(split, option.record.candidate)
+    assert kept.options or "k splits keep their sums in a workspace" in kept.refusal
+    nothing = outlook(split, device, lambda problem, candidate: "not today")
+    assert not nothing.options and "not today" in nothing.refusal
+
+
+def test_explain_says_what_is_expected_and_how_sure(device: Device, served: Problem) -> None:
+    found = explain_problem(served, device)
+    option = outlook(served, device).options[0]
+    assert found.outcome == "predicted" and found.predicted is not None and found.record is None
+    assert f"dispatch  predicted, {option.label}: {option.expected:.3f} x torch expected, at least" in str(
+        found
+    )
+    assert "products measured on this kind of GPU" in str(found) and "lost over 1 %" in str(found)
+    facts = json.loads(json.dumps(found.asdict()))
+    assert facts["predicted"]["least_ratio"] == pytest.approx(option.bound)
+    assert facts["expected_ratio"] == pytest.approx(option.expected)
+
+
+def written(folder: Path, **changes: object) -> Path:
+    """A copy of the shipped file with other content and a checksum that fits."""
+    path = folder / "selector-h200.json"
+    data = json.loads(data_path("db", path.name).read_text(encoding="utf-8"))
+    del data["checksum"]
+    data |= changes
+    path.write_text(json.dumps(data | {"checksum": predict.checksum(data)}), encoding="utf-8")
+    return path
+
+
+def test_a_file_that_is_altered_truncated_or_of_another_list_is_refused(tmp_path: Path) -> None:
+    assert selector_of(H200, tmp_path) is None
+    path = written(tmp_path)
+    assert selector_of(H200, tmp_path) is not None
+    text = path.read_text(encoding="utf-8")
+    for damaged in (text[: len(text) // 2], text.replace('"base": ', '"base": 1', 1), "[]", "", "null"):
+        path.write_text(damaged, encoding="utf-8")
+        with pytest.raises(TunegemmError, match=r"is damaged.*install tunegemm again"):
+            selector_of(H200, tmp_path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(TunegemmError, match="is damaged"):
+        selector_of(H200, tmp_path)
+    written(tmp_path, list="other")
+    with pytest.raises(TunegemmError, match=r"another db/selector\.toml"):
+        selector_of(H200, tmp_path)
+
+
+def test_a_damaged_file_is_one_warning_and_torch(
+    device: Device, served: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "selector-h200.json").write_text("{", encoding="utf-8")
+    shutil.copy(data_path("db", "selector.toml"), tmp_path)
+    monkeypatch.setattr(predict, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    predict._loaded.cache_clear()
+    try:
+        with pytest.warns(TunegemmWarning, match="nothing is predicted until then") as said:
+            first = select(Snapshot(), served, device)
+        assert len(said) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            second = select(Snapshot(), served, device)
+    finally:
+        predict._loaded.cache_clear()
+    assert first.outcome == second.outcome == "miss" and "is damaged" in second.why
+
+
+def test_the_file_is_small() -> None:
+    assert data_path("db", "selector-h200.json").stat().st_size < 1 << 20
+
+
+def test_planning_a_new_shape_is_quick(device: Device) -> None:
+    """Under a millisecond on a core of its own (0.8 ms on the two-core machine of the checks); here five."""
+    problems = odd_problems(60, seed=9)
+    outlook(problems[0], device)
+    taken = []
+    for problem in problems:
+        start = time.perf_counter()
+        outlook(problem, device)
+        taken.append(time.perf_counter() - start)
+    assert sorted(taken)[len(taken) // 4] < 5e-3

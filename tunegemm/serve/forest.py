@@ -1,0 +1,72 @@
+"""Boosted trees as arrays, evaluated by numpy for some dozens of rows at once in a fraction of a millisecond.
+
+A tree has at most 16 leaves, numbered from left to right. A row that goes right at a node cannot reach the
+leaves on its left: each node has a mask without them. What is left of all masks begins with the row's leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tunegemm.errors import TunegemmError
+
+MAX_LEAVES = 16
+_ALL = (1 << MAX_LEAVES) - 1
+#: Of each mask, the place of its lowest bit.
+_LOWEST = np.zeros(_ALL + 1, dtype=np.int64)
+for _bit in reversed(range(MAX_LEAVES)):
+    _LOWEST[1 << _bit :: 1 << (_bit + 1)] = _bit
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The sum of all trees."""
+
+    base: float
+    feature: NDArray[np.int64]
+    """Which column a node compares: nodes x trees."""
+    threshold: NDArray[np.float64]
+    """A row goes right where its value is above."""
+    mask: NDArray[np.uint16]
+    """Leaves that a row which goes right still may reach."""
+    leaves: NDArray[np.float64]
+    """Values: trees x leaves."""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any], width: int) -> Forest:
+        """From JSON: `base`, and `trees` of nodes (feature, threshold, mask) and leaves. width: columns.
+
+        Raises TunegemmError where it is not that.
+        """
+        try:
+            trees: Sequence[Mapping[str, Any]] = data["trees"]
+            nodes = max(len(tree["nodes"]) for tree in trees)
+            feature = np.zeros((nodes, len(trees)), dtype=np.int64)
+            threshold = np.full((nodes, len(trees)), np.inf)
+            mask = np.full((nodes, len(trees)), _ALL, dtype=np.uint16)
+            leaves = np.zeros((len(trees), MAX_LEAVES))
+            for number, tree in enumerate(trees):
+                for place, (column, limit, left) in enumerate(tree["nodes"]):
+                    feature[place, number], threshold[place, number] = column, limit
+                    mask[place, number] = left
+                leaves[number, : len(tree["leaves"])] = tree["leaves"]
+            found = cls(float(data["base"]), feature, threshold, mask, leaves)
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise TunegemmError(f"no trees: {type(error).__name__}: {error}") from None
+        if not (feature.min() >= 0 and feature.max() < width and np.isfinite(leaves).all()):
+            raise TunegemmError("no trees: a node reads a column that there is not, or a leaf is not finite")
+        return found
+
+    def __call__(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """A value for each row."""
+        seen = rows[:, self.feature.ravel()] > self.threshold.ravel()
+        masks = np.where(seen, self.mask.ravel(), np.uint16(_ALL))
+        left = np.bitwise_and.reduce(masks.reshape(len(rows), *self.feature.shape), axis=1)
+        trees = np.arange(self.feature.shape[1])
+        found: NDArray[np.float64] = self.base + self.leaves[trees, _LOWEST[left]].sum(axis=1)
+        return found
