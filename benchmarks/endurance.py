@@ -147,9 +147,9 @@ def endure(count: int, seed: int = 0) -> dict[str, Any]:
                     chance = random.Random(seed + number)
                     problem, end = chance.choice(problems), chance.choice(_ENDS)
                     path = Path(folder, f"{number}.sqlite")
-                    for end_of_attempt in (end, "none"):
+                    for attempt in ((end, chance.choice((0.0, 0.05, 0.3))), ("none", 0.0)):
                         with Database.open(path) as tuner.database:
-                            how = _tune(problem, tuner, replay, chance, end_of_attempt)
+                            how = _tune(problem, tuner, replay, chance, *attempt)
                             ended[how if isinstance(how, str) else "ended"] += 1
                             if isinstance(how, TuneResult):
                                 wrong += [
@@ -204,7 +204,7 @@ def _planted_tuner(device: Device, cache: Path) -> Iterator[Tuner]:
 
 
 def _tune(
-    problem: Problem, tuner: Tuner, replay: ReplayDevice, chance: random.Random, end: str
+    problem: Problem, tuner: Tuner, replay: ReplayDevice, chance: random.Random, end: str, rate: float
 ) -> TuneResult | str:
     """One tuning: what it found, or in a few words how it ended."""
     left = after = chance.randint(1, 60)
@@ -216,7 +216,7 @@ def _tune(
             raise KeyboardInterrupt
 
     lost_after = after if end == "lost worker" else 0
-    tuner._measurer = Faulty(replay, chance, chance.choice((0.0, 0.05, 0.3)), lost_after)
+    tuner._measurer = Faulty(replay, chance, rate, lost_after)
     try:
         result = tuner.tune(problem, budget_seconds=0.2 if end == "budget" else None, on_progress=on_progress)
     except TunegemmError as error:

@@ -283,11 +283,11 @@ def test_a_peer_that_tunes_too_long_is_stopped_even_if_it_catches_exceptions():
 
 
 def test_a_process_of_its_own_times_a_tuning(tmp_path):
-    """Nothing is compiled, and nothing else may be tried: only the library's algorithms are measured."""
+    """Nothing may be compiled: the library's algorithms are measured, and what ships where it was made."""
     problem, device = Problem.parse("4096x4096x4096"), open_device("replay:h200")
     found = tuning_time._process(problem, device, "warm", tmp_path)
     assert found["imports_s"] > 0 and 0 < found["next_s"] < found["seconds"]
-    assert found["compiled"] == 0 and found["first_s"] is None
+    assert found["compiled"] == 0
     assert found["ratio"] >= 1
 
 
