@@ -176,7 +176,7 @@ def test_a_worker_that_is_killed_costs_nothing(address: str, postgres: Postgres,
 def test_ctrl_c_keeps_what_was_measured_and_the_cluster(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_STOP_S", 60.0)  # on a busy host workers take long; none is to be killed here
+    monkeypatch.setattr(cluster, "_STOP_S", 60.0)  # workers of a busy host take long; none is to be killed
     location = str(tmp_path / "tuning.sqlite")
     Database.open(location).close()
     begun = threading.Event()
