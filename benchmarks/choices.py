@@ -53,7 +53,7 @@ METHOD = (
     "torch.mm(out=), twice, and launches of db/selector.toml in one CUDA graph each over operand sets that "
     "together pass 3x the L2, in shuffled order in each round: {screen} rounds with all, then {rounds} with "
     "those within {margin:.0%} of the fastest; ratio: median over the last rounds of torch's sample to the "
-    "kernel's; where over 256 rows leave the chip at lowered clocks, {turns} rounds in which each of a few "
+    "kernel's; where over 32 rows leave the chip at lowered clocks, {turns} rounds in which each of a few "
     "has {turn_ms} ms to itself, the second half of which is timed"
 )
 #: Rounds with all launches and with those that are near the fastest, and what near is.
@@ -66,7 +66,7 @@ MANY_ROWS = 1024
 SLOWEST = 1.7
 TURNS, TURN_MS, SETTLE_S = 3, 120.0, 0.3
 #: Rows up to which lasting work leaves the chip its clocks.
-FEW_ROWS = 256
+FEW_ROWS = 32
 #: Longest product, in floating-point operations, and largest, in bytes.
 MAX_FLOP, MAX_BYTES = 4e12, 3e9
 #: A product that takes longer hangs; the process ends, and goes on with the next one where it is run again.
@@ -82,6 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=200, help="seconds; begin no product later than that")
     parser.add_argument("--seed", default="train", help="of the products")
     parser.add_argument("--count", type=int, default=100_000, help="most products")
+    parser.add_argument("--rows", default="1-16384", help="FEWEST-MOST, of the products drawn")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=Path("build/choices"), help="folder of the lines")
     parser.add_argument("--no-names", action="store_true", help="leave out the names of torch's kernels")
@@ -92,15 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.collect is not None:
             collect(options.collect, options.results)
             return 0
-        part, parts = (int(word) for word in options.part.split("/"))
-        if not 0 <= part < parts:
-            raise ValueError
-        run(find_device(options.device), part, parts, options)
+        run(find_device(options.device), options)
     except TunegemmError as error:
         print(error, file=sys.stderr)
-        return 2
-    except ValueError:
-        print(f"--part {options.part}: two numbers, such as 0/2", file=sys.stderr)
         return 2
     return 0
 
@@ -129,14 +124,30 @@ def drawn(seed: str) -> Iterator[Problem]:
             yield problem
 
 
-def run(device: Device, part: int, parts: int, options: argparse.Namespace) -> None:
-    """Times this part's products until the budget is spent, and writes a line of each."""
+def _two_numbers(option: str, text: str, separator: str) -> tuple[int, int]:
+    """Raises TunegemmError where the text is not two numbers."""
+    first, _, second = text.partition(separator)
+    if not (first.isdecimal() and second.isdecimal()):
+        raise TunegemmError(f"{option} {text}: give two numbers, such as 0{separator}2")
+    return int(first), int(second)
+
+
+def run(device: Device, options: argparse.Namespace) -> None:
+    """Times this part's products until the budget is spent, and writes a line of each.
+
+    Raises TunegemmError for a part or rows that are none.
+    """
     from tunegemm.measure.backend import CudaBackend
 
+    part, parts = _two_numbers("--part", options.part, "/")
+    fewest, most = _two_numbers("--rows", options.rows, "-")
+    if not (part < parts and 1 <= fewest <= most <= 16384):
+        raise TunegemmError(f"--part {options.part} --rows {options.rows}: nothing is left to measure")
     started = time.monotonic()
     path = options.out / f"{options.seed}-{part}-of-{parts}.jsonl"
     begun = {tuple(line["begin"]) for line in _lines(path) if "begin" in line}
-    problems = itertools.islice(itertools.islice(drawn(options.seed), part, None, parts), options.count)
+    suitable = (problem for problem in drawn(options.seed) if fewest <= problem.m <= most)
+    problems = itertools.islice(itertools.islice(suitable, part, None, parts), options.count)
     path.parent.mkdir(parents=True, exist_ok=True)
     backend = CudaBackend(device)
     backend.open()

@@ -11,6 +11,7 @@ from tests.tuning.planted import DEVICE, PROBLEM, small_space
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import families
 from tunegemm.generate.artifacts import digest
+from tunegemm.generate.compile import Ready
 from tunegemm.tuning.kernels import Kernels
 
 
@@ -53,7 +54,7 @@ def test_of_compiled_kernels_those_that_are_there(kernels: Kernels) -> None:
     assert {launch["cluster_order"] for launch in chosen} == {"gpc"}
     plain = [launch.with_launch(cluster_order="index") for launch in chosen]
     for compiled in (chosen[:3], plain[:3], plain[:2] + chosen[2:4]):
-        keys = {digest(family.kernel_key(large, launch, DEVICE)) for launch in compiled}
+        keys = Ready(frozenset(digest(family.kernel_key(large, launch, DEVICE)) for launch in compiled))
         ranked = kernels.ranked(large, "cute_sm90", compiled=keys)
         found = [p.candidate for p in ranked.predictions]
         assert {(c.kernel, c["cluster_order"]) for c in found} == {
@@ -61,7 +62,7 @@ def test_of_compiled_kernels_those_that_are_there(kernels: Kernels) -> None:
         }
         assert ranked.feasible == len(compiled)
         assert all(kernels.is_compiled(large, c, keys) for c in found)
-    assert kernels.ranked(large, "cute_sm90", compiled=set()).predictions == []
+    assert kernels.ranked(large, "cute_sm90", compiled=Ready()).predictions == []
 
 
 def test_the_latest_rankings_are_remembered(kernels: Kernels) -> None:

@@ -18,14 +18,14 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tunegemm.errors import CompileError
-from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
+from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key, digest
 from tunegemm.generate.ptxas import Resources
 
 #: Errors of the disk that the store is on. Remembered as a candidate's failure they would hide a good kernel.
@@ -46,6 +46,28 @@ class CompileResult:
     """Whether it was answered from the store."""
 
 
+class Shipped(Protocol):
+    """Objects that another program compiled, by whatever compilers."""
+
+    def find(self, key: Key) -> Artifact | None:
+        """The object of a kernel key, as `ArtifactStore.find`."""
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether there is one; what `find` says of it is another matter."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The kernels that have an object at some time."""
+
+    own: frozenset[str] = frozenset()
+    """The `digest` of each key in the store."""
+    shipped: Shipped | None = field(default=None, compare=False)
+
+    def __contains__(self, key: Key) -> bool:
+        return digest(key) in self.own or (self.shipped is not None and key in self.shipped)
+
+
 def default_workers() -> int:
     """Workers for this machine: one per core, fewer when memory is short."""
     import psutil
@@ -64,10 +86,10 @@ class CompilePool:
         workers: int | None = None,
         timeout_s: float = 60.0,
         families_module: str = "tunegemm.generate.families",
-        shipped: ArtifactStore | None = None,
+        shipped: Shipped | None = None,
     ) -> None:
         """
-        shipped: a store of further objects, which are not compiled again.
+        shipped: further objects, which are not compiled again.
         timeout_s: bounds one compile; the largest tiles take about 3 s on one core.
         families_module: where a worker finds ``get(name) -> Family``, and ``import_compiler()`` to call while
         it waits for its first job; tests plant families that misbehave.
@@ -115,9 +137,9 @@ class CompilePool:
                 self._pending[name] = future
             return self._pending[name]
 
-    def ready(self) -> set[str]:
-        """The `digest` of each key of which there is an object now."""
-        return set().union(*(store.names() for store in filter(None, (self.store, self._shipped))))
+    def ready(self) -> Ready:
+        """The kernels of which there is an object now."""
+        return Ready(frozenset(self.store.names()), self._shipped)
 
     def drop_waiting(self) -> None:
         """Forget the jobs that no worker has begun; their futures are cancelled."""
@@ -136,8 +158,8 @@ class CompilePool:
             worker.disconnect()
 
     def _from_store(self, key: Key) -> CompileResult | None:
-        for store in filter(None, (self.store, self._shipped)):
-            if (artifact := store.find(key)) is not None:
+        for store in (self.store, self._shipped):
+            if store is not None and (artifact := store.find(key)) is not None:
                 return CompileResult(artifact, cached=True)
         failure = self.store.failure(key)
         return None if failure is None else CompileResult(None, failure, cached=True)

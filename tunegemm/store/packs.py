@@ -24,13 +24,14 @@ import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
 import tunegemm
 from tunegemm.errors import BadValueError, PackError
 from tunegemm.files import cause, kind, replacing
-from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
+from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key, digest
 from tunegemm.resources import data_path
 from tunegemm.store.checks import one_line
 from tunegemm.store.record import Record
@@ -69,8 +70,18 @@ class Pack:
 
     def find(self, key: Key) -> Artifact | None:
         """Its object of a kernel key, whatever compilers are here. Raises as `ArtifactStore.find`."""
-        compilers = {name: version for name, version in self.toolchain.items() if name in key}
-        return self.store.find({**key, **compilers})
+        return self.store.find(self._key(key))
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether `find` would look at an object."""
+        return digest(self._key(key)) in self._names
+
+    def _key(self, key: Key) -> Key:
+        return {**key, **{name: version for name, version in self.toolchain.items() if name in key}}
+
+    @cached_property
+    def _names(self) -> set[str]:
+        return self.store.names()
 
     @property
     def store(self) -> ArtifactStore:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +57,35 @@ def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[
         paths = []
     for path in paths:
         try:
-            data = members(decoded(read_text(path)), "it", ("format", "fingerprints", "records"))
-            if data["format"] != FORMAT:
-                raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
-            facts = members(data["fingerprints"], "fingerprints", (), None)
-            fingerprints = {name: typed(Fingerprint, one) for name, one in facts.items()}
-            rows = listed(data["records"], "records")
+            at = path.stat()
+        except OSError:  # reading it will say what is wrong
+            found, bad = _read_file.__wrapped__(path, layer, 0, 0)
+        else:
+            found, bad = _read_file(path, layer, at.st_mtime_ns, at.st_size)
+        records += found
+        problems += bad
+    return records, problems
+
+
+@lru_cache(maxsize=8)  # a tuning asks again for each product, and a thousand records take 0.2 s
+def _read_file(path: Path, layer: str, mtime_ns: int, size: int) -> tuple[list[Record], list[str]]:
+    """The records of one file as it is now, and one line for it, or for each record, that is bad."""
+    records: list[Record] = []
+    problems: list[str] = []
+    try:
+        data = members(decoded(read_text(path)), "it", ("format", "fingerprints", "records"))
+        if data["format"] != FORMAT:
+            raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
+        facts = members(data["fingerprints"], "fingerprints", (), None)
+        fingerprints = {name: typed(Fingerprint, one) for name, one in facts.items()}
+        rows = listed(data["records"], "records")
+    except BAD as error:
+        return [], [f"{path}: not a file of records ({one_line(error)}); restore or delete it"]
+    for position, row in enumerate(rows, 1):
+        try:
+            records.append(_record(row, fingerprints, layer))
         except BAD as error:
-            problems.append(f"{path}: not a file of records ({one_line(error)}); restore or delete it")
-            continue
-        for position, row in enumerate(rows, 1):
-            try:
-                records.append(_record(row, fingerprints, layer))
-            except BAD as error:
-                problems.append(f"{path}: record {position} is left out: {one_line(error)}")
+            problems.append(f"{path}: record {position} is left out: {one_line(error)}")
     return records, problems
 
 

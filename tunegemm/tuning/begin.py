@@ -4,13 +4,14 @@ every generator's kernels in the model's order. Where nothing can be timed, that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families, model
+from tunegemm.generate.compile import Ready
 from tunegemm.measure.evidence import Evidence
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.budget import Effort, budget_for
@@ -33,7 +34,7 @@ def start_search(
     library: Sequence[Candidate],
     *,
     recorded: Collection[Candidate] | None = None,
-    compiled: Set[str] | None = None,
+    compiled: Ready | None = None,
     effort: Effort = "quick",
     limit: int | None = None,
     seed: int = 0,
@@ -142,7 +143,7 @@ def rank_by_model(
     effort: Effort,
     limit: int | None,
     *,
-    compiled: Set[str] | None = None,
+    compiled: Ready | None = None,
 ) -> TuneResult:
     """Where nothing can be timed: compile the model's best for real, and give its ranking as such."""
     problem = trials.problem

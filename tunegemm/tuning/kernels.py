@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import DeviceError
 from tunegemm.generate import families, model
-from tunegemm.generate.artifacts import digest
+from tunegemm.generate.compile import Ready
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.possible import extent_check, kind_of, possible_kernels
 from tunegemm.generate.terms import Columns
@@ -54,9 +54,9 @@ class Kernels:
         self.space: Callable[[str], SearchSpace] = cache(families.load_space)
         self._folder = folder
         self._possible: dict[tuple[str | int, ...], tuple[list[Candidate], Columns]] = {}
-        self._latest: dict[tuple[Problem, str, int | None, frozenset[str] | None], Ranking] = {}
+        self._latest: dict[tuple[Problem, str, int | None, Ready | None], Ranking] = {}
         self._lock = threading.Lock()
-        self._compiled: dict[tuple[str | int, ...], tuple[Set[str], list[Candidate], Columns]] = {}
+        self._compiled: dict[tuple[str | int, ...], tuple[Ready, list[Candidate], Columns]] = {}
 
     @property
     def generators(self) -> tuple[str, ...]:
@@ -95,18 +95,18 @@ class Kernels:
         name: str,
         *,
         recorded: Collection[Candidate] | None = None,
-        compiled: Set[str] | None = None,
+        compiled: Ready | None = None,
         most: int | None = None,
     ) -> Ranking:
         """A generator's feasible kernels for the problem, in the model's order.
 
         recorded: on a recorded device the candidates that have a time; others cannot be tried. compiled:
-        digests of the kernel keys to take, None for all. most: see `model.rank_kernels`. The latest are
+        the kernels to take, None for all. most: see `model.rank_kernels`. The latest are
         remembered.
         """
         if recorded is not None:
             return self._rank(problem, name, recorded, compiled, most)
-        place = problem, name, most, None if compiled is None else frozenset(compiled)
+        place = problem, name, most, compiled
         if (ranking := self._latest.get(place)) is None:
             ranking = self._rank(problem, name, None, compiled, most)
             with self._lock:  # another thread asks for those of the next problem
@@ -120,7 +120,7 @@ class Kernels:
         problem: Problem,
         name: str,
         recorded: Collection[Candidate] | None,
-        compiled: Set[str] | None,
+        compiled: Ready | None,
         most: int | None,
     ) -> Ranking:
         fits_extents = extent_check(families.get(name), problem, self.device)
@@ -155,11 +155,11 @@ class Kernels:
             ]
         return Ranking(taken, ranked, len(kernels))
 
-    def is_compiled(self, problem: Problem, launch: Candidate, compiled: Set[str]) -> bool:
-        """Whether a launch's kernel is among the digests of kernel keys."""
-        return digest(families.get(launch.family).kernel_key(problem, launch, self.device)) in compiled
+    def is_compiled(self, problem: Problem, launch: Candidate, compiled: Ready) -> bool:
+        """Whether a launch's kernel has an object."""
+        return families.get(launch.family).kernel_key(problem, launch, self.device) in compiled
 
-    def _as_compiled(self, problem: Problem, launch: Candidate, compiled: Set[str]) -> Candidate:
+    def _as_compiled(self, problem: Problem, launch: Candidate, compiled: Ready) -> Candidate:
         return next(one for one in self._in_each_order(launch) if self.is_compiled(problem, one, compiled))
 
     def _in_each_order(self, launch: Candidate) -> list[Candidate]:
@@ -183,7 +183,7 @@ class Kernels:
         problem: Problem,
         name: str,
         fits_extents: Callable[[Candidate], bool],
-        compiled: Set[str] | None,
+        compiled: Ready | None,
     ) -> tuple[list[Candidate], Columns]:
         """Those of a generator's space, and what the model reads of them."""
         if families.refusal_by_all(problem, [name]):
@@ -202,9 +202,7 @@ class Kernels:
             self._possible[kind] = kernels, Columns.of(kernels)
         return self._possible[kind]
 
-    def _compiled_of(
-        self, problem: Problem, name: str, compiled: Set[str]
-    ) -> tuple[list[Candidate], Columns]:
+    def _compiled_of(self, problem: Problem, name: str, compiled: Ready) -> tuple[list[Candidate], Columns]:
         """Those in some order of clusters: a kernel's key does not depend on extents."""
         kind = (name, *kind_of(problem))
         known = self._compiled.get(kind)

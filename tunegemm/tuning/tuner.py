@@ -21,7 +21,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, ProblemError
 from tunegemm.generate import families, model
 from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.generate.compile import CompilePool
+from tunegemm.generate.compile import CompilePool, Ready
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Policy
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
@@ -82,8 +82,7 @@ class Tuner:
         self.device, self.database = device, database
         store = ArtifactStore(cache)
         self.kernels = Kernels(device, families, store.root.with_name("kernels"))
-        shipped = packs.shipped()
-        self.pool = CompilePool(store, workers=workers, shipped=shipped.store if shipped else None)
+        self.pool = CompilePool(store, workers=workers, shipped=packs.shipped())
         self.compiled_only, self._seed = compiled_only, checked_seed(seed)
         self._energy_ms = _ENERGY_MS if energy else 0.0
         self._measurer: Measurer | None = None
@@ -256,7 +255,7 @@ class Tuner:
     def _final(self, effort: Effort) -> Policy:
         return replace(QUICK_FINAL if effort == "quick" else FINAL, energy_ms=self._energy_ms)
 
-    def _compiled(self) -> set[str] | None:
+    def _compiled(self) -> Ready | None:
         """What alone may be tried; None for everything."""
         return self.pool.ready() if self.compiled_only else None
 
