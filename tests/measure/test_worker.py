@@ -182,7 +182,7 @@ def test_slow_candidates_drop_out_with_the_samples_they_have(worker: MeasureWork
 
 def test_a_replay_has_as_many_products_as_the_baselines(worker: MeasureWorker) -> None:
     """A launch that took the host long once made them fewer, and each bore more of a replay's beginning."""
-    policy = Policy(rounds=2, min_replay_ms=5, race_after=2, race_margin=9.0)
+    policy = Policy(rounds=2, min_replay_ms=80, race_after=2, race_margin=9.0)
     jobs = [planted("good"), planted("slow-to-launch"), planted("slow")]
     for _ in range(4):  # beside other work on the core a replay may be slow indeed
         outcomes = worker.measure(Problem(256, 192, 640), jobs, policy)
@@ -193,11 +193,18 @@ def test_a_replay_has_as_many_products_as_the_baselines(worker: MeasureWorker) -
 
 
 def test_the_device_works_before_it_is_timed(worker: MeasureWorker) -> None:
-    [_] = worker.measure(PROBLEM, [planted("good")], QUICK)  # operands and references are made
+    """A screen right after another one of the same problem finds it at work already."""
+    policy = replace(QUICK, settle_ms=400)
+    problem = replace(PROBLEM, n=PROBLEM.n + 64)
+    [_] = worker.measure(PROBLEM, [planted("good")], QUICK)
     began = time.monotonic()
-    [settled] = worker.measure(PROBLEM, [planted("good")], replace(QUICK, settle_ms=400))
+    [settled] = worker.measure(problem, [planted("good")], policy)
     assert time.monotonic() - began >= 0.4
     assert isinstance(settled, Measurement) and settled.evidence["settle_ms"] == 400
+    again = [
+        one for _ in range(4) for one in worker.measure(problem, [planted("good")], policy)
+    ]  # a host may be late
+    assert 100 in [one.evidence["settle_ms"] for one in again if isinstance(one, Measurement)]
 
 
 def test_a_gpu_that_lowers_its_clocks_is_timed_in_steady_state() -> None:
