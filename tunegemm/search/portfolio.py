@@ -48,18 +48,24 @@ class Portfolio:
         return planned + [c for search in self._searches[:1] for c in search.planned_screen()]
 
     def ask(self, count: int = 24) -> list[Candidate]:
-        """The next candidates, at most `count`, of one family; empty when the budgets are spent."""
+        """The next candidates, at most `count`; empty when the budgets are spent.
+
+        The first rounds of all families come together, with the first search's beginning.
+        """
+        batch: list[Candidate] = []
         for search in self._searches[1:]:
-            left = _first_round(search) - len(search.asked)
-            if left > 0 and (batch := search.ask(min(count, left))):
+            left = min(_first_round(search) - len(search.asked), count - len(batch))
+            if left > 0 and (asked := search.ask(left)):
                 self._current = search
-                return batch
+                batch += asked
         for search in self._searches:
-            if (search is self._searches[0] or self._is_near(search)) and (batch := search.ask(count)):
-                self._current = search
-                return batch
-        self._current = None
-        return []
+            if len(batch) < count and (search is self._searches[0] or (not batch and self._is_near(search))):
+                asked = search.ask(count - len(batch))
+                self._current = search if asked else self._current
+                batch += asked
+        if not batch:
+            self._current = None
+        return batch
 
     def tell(self, candidate: Candidate, value: float | None) -> None:
         """What came of a candidate: its speed relative to the baseline, or None when it failed."""

@@ -4,6 +4,7 @@ every generator's kernels in the model's order. Where nothing can be timed, that
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -18,12 +19,15 @@ from tunegemm.search.budget import Effort, budget_for
 from tunegemm.store import Database
 from tunegemm.store.history import related, seeds
 from tunegemm.store.layers import read_texts
-from tunegemm.tuning.kernels import Kernels
+from tunegemm.tuning.kernels import Kernels, Ranking
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.trials import Trial, Trials, speed
 
 #: How many kernels of a family a search knows, of several thousand: a quick one measures 32.
 RANKED: dict[Effort, int | None] = {"quick": 512, "full": None, "exhaustive": None}
+#: Most kernels that a quick search compiles, of the first family and of each other one, and as many as it
+#: wants to know of it: it compiles more only where fewer are compiled already.
+_NEW, _WANTED = (8, 1), (20, 2)
 #: Kernels compiled where nothing can be timed, to show that the model's best are real.
 _MODELLED = 16
 
@@ -35,13 +39,15 @@ def start_search(
     *,
     recorded: Collection[Candidate] | None = None,
     compiled: Ready | None = None,
+    ready: Ready | None = None,
     effort: Effort = "quick",
     limit: int | None = None,
     seed: int = 0,
 ) -> Portfolio:
     """One search per generator that has kernels for the problem; the first one has the library's algorithms.
 
-    recorded, compiled: see `Kernels.ranked`. effort, limit: how many candidates; see `tunegemm.search`.
+    recorded, compiled: see `Kernels.ranked`. ready: see `few_new`. effort, limit: how many candidates; see
+    `tunegemm.search`.
     """
     problem, device = trials.problem, trials.device
     trials.results += (known := known_results(trials.database, problem, device, kernels, library))
@@ -64,7 +70,7 @@ def start_search(
             continue
         is_first = not searches
         begin = [seed for seed in first_tries if seed.family == name]
-        ranked = [prediction.candidate for prediction in model.in_turn(ranking.predictions)]
+        ranked = few_new(kernels, problem, ranking, ready, is_first=is_first)
         # What is known to be good is tried whatever the model says of it.
         kernels_ranked = {candidate.kernel for candidate in ranked}
         ranked += [c for c in begin if c.kernel not in kernels_ranked and allowed(c)]
@@ -88,6 +94,24 @@ def start_search(
     portfolio = Portfolio(searches, effort)
     trials.planned = portfolio.trials
     return portfolio
+
+
+def few_new(
+    kernels: Kernels, problem: Problem, ranking: Ranking, ready: Ready | None, *, is_first: bool
+) -> list[Candidate]:
+    """A family's kernels in the model's order, but few that have no object yet.
+
+    ready: the kernels that have one; all are taken where it is None. is_first: whether the family is the one
+    expected to win.
+    """
+    ranked = [prediction.candidate for prediction in model.in_turn(ranking.predictions)]
+    if ready is None:
+        return ranked
+    is_ready = {candidate: kernels.is_compiled(problem, candidate, ready) for candidate in ranked}
+    place = 0 if is_first else 1
+    left = max(_NEW[place], _WANTED[place] - sum(is_ready.values()))
+    new = set(itertools.islice((candidate for candidate in ranked if not is_ready[candidate]), left))
+    return [candidate for candidate in ranked if is_ready[candidate] or candidate in new]
 
 
 def known_results(

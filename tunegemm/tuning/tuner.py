@@ -19,7 +19,7 @@ from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, ProblemError
-from tunegemm.generate import families, model
+from tunegemm.generate import families
 from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.compile import CompilePool, Ready
 from tunegemm.generate.cublaslt import TORCH_MM
@@ -30,7 +30,7 @@ from tunegemm.search import Portfolio, Search
 from tunegemm.search.budget import Effort, budget_for, checked_seconds, checked_seed
 from tunegemm.store import packs
 from tunegemm.tuning import final
-from tunegemm.tuning.begin import RANKED, rank_by_model, start_search
+from tunegemm.tuning.begin import RANKED, few_new, rank_by_model, start_search
 from tunegemm.tuning.finalists import finalists
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult
@@ -85,6 +85,7 @@ class Tuner:
         self.pool = CompilePool(store, workers=workers, shipped=packs.shipped())
         self.compiled_only, self._seed = compiled_only, checked_seed(seed)
         self._energy_ms = _ENERGY_MS if energy else 0.0
+        self._ready_for: dict[Problem, Ready] = {}
         self._measurer: Measurer | None = None
         self._resources = ExitStack()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
@@ -142,8 +143,8 @@ class Tuner:
             library = [c for c in discovered.result() if c.family in self.kernels.families]
             search = start_search(
                 state, self.kernels, library,
-                recorded=measurer.recorded(problem), compiled=self._compiled(), effort=effort, limit=trials,
-                seed=self._seed,
+                recorded=measurer.recorded(problem), compiled=self._compiled(),
+                ready=self._ready(problem, effort), effort=effort, limit=trials, seed=self._seed,
             )  # fmt: skip
             state.compile_ahead(search.planned_screen())
 
@@ -168,6 +169,8 @@ class Tuner:
         except KeyboardInterrupt:
             self.pool.drop_waiting()
             return state.interrupted()
+        finally:
+            self._ready_for.pop(problem, None)
 
     def tune_all(
         self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
@@ -229,11 +232,12 @@ class Tuner:
         """Begins to compile what searches ask for first, as far as that does not depend on the database."""
         if self.device.lacks_memory(problem) is not None:
             return
-        searches, compiled = [], self._compiled()
+        searches: list[Search] = []
+        compiled, ready = self._compiled(), self._ready(problem, effort)
         for name in self.kernels.generators:
             ranking = self.kernels.ranked(problem, name, compiled=compiled, most=RANKED[effort])
             if ranking.predictions:
-                ranked = [one.candidate for one in model.in_turn(ranking.predictions)]
+                ranked = few_new(self.kernels, problem, ranking, ready, is_first=not searches)
                 searches.append(Search(ranked, {}, effort=effort, trials=trials))
         for candidate in Portfolio(searches).planned_screen():
             family = families.get(candidate.family)
@@ -254,6 +258,12 @@ class Tuner:
 
     def _final(self, effort: Effort) -> Policy:
         return replace(QUICK_FINAL if effort == "quick" else FINAL, energy_ms=self._energy_ms)
+
+    def _ready(self, problem: Problem, effort: Effort) -> Ready | None:
+        """What a quick search prefers: the same before and after it began to compile. None for anything."""
+        if effort != "quick" or not self.device.is_real:
+            return None
+        return self._ready_for.setdefault(problem, self.pool.ready())
 
     def _compiled(self) -> Ready | None:
         """What alone may be tried; None for everything."""
