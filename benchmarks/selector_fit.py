@@ -1,7 +1,9 @@
 """Fits the selector to what `benchmarks.choices` measured, and validates it on products that it has not seen.
 
     python -m benchmarks.selector_fit                 # db/selector-h200.json, results/h200/selector.json
+    python -m benchmarks.selector_fit --gpu h100-80gb-hbm3 --also h200
 
+The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
 Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch.mm from
 `generate.features`. Every product is fitted once as it is, and once as if torch's kernel were not known.
 Validation leaves out all products of a folder of (N, K), fits to the others, and lets it choose: what the
@@ -21,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tunegemm.describe.device import find_device
+from tunegemm.describe.device import PARTS, Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import shortlist
@@ -53,6 +55,9 @@ SETTINGS = {
     "l2_regularization": 1.0, "max_features": 0.4, "random_state": 0, "early_stopping": False,
 }  # fmt: skip
 
+#: Of a product that was measured on another GPU.
+ANOTHERS_WEIGHT = 0.5
+
 Floats = NDArray[np.float64]
 
 
@@ -60,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; 2 for bad input, with one line that says so."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has choices.json.xz")
+    parser.add_argument("--also", default="", help="another such folder, whose products are fitted to, too")
     parser.add_argument("--out", type=Path, help="folder of selector-GPU.json (default: db)")
     parser.add_argument("--results", type=Path, help="folder of selector.json (default: results/GPU)")
     options = parser.parse_args(arguments)
@@ -79,11 +85,12 @@ def main(arguments: list[str] | None = None) -> int:
 class Frame:
     """All launches of all products as rows."""
 
-    def __init__(self, lines: list[dict[str, Any]], gpu: str) -> None:
-        device = find_device(f"model:{gpu}")
+    def __init__(self, lines: list[dict[str, Any]], devices: list[Device]) -> None:
+        """devices: of each line; those of the first one's count as this GPU's own."""
         self.rows = lines
+        self.own = np.array([device == devices[0] for device in devices])
         known, unknown, logs, weights, places, product = [], [], [], [], [], []
-        for number, line in enumerate(lines):
+        for number, (line, device) in enumerate(zip(lines, devices, strict=True)):
             problem = Problem.parse(f"{line['m']}x{line['n']}x{line['k']}")
             launches = np.array([one[:5] for one in line["launches"]])
             ratios = np.array([one[5] for one in line["launches"]])
@@ -96,6 +103,7 @@ class Frame:
             # Those that are far behind matter little, and those that were left early are known less.
             behind = np.clip((ratios.max() - ratios) / 0.25, 0, 2)
             weights.append(np.where(rounds > rounds.min(), 1.0, 0.35) * np.exp(-behind))
+            weights[-1] *= 1.0 if self.own[number] else ANOTHERS_WEIGHT
             places.append(launches[:, 0])
             product += [number] * len(launches)
         self.known, self.unknown = np.vstack(known), np.vstack(unknown)
@@ -111,31 +119,44 @@ def fit(options: argparse.Namespace) -> None:
     """Validates, fits to everything, and writes both files."""
     gpu = options.gpu
     source = Path(__file__).parent / "results" / gpu / "choices.json.xz"
-    head, *rest = (json.loads(line) for line in lzma.decompress(source.read_bytes()).decode().splitlines())
-    labels = head["kernels"]
-    frame = Frame([row for row in rest if row["m"] <= FITTED_ROWS and row["launches"]], gpu)
+    head, own, device = measured(source)
+    rows, devices = list(own), [device] * len(own)
+    if options.also:
+        other, more, another = measured(source.parent.parent / options.also / source.name)
+        if other["kernels"] != head["kernels"]:
+            raise TunegemmError(
+                f"{options.also} was measured with another db/selector.toml; measure it again"
+            )
+        rows, devices = rows + more, devices + [another] * len(more)
+    frame = Frame(rows, devices)
     kept = keep(frame)
-    print(f"{len(frame.rows)} products, {len(frame.logs)} launches; kept: {[labels[p] for p in kept]}")
+    labels = [head["kernels"][place] for place in kept]
+    print(f"{len(own)} of {len(frame.rows)} products, {len(frame.logs)} launches; kept: {labels}")
     expected = validate(frame)
-    served = np.flatnonzero(frame.m <= SERVED_ROWS)
+    served = np.flatnonzero(frame.own & (frame.m <= SERVED_ROWS))
     report: dict[str, Any] = {}
     margins: dict[str, list[float]] = {}
     for name in ("known", "unknown"):
         chosen = np.array([choose(frame, expected[name], number, kept) for number in served.tolist()])
         margins[name] = calibrate(frame.m[served], expected[name][chosen], frame.logs[chosen])
-        report[name] = summary(frame, served, chosen, expected[name], margins[name], len(rest))
+        report[name] = summary(frame, served, chosen, expected[name], margins[name], head["products"])
         print(name, json.dumps({k: v for k, v in report[name].items() if k != "rows"}))
     model = fitted(frame, np.ones(len(frame.logs), dtype=bool))
     forest = trees_of(model)
     data = {
         "format": FORMAT,
         "gpu": head["meta"]["gpu"],
-        "fitted_to": {"products": len(frame.rows), "date": head["meta"]["date"][:10], "file": source.name},
+        "fitted_to": {
+            "products": len(own),
+            "of_others": len(rows) - len(own),
+            "date": head["meta"]["date"][:10],
+            "file": source.name,
+        },
         "list": digest_of_list(),
         "features": list(NAMES),
         "kernels": kept,
         "rows": list(RANGES),
-        "extents": [int(extreme(row[name] for row in frame.rows for name in "nk")) for extreme in (min, max)],
+        "extents": [int(extreme(row[name] for row in own for name in "nk")) for extreme in (min, max)],
         "sag": list(SAG),
         "margins": margins,
         "served": {
@@ -157,7 +178,8 @@ def fit(options: argparse.Namespace) -> None:
     print(f"written: {path}, {path.stat().st_size} B")
     results = (options.results or source.parent) / "selector.json"
     rows = [row | {"torch_known": name == "known"} for name, one in report.items() for row in one.pop("rows")]
-    head["meta"]["command"] = "python -m benchmarks.selector_fit"
+    also = f" --also {options.also}" if options.also else ""
+    head["meta"]["command"] = f"python -m benchmarks.selector_fit --gpu {gpu}{also}"
     lines = ",\n".join(json.dumps(row) for row in rows)
     summaries = json.dumps(report)
     results.write_text(
@@ -166,9 +188,18 @@ def fit(options: argparse.Namespace) -> None:
     print(f"written: {results}")
 
 
+def measured(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Device]:
+    """The head of a file of `benchmarks.choices`, its rows of products that are fitted to, and the GPU."""
+    head, *rest = (json.loads(line) for line in lzma.decompress(path.read_bytes()).decode().splitlines())
+    part = next(name for name, part in PARTS.items() if part.device_name == head["meta"]["gpu"])
+    head["products"] = len(rest)
+    rows = [row for row in rest if row["m"] <= FITTED_ROWS and row["launches"]]
+    return head, rows, find_device(f"model:{part}")
+
+
 def keep(frame: Frame) -> list[int]:
     """Places in the list: each kernel adds most to the best of those before, on products that are served."""
-    products = np.flatnonzero(frame.m <= SERVED_ROWS)
+    products = np.flatnonzero(frame.own & (frame.m <= SERVED_ROWS))
     best = np.zeros((len(frame.rows), len(shortlist.listed())))
     np.maximum.at(best, (frame.product, frame.places), frame.logs)
     best = best[products]
