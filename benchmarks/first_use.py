@@ -57,11 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as empty:
-        os.environ |= {
-            "TUNEGEMM_DB": f"{empty}/none.sqlite",
-            "TUNEGEMM_CACHE_DIR": empty,
-            "XDG_DATA_HOME": empty,
-        }
+        os.environ.pop("TUNEGEMM_DB", None)
+        os.environ |= {"TUNEGEMM_CACHE_DIR": empty, "XDG_DATA_HOME": empty}
         try:
             run(find_device(options.device), options)
         except TunegemmError as error:

@@ -37,6 +37,8 @@ from benchmarks.tables.seeds import seed_000, seed_001, seed_003, seed_004
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
+#: Beside it, the results of a block or figure that is of an H100; its name has this ending.
+H100, OF_H100 = "h100-80gb-hbm3", "-h100"
 
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
@@ -53,11 +55,17 @@ def refresh(text: str, results: Path = RESULTS) -> str:
         name = match["name"]
         if name not in BLOCKS:
             raise DocsError(f"no generator for block {name!r}; use one of {', '.join(BLOCKS)}")
-        return f"{match[1]}{BLOCKS[name](results).rstrip()}\n{match[4]}"
+        body = BLOCKS[name](results_of(name, results))
+        return f"{match[1]}{body.rstrip()}\n{match[4]}"
 
     if text.count("<!-- generated:") != len(_BLOCK.findall(text)):
         raise DocsError("a generated block has no end mark")
     return _BLOCK.sub(fill, text)
+
+
+def results_of(name: str, results: Path) -> Path:
+    """The folder that a block or figure is of, given the one of an H200."""
+    return results.with_name(H100) if name.endswith(OF_H100) else results
 
 
 def cli(_: Path) -> str:
@@ -99,6 +107,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "dispatch": dispatch,
     "decode": decode,
     "selector": selector,
+    "selector-h100": selector,
     "skinny": skinny,
     "cli": cli,
     "families": families,
@@ -118,17 +127,16 @@ def figures(results: Path = RESULTS) -> dict[Path, bytes]:
     found = {}
     for out, name in (
         ("products.svg", "peers.json"), ("families.svg", "families.json"), ("seed-004.svg", "seed-004.json"),
-        ("selector.svg", "selector.json"),
+        ("selector.svg", "selector.json"), (f"selector{OF_H100}.svg", "selector.json"),
     ):  # fmt: skip
-        if (data := load(results, name)) is not None:
+        kind = out.removesuffix(".svg")
+        if (data := load(results_of(kind, results), name)) is not None:
             from benchmarks import figures
             from benchmarks.families import draw
 
             rows = even_rows(data["rows"]) if out == "products.svg" else data["rows"]
-            kinds = {
-                "products.svg": figures.products, "families.svg": draw, "selector.svg": figures.predicted,
-            }  # fmt: skip
-            drawn = kinds.get(out, figures.sweep_over_k)
+            kinds = {"products": figures.products, "families": draw, "selector": figures.predicted}
+            drawn = kinds.get(kind.removesuffix(OF_H100), figures.sweep_over_k)
             found[ROOT / "docs" / "figures" / out] = figures.render(drawn, rows, "svg")
     return found
 

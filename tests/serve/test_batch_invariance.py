@@ -70,7 +70,8 @@ def test_reduction_classes(problem: Problem, candidate: Candidate, expected: str
 
 @pytest.fixture(scope="module")
 def shipped() -> tuple[Snapshot, Device]:
-    """The shipped records, as if their kernels were today's, and their GPU."""
+    """The shipped records of an H200, as if their kernels were today's, and that GPU."""
+    device = find_device("model:h200")
     records = [
         replace(
             record,
@@ -78,8 +79,9 @@ def shipped() -> tuple[Snapshot, Device]:
             candidate=completed(record.candidate),
         )
         for record in read_shipped()[0]
+        if record.fingerprint.device_name == device.name
     ]
-    return Snapshot(records), replace(find_device("model:h200"), fingerprint=records[0].fingerprint)
+    return Snapshot(records), replace(device, fingerprint=records[0].fingerprint)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(kind.values()) or "bf16")

@@ -1,4 +1,4 @@
-"""Predictions: what an H200 may take for products that nobody tuned, and when it may not."""
+"""Predictions: what an H200 or an H100 may take for products that nobody tuned, and when it may not."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from tunegemm.serve.selection import select
 from tunegemm.serve.snapshot import Snapshot
 
 H200 = "NVIDIA H200"
+#: The GPUs that were measured: each has a file of its own.
+PARTS = ("h200", "h100-sxm")
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +36,9 @@ def device() -> Device:
     return find_device("model:h200")
 
 
-@pytest.fixture(scope="module")
-def selector() -> Selector:
-    found = selector_of(H200)
+@pytest.fixture(scope="module", params=PARTS)
+def selector(request: pytest.FixtureRequest) -> Selector:
+    found = selector_of(find_device(f"model:{request.param}").name)
     assert found is not None
     return found
 
@@ -57,8 +59,9 @@ def served(device: Device) -> Problem:
     return next(problem for problem in odd_problems(200) if outlook(problem, device).options)
 
 
-def test_every_option_is_legal_and_passes_its_margin(device: Device) -> None:
-    count = 0
+@pytest.mark.parametrize("part", PARTS)
+def test_every_option_is_legal_and_passes_its_margin(part: str) -> None:
+    device, count = find_device(f"model:{part}"), 0
     for problem in odd_problems(150):
         found = outlook(problem, device)
         assert found.decides and bool(found.options) != bool(found.refusal)
@@ -119,10 +122,10 @@ def test_other_products_are_not_predicted(device: Device, served: Problem, chang
 
 
 def test_only_the_gpu_that_was_measured_is_served(device: Device, served: Problem) -> None:
-    other = find_device("model:h100-sxm")
+    other = find_device("model:h100-nvl")
     assert not outlook(served, other).options
     text = str(explain_problem(served, other))
-    assert "nothing is predicted for NVIDIA H100 80GB HBM3, which was not measured" in text
+    assert "nothing is predicted for NVIDIA H100 NVL, which was not measured" in text
     part = replace(device, fingerprint=replace(device.fingerprint, mig="1g.18gb"))
     assert not outlook(served, part).options
     assert not outlook(served, device.with_sm_budget(64)).options
@@ -205,7 +208,8 @@ def test_a_damaged_file_is_one_warning_and_torch(
 
 
 def test_the_file_is_small() -> None:
-    assert data_path("db", "selector-h200.json").stat().st_size < 1 << 20
+    for path in data_path("db", "selector.toml").parent.glob("selector-*.json"):
+        assert path.stat().st_size < 1 << 20
 
 
 def test_planning_a_new_shape_is_quick(device: Device) -> None:

@@ -16,7 +16,9 @@ from tunegemm.serve.snapshot import read_snapshot
 from tunegemm.store import Database
 from tunegemm.store.layers import read_records
 from tunegemm.store.locations import project_location, user_location
-from tunegemm.store.shipped import latest_confirmed, read_shipped, write_records
+from tunegemm.store.lookup import problem_fields
+from tunegemm.store.record import Record
+from tunegemm.store.shipped import ShippedLookup, latest_confirmed, read_shipped, write_records
 
 SMALL = Problem.parse("64x64x64")
 
@@ -142,3 +144,37 @@ class TestShippedFiles:
         records, problems = read_shipped(data_path("db", "records"))
         assert problems == []
         assert all(record.confirmed for record in records)
+
+
+class TestLookup:
+    """What dispatch reads of the shipped records."""
+
+    def test_it_finds_what_the_files_hold(self) -> None:
+        records, _ = read_shipped()
+        lookup = ShippedLookup()
+        assert lookup.warnings == [] and len(lookup) == len(records) > 500
+        by_problem: dict[Problem, list[Record]] = {}
+        for record in records:
+            by_problem.setdefault(record.problem, []).append(record)
+        assert set(lookup.problems()) == set(map(problem_fields, by_problem))
+        for problem, held in by_problem.items():
+            assert lookup.find(problem) == held
+        assert lookup.find(Problem.parse("8x8x8")) == []
+
+    def test_bad_ones_are_left_out(self, home: Path, caplog: pytest.LogCaptureFixture) -> None:
+        with Database.open("t.sqlite") as database:
+            for problem in (PROBLEM, SMALL):
+                database.confirm(problem, DEVICE, measurement(1.1), label="pp128x256")
+            (path,) = write_records(database.records(), home / "records")
+        data = json.loads(path.read_text())
+        odd = [row | {"problem": row["problem"] | {"m": True}} for row in data["records"]]
+        odd += [row | {"problem": [1, 2]} for row in data["records"]]
+        data["records"][0]["ratio"] = "fast"
+        data["records"] += [*odd, 7]
+        path.write_text(json.dumps(data))
+        (home / "records" / "broken.json").write_text("{")
+        lookup = ShippedLookup()
+        assert len(lookup.warnings) == 1 and "broken.json: not a file of records" in lookup.warnings[0]
+        found = {problem: lookup.find(problem) for problem in (PROBLEM, SMALL)}
+        assert sorted(map(len, found.values())) == [0, 1]
+        assert "skipped a shipped record" in caplog.text and "ratio" in caplog.text

@@ -18,6 +18,7 @@ from tunegemm.measure.evidence import rank
 from tunegemm.store.layers import NARROWNESS
 from tunegemm.store.lookup import Lookup, problem_fields
 from tunegemm.store.record import Record
+from tunegemm.store.shipped import ShippedLookup
 from tunegemm.store.validity import Judgement, judge_stored
 
 
@@ -28,7 +29,7 @@ class Snapshot:
         self,
         records: Iterable[Record] = (),
         *,
-        lookups: Sequence[Lookup] = (),
+        lookups: Sequence[Lookup | ShippedLookup] = (),
         warnings: Sequence[str] = (),
     ) -> None:
         """lookups: further records, by problem. warnings: one line for each layer that could not be read."""

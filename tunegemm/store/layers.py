@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tunegemm.store.database import Database
     from tunegemm.store.lookup import Lookup
     from tunegemm.store.record import Record
+    from tunegemm.store.shipped import ShippedLookup
 
 T = TypeVar("T")
 
@@ -54,15 +55,18 @@ def read_records() -> tuple[list[Record], list[str]]:
     return records, warnings
 
 
-def read_lookups() -> tuple[list[Record], list[Lookup], list[str]]:
-    """As `read_records`: the records of the layers that are text, and the others' to look up.
+def read_lookups() -> tuple[list[Record], list[Lookup | ShippedLookup], list[str]]:
+    """As `read_records`: the records of packs, and those of the other layers to look up.
 
     SQLAlchemy is loaded for a server's database only, or one that is not as it should be.
     """
     from tunegemm.store.lookup import read_file
+    from tunegemm.store.shipped import ShippedLookup
 
-    records, warnings = read_texts()
-    lookups = []
+    shipped = ShippedLookup()
+    lookups: list[Lookup | ShippedLookup] = [shipped]
+    warnings = [*shipped.warnings]
+    records = [record for pack in packs.loaded(warnings) for record in pack.records]
     for layer, location in _databases():
         found = None if "://" in str(location) else read_file(location, layer)
         if found is not None:

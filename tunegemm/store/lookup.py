@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
@@ -118,6 +117,8 @@ def read_file(location: str | Path, layer: str) -> Lookup | None:
     None where anything is unusual: of an older schema, damaged, locked, in a folder where its write-ahead log
     cannot be read. `tunegemm.store.Database` can read some of it, and says what is wrong with the rest.
     """
+    import sqlite3  # some milliseconds, where a user has no database
+
     try:
         path = Path(location).expanduser()
         if not path.is_file():  # opening a pipe would wait for ever

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,14 @@ from tunegemm.store.checks import (
     one_line,
     typed,
 )
+from tunegemm.store.lookup import problem_fields
 from tunegemm.store.record import FORMER_CONFIRMED, Record
 from tunegemm.untrusted import decoded, line, listed, members, moment, number, shown
 
 FORMAT = "tunegemm-records/1"
+
+_log = logging.getLogger(__name__)
+
 #: The least and most that each may be.
 _NUMBERS = {
     "median_us": (SHORTEST_US, LONGEST_US),
@@ -51,11 +56,7 @@ def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[
     """The records of a folder, by default the shipped one, and one line for each bad file or record."""
     records: list[Record] = []
     problems: list[str] = []
-    try:
-        paths = sorted((folder or data_path("db", "records")).glob("*.json"))
-    except FileNotFoundError:
-        paths = []
-    for path in paths:
+    for path in _paths(folder or data_path("db", "records")):
         try:
             at = path.stat()
         except OSError:  # reading it will say what is wrong
@@ -67,26 +68,90 @@ def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[
     return records, problems
 
 
+class ShippedLookup:
+    """The shipped records by problem, each made a value when asked for, as `Lookup` does for a database.
+
+    A program asks for a few, and a value of each of a thousand rows would be 60 ms of its first product.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[Any, ...], list[tuple[Mapping[str, Fingerprint], Any]]] = {}
+        self.warnings: list[str] = []
+        """One line for each file that cannot be read."""
+        for path in _paths(data_path("db", "records")):
+            try:
+                fingerprints, rows = _content(path)
+            except BAD as error:
+                self.warnings.append(_bad_file(path, error))
+                continue
+            for row in rows:
+                if (key := _key(row)) is not None:
+                    self._rows.setdefault(key, []).append((fingerprints, row))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rows.values()))
+
+    def problems(self) -> list[tuple[Any, ...]]:
+        """The fields of every problem that has a record."""
+        return [*self._rows]
+
+    def find(self, problem: Problem) -> list[Record]:
+        """The problem's records of all GPUs. One that cannot be read is left out and logged."""
+        found = []
+        for fingerprints, row in self._rows.get(problem_fields(problem), ()):
+            try:
+                found.append(_record(row, fingerprints, "system"))
+            except BAD as error:
+                _log.warning("skipped a shipped record of %s: %s", problem, one_line(error))
+        return found
+
+
+def _key(row: Any) -> tuple[Any, ...] | None:
+    """The fields of a row's problem; None where they cannot be those of one."""
+    facts = row.get("problem") if isinstance(row, dict) else None
+    if not isinstance(facts, dict):
+        return None
+    key = tuple(facts.get(field.name) for field in fields(Problem))
+    are_extents = all(type(one) is int and one > 0 for one in key[:3])
+    return key if are_extents and all(isinstance(one, str | int | bool | None) for one in key) else None
+
+
 @lru_cache(maxsize=8)  # a tuning asks again for each product, and a thousand records take 0.2 s
 def _read_file(path: Path, layer: str, mtime_ns: int, size: int) -> tuple[list[Record], list[str]]:
     """The records of one file as it is now, and one line for it, or for each record, that is bad."""
     records: list[Record] = []
     problems: list[str] = []
     try:
-        data = members(decoded(read_text(path)), "it", ("format", "fingerprints", "records"))
-        if data["format"] != FORMAT:
-            raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
-        facts = members(data["fingerprints"], "fingerprints", (), None)
-        fingerprints = {name: typed(Fingerprint, one) for name, one in facts.items()}
-        rows = listed(data["records"], "records")
+        fingerprints, rows = _content(path)
     except BAD as error:
-        return [], [f"{path}: not a file of records ({one_line(error)}); restore or delete it"]
+        return [], [_bad_file(path, error)]
     for position, row in enumerate(rows, 1):
         try:
             records.append(_record(row, fingerprints, layer))
         except BAD as error:
             problems.append(f"{path}: record {position} is left out: {one_line(error)}")
     return records, problems
+
+
+def _paths(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.glob("*.json"))
+    except FileNotFoundError:
+        return []
+
+
+def _content(path: Path) -> tuple[dict[str, Fingerprint], list[Any]]:
+    """A file's fingerprints by name, and its rows as they are. Raises one of BAD."""
+    data = members(decoded(read_text(path)), "it", ("format", "fingerprints", "records"))
+    if data["format"] != FORMAT:
+        raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
+    facts = members(data["fingerprints"], "fingerprints", (), None)
+    fingerprints = {name: typed(Fingerprint, one) for name, one in facts.items()}
+    return fingerprints, listed(data["records"], "records")
+
+
+def _bad_file(path: Path, error: Exception) -> str:
+    return f"{path}: not a file of records ({one_line(error)}); restore or delete it"
 
 
 def latest_confirmed(records: Iterable[Record]) -> list[Record]:
