@@ -4,7 +4,7 @@ All kernels of one reduction class give the same bits (`generate.families.reduct
 may take whichever of them is fastest there. A problem whose record is of another class takes a kernel of the
 class that was recorded for another problem of its kind: of the same N and K first of all, else of any. A
 kernel is compiled for no extents, so that what one M may take every M may; only speed differs, and the model
-says which is best.
+says which is best. So may a kernel that was recorded on another GPU of the same architecture.
 
 The product alone and the product with its epilogue are of two kinds: they round in different places. Where
 one M has a fused kernel every M has, and where none has all do without.
@@ -61,7 +61,7 @@ def _records(snapshot: Snapshot, problem: Problem, device: Device) -> Iterator[R
         snapshot.around(plain, math.inf) if plain != problem else (),
     ):
         for other in others:
-            if (record := snapshot.find(other, device.fingerprint)) is not None:
+            if (record := snapshot.find_kernel(other, device.fingerprint)) is not None:
                 yield record
 
 

@@ -14,12 +14,13 @@ from typing import Any
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.evidence import rank
 from tunegemm.store.layers import NARROWNESS
 from tunegemm.store.lookup import Lookup, problem_fields
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import ShippedLookup
-from tunegemm.store.validity import Judgement, judge_stored
+from tunegemm.store.validity import Grade, Judgement, judge_stored
 
 
 class Snapshot:
@@ -105,6 +106,17 @@ class Snapshot:
         """The record to launch: the best one that may be used under this fingerprint."""
         judged = self.judged(problem, fingerprint)
         return judged[0][1] if judged and judged[0][0].usable else None
+
+    def find_kernel(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
+        """The record to launch, or where there is none, one of another GPU whose kernel runs here just so.
+
+        Its times are of no use, as those of an H200 are not on an H100.
+        """
+        for judgement, record in self.judged(problem, fingerprint):
+            is_todays = record.kernel_source == kernel_source_hash(record.candidate.family)
+            if judgement.usable or (judgement.grade == Grade.SEED and is_todays):
+                return record
+        return None
 
     def why_not(self, problem: Problem, fingerprint: Fingerprint) -> str:
         """One clause on a miss: no record at all, or what makes the nearest one foreign."""
