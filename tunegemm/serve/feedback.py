@@ -22,6 +22,7 @@ from tunegemm.serve.selection import select
 from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.store import Database
 from tunegemm.tuning.progress import TuneResult
+from tunegemm.tuning.trials import label
 from tunegemm.tuning.tuner import Tuner
 
 
@@ -62,8 +63,7 @@ def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[S
     if selection.predictions:
         return selection.predictions, ""
     if selection.outcome == "hit":
-        record = selection.options[0]
-        return (), f"not predicted: it has a record, {record.label or record.candidate.family}"
+        return (), f"not predicted: it has a record, {label(selection.options[0].candidate)}"
     return (), f"not predicted: {selection.why}"
 
 

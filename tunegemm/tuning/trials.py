@@ -128,10 +128,15 @@ class Trials:
             return best.measurement
         return self.chosen
 
-    def compile_ahead(self, candidates: Sequence[Candidate]) -> None:
-        """Keep every core compiling while the GPU measures: in the order in which they will be asked for."""
-        for candidate in candidates:
-            self._future(candidate)
+    def compile_ahead(self, candidates: Sequence[Candidate], *, wait: bool = False) -> None:
+        """Keep every core compiling while the GPU measures: in the order in which they will be asked for.
+
+        wait: until all are compiled, or cannot be.
+        """
+        futures = [self._future(candidate) for candidate in candidates]
+        for future in futures if wait else ():
+            if future is not None:
+                future.result()
 
     def compile(self, batch: Sequence[Candidate]) -> Iterator[tuple[Candidate, Job | None]]:
         """Compile a batch: each candidate with what it takes to measure it; None for one that failed."""

@@ -208,7 +208,9 @@ class Tuner:
         if state.measurer is None:
             raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
         try:
-            feasible = (c for c in candidates if self.kernels.is_feasible(problem, c))
+            feasible = [c for c in candidates if self.kernels.is_feasible(problem, c)]
+            # All in one interleave: torch.mm, timed while they compile, would be the record if that ended.
+            state.compile_ahead(feasible, wait=True)
             return final.race(state, list(dict.fromkeys([*feasible, TORCH_MM])), self._final("full"))
         except KeyboardInterrupt:
             return state.interrupted()
