@@ -55,7 +55,7 @@ def problem_of(number: int = 0) -> Problem:
     return list(predicted())[number]
 
 
-def timed(*ratios: float) -> Timed:
+def timed(*ratios: float, noise: float = 0.001) -> Timed:
     """A GPU on which the kernels predicted for the first problem are that many times as fast as torch.mm."""
     options = (option.record.candidate for option in predicted()[problem_of()])
     of = dict(zip(options, ratios, strict=False))
@@ -63,7 +63,7 @@ def timed(*ratios: float) -> Timed:
     def time_us(candidate: Candidate, policy: Policy) -> float:
         return 10.0 / of.get(candidate, ratios[-1])
 
-    return Timed(time_us, is_throttled=lambda _: False)
+    return Timed(time_us, is_throttled=lambda _: False, noise=noise)
 
 
 @pytest.fixture
@@ -164,6 +164,20 @@ def test_one_that_lost_to_another_prediction(race: Callable[[Timed], Feedback], 
     assert record is not None and record.candidate == second.record.candidate
     assert "it lost" in str(explain_problem(problem_of(), find_device("model:h200")))
     assert first.record.candidate != second.record.candidate
+
+
+@pytest.mark.parametrize("ratio", [1.07, 0.96])
+def test_a_race_beside_other_work_is_run_again(
+    race: Callable[[Timed], Feedback], database: Database, ratio: float
+) -> None:
+    """What it measured counts meanwhile, as after a tuning; the next race confirms a record."""
+    for noise in (0.2, 0.001):
+        assert predictions(read_snapshot(), problem_of(), DEVICE) == (predicted()[problem_of()], "")
+        feedback = race(timed(ratio, noise=noise))
+        record = database.best(problem_of(), DEVICE.fingerprint)
+        assert record is not None and record.is_torch == (ratio < 1) and record.confirmed == (noise < 0.1)
+        assert ("no record is confirmed" in str(feedback)) == (noise > 0.1)
+    assert "it has a record" in predictions(read_snapshot(), problem_of(), DEVICE)[1]
 
 
 def test_nothing_is_measured_where_nothing_runs_or_is_timed(database: Database, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement
-from tunegemm.serve.predict import Predicted
+from tunegemm.serve.predict import Predicted, outlook
 from tunegemm.serve.selection import select
 from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.store import Database
@@ -58,13 +58,20 @@ class Feedback:
 
 
 def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Sequence[Predicted], str]:
-    """What dispatch would launch by prediction; where that is nothing, why, in one clause."""
+    """What dispatch would launch by prediction; where that is nothing, why, in one clause.
+
+    Or did launch, until a race that ended early, or beside other work, left a record that is not confirmed.
+    """
     selection = select(snapshot, problem, device)
     if selection.predictions:
         return selection.predictions, ""
-    if selection.outcome == "hit":
-        return (), f"not predicted: it has a record, {label(selection.options[0].candidate)}"
-    return (), f"not predicted: {selection.why}"
+    if selection.outcome != "hit":
+        return (), f"not predicted: {selection.why}"
+    (record,) = selection.options
+    options = () if record.confirmed else outlook(problem, device).options
+    if options and (record.is_torch or record.candidate in [one.record.candidate for one in options]):
+        return options, ""
+    return (), f"not predicted: it has a record, {label(record.candidate)}"
 
 
 def measure(tuner: Tuner, problem: Problem, options: Sequence[Predicted]) -> Feedback:
