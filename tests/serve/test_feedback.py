@@ -271,7 +271,7 @@ class Serving:
     """A process in mode online, whose planner serves CPU tensors, and a GPU that is idle when a test says."""
 
     def __init__(self, cache: Path, ratio: float, **how: Any) -> None:
-        self.kernel, self.cache, self.ratio = Kernel(), cache, ratio
+        self.kernel, self.cache, self.measurer = Kernel(), cache, lambda: timed(ratio)
         self.idle, self.measured, self.tuned = threading.Semaphore(0), list[Problem](), list[Problem]()
         known = {"tune": lambda problem, *_: self.tuned.append(problem), "wait": self.wait}
         self.online = OnlineTuning(**{**known, "measuring": self.measuring, **how})
@@ -288,7 +288,7 @@ class Serving:
     @contextmanager
     def measuring(self, device: Device) -> Iterator[Measure]:
         with Database.open() as database, planted_tuner(DEVICE, database, cache=self.cache) as tuner:
-            tuner.measurer_for = lambda problem: timed(self.ratio)  # type: ignore[method-assign,assignment]
+            tuner.measurer_for = lambda problem: self.measurer()  # type: ignore[method-assign,assignment]
 
             def run(problem: Problem, options: Sequence[Predicted]) -> Feedback:
                 self.measured.append(problem)
@@ -412,6 +412,31 @@ def test_a_forked_child_measures_nothing(online: Callable[..., Serving]) -> None
         serving.online.later(problem_of(), DEVICE, predicted()[problem_of()], lambda *_: None)
         os._exit(0 if serving.online._thread is None else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_program_ends_while_it_is_measured(location: Path, tmp_path: Path) -> None:
+    """As any program does: at once, by itself, with what was stored before."""
+    program = (
+        "import os, sys; from tests.serve.test_feedback import *\n"
+        "began, first = threading.Event(), timed(0.96)\n"
+        "def hang(candidate, policy):\n"
+        "    began.set()\n"
+        "    threading.Event().wait()\n"
+        "serving, measurers = Serving(Path(sys.argv[1]), 0.96), [first, Timed(hang)]\n"
+        "serving.measurer = lambda: measurers.pop(0)\n"
+        "for number in (0, 1):\n"
+        "    assert serving.multiply(problem_of(number))\n"
+        "serving.idle.release()\n"
+        "assert began.wait(100)\n"
+        "print('the end')\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(
+        command, env=environment(TUNEGEMM_MODE="online"), timeout=170, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+    first, second = (select(read_snapshot(), problem_of(number), DEVICE) for number in (0, 1))
+    assert first.outcome == "hit" and first.options[0].is_torch and second.outcome == "predicted"
 
 
 def test_idle_is_three_looks_in_turn_without_a_kernel() -> None:
