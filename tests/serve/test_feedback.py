@@ -159,7 +159,7 @@ def test_explain_says_what_was_expected_and_what_was_measured(
 def test_one_that_lost_to_another_prediction(race: Callable[[Timed], Feedback], database: Database) -> None:
     first, second = predicted()[problem_of()][:2]
     feedback = race(timed(0.96, 1.05, 0.9))
-    assert f"measured at 0.960: lost to the record {second.label}, which was predicted, too" in str(feedback)
+    assert f"measured at 0.960: the record is {second.label}, predicted, too" in str(feedback)
     record = database.best(problem_of(), DEVICE.fingerprint)
     assert record is not None and record.candidate == second.record.candidate
     assert "it lost" in str(explain_problem(problem_of(), find_device("model:h200")))

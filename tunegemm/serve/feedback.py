@@ -53,7 +53,7 @@ class Feedback:
             outcome = "lost, and torch.mm is the record"
         else:
             name = self.result.labels[best.candidate.digest]
-            outcome = f"lost to the record {name}, which was predicted, too, at {best.ratio:.3f}"
+            outcome = f"the record is {name}, predicted, too, and measured at {best.ratio:.3f}"
         return f"{text}: {self.result.note or outcome}"
 
 
