@@ -187,6 +187,30 @@ def test_devices_without_a_name() -> None:
         assert "device '' is not known; use cuda:N" in refused(*command, "--device", "")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--predicted",), "name products by either --shape 8x9216x4608 or --from shapes.json"),
+        (("--predicted", *SHAPE, "--from", "x.json"), "name products by either --shape"),
+        (("--predicted", "--shape", "8x9"), "shape '8x9' is not MxNxK"),
+        (("--predicted", "--from", "nowhere.json"), "nowhere.json"),
+        (("--predicted", *SHAPE, "--all"), "--predicted and --all: give one of them"),
+        (("--from", "x.json"), "--from x.json: is for --predicted; name records by --shape"),
+        (("--predicted", *SHAPE, "--device", "replay:h200"), "measures nothing, and this needs measurements"),
+        (("--predicted", *SHAPE, "--device", "cuda:77"), "device 'cuda:77': "),
+    ],
+)
+def test_verifying_predictions(arguments: tuple[str, ...], named: str) -> None:
+    assert named in refused("verify", *arguments)
+
+
+@pytest.mark.skipif(cuda_device_count() > 0, reason="there is a GPU here")
+def test_predictions_are_not_verified_without_a_gpu() -> None:
+    assert "no CUDA device here, and this measures; run it on a GPU" in refused(
+        "verify", "--predicted", *SHAPE
+    )
+
+
 @pytest.mark.parametrize("digest", ["", "zz", "9" * 5000])
 def test_a_hash_that_is_none(tmp_path: Path, digest: str) -> None:
     (tmp_path / "x").touch()

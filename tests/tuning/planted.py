@@ -60,11 +60,15 @@ class Timed:
     """A GPU at its power cap by a function: microseconds of a candidate under a policy; torch.mm takes 10."""
 
     def __init__(
-        self, time_us: Callable[[Candidate, Policy], float], *, is_throttled: Callable[[Policy], bool] = bool
+        self,
+        time_us: Callable[[Candidate, Policy], float],
+        *,
+        is_throttled: Callable[[Policy], bool] = bool,
+        noise: float = 0.001,
     ) -> None:
         self.asked: list[tuple[float, list[Candidate]]] = []
         """Of each interleave, for how long a round of steady-state timing is, and its candidates."""
-        self._time_us, self._is_throttled = time_us, is_throttled
+        self._time_us, self._is_throttled, self._noise = time_us, is_throttled, noise
 
     def discover(self, problem: Problem) -> list[Candidate]:
         return [TORCH_MM]
@@ -82,7 +86,7 @@ class Timed:
                 "throttle_reasons": ("sw_power_cap",) if throttled else (),
                 STEADY_MS: policy.steady_ms if throttled else 0.0,
             }
-            yield Measurement(job.candidate, (us,) * 3, (10.0,) * 3, 1e-3, 0.001, facts)
+            yield Measurement(job.candidate, (us,) * 3, (10.0,) * 3, 1e-3, self._noise, facts)
 
 
 def capped() -> Timed:

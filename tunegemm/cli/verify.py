@@ -1,12 +1,15 @@
-"""`tunegemm verify`: race the stored top five again and report what moved."""
+"""`tunegemm verify`: race the stored top five again and report what moved, or what was predicted."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunegemm.cli import options
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.workload import read
 
 if TYPE_CHECKING:
     from tunegemm.tuning.verify import Verification
@@ -14,6 +17,21 @@ if TYPE_CHECKING:
 
 def command(
     shape: options.SomeShapes = None,
+    predicted: Annotated[
+        bool,
+        typer.Option(
+            "--predicted",
+            help="Race what is served by prediction, of the products named by --shape or --from.",
+        ),
+    ] = False,
+    from_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Of --predicted: a program's products, as `tune --from` reads them.",
+        ),
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also records of this very software, not only those marked.")
     ] = False,
@@ -22,7 +40,25 @@ def command(
     db: options.DatabaseLocation = None,
     workers: options.Workers = None,
 ) -> None:
-    """Race the records that another driver or library patch left in doubt, and their stored rivals, again."""
+    """Race the records that another driver or library patch left in doubt, and their stored rivals, again.
+
+    With --predicted: race kernels that serve by prediction; the winner, or torch.mm, becomes the record.
+    """
+    if from_file is not None and not predicted:
+        raise options.UsageError(f"--from {from_file}: is for --predicted; name records by --shape")
+    if predicted:
+        if everything:
+            raise options.UsageError("--predicted and --all: give one of them")
+        if bool(shape) == (from_file is not None):
+            raise options.UsageError(
+                "--predicted: name products by either --shape 8x9216x4608 or --from shapes.json"
+            )
+        named = [Problem.parse(text) for text in shape or ()]
+        demands, refused = read(from_file) if from_file is not None else ([], [])
+        named += [demand.problem for demand in demands]
+        options.say(*(f"left out: {line}" for line in refused), err=True)
+        verify_predicted(list(dict.fromkeys(named)), device, db, workers)
+        return
     shapes = options.parse_shapes(shape)
     from tunegemm.store import Database
     from tunegemm.store.layers import read_records
@@ -40,6 +76,30 @@ def command(
             verification = verify(tuner, record, judgement, top)
             options.say(*lines(verification))
             if verification.result.interrupted:
+                raise typer.Exit(130)
+
+
+def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, workers: int | None) -> None:
+    """Race what is predicted of each problem, and say what became of it; of others, why they are not."""
+    import torch
+
+    from tunegemm.serve.feedback import measure, predictions
+    from tunegemm.serve.snapshot import Snapshot, read_snapshot
+    from tunegemm.store import Database
+    from tunegemm.tuning.tuner import Tuner, open_gpu
+
+    opened = open_gpu(spec)
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's library is asked as in a program
+    with Database.open(db) as database, Tuner(opened, database, workers=workers) as tuner:
+        snapshot = Snapshot(database.records()) if db is not None else read_snapshot()
+        for problem in problems:
+            found, why = predictions(snapshot, problem, opened)
+            if not found:
+                options.say(f"{problem}: {why}")
+                continue
+            feedback = measure(tuner, problem, found)
+            options.say(feedback)
+            if feedback.result.interrupted:
                 raise typer.Exit(130)
 
 

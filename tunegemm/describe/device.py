@@ -375,6 +375,11 @@ class TelemetryReader:
         energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption")
         return None if energy_mj is None else float(energy_mj)
 
+    def busy_percent(self) -> int | None:
+        """Of the last second or less, in how much a kernel of any process ran; None when it is not known."""
+        rates = self._ask("nvmlDeviceGetUtilizationRates")
+        return None if rates is None else int(rates.gpu)
+
     def _ask(self, function: str, *arguments: Any) -> Any:
         if self._handle is None:
             return None

@@ -16,6 +16,8 @@ Stage = Literal["compile", "load", "launch", "wrong", "timeout", "crash"]
 #: The fact in a measurement's evidence that says how many milliseconds a round of steady-state timing was; 0:
 #: it was interleaved.
 STEADY_MS = "turn_ms"
+#: Likewise how many times as fast as torch.mm the candidate was expected to be, where it was predicted.
+PREDICTED_RATIO = "predicted_ratio"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
 from tunegemm.measure.evidence import Evidence, leaders
+from tunegemm.measure.outcome import PREDICTED_RATIO
 from tunegemm.report.text import significant
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_mode, read_policy
@@ -96,6 +97,8 @@ class Explanation:
     """What is expected of a kernel that nobody measured for this problem."""
     near: Near | None
     """What is expected of a near hit."""
+    feedback: StoredRecord | None
+    """What was measured of a kernel that was predicted for this problem; None where none was measured."""
     runner_up: StoredRecord | None
     """The best other measured candidate; None where the database keeps no other measurement of the
     problem, as for shipped records."""
@@ -151,6 +154,10 @@ class Explanation:
                 "least_ratio": ahead.bound,
                 "evidence": ahead.evidence,
             }
+        facts["feedback"] = None
+        if (found := self.feedback) is not None:
+            facts["feedback"] = {name: getattr(found, name) for name in ("label", "ratio", "median_us")}
+            facts["feedback"] |= {"expected_ratio": _expected(found), "won": found.ratio >= 1}
         facts["runner_up"] = None
         if (second := self.runner_up) is not None:
             facts["runner_up"] = {name: getattr(second, name) for name in ("label", "ratio", "median_us")}
@@ -216,6 +223,12 @@ class Explanation:
                 f"{record.median_us:.1f} us, torch.mm {record.baseline_median_us:.1f} us, noise "
                 f"{record.noise:.1%}, {proof}, "
                 f"{record.measured_at:%Y-%m-%d}" + (f"  [{record.layer} layer]" if record.layer else ""),
+            )
+        if (found := self.feedback) is not None:
+            yield (
+                "predicted",
+                f"{found.label}: {_expected(found):.3f} x torch.mm was expected, {found.ratio:.3f} measured "
+                f"in {_proof(found)}: it {'won' if found.ratio >= 1 else 'lost'}",
             )
         if (second := self.runner_up) is not None:
             yield (
@@ -307,6 +320,7 @@ def explain_problem(
         record=record,
         near=near,
         predicted=predicted,
+        feedback=_feedback(entries, device),
         runner_up=_runner_up(record, entries, device) if near is None else None,
         why="" if chosen is None or near is not None or predicted is not None else selection.why,
         why_not=why_not,
@@ -398,6 +412,18 @@ def _runner_up(
         and judge_stored(entry, device.fingerprint).usable
     ]  # fmt: skip
     return next(iter(leaders(others)), None)
+
+
+def _feedback(entries: Sequence[StoredRecord], device: Device) -> StoredRecord | None:
+    """Of kernels that were predicted and measured the one of which most was expected: it would be served."""
+    of_predicted = [e for e in entries if _expected(e) and judge_stored(e, device.fingerprint).usable]
+    return max(leaders(of_predicted), key=_expected, default=None)
+
+
+def _expected(record: StoredRecord) -> float:
+    """How fast it was predicted to be, relative to torch.mm; 0 where it was not."""
+    found = record.telemetry.get(PREDICTED_RATIO)
+    return float(found) if isinstance(found, int | float) and 0 < found < 1e6 else 0.0
 
 
 def _proof(record: StoredRecord) -> str:

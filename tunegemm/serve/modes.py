@@ -4,7 +4,8 @@
 - ``exact``: recorded problems only.
 - ``predict``, the default: also problems without a record, where measurements of others promise a gain: plain
   products by a fitted model (`serve.predict`), others by recorded neighbours (`serve.neighbours`).
-- ``online``: a problem without a record is tuned when it is first seen (`serve.online`); else as ``predict``.
+- ``online``: what is predicted is measured when the GPU is idle, any other problem without a record is tuned
+  when it is first seen (`serve.online`); else as ``predict``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,6 +43,9 @@ from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.serve.worth import least_ratio
 from tunegemm.store.layers import modified
 from tunegemm.store.record import Record
+
+if TYPE_CHECKING:
+    from tunegemm.serve.feedback import Feedback
 
 #: Keys kept before all plans are dropped: a bound for programs whose shapes never repeat.
 MAX_PLANS = 65536
@@ -193,6 +197,25 @@ class Planner:
                 state.plans.pop(key, None)
                 state.forget_checks()
         return tuned
+
+    def _heed(self, served: Prepared, record: Record, feedback: Feedback | None, warning: str) -> None:
+        """What became of a prediction that was measured meanwhile: plans that it made are made anew, unless
+        it won."""
+        if warning:
+            self._warn(self.state, warning)
+        best = feedback.result.best if feedback is not None else None
+        if best is None or best.candidate == record.candidate:
+            return
+        with self.lock:
+            for state in (self.state, *self._others.values()):
+                state.snapshot = None  # read on the next product without a plan
+                state.prepared = {place: one for place, one in state.prepared.items() if one is not served}
+                state.plans = {
+                    key: plan
+                    for key, plan in state.plans.items()
+                    if plan is None or plan.launch is not served.launch
+                }
+                state.forget_checks()
 
     def _look(self) -> State:
         """The state, without its misses if records were published since they were read.
@@ -370,15 +393,22 @@ class Planner:
             policy=state.policy,
             rivals=self._rivals,
         )
-        if selection.outcome != "hit":
-            state.untuned = problem, known
         why = selection.why
         for record in selection.options:
             try:
                 with torch.cuda.device(index) if self.device_type == "cuda" else nullcontext():
-                    return replace(self._prepare(record, state.policy.device(known)), ratio=record.ratio)
+                    found = replace(self._prepare(record, state.policy.device(known)), ratio=record.ratio)
             except (TunegemmError, ValueError, RuntimeError) as error:
                 why = _one_line(error)
+                continue
+            if selection.outcome == "near":
+                state.untuned = problem, known
+            elif selection.outcome == "predicted" and self._mode == "online":
+                heed = partial(self._heed, found, record)
+                self._online.later(problem, known, selection.predictions, heed)
+            return found
+        if selection.outcome != "hit":
+            state.untuned = problem, known
         # In mode online the product is tuned next, or a warning says why it could not be.
         if selection.outcome == "predicted":
             self._warn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -19,7 +19,7 @@ from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure import evidence
 from tunegemm.measure.evidence import Evidence, choose, evidence_of
-from tunegemm.measure.outcome import Failure, Measurement, Outcome
+from tunegemm.measure.outcome import PREDICTED_RATIO, Failure, Measurement, Outcome
 from tunegemm.measure.policy import Job, Policy
 from tunegemm.tuning.progress import Progress, Source, TuneResult
 
@@ -77,9 +77,11 @@ class Trials:
         database: Database | None = None,
         seed: int = 0,
         on_progress: Callable[[Progress], None] | None = None,
+        expected: Mapping[Candidate, float] | None = None,
     ) -> None:
         """measurer: None where nothing can be timed. database: where outcomes are published as they come;
-        None where nothing is stored. seed: of the operands and of the order of rounds.
+        None where nothing is stored. seed: of the operands and of the order of rounds. expected: what was
+        predicted of candidates, times as fast as torch.mm; stored beside what is measured of them.
         """
         self.problem, self.device, self.measurer, self.database = problem, device, measurer, database
         self.stage = "library"
@@ -93,6 +95,7 @@ class Trials:
         """The winner of the final race."""
         self._started = time.monotonic()
         self._pool, self._seed, self._on_progress = pool, seed, on_progress
+        self._expected = expected or {}
         self._compiled_before = pool.compiled
         self._ready: set[Candidate] = set()
         self._waiting: list[Future[CompileResult]] = []
@@ -125,10 +128,15 @@ class Trials:
             return best.measurement
         return self.chosen
 
-    def compile_ahead(self, candidates: Sequence[Candidate]) -> None:
-        """Keep every core compiling while the GPU measures: in the order in which they will be asked for."""
-        for candidate in candidates:
-            self._future(candidate)
+    def compile_ahead(self, candidates: Sequence[Candidate], *, wait: bool = False) -> None:
+        """Keep every core compiling while the GPU measures: in the order in which they will be asked for.
+
+        wait: until all are compiled, or cannot be.
+        """
+        futures = [self._future(candidate) for candidate in candidates]
+        for future in futures if wait else ():
+            if future is not None:
+                future.result()
 
     def compile(self, batch: Sequence[Candidate]) -> Iterator[tuple[Candidate, Job | None]]:
         """Compile a batch: each candidate with what it takes to measure it; None for one that failed."""
@@ -164,10 +172,17 @@ class Trials:
         jobs = [job for _, job in self.compile(batch) if job is not None]
         yield from self.outcomes[published:]  # what did not compile
         if jobs:
-            for outcome in self.measurer.measure(self.problem, jobs, replace(policy, seed=self._seed)):
+            for found in self.measurer.measure(self.problem, jobs, replace(policy, seed=self._seed)):
+                outcome = self._with_expected(found)
                 self._publish(outcome, _word(outcome, self.stage))
                 self.report()
                 yield outcome
+
+    def _with_expected(self, outcome: Outcome) -> Outcome:
+        expected = self._expected.get(outcome.candidate)
+        if expected is None or not isinstance(outcome, Measurement):
+            return outcome
+        return replace(outcome, evidence={**outcome.evidence, PREDICTED_RATIO: expected})
 
     def _is_ready(self, candidate: Candidate) -> bool:
         future = self._future(candidate)

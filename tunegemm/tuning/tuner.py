@@ -8,7 +8,7 @@ chooses the record). What is passed between them is plain data.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -199,17 +199,21 @@ class Tuner:
         candidates: Sequence[Candidate],
         *,
         on_progress: Callable[[Progress], None] | None = None,
+        expected: Mapping[Candidate, float] | None = None,
     ) -> TuneResult:
         """The final race alone, among the given candidates and torch.mm; its winner becomes the record.
 
         Kernels that the object store lacks are compiled. Candidates that are not feasible here are left
-        out. Raises DeviceError where nothing can be timed, ProblemError as `tune`.
+        out. expected: what was predicted of them, times as fast as torch.mm, to be stored beside what is
+        measured. Raises DeviceError where nothing can be timed, ProblemError as `tune`.
         """
-        state = self._begin(problem, on_progress)
+        state = self._begin(problem, on_progress, expected)
         if state.measurer is None:
             raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
         try:
-            feasible = (c for c in candidates if self.kernels.is_feasible(problem, c))
+            feasible = [c for c in candidates if self.kernels.is_feasible(problem, c)]
+            # All in one interleave: torch.mm, timed while they compile, would be the record if that ended.
+            state.compile_ahead(feasible, wait=True)
             return final.race(state, list(dict.fromkeys([*feasible, TORCH_MM])), self._final("full"))
         except KeyboardInterrupt:
             return state.interrupted()
@@ -243,7 +247,12 @@ class Tuner:
             family = families.get(candidate.family)
             self.pool.submit(candidate.family, family.kernel_key(problem, candidate, self.device))
 
-    def _begin(self, problem: Problem, on_progress: Callable[[Progress], None] | None) -> Trials:
+    def _begin(
+        self,
+        problem: Problem,
+        on_progress: Callable[[Progress], None] | None,
+        expected: Mapping[Candidate, float] | None = None,
+    ) -> Trials:
         if (lack := self.device.lacks_memory(problem)) is not None:
             raise ProblemError(f"{lack}; tune a smaller one")
         return Trials(
@@ -254,6 +263,7 @@ class Tuner:
             database=self.database if self.device.is_real else None,  # nothing replayed is stored
             seed=self._seed,
             on_progress=on_progress,
+            expected=expected,
         )
 
     def _final(self, effort: Effort) -> Policy:

@@ -1,0 +1,83 @@
+"""Predictions are measured on a GPU: by the command, and in idle time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.serve.test_predict import odd_problems
+from tests.support.commands import process
+from tests.support.waiting import until
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.measure.evidence import Evidence
+from tunegemm.measure.outcome import PREDICTED_RATIO
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.feedback import predictions
+from tunegemm.serve.online import OnlineTuning
+from tunegemm.serve.planning import Planner
+from tunegemm.serve.predict import selector_of
+from tunegemm.serve.snapshot import Snapshot
+from tunegemm.store import Database
+from tunegemm.tuning.tuner import Tuner, open_device
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    device = open_device("cuda:0")
+    if selector_of(device.name) is None:
+        pytest.skip(f"nothing is predicted for {device.name}")
+    torch.cuda.init()  # so that the library is asked, as in the command
+    return device
+
+
+@pytest.fixture(scope="module")
+def problem(device: Device) -> Problem:
+    """Served by prediction, whose kernels are compiled: not every checkout has those that ship."""
+    for problem in odd_problems(200):
+        if options := predictions(Snapshot(), problem, device)[0]:
+            with Tuner(device) as tuner:
+                tuner.race(problem, [option.record.candidate for option in options])
+            return problem
+    pytest.fail("of 200 problems none is predicted")
+
+
+def check_record(path: Path, problem: Problem, device: Device) -> None:
+    """What is stored is the outcome of one race, and no product that lost is served by its kernel."""
+    with Database.open(path) as database:
+        record = database.best(problem, device.fingerprint)
+        entries = database.entries(problem)
+    assert record is not None and (record.is_torch or record.ratio >= 1)
+    measured = [entry for entry in entries if PREDICTED_RATIO in entry.telemetry]
+    assert measured and all(entry.evidence >= Evidence.RACE for entry in entries)
+    assert record.is_torch or record.candidate in {entry.candidate for entry in measured}
+
+
+def test_the_command_measures_what_is_predicted(problem: Problem, device: Device, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    command = ("verify", "--predicted", "--shape", problem.shape, "--db", path)
+    line = process(*command).stdout
+    assert line.startswith(f"{problem}: ") and " x torch.mm and measured at " in line, line
+    check_record(path, problem, device)
+    assert "not predicted: it has a record" in process(*command).stdout
+
+
+def test_online_measures_it_when_the_gpu_is_idle(
+    problem: Problem, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNEGEMM_MODE", "online")
+    path = tmp_path / "tuning.sqlite"
+    Database.open(path).close()
+    monkeypatch.setenv("TUNEGEMM_DB", str(path))
+    online = OnlineTuning()
+    dispatcher = Dispatcher(Planner(online=online))
+    a = torch.randn(problem.m, problem.k, dtype=torch.bfloat16, device="cuda")
+    b = torch.randn(problem.n, problem.k, dtype=torch.bfloat16, device="cuda").t()
+    torch.testing.assert_close(dispatcher.matmul(a, b), torch.matmul(a, b), rtol=2e-2, atol=1.0)
+    until(lambda: online._thread is None, seconds=120)
+    check_record(path, problem, device)
+    torch.testing.assert_close(dispatcher.matmul(a, b), torch.matmul(a, b), rtol=2e-2, atol=1.0)

@@ -1,0 +1,104 @@
+"""What was predicted is measured: the kernels that dispatch would launch, beside torch.mm, in a final race.
+
+The winner becomes the record, and nothing else is remembered: a record goes before any prediction, and where
+it is torch.mm, dispatch falls back from then on. For `tunegemm verify --predicted` and for mode `online`,
+which loads this, and the tuner with it, when there is something to measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import MeasureError
+from tunegemm.generate.cublaslt import is_torch
+from tunegemm.measure.outcome import Measurement
+from tunegemm.serve.predict import Predicted, outlook
+from tunegemm.serve.selection import select
+from tunegemm.serve.snapshot import Snapshot, read_snapshot
+from tunegemm.store import Database
+from tunegemm.tuning.progress import TuneResult
+from tunegemm.tuning.trials import label
+from tunegemm.tuning.tuner import Tuner
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What became of a product's prediction."""
+
+    predicted: Predicted
+    """Of which most was expected."""
+    result: TuneResult
+
+    @property
+    def measured(self) -> Measurement | None:
+        """Of the kernel that was predicted; None where it failed."""
+        found = {one.candidate: one for one in self.result.outcomes if isinstance(one, Measurement)}
+        return found.get(self.predicted.record.candidate)
+
+    def __str__(self) -> str:
+        """One line for people."""
+        ahead, best = self.predicted, self.result.best
+        text = f"{self.result.problem}: {ahead.label} was predicted at {ahead.expected:.3f} x torch.mm"
+        if best is None:
+            return f"{text}; nothing could be measured ({self.result.note})"
+        text += " and failed" if self.measured is None else f" and measured at {self.measured.ratio:.3f}"
+        if best.candidate == ahead.record.candidate:
+            outcome = "won, and is the record"
+        elif is_torch(best.candidate):
+            outcome = "lost, and torch.mm is the record"
+        else:
+            name = self.result.labels[best.candidate.digest]
+            outcome = f"the record is {name}, predicted, too, and measured at {best.ratio:.3f}"
+        return f"{text}: {self.result.note or outcome}"
+
+
+def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Sequence[Predicted], str]:
+    """What dispatch would launch by prediction; where that is nothing, why, in one clause.
+
+    Or did launch, until a race that ended early, or beside other work, left a record that is not confirmed.
+    """
+    selection = select(snapshot, problem, device)
+    if selection.predictions:
+        return selection.predictions, ""
+    if selection.outcome != "hit":
+        return (), f"not predicted: {selection.why}"
+    (record,) = selection.options
+    options = () if record.confirmed else outlook(problem, device).options
+    if options and (record.is_torch or record.candidate in [one.record.candidate for one in options]):
+        return options, ""
+    return (), f"not predicted: it has a record, {label(record.candidate)}"
+
+
+def measure(tuner: Tuner, problem: Problem, options: Sequence[Predicted]) -> Feedback:
+    """Race the predicted kernels of a problem, the best first, with torch.mm; the winner becomes the record.
+
+    Kernels that neither ship nor are in the object store are compiled. Raises DeviceError where nothing can
+    be timed, MeasureError where none of the kernels can run.
+    """
+    expected = {option.record.candidate: option.expected for option in options}
+    runs: list[Candidate] = [one for one in expected if tuner.kernels.is_feasible(problem, one)]
+    if not runs:  # a race of torch.mm alone would make it the record
+        raise MeasureError(f"{problem}: {options[0].label} was predicted and cannot run here; leave it out")
+    return Feedback(options[0], tuner.race(problem, runs, expected=expected))
+
+
+Measure = Callable[[Problem, Sequence[Predicted]], Feedback | None]
+"""Measures what was predicted of a problem; None where it has a record meanwhile."""
+
+
+@contextmanager
+def measuring(device: Device) -> Iterator[Measure]:
+    """A tuner of the device with the user's database, as long as there is something to measure."""
+    with Database.open() as database, Tuner(device, database) as tuner:
+
+        def measure_unless_known(problem: Problem, options: Sequence[Predicted]) -> Feedback | None:
+            if read_snapshot().find(problem, device.fingerprint) is not None:
+                return None
+            return measure(tuner, problem, options)
+
+        yield measure_unless_known
