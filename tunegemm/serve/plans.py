@@ -21,6 +21,7 @@ from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.operands import seen_as
 from tunegemm.serve.policies import FASTEST, Policy
 from tunegemm.serve.snapshot import Snapshot
+from tunegemm.store.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,9 @@ class Plan:
     """What `at` takes for the operands of an epilogue; None where there are none, or `at` is."""
     operand_views: tuple[tuple[int, ...], ...] = ()
     """Shapes of an epilogue's tensors as the kernel sees them."""
+    problem: Problem | None = None
+    record: Record | None = None
+    """What its kernel was recorded for, or predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,21 @@ class State:
         """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
         self.untuned: tuple[Problem, Device] | None = None
         """What the plan that is being made would gain from tuning online."""
+        self.compiling: dict[tuple[Problem, int], str] = {}
+        """The kernel that is compiled, where `prepared` has none because of that."""
+        self.waiting: dict[tuple[Problem, int], set[tuple[Any, ...]]] = {}
+        """Keys of plans that fall back to torch until then."""
+
+    def forget_missing(self, kernel: str) -> None:
+        """Plans that fell back for want of a kernel are made anew."""
+        for place in [place for place, name in self.compiling.items() if name == kernel]:
+            del self.compiling[place]
+            self.prepared.pop(place, None)
+            for key in self.waiting.pop(place, ()):
+                if self.plans.get(key, key) is None:
+                    del self.plans[key]
+                self.of_tuned_products.discard(key)
+        self.forget_checks()
 
     def forget_checks(self) -> None:
         """Every call makes a key again."""
