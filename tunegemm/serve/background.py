@@ -129,9 +129,8 @@ class BackgroundCompiler:
                     under_way -= 1
                     count += self._finish(pool, event)
         if count:
-            kernels = "1 kernel was" if count == 1 else f"{count} kernels were"
             seconds = time.monotonic() - start
-            _log.info("%s compiled in the background in %.0f s and serve from now on", kernels, seconds)
+            _log.info("%d missing kernel(s) compiled in the background in %.0f s: served now", count, seconds)
 
     def _submit(self, pool: CompilePool, job: _Job) -> None:
         try:
