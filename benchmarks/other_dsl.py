@@ -5,10 +5,10 @@
 
 Calls `tunegemm.matmul` on products that have a shipped record, in turns, from the first call on until a
 kernel of ours serves each of them, or for --seconds. The process is fresh, the kernel cache and the databases
-are empty. Writes results/GPU/other_dsl.json, a row for each product: `first_ms` of its first call, `worst_ms` of
-all calls until it was served, with that one (`swap_ms`), which loads the kernel; `served_s` since the first
-call of all; whether every result before was torch.mm's to the bit (`torch_meanwhile`); and the error of the
-last result relative to fp32.
+are empty. Writes results/GPU/other_dsl.json, a row for each product: `first_ms` of its first call, `worst_ms`
+of all calls until it was served, with that one (`swap_ms`), which loads the kernel; `served_s` since the
+first call of all; whether every result before was torch.mm's to the bit (`torch_meanwhile`); and the error of
+the last result relative to fp32.
 """
 
 from __future__ import annotations

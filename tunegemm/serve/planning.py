@@ -395,6 +395,12 @@ class Planner:
                 why = _one_line(error)
         answer = self._compiled(state, problem, selection.options, known, index)
         if answer.kernel:
+            if state.policy.replaces_torch:
+                self._warn(
+                    state,
+                    f"{problem} on {known.name}: its kernel is compiled in the background, and torch computes "
+                    f"it meanwhile: {state.policy} does not hold until then",
+                )
             return None
         if not selection.options:
             answer = Answer(refusal=self._missing_package(state.snapshot, problem, known))
