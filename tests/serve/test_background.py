@@ -35,6 +35,7 @@ from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.planning import Planner
+from tunegemm.serve.policies import Policy
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import packs
 from tunegemm.store.packs import Pack
@@ -255,6 +256,14 @@ def test_without_the_dsl_what_is_missing_is_said_once(serving, device, pools, la
     assert not pools
 
 
+def test_a_policy_that_torch_cannot_keep_is_said_not_to_hold_meanwhile(serving, kernel, pools) -> None:
+    dispatcher = serving()
+    dispatcher.planner.use(Policy("batch_invariant"))
+    with pytest.warns(TunegemmWarning, match="batch_invariant does not hold until then"):
+        dispatcher.matmul(*matrices())
+    until(lambda: is_served(dispatcher, kernel))
+
+
 def test_two_kinds_of_gpus_in_one_process(serving, device, kernel, key, pools) -> None:
     """One kernel serves both Hopper GPUs; the third has no record of its own."""
     kinds = {f"cpu:{i}": find_device(f"model:{name}") for i, name in enumerate(("h200", "h100-nvl"))}
@@ -296,6 +305,7 @@ print(len(dispatcher.planner._compiler._asked), worker.pid, time.monotonic(), fl
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_kernels_wait(host: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", _LEAVES]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)

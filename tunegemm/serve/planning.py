@@ -398,8 +398,8 @@ class Planner:
             if state.policy.replaces_torch:
                 self._warn(
                     state,
-                    f"{problem} on {known.name}: its kernel is compiled in the background, and torch computes "
-                    f"it meanwhile: {state.policy} does not hold until then",
+                    f"{problem} on {known.name}: its kernel is compiled in the background, and torch "
+                    f"computes it meanwhile: {state.policy} does not hold until then",
                 )
             return None
         if not selection.options:
