@@ -19,8 +19,9 @@ import psutil
 import pytest
 import torch
 
+import tunegemm
 from tests.support.processes import environment
-from tests.support.serving import BF16, Kernel, Row, operands, quietly
+from tests.support.serving import BF16, Kernel, Row, operands, quietly, serve_with
 from tests.support.waiting import until
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -271,14 +272,38 @@ def test_two_kinds_of_gpus_in_one_process(serving, device, kernel, key, pools) -
     rows = [Row(PROBLEM, kinds[f"cpu:{i}"].fingerprint, CANDIDATE, ratio=9.0) for i in (0, 1)]
     dispatcher, form, (a, b) = serving(*rows, find=kinds.__getitem__), form_of(MATMUL, ""), matrices()
 
-    def served(index: int) -> bool:
-        return dispatcher.planner.serves(form, a, b, index)
+    def is_loaded(index: int) -> bool:
+        assert quietly(dispatcher.planner.serves, form, a, b, index), "there, or to be"
+        return dispatcher.planner.state.prepared[PROBLEM, index] is not None
 
-    assert not quietly(served, 0) and not quietly(served, 1)
+    assert not is_loaded(0) and not is_loaded(1)
     with pytest.warns(TunegemmWarning, match="NVIDIA A100-SXM4-80GB: its record is foreign"):
-        assert not served(2)
-    until(lambda: quietly(served, 0) and quietly(served, 1))
-    assert pools[0].compiled == 1 and not served(2)
+        assert not dispatcher.planner.serves(form, a, b, 2)
+    until(lambda: is_loaded(0) and is_loaded(1))
+    assert pools[0].compiled == 1 and not dispatcher.planner.serves(form, a, b, 2)
+
+
+@pytest.mark.slow
+def test_code_that_was_compiled_meanwhile_takes_the_kernel(
+    serving, device, kernel, pools, monkeypatch, all_tuned
+) -> None:
+    """By Inductor, which keeps its code."""
+    rows = [Row(PROBLEM, device.fingerprint, CANDIDATE, ratio=9.0)]
+    serve_with(monkeypatch, serving(*rows))
+    (a, b), before = matrices(), len(kernel.calls)
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        multiply = torch.compile(lambda a, b: tunegemm.matmul(a, b) + 1, fullgraph=True)
+        expected = torch.matmul(a, b) + 1
+
+        def is_ours() -> bool:
+            assert torch.equal(multiply(a, b), expected)
+            return len(kernel.calls) > before
+
+        assert not is_ours() or pools[0].compiled
+        until(is_ours)
 
 
 #: Asks for three kernels, and ends while the first is compiled.

@@ -39,7 +39,7 @@ from tunegemm.serve.library import absorbed
 from tunegemm.serve.modes import Mode, read_compile, read_mode, read_policy
 from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
-from tunegemm.serve.plans import Plan, State, expanding, views_of_operands
+from tunegemm.serve.plans import Compiling, Plan, State, expanding, views_of_operands
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.selection import read_rivals, select
 from tunegemm.serve.snapshot import Snapshot, read_snapshot
@@ -324,7 +324,7 @@ class Planner:
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
     ) -> bool:
         """Whether a kernel is recorded for what `Dispatcher.fused` would be asked, by shapes, strides and
-        dtypes alone, and is worth it (`worth`).
+        dtypes alone, is there or being compiled, and is worth it (`worth`).
 
         For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
         is enough. Warns where there is none.
@@ -342,13 +342,18 @@ class Planner:
                 return True
             device = torch.device(self.device_type, index)
             prepared = self._prepared(state, operands.problem, device, name)
+            expected: Prepared | Compiling | None
             state.untuned = None
             known = state.devices.get(index)
-        if prepared is None or prepared.launch is None or known is None:
+            # Code that is compiled now is kept, on disk, too: it is to find the kernel once that is there.
+            expected = state.compiling.get((operands.problem, index))
+        if expected is None and prepared is not None and prepared.launch is not None:
+            expected = prepared
+        if expected is None or known is None:
             return False
         if state.policy.is_batch_invariant:  # the compiler's product is torch's
             return True
-        return prepared.ratio >= least_ratio(operands.problem, known)
+        return expected.ratio >= least_ratio(operands.problem, known)
 
     def fingerprint(self) -> str:
         """Some letters that change with what `serves` goes by."""
@@ -438,7 +443,7 @@ class Planner:
         for record in options:
             answer = self._compiler.ask(record, device)
             if answer.kernel:
-                state.compiling[problem, index] = answer.kernel
+                state.compiling[problem, index] = Compiling(answer.kernel, record.ratio)
             if answer.kernel or answer.refusal:
                 break
         return answer

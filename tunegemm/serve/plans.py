@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,6 +72,15 @@ class Recent:
     """Of the device that must be the current one; -1 where there is but one."""
 
 
+class Compiling(NamedTuple):
+    """A kernel that a problem waits for."""
+
+    kernel: str
+    """Its name."""
+    ratio: float
+    """Of its record, as in `Prepared`."""
+
+
 class State:
     """What is read from disk and made of it under one policy; replaced as a whole by `Planner.refresh`."""
 
@@ -97,14 +106,14 @@ class State:
         """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
         self.untuned: tuple[Problem, Device] | None = None
         """What the plan that is being made would gain from tuning online."""
-        self.compiling: dict[tuple[Problem, int], str] = {}
-        """The kernel that is compiled, where `prepared` has none because of that."""
+        self.compiling: dict[tuple[Problem, int], Compiling] = {}
+        """Where `prepared` has none yet."""
         self.waiting: dict[tuple[Problem, int], set[tuple[Any, ...]]] = {}
         """Keys of plans that fall back to torch until then."""
 
     def forget_missing(self, kernel: str) -> None:
         """Plans that fell back for want of a kernel are made anew."""
-        for place in [place for place, name in self.compiling.items() if name == kernel]:
+        for place in [place for place, one in self.compiling.items() if one.kernel == kernel]:
             del self.compiling[place]
             self.prepared.pop(place, None)
             for key in self.waiting.pop(place, ()):
