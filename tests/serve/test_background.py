@@ -37,6 +37,7 @@ from tunegemm.serve.forms import MATMUL, form_of
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.planning import Planner
 from tunegemm.serve.policies import Policy
+from tunegemm.serve.predict import outlook
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import packs
 from tunegemm.store.packs import Pack
@@ -245,6 +246,20 @@ def test_a_kernel_that_does_not_compile_is_said_once_and_is_torchs(serving, kern
     said = warnings_of(dispatcher, PROBLEM)
     assert len(said) == 1 and "does not compile here (spills 64 B" in said[0]
     assert not kernel.calls
+
+
+def test_of_predicted_kernels_the_best_that_compiles_serves(
+    serving, device, kernel, pools, monkeypatch
+) -> None:
+    monkeypatch.setenv("TUNEGEMM_MODE", "predict")
+    problem = Problem(2, 264, 264)
+    first, second, *_ = (option.record.candidate for option in outlook(problem, device).options)
+    keys = [families.get(one.family).kernel_key(problem, one, device) for one in (first, second)]
+    ArtifactStore().add_failure(keys[0], "spills 64 B to local memory")
+    dispatcher = serving(Row(PROBLEM, device.fingerprint))
+    assert not is_served(dispatcher, kernel, problem)
+    until(lambda: is_served(dispatcher, kernel, problem))
+    assert ArtifactStore().find(keys[1]) is not None
 
 
 @pytest.mark.parametrize("layer", ["system", "user"])
