@@ -45,6 +45,7 @@ from tunegemm.store.packs import Pack
 PROBLEM, WIDER = Problem(128, 128, 64), Problem(128, 256, 64)  # one kernel serves both
 CANDIDATE = candidate_of("cute_sm90")
 FAMILY = families.get("cute_sm90")
+SHIPPED = packs.shipped
 
 
 @pytest.fixture(autouse=True)
@@ -155,11 +156,11 @@ def test_a_missing_kernel_is_compiled_meanwhile_and_swapped_in(
     assert line.startswith("1 missing kernel(s) compiled in the background in")
 
 
-@pytest.mark.parametrize("what", ["altered", "of another processor", "for another DSL", "of a later driver"])
+@pytest.mark.parametrize("what", ["altered", "of another processor", "for another DSL", "cut", "launched"])
 def test_a_shipped_kernel_that_does_not_run_here_is_compiled(
-    what: str, serving, kernel, key, compiled, pools, tmp_path, monkeypatch
+    what: str, serving, kernel, key, compiled, pools, tmp_path, monkeypatch, caplog
 ) -> None:
-    """The package's object is there, and its manifest in order."""
+    """What is wrong with the package: an object, its compiler, the manifest; or the driver, at a launch."""
     content = compiled.read_bytes()
     if what == "of another processor":
         content = content[:18] + b"\xb7\0" + content[20:]
@@ -173,25 +174,35 @@ def test_a_shipped_kernel_that_does_not_run_here_is_compiled(
     if what == "altered":
         path.write_bytes(content[:-1])
     monkeypatch.setattr(packs, "shipped", lambda: package)
+    if what == "cut":
+        (package.folder / "manifest.json").write_text('{"format": "tunegemm-pa')
+        monkeypatch.setattr(packs, "data_path", lambda *_: package.folder)
+        monkeypatch.setattr(packs, "shipped", functools.cache(SHIPPED.__wrapped__))
+    refuses: list[bool] = []
 
-    def launched(record, device) -> Prepared:
-        """A driver says at the launch that it is too old."""
+    def loaded(record, device) -> Prepared:
         assert prepare(record, device).launch is not None
-        if what == "of a later driver" and ArtifactStore().find(key) is None:
-            return Prepared(_refuse, tma=True)
-        return Prepared(kernel, tma=True)
+        of_the_package = ArtifactStore().find(key) is None
 
-    dispatcher = serving(prepare=launched)
-    if what == "of a later driver":
+        def launch(a, b, out) -> None:
+            if of_the_package and refuses:
+                raise RuntimeError("the provided PTX was compiled with an unsupported toolchain")
+            kernel(a, b, out)
+
+        return Prepared(launch, tma=True)
+
+    dispatcher = serving(prepare=loaded)
+    if what == "launched":
+        assert is_served(dispatcher, kernel) and is_served(dispatcher, kernel, WIDER) and not pools
+        refuses.append(True)
         with pytest.warns(TunegemmWarning, match="failed to launch.*until it is compiled here"):
             dispatcher.matmul(*matrices())
-    assert not is_served(dispatcher, kernel)
-    until(lambda: is_served(dispatcher, kernel))
+    assert not is_served(dispatcher, kernel) and not is_served(dispatcher, kernel, WIDER)
+    until(lambda: is_served(dispatcher, kernel) and is_served(dispatcher, kernel, WIDER))
     assert pools[0].compiled == 1
-
-
-def _refuse(*_: object) -> None:
-    raise RuntimeError("the provided PTX was compiled with an unsupported toolchain")
+    assert [one.getMessage()[:52] for one in caplog.records] == (
+        ["the kernels that ship with the package cannot be use"] if what == "cut" else []
+    )
 
 
 def test_it_is_off_by_a_setting(serving, pools, monkeypatch) -> None:

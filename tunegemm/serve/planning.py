@@ -491,15 +491,14 @@ class Planner:
             raise error
         answer, index = Answer(), plan.device.index or 0
         with self.lock:
-            state.plans[key] = None
-            state.forget_checks()
             known = state.devices.get(index)
             if plan.problem is not None and plan.record is not None and known is not None:
                 # A driver that is older than a shipped kernel says so at its launch.
                 answer = self._compiled(state, plan.problem, (plan.record,), known, index)
-                if answer.kernel:
-                    state.prepared[plan.problem, index] = None
-                    state.waiting.setdefault((plan.problem, index), set()).add(key)
+            if answer.kernel:
+                state.wait_for(answer.kernel, plan)
+            state.plans[key] = None
+            state.forget_checks()
         self._warn(
             state,
             f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "

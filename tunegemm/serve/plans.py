@@ -111,6 +111,18 @@ class State:
         self.waiting: dict[tuple[Problem, int], set[tuple[Any, ...]]] = {}
         """Keys of plans that fall back to torch until then."""
 
+    def wait_for(self, kernel: str, failed: Plan) -> None:
+        """A launch failed whose kernel is compiled now: plans of the same kernel are torch's until then."""
+        index = failed.device.index or 0
+        for key, plan in list(self.plans.items()):
+            if plan is not None and plan.device == failed.device and _share_a_kernel(plan, failed):
+                assert plan.problem is not None and plan.record is not None
+                place = plan.problem, index
+                self.plans[key] = self.prepared[place] = None
+                self.compiling[place] = Compiling(kernel, plan.record.ratio)
+                self.waiting.setdefault(place, set()).add(key)
+        self.forget_checks()
+
     def forget_missing(self, kernel: str) -> None:
         """Plans that fell back for want of a kernel are made anew."""
         for place in [place for place, one in self.compiling.items() if one.kernel == kernel]:
@@ -126,6 +138,13 @@ class State:
         """Every call makes a key again."""
         for kept in (self.checked, self.recent, self.earlier, self.sites):
             kept.clear()
+
+
+def _share_a_kernel(plan: Plan, other: Plan) -> bool:
+    """Or differ in dtypes and majors alone."""
+    if plan.record is None or other.record is None:
+        return False
+    return plan.record.candidate.kernel == other.record.candidate.kernel
 
 
 def launch_plan(
