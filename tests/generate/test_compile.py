@@ -2,13 +2,18 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.support.processes import environment
 from tests.support.waiting import until
-from tunegemm.errors import ArtifactError
+from tunegemm.errors import ArtifactError, CompileError
 from tunegemm.generate.artifacts import ArtifactStore, digest
 from tunegemm.generate.compile import CompilePool, default_workers
 from tunegemm.store.packs import Pack
@@ -98,6 +103,48 @@ def test_closing_ends_workers_that_hang(store: ArtifactStore) -> None:
     assert time.monotonic() - started < 20
     assert future.result().artifact is None
     assert store.failure(key("slow", "hang")) is None, "Ctrl-C says nothing of the kernel"
+
+
+def test_a_closed_pool_takes_no_job(store: ArtifactStore) -> None:
+    with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+        waiting = [pool.submit("planted", key(name, "hang")) for name in ("a", "b")]
+    assert waiting[1].cancelled()
+    with pytest.raises(CompileError, match="closed"):
+        pool.submit("planted", key("c"))
+
+
+#: Leaves a job under way and others waiting; `end` says how the process goes.
+_LEAVES = """
+import sys, time
+from tests.support.waiting import until
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.compile import CompilePool
+store = ArtifactStore(sys.argv[1])
+planted = "tests.support.planted.compile_families"
+pool = CompilePool(store, workers=1, families_module=planted, low_priority=True)
+for name in "abc":
+    pool.submit("planted", {"name": name, "what": "hang"})
+until(lambda: any(path.stat().st_size for path in store.root.glob("new-*.o")))  # the first one hangs
+print(*(worker._process.pid for worker in pool._all), flush=True)
+if sys.argv[2] == "waits":
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["returns", "waits"])
+def test_a_process_ends_at_once_and_so_do_its_workers_of_low_priority(tmp_path: Path, end: str) -> None:
+    """Though the one worker hangs, and jobs wait: at the end of the program, and where it is killed."""
+    command = [sys.executable, "-c", _LEAVES, str(tmp_path), end]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stdout is not None
+        worker = psutil.Process(int(process.stdout.readline()))
+        start = time.monotonic()
+        if end == "waits":
+            assert worker.nice() >= 15
+            process.send_signal(signal.SIGKILL)
+        process.wait(timeout=20)
+    assert time.monotonic() - start < 2
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, seconds=2)
 
 
 @pytest.mark.parametrize("what", ["fine", "hang", "abort"])

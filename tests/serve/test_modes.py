@@ -17,7 +17,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, MeasureError, TunegemmWarning
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
-from tunegemm.serve.modes import read_mode
+from tunegemm.serve.modes import read_compile, read_mode
 from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.planning import Planner
 from tunegemm.serve.snapshot import Snapshot
@@ -80,6 +80,14 @@ def test_an_unknown_mode_is_a_warning_and_predict(monkeypatch):
     said: list[str] = []
     assert read_mode(said.append) == "predict"
     assert "'fast' is not known" in said[0] and "off, exact, predict, online" in said[0]
+
+
+def test_compiling_in_the_background_is_on_unless_the_environment_says_0(monkeypatch):
+    said: list[str] = []
+    for text, expected in (("", True), ("1", True), ("0", False), ("no", True)):
+        monkeypatch.setenv("TUNEGEMM_COMPILE", text)
+        assert read_compile(said.append) is expected
+    assert said == ["TUNEGEMM_COMPILE='no' is not known and has no effect; use 0 or 1 or unset it"]
 
 
 def test_a_mode_that_was_names_what_counts_products_now(monkeypatch):

@@ -326,7 +326,7 @@ def test_missing_and_corrupt_databases_warn_once(monkeypatch, tmp_path, device, 
     assert (path.read_bytes() if path.exists() else None) == content
 
 
-def test_a_kernel_that_is_not_in_the_object_store_is_never_compiled(monkeypatch, tmp_path, device):
+def test_a_kernel_that_is_not_in_the_object_store_is_not_compiled_in_a_call(monkeypatch, tmp_path, device):
     """The shipped family and the default preparation, with an empty store."""
     monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path / "cache"))
     family = families.get("cute_sm90")

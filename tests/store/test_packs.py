@@ -118,6 +118,16 @@ def test_other_compilers_here_find_the_packs_objects(
     assert packs.find({**key, "source": "another"}) is None
 
 
+def test_an_object_for_another_runtime_library_is_not_launched(made: packing.Packed, home: Path) -> None:
+    """Of the DSL, whose minor versions promise nothing. A tuning may try it: it compares results."""
+    packs.install(made.path)
+    key = families.get("cute_sm90").kernel_key(CUTE, RECORDS[0].candidate, DEVICE)
+    for version, found in (("4.8.99+cu12", True), ("4.9.0+cu13", False), ("5.8.1", False), ("", True)):
+        assert (packs.find({**key, "cutlass_dsl": version}) is not None) == found
+    (pack,) = packs.loaded([])
+    assert {**key, "cutlass_dsl": "4.9.0+cu13"} in pack
+
+
 _SERVE = """
 import importlib.abc, sys
 BLOCKED = {"alembic", "click", "numpy", "nvmath", "optuna", "pandas", "psutil", "rich", "sqlalchemy"}

@@ -67,18 +67,26 @@ def test_the_table(changes: dict[str, str], expected: Grade) -> None:
         ({}, Grade.SAME),
         ({"torch": "2.10.0+cu126", "cuda": "12.6"}, Grade.VERIFY),
         ({"driver": "570.10"}, Grade.VERIFY),
-        ({"driver": "590.48.01"}, Grade.SEED),  # made for a later driver than the one here
+        # What cannot load the kernel compiles it.
+        ({"driver": "590.48.01"}, Grade.VERIFY),
+        ({"cutlass_dsl": "4.7.1"}, Grade.VERIFY),
+        ({"cutlass_dsl": "5.0.0", "driver": "610.1"}, Grade.VERIFY),
+        ({"triton": "3.9.0", "family": "triton_tma"}, Grade.VERIFY),
+        # Software that is not known, or not there at all, promises nothing.
         ({"driver": ""}, Grade.SEED),
-        ({"cutlass_dsl": "4.7.1"}, Grade.SEED),
+        ({"cutlass_dsl": ""}, Grade.SEED),
         ({"source": "then"}, Grade.SEED),
         ({"device_name": "NVIDIA H100 80GB HBM3"}, Grade.SEED),
+        ({"cutlass_dsl": "4.7.1", "capability": "8.0"}, Grade.FOREIGN),
     ],
 )
-def test_a_record_that_brings_its_kernel_outlives_torch(changes: dict[str, str], expected: Grade) -> None:
-    source = changes.pop("source", "now")
+def test_a_record_that_brings_its_kernel_outlives_software(changes: dict[str, str], expected: Grade) -> None:
+    changes = dict(changes)
+    source, family = changes.pop("source", "now"), changes.pop("family", "cute_sm90")
     there = replace(HERE, **changes)  # type: ignore[arg-type]
-    found = judge(there, HERE, family="cute_sm90", source_there=source, source_here="now", has_kernel=True)
-    assert found.grade is expected
+    for one, other in ((there, HERE), (HERE, there)):
+        found = judge(one, other, family=family, source_there=source, source_here="now", has_kernel=True)
+        assert found.grade is expected
 
 
 def test_the_reason_names_what_differs_there_and_here() -> None:

@@ -7,6 +7,7 @@ pool owns it, kills it at the deadline and replaces it when it dies. What it cos
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib
 import json
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -30,6 +31,9 @@ from tunegemm.generate.ptxas import Resources
 
 #: Errors of the disk that the store is on. Remembered as a candidate's failure they would hide a good kernel.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+_PR_SET_PDEATHSIG = 1
+_NICENESS = 15
 
 WORKER_BYTES = 400 * 1024**2
 """Host memory to reserve for one worker: 250 MB after import, more while it compiles large tiles."""
@@ -87,8 +91,11 @@ class CompilePool:
         timeout_s: float = 60.0,
         families_module: str = "tunegemm.generate.families",
         shipped: Shipped | None = None,
+        low_priority: bool = False,
     ) -> None:
         """
+        low_priority: whether workers leave the processors to others, and are killed when this process ends,
+            for jobs that nobody waits for.
         shipped: further objects, which are not compiled again.
         timeout_s: bounds one compile; the largest tiles take about 3 s on one core.
         families_module: where a worker finds ``get(name) -> Family``, and ``import_compiler()`` to call while
@@ -98,7 +105,11 @@ class CompilePool:
         self.workers = workers or default_workers()
         self._timeout_s = timeout_s
         self._families_module = families_module
-        self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="compile")
+        self._low_priority = low_priority
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # Daemons, unlike those of an executor: a process ends at once, whatever waits here to be compiled.
+        self._threads: list[threading.Thread] = []
+        self._closed = False
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._all: set[_Worker] = set()
         self._lock = threading.Lock()
@@ -115,7 +126,7 @@ class CompilePool:
     def start(self) -> None:
         """Begin to start all workers, so that the first jobs need not wait for that."""
         with self._lock:
-            new = [_Worker(self._families_module) for _ in range(self.workers - len(self._all))]
+            new = [self._new_worker() for _ in range(self.workers - len(self._all))]
             self._all.update(new)
         for worker in new:
             self._idle.put(worker)
@@ -123,17 +134,22 @@ class CompilePool:
     def submit(self, family: str, key: Key) -> Future[CompileResult]:
         """Compile the kernel of a `Family.kernel_key`; done at once when the store has it.
 
-        Equal keys share a future.
+        Equal keys share a future. Raises CompileError once the pool is closed.
         """
         name = json.dumps(dict(key), sort_keys=True)
         with self._lock:
+            if self._closed:
+                raise CompileError("the compile pool is closed; make another")
             if name not in self._pending:
-                cached = self._from_store(key)
-                if cached is not None:
-                    future: Future[CompileResult] = Future()
+                future: Future[CompileResult] = Future()
+                if (cached := self._from_store(key)) is not None:
                     future.set_result(cached)
                 else:
-                    future = self._threads.submit(self._compile, family, key)
+                    self._jobs.put(_Job(future, family, key))
+                    if len(self._threads) < self.workers:
+                        thread = threading.Thread(target=self._work, name="compile", daemon=True)
+                        self._threads.append(thread)
+                        thread.start()
                 self._pending[name] = future
             return self._pending[name]
 
@@ -148,12 +164,18 @@ class CompilePool:
 
     def close(self) -> None:
         """Drop what has not started, kill the workers."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            workers = list(self._all)
+            self._closed = True
+            workers, threads = list(self._all), self._threads
+            with suppress(queue.Empty):
+                while job := self._jobs.get_nowait():
+                    job.future.cancel()
+            for _ in threads:
+                self._jobs.put(None)
         for worker in workers:
             worker.kill()
-        self._threads.shutdown(wait=True)
+        for thread in threads:
+            thread.join()
         for worker in workers:  # no thread waits for a reply now
             worker.disconnect()
 
@@ -164,9 +186,20 @@ class CompilePool:
         failure = self.store.failure(key)
         return None if failure is None else CompileResult(None, failure, cached=True)
 
+    def _work(self) -> None:
+        """One job after the other, until the pool closes."""
+        while (job := self._jobs.get()) is not None:
+            if job.future.set_running_or_notify_cancel():
+                try:
+                    job.future.set_result(self._compile(job.family, job.key))
+                except BaseException as error:  # for who waits for it, not for this thread
+                    job.future.set_exception(error)
+
     def _compile(self, family: str, key: Key) -> CompileResult:
         scratch = self.store.scratch()
-        worker = self._take_worker()
+        if (worker := self._take_worker()) is None:
+            scratch.unlink(missing_ok=True)
+            return CompileResult(None, "the compile pool was closed")
         try:
             reply = worker.ask(family, key, scratch, self._timeout_s)
         except _WorkerDied as died:
@@ -191,13 +224,19 @@ class CompilePool:
             self.compiled += 1
         return CompileResult(self.store.add(key, scratch, reply))
 
-    def _take_worker(self) -> _Worker:
+    def _take_worker(self) -> _Worker | None:
+        """A worker for the thread that asks; None once the pool closes, which kills those that there are."""
         with suppress(queue.Empty):
             return self._idle.get_nowait()
-        worker = _Worker(self._families_module)
         with self._lock:
+            if self._closed:
+                return None
+            worker = self._new_worker()
             self._all.add(worker)
         return worker
+
+    def _new_worker(self) -> _Worker:
+        return _Worker(self._families_module, low_priority=self._low_priority)
 
 
 def _refusal(resources: Resources) -> str:
@@ -207,6 +246,14 @@ def _refusal(resources: Resources) -> str:
     if resources.warnings:
         return f"ptxas warns {', '.join(resources.warnings)}"
     return ""
+
+
+class _Job(NamedTuple):
+    """A kernel to be compiled."""
+
+    future: Future[CompileResult]
+    family: str
+    key: Key
 
 
 class _WorkerDied(Exception):
@@ -221,11 +268,12 @@ class _WorkerDied(Exception):
 class _Worker:
     """One worker process, from the side of the thread that owns it."""
 
-    def __init__(self, families_module: str) -> None:
+    def __init__(self, families_module: str, *, low_priority: bool = False) -> None:
         # Apart from stdout, which compilers write to.
         self._connection, theirs = Pipe()
+        command = [sys.executable, "-m", "tunegemm.generate.compile", str(theirs.fileno()), families_module]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tunegemm.generate.compile", str(theirs.fileno()), families_module],
+            command + ["low"] * low_priority,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -288,6 +336,16 @@ def _serve(connection: Connection, families_module: str) -> None:
             connection.send(reply)
 
 
+def _lower_priority() -> None:
+    """Leave the processors to others, and end with the thread that started this process.
+
+    The end of the connection does not tell a worker that compiles, nor where a fork holds the other end, too.
+    """
+    os.nice(_NICENESS)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     fatal = next((line for line in lines if "fatal" in line.lower()), lines[0] if lines else "")
@@ -296,4 +354,6 @@ def _one_line(error: BaseException) -> str:
 
 if __name__ == "__main__":
     # As the pool knows the module, so that what is sent is of its classes.
+    if sys.argv[3:]:
+        _lower_priority()
     importlib.import_module("tunegemm.generate.compile")._serve(Connection(int(sys.argv[1])), sys.argv[2])

@@ -146,6 +146,18 @@ def load_function(artifact: Path):  # type: ignore[no-untyped-def]
     return _load(str(artifact), artifact.stat().st_mtime_ns, device)
 
 
+def prepare_loading(artifact: Path) -> None:
+    """Import what loads an object, so that the call which loads it need not. CUDA is not called."""
+    with artifact.open("rb") as file:
+        is_library = file.read(18)[16:] == _SHARED
+    if is_library:
+        import tvm_ffi  # noqa: F401
+
+        _open_runtime()
+    else:
+        import cutlass.cute  # noqa: F401
+
+
 def load_launch(
     artifact: Path,
     candidate: Candidate,

@@ -24,7 +24,7 @@ from tunegemm.measure.evidence import Evidence, leaders
 from tunegemm.measure.outcome import PREDICTED_RATIO
 from tunegemm.report.text import significant
 from tunegemm.serve.launchers import find_object
-from tunegemm.serve.modes import read_mode, read_policy
+from tunegemm.serve.modes import read_compile, read_mode, read_policy
 from tunegemm.serve.neighbours import Near
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.predict import Predicted
@@ -448,7 +448,8 @@ def _change(problem: Problem, selection: Selection, record: StoredRecord | None,
     if selection.outcome == "near" or record is None:
         return f"{command}: a record of its own"
     if why_not:
-        return f"{command}: compiles what is missing"
+        meanwhile = ", as its first call does in the background" if read_compile(lambda _: None) else ""
+        return f"{command}: compiles what is missing{meanwhile}"
     if selection.why.startswith("to be verified"):
         return f"tunegemm verify: {selection.why}"
     if not record.confirmed:

@@ -32,6 +32,8 @@ class Prepared:
     """Wants dense operands: a library's algorithm was chosen and timed for these leading dimensions."""
     ratio: float = 0.0
     """Of the record, or what is expected of a near hit: how many times as fast as torch."""
+    record: Record | None = None
+    """What it was prepared of; None in `TORCH`."""
 
     @property
     def address_bytes(self) -> int:

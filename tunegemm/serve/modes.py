@@ -35,6 +35,14 @@ def read_mode(warn: Callable[[str], None]) -> Mode:
     return cast(Mode, mode)
 
 
+def read_compile(warn: Callable[[str], None]) -> bool:
+    """``TUNEGEMM_COMPILE``: whether missing kernels are compiled meanwhile; a mistake is a warning."""
+    text = os.environ.get("TUNEGEMM_COMPILE", "")
+    if text not in ("", "0", "1"):
+        warn(f"TUNEGEMM_COMPILE={text!r} is not known and has no effect; use 0 or 1 or unset it")
+    return text != "0"
+
+
 def read_policy(warn: Callable[[str], None]) -> Policy:
     """``TUNEGEMM_POLICY``, such as ``deterministic`` or ``fastest,max_sms=120``; a mistake is a warning."""
     try:

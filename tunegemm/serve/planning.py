@@ -1,8 +1,9 @@
 """The making of plans: what runs on the first call of a key, off the hot path and mostly under a lock.
 
 A *plan* is the prepared launch for one key; None says that torch computes products of that key. Nothing is
-compiled or tuned here but in mode `online`, and nothing is read or loaded while the current stream records a
-CUDA graph: a product without a plan then falls back to torch.
+tuned here but in mode `online`, missing kernels are compiled in the background (`serve.background`), and
+nothing is read or loaded while the current stream records a CUDA graph: a product without a plan then falls
+back to torch.
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
+from tunegemm.generate import families
+from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.launching import AddressLauncher, words_binder
+from tunegemm.serve.background import Answer, BackgroundCompiler, make_pool
 from tunegemm.serve.forms import LINEAR, RECORDED, Form
 from tunegemm.serve.guards import allocation, capturing, deterministic
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.library import absorbed
-from tunegemm.serve.modes import Mode, read_mode, read_policy
+from tunegemm.serve.modes import Mode, read_compile, read_mode, read_policy
 from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
-from tunegemm.serve.plans import Plan, State, expanding, views_of_operands
+from tunegemm.serve.plans import Compiling, Plan, State, expanding, views_of_operands
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.selection import read_rivals, select
 from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.serve.worth import least_ratio
 from tunegemm.store.layers import modified
 from tunegemm.store.record import Record
+from tunegemm.store.validity import Grade
 
 if TYPE_CHECKING:
     from tunegemm.serve.feedback import Feedback
@@ -66,9 +71,10 @@ class Planner:
         modified: Callable[[], Hashable] = modified,
         rivals: Callable[[Problem], Sequence[Record]] = read_rivals,
         online: OnlineTuning | None = None,
+        pool: Callable[[], CompilePool] = make_pool,
     ) -> None:
         """The arguments say where records, devices and launchers come from, what changes with records, and
-        who tunes online.
+        who tunes online and compiles missing kernels.
         """
         self.device_type = device_type
         self._read = read
@@ -78,6 +84,7 @@ class Planner:
         self.lock = threading.RLock()
         self._rivals = rivals
         self._online = online or OnlineTuning()
+        self._compiler = BackgroundCompiler(self._serve_compiled, pool)
         self.state = State()
         """What is known under the policy of now. Replaced as a whole, so that it is read without a lock."""
         self._others: dict[Policy, State] = {}
@@ -171,13 +178,14 @@ class Planner:
             if key in state.plans:
                 return state, state.plans[key]
             with torch.inference_mode(False), torch.no_grad():
-                plan = self._make_plan(state, form, a, b, tensors, numbers, out)
+                plan = self._make_plan(state, key, form, a, b, tensors, numbers, out)
                 composed = plan is None and not form.is_plain and form.kind != RECORDED
                 if composed and self._has_tuned_product(state, form, a, b):
                     state.of_tuned_products.add(key)
             if len(state.plans) >= MAX_PLANS:
                 state.plans.clear()
                 state.of_tuned_products.clear()
+                state.waiting.clear()
                 state.forget_checks()
             state.plans[key] = plan
             untuned, state.untuned = state.untuned, None
@@ -238,6 +246,7 @@ class Planner:
     def _make_plan(
         self,
         state: State,
+        key: tuple[Any, ...],
         form: Form,
         a: torch.Tensor,
         b: torch.Tensor,
@@ -272,6 +281,8 @@ class Planner:
             return None
         prepared = self._prepared(state, problem, a.device, name)
         if prepared is None or prepared.launch is None:
+            if (place := (problem, a.device.index or 0)) in state.compiling:
+                state.waiting.setdefault(place, set()).add(key)
             return None
         if prepared.tma and operands.tma_refusal:
             if name:
@@ -306,6 +317,8 @@ class Planner:
             self.device_type == "cuda" and torch.cuda.device_count() > 1,
             words,
             shapes,
+            problem,
+            prepared.record,
         )
 
     def _has_tuned_product(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -334,7 +347,7 @@ class Planner:
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
     ) -> bool:
         """Whether a kernel is recorded for what `Dispatcher.fused` would be asked, by shapes, strides and
-        dtypes alone, and is worth it (`worth`).
+        dtypes alone, is there or being compiled, and is worth it (`worth`).
 
         For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
         is enough. Warns where there is none.
@@ -352,13 +365,18 @@ class Planner:
                 return True
             device = torch.device(self.device_type, index)
             prepared = self._prepared(state, operands.problem, device, name)
+            expected: Prepared | Compiling | None
             state.untuned = None
             known = state.devices.get(index)
-        if prepared is None or prepared.launch is None or known is None:
+            # Code that is compiled now is kept, on disk, too: it is to find the kernel once that is there.
+            expected = state.compiling.get((operands.problem, index))
+        if expected is None and prepared is not None and prepared.launch is not None:
+            expected = prepared
+        if expected is None or known is None:
             return False
         if state.policy.is_batch_invariant:  # the compiler's product is torch's
             return True
-        return prepared.ratio >= least_ratio(operands.problem, known)
+        return expected.ratio >= least_ratio(operands.problem, known)
 
     def fingerprint(self) -> str:
         """Some letters that change with what `serves` goes by."""
@@ -397,10 +415,11 @@ class Planner:
         for record in selection.options:
             try:
                 with torch.cuda.device(index) if self.device_type == "cuda" else nullcontext():
-                    found = replace(self._prepare(record, state.policy.device(known)), ratio=record.ratio)
+                    found = self._prepare(record, state.policy.device(known))
             except (TunegemmError, ValueError, RuntimeError) as error:
                 why = _one_line(error)
                 continue
+            found = replace(found, ratio=record.ratio, record=record)
             if selection.outcome == "near":
                 state.untuned = problem, known
             elif selection.outcome == "predicted" and self._mode == "online":
@@ -409,6 +428,26 @@ class Planner:
             return found
         if selection.outcome != "hit":
             state.untuned = problem, known
+        answer = self._compiled(state, problem, selection.options, known, index)
+        if answer.kernel:
+            if state.policy.replaces_torch:
+                self._warn(
+                    state,
+                    f"{problem} on {known.name}: its kernel is compiled in the background, and torch "
+                    f"computes it meanwhile: {state.policy} does not hold until then",
+                )
+            return None
+        if not selection.options:
+            answer = Answer(refusal=self._missing_package(state.snapshot, problem, known))
+        if answer.refusal:
+            self._warn(
+                state,
+                f"recorded kernels cannot run on {known.name} and none is compiled: {answer.refusal}; "
+                "tunegemm falls back to torch for their products",
+            )
+            return None
+        if answer.failure:
+            why = f"its kernel does not compile here ({answer.failure})"
         # In mode online the product is tuned next, or a warning says why it could not be.
         if selection.outcome == "predicted":
             self._warn(
@@ -423,6 +462,37 @@ class Planner:
                 + _advice(problem, "Tune it with"),
             )
         return None
+
+    def _compiled(
+        self, state: State, problem: Problem, options: Sequence[Record], device: Device, index: int
+    ) -> Answer:
+        """What is done about the first of these records whose kernel can be compiled, in the background."""
+        answer = Answer()
+        if capturing(torch.device(self.device_type, index)):
+            return answer
+        for record in options:
+            answer = self._compiler.ask(record, device)
+            if answer.kernel:
+                state.compiling[problem, index] = Compiling(answer.kernel, record.ratio)
+            if answer.kernel or answer.refusal:
+                break
+        return answer
+
+    def _serve_compiled(self, kernel: str) -> None:
+        """A kernel is there now, or will never be: calls that wait for it are planned anew."""
+        with self.lock:
+            for state in (self.state, *self._others.values()):
+                state.forget_missing(kernel)
+
+    def _missing_package(self, snapshot: Snapshot, problem: Problem, device: Device) -> str:
+        """What has to be installed for the problem's record; empty where that is not what it lacks."""
+        judged = snapshot.judged(problem, device.fingerprint)
+        if not judged or judged[0][0].grade is not Grade.SEED:
+            return ""
+        try:
+            return families.get(judged[0][1].candidate.family).unavailable(launching=True) or ""
+        except TunegemmError:  # another package's family, which is not installed
+            return ""
 
     def _device(self, state: State, index: int, name: str) -> Device | None:
         if index not in state.devices:
@@ -446,16 +516,24 @@ class Planner:
         return snapshot
 
     def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
-        """A launch failed: products of this key fall back to torch from now on."""
+        """A launch failed: torch computes products of this key, for good or until a kernel is compiled."""
         if capturing(plan.device):
             raise error
+        answer, index = Answer(), plan.device.index or 0
         with self.lock:
+            known = state.devices.get(index)
+            if plan.problem is not None and plan.record is not None and known is not None:
+                # A driver that is older than a shipped kernel says so at its launch.
+                answer = self._compiled(state, plan.problem, (plan.record,), known, index)
+            if answer.kernel:
+                state.wait_for(answer.kernel, plan)
             state.plans[key] = None
             state.forget_checks()
         self._warn(
             state,
             f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "
-            f"({_one_line(error)}); tunegemm falls back to torch",
+            f"({_one_line(error)}); tunegemm falls back to torch"
+            + (" until it is compiled here" if answer.kernel else ""),
         )
 
     def _begin(self) -> None:
@@ -466,6 +544,7 @@ class Planner:
 
         with self.lock:
             if self._mode is None:
+                self._compiler.is_on = read_compile(warn)
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))
 
@@ -477,8 +556,6 @@ class Planner:
 
 def _advice(problem: Problem, words: str) -> str:
     """How to have a kernel for the problem, or why there can be none, whatever is tuned."""
-    from tunegemm.generate import families
-
     if reason := families.refusal_by_all(problem):
         return f"It can have no tuned kernel: {reason}"
     return f"{words}: {tune_command(problem)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.operands import seen_as
 from tunegemm.serve.policies import FASTEST, Policy
 from tunegemm.serve.snapshot import Snapshot
+from tunegemm.store.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,9 @@ class Plan:
     """What `at` takes for the operands of an epilogue; None where there are none, or `at` is."""
     operand_views: tuple[tuple[int, ...], ...] = ()
     """Shapes of an epilogue's tensors as the kernel sees them."""
+    problem: Problem | None = None
+    record: Record | None = None
+    """What its kernel was recorded for, or predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,15 @@ class Recent:
     """Whether a given output counts its versions: it is not an inference tensor."""
     index: int
     """Of the device that must be the current one; -1 where there is but one."""
+
+
+class Compiling(NamedTuple):
+    """A kernel that a problem waits for."""
+
+    kernel: str
+    """Its name."""
+    ratio: float
+    """Of its record, as in `Prepared`."""
 
 
 class State:
@@ -93,11 +106,45 @@ class State:
         """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
         self.untuned: tuple[Problem, Device] | None = None
         """What the plan that is being made would gain from tuning online."""
+        self.compiling: dict[tuple[Problem, int], Compiling] = {}
+        """Where `prepared` has none yet."""
+        self.waiting: dict[tuple[Problem, int], set[tuple[Any, ...]]] = {}
+        """Keys of plans that fall back to torch until then."""
+
+    def wait_for(self, kernel: str, failed: Plan) -> None:
+        """A launch failed whose kernel is compiled now: plans of the same kernel are torch's until then."""
+        index = failed.device.index or 0
+        for key, plan in list(self.plans.items()):
+            if plan is not None and plan.device == failed.device and _share_a_kernel(plan, failed):
+                assert plan.problem is not None and plan.record is not None
+                place = plan.problem, index
+                self.plans[key] = self.prepared[place] = None
+                self.compiling[place] = Compiling(kernel, plan.record.ratio)
+                self.waiting.setdefault(place, set()).add(key)
+        self.forget_checks()
+
+    def forget_missing(self, kernel: str) -> None:
+        """Plans that fell back for want of a kernel are made anew."""
+        for place in [place for place, one in self.compiling.items() if one.kernel == kernel]:
+            del self.compiling[place]
+            self.prepared.pop(place, None)
+            for key in self.waiting.pop(place, ()):
+                if self.plans.get(key, key) is None:
+                    del self.plans[key]
+                self.of_tuned_products.discard(key)
+        self.forget_checks()
 
     def forget_checks(self) -> None:
         """Every call makes a key again."""
         for kept in (self.checked, self.recent, self.earlier, self.sites):
             kept.clear()
+
+
+def _share_a_kernel(plan: Plan, other: Plan) -> bool:
+    """Or differ in dtypes and majors alone."""
+    if plan.record is None or other.record is None:
+        return False
+    return plan.record.candidate.kernel == other.record.candidate.kernel
 
 
 def launch_plan(

@@ -36,11 +36,13 @@ from tunegemm.resources import data_path
 from tunegemm.store.checks import one_line
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped
+from tunegemm.store.validity import is_patch
 from tunegemm.untrusted import decoded, line, shown, whole
 
 _log = logging.getLogger(__name__)
 
 FORMAT = "tunegemm-pack/1"
+_DSL = "cutlass_dsl"
 _MANIFEST, _CLOSING = "manifest.json", "manifest.sha256"
 _ENTRY = re.compile(
     r"records/[A-Za-z0-9][A-Za-z0-9.-]{0,120}\.json|objects/[0-9a-f]{2}/[0-9a-f]{62}\.(o|json)"
@@ -71,6 +73,14 @@ class Pack:
     def find(self, key: Key) -> Artifact | None:
         """Its object of a kernel key, whatever compilers are here. Raises as `ArtifactStore.find`."""
         return self.store.find(self._key(key))
+
+    def suits(self, key: Key) -> bool:
+        """Whether its object of a kernel key is for the runtime library of the DSL that is here, if one is.
+
+        Triton's objects need none.
+        """
+        there, here = self.toolchain.get(_DSL, ""), str(key.get(_DSL, ""))
+        return not (there and here) or is_patch(_DSL, there, here)
 
     def __contains__(self, key: Key) -> bool:
         """Whether `find` would look at an object."""
@@ -136,14 +146,16 @@ def shipped() -> Pack | None:
 
 
 def find(key: Key) -> Artifact | None:
-    """The object of a kernel key in the user's store, or else in a pack, or in the package.
+    """The object of a kernel key in the user's store, or else in a pack, or in the package, where that is for
+    the runtime library that is here.
 
     Raises as `ArtifactStore.find`.
     """
     if (found := ArtifactStore().find(key)) is not None:
         return found
     places = (*loaded([]), shipped())
-    return next((found for pack in places if pack and (found := pack.find(key)) is not None), None)
+    suited = (pack for pack in places if pack and pack.suits(key))
+    return next((found for pack in suited if (found := pack.find(key)) is not None), None)
 
 
 def install(file: Path, root: Path | None = None, *, sha256: str | None = None) -> Pack:

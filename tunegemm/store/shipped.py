@@ -1,7 +1,7 @@
 """The system layer: records of known GPUs as text files, one record a line, so that a change can be reviewed.
 
 `tunegemm db export --records` writes them from a database. They name kernels and times, never code:
-a record whose object is not in the store is left to torch until `tunegemm verify` or `tune` compiles it.
+a record whose object is missing is left to torch until it is compiled, as dispatch does in the background.
 """
 
 from __future__ import annotations

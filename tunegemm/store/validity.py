@@ -62,8 +62,8 @@ def judge(
     A driver's first number is its branch, and within one it changes by patches; of packages and of CUDA
     the first two numbers are the minor version. The software that counts is the family's own.
 
-    has_kernel: its compiled kernel comes with it. That takes the same time whatever torch is installed, and
-    runs on every later driver: only how far it is ahead of torch wants to be measured again.
+    has_kernel: its compiled kernel comes with it, and is compiled here where that one cannot run. It serves
+    under any known software: only its times, and how far it is ahead of torch, want to be measured again.
     """
     device = [name for name in ("device_name", "mig", "sm_count", "sm_budget") if _differs(there, here, name)]
     if there.capability != here.capability:
@@ -77,9 +77,10 @@ def judge(
     )
     software = ["driver", "cuda", "torch", *compilers]
     changed = [name for name in software if _differs(there, here, name)]
-    small = {name for name in changed if _is_patch(name, getattr(there, name), getattr(here, name))}
+    small = {name for name in changed if is_patch(name, getattr(there, name), getattr(here, name))}
     if has_kernel:
-        small |= {"torch", "cuda"} | ({"driver"} if _is_later(there.driver, here.driver) else set())
+        known = {name for name in changed if getattr(there, name) and getattr(here, name)}
+        small |= {"torch", "cuda"} | known
     large = [name for name in changed if name not in small]
     if large:
         return Judgement(Grade.SEED, _changes(there, here, large))
@@ -92,7 +93,7 @@ def judge_stored(stored: Record, here: Fingerprint) -> Judgement:
     """The grade of a record or row on a device of fingerprint `here`, with this program's kernel sources.
 
     A pack brings its kernels along. Triton's are launched without Triton, so that it does not matter which
-    one is here, if any; the CuTe DSL loads its own, and counts.
+    one is here, if any; the CuTe DSL loads its own, and has to be here.
     """
     family = stored.candidate.family
     there = stored.fingerprint
@@ -117,14 +118,8 @@ def _changes(there: Fingerprint, here: Fingerprint, names: list[str]) -> str:
     return ", ".join(f"{name} {old or 'none'} (here {new or 'none'})" for name, old, new in facts)
 
 
-def _is_patch(name: str, there: str, here: str) -> bool:
+def is_patch(name: str, there: str, here: str) -> bool:
     """Whether two versions differ only behind the numbers that tell of new behaviour."""
     significant = 1 if name == "driver" else 2
     old, new = (re.findall(r"\d+", version.partition("+")[0])[:significant] for version in (there, here))
     return len(old) == significant and old == new
-
-
-def _is_later(there: str, here: str) -> bool:
-    """Whether the driver here is of the same branch or of a later one."""
-    old, new = (re.findall(r"\d+", version)[:1] for version in (there, here))
-    return bool(old and new) and int(new[0]) >= int(old[0])
