@@ -158,6 +158,7 @@ def watch(
                 torchs[problem] &= torch.equal(result, torch.mm(a, b))
             _wait(pairs)
     said = sorted({str(one.message) for one in caught})
+    of_all = [line for line in said if not line.startswith(tuple(f"{problem} " for problem in pairs))]
     rows = {}
     for problem, (a, b) in pairs.items():
         error = relative_error(matmul(a, b), a, b)
@@ -171,7 +172,7 @@ def watch(
             "torch_meanwhile": torchs[problem],
             "relative_error": error,
             "right": error <= tolerance(problem),
-            "warnings": [line for line in said if line.startswith(f"{problem} ")],
+            "warnings": [*of_all, *(line for line in said if line.startswith(f"{problem} "))],
         }
     return rows
 

@@ -55,6 +55,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, str(tmp_path / folder))
     monkeypatch.setenv("TUNEGEMM_COMPILE", "1")
     monkeypatch.setenv("TUNEGEMM_MODE", "exact")
+    monkeypatch.setattr(planning, "LOOK_SECONDS", 3600.0)  # what brings new plans is not that
     monkeypatch.setattr(packs, "shipped", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     return tmp_path / "cache"

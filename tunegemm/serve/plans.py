@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -47,8 +47,8 @@ class Plan:
     """What `at` takes for the operands of an epilogue; None where there are none, or `at` is."""
     operand_views: tuple[tuple[int, ...], ...] = ()
     """Shapes of an epilogue's tensors as the kernel sees them."""
-    problem: Problem | None = None
-    record: Record | None = None
+    problem: Problem | None = field(default=None, compare=False)
+    record: Record | None = field(default=None, compare=False)
     """What its kernel was recorded for, or predicted."""
 
 
