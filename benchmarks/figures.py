@@ -107,8 +107,21 @@ def products(rows: Rows) -> Figure:
     return figure
 
 
-def predicted(rows: Rows) -> Figure:
-    """What the selector expected of products that it had not seen, and what they got (selector.json)."""
+def first_uses(rows: Rows) -> Figure:
+    """What was expected of products that were served by prediction, and what they got (first_use.json)."""
+    found = [
+        {"torch_known": True, "served": True, "expected": row["expected"], "got": row["ratio"]}
+        for row in rows
+        if row["expected"]
+    ]
+    return predicted(found, "Products that nobody tuned, by an installed package on their first calls.")
+
+
+def predicted(rows: Rows, said: str = "") -> Figure:
+    """What the selector expected of products that it had not seen, and what they got (selector.json).
+
+    said: the line below the title.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure((7.6, 5.2))
@@ -118,7 +131,8 @@ def predicted(rows: Rows) -> Figure:
     axes.plot((low, high), (low, high), color=LINE, lw=2)
     axes.axhline(1, color=INK, lw=1)
     for served, color, label in ((False, MUTED, "left to torch"), (True, FASTER, "served")):
-        mine = [row for row in found if row["served"] is served]
+        if not (mine := [row for row in found if row["served"] is served]):
+            continue
         axes.plot(
             [row["expected"] for row in mine], [row["got"] for row in mine], "o", color=color, ms=3.5,
             alpha=0.6, mew=0, label=f"{label}: {len(mine)}",
@@ -133,7 +147,7 @@ def predicted(rows: Rows) -> Figure:
     axes.legend(frameon=False, loc="upper left", fontsize=9)
     figure.text(0.02, 0.955, "Predicted and measured gain", weight="bold", fontsize=12, va="center")
     figure.text(
-        0.02, 0.91, "The launch chosen for each product, by a model that had not seen its N and K.",
+        0.02, 0.91, said or "The launch chosen for each product, by a model that had not seen its N and K.",
         fontsize=9, color=MUTED, va="center",
     )  # fmt: skip
     return figure

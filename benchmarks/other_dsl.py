@@ -56,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:  # workers may still write there
+        os.environ.pop("TUNEGEMM_DB", None)
         os.environ |= {
-            "TUNEGEMM_DB": f"{empty}/none.sqlite",
             "TUNEGEMM_CACHE_DIR": empty,
             "TUNEGEMM_COMPILE": "1",
             "TUNEGEMM_PACK": "",

@@ -28,6 +28,7 @@ from benchmarks.tables.programs import (
     dtypes,
     epilogues,
     first_use,
+    other_dsl,
     selector,
     skinny,
     tuning_time,
@@ -99,6 +100,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "peers": peers,
     "peers-odd": peers_odd,
     "first-use": first_use,
+    "other-dsl": other_dsl,
     "tuning-time": tuning_time,
     "campaign": campaign,
     "clients": clients,
@@ -128,6 +130,7 @@ def figures(results: Path = RESULTS) -> dict[Path, bytes]:
     for out, name in (
         ("products.svg", "peers.json"), ("families.svg", "families.json"), ("seed-004.svg", "seed-004.json"),
         ("selector.svg", "selector.json"), (f"selector{OF_H100}.svg", "selector.json"),
+        ("first-use.svg", "first_use.json"),
     ):  # fmt: skip
         kind = out.removesuffix(".svg")
         if (data := load(results_of(kind, results), name)) is not None:
@@ -135,7 +138,10 @@ def figures(results: Path = RESULTS) -> dict[Path, bytes]:
             from benchmarks.families import draw
 
             rows = even_rows(data["rows"]) if out == "products.svg" else data["rows"]
-            kinds = {"products": figures.products, "families": draw, "selector": figures.predicted}
+            kinds = {
+                "products": figures.products, "families": draw, "selector": figures.predicted,
+                "first-use": figures.first_uses,
+            }  # fmt: skip
             drawn = kinds.get(kind.removesuffix(OF_H100), figures.sweep_over_k)
             found[ROOT / "docs" / "figures" / out] = figures.render(drawn, rows, "svg")
     return found

@@ -44,8 +44,8 @@ def test_every_block_is_in_one_document(generate: ModuleType) -> None:
 
 def test_the_figures_are_current(generate: ModuleType) -> None:
     figures = generate.figures()
-    names = {"products.svg", "families.svg", "seed-004.svg", "selector.svg", "selector-h100.svg"}
-    assert {path.name for path in figures} == names
+    names = {"products", "families", "seed-004", "selector", "selector-h100", "first-use"}
+    assert {path.name for path in figures} == {f"{name}.svg" for name in names}
     for path, content in figures.items():
         assert path.read_bytes() == content, f"{path.name} is out of date; run `make docs`"
 

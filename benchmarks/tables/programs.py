@@ -65,19 +65,46 @@ def first_use(results: Path) -> str:
     data = load(results, "first_use.json")
     if data is None:
         return not_measured(results, "first_use.json")
+    listed = [row for row in data["rows"] if row["listed"]]
+    unseen = [row for row in data["rows"] if not row["listed"]]
+    groups = {
+        "with a shipped record": listed,
+        "of them with a K that is a multiple of 8": [row for row in listed if row["k"] % 8 == 0],
+        "without": unseen,
+        "of them up to 256 rows": [row for row in unseen if row["m"] <= 256],
+        "of them served by prediction": [row for row in unseen if row["predicted"]],
+    }
     lines = []
-    for listed, name in ((True, "with a shipped record"), (False, "without")):
-        rows = [row for row in data["rows"] if row["listed"] is listed]
-        found = [row["ratio"] for row in rows]
-        if found:
+    for name, rows in groups.items():
+        if found := [row["ratio"] for row in rows]:
             served = sum(row["served"] for row in rows)
             below = ", ".join(f"{shape_of(row)} {row['ratio']:.3f}" for row in rows if row["ratio"] < 0.99)
             mean, worst = f"{geometric_mean(found):.3f}", f"{min(found):.3f}"
             lines.append([name, str(len(rows)), str(served), mean, worst, below or "none"])
-    even = [row["ratio"] for row in data["rows"] if row["listed"] and row["k"] % 8 == 0]
     header = ["products", "timed", "served", "times torch.mm", "worst", "below 0.99"]
-    note = f"Of the shipped products {len(even)} have an even K; their mean is {geometric_mean(even):.3f}."
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), note])
+    said = ""
+    if found := [row for row in unseen if row.get("expected")]:
+        expected, got = (geometric_mean([row[name] for row in found]) for name in ("expected", "ratio"))
+        said = f"Of what was predicted {expected:.3f} was expected, {got:.3f} was measured. "
+    said += f"The longest first call was {max(row['first_ms'] for row in data['rows']):.0f} ms."
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
+
+
+def other_dsl(results: Path) -> str:
+    """What a program sees whose kernels are compiled in the background."""
+    data = load(results, "other_dsl.json")
+    if data is None:
+        return not_measured(results, "other_dsl.json")
+    header = ["kernels", "products", "served", "all after, s", "longest call, ms", "the call that swaps, ms"]
+    lines = []
+    for mode in dict.fromkeys(row["mode"] for row in data["rows"]):
+        rows = [row for row in data["rows"] if row["mode"] == mode]
+        served = [row["served_s"] for row in rows if row["served_s"] is not None]
+        swaps = [row["swap_ms"] for row in rows if row["swap_ms"] is not None]
+        worst = f"{max(row['worst_ms'] for row in rows):.1f}"
+        times = [f"{max(served):.0f}", worst, f"{max(swaps):.1f}"] if served else ["", worst, ""]
+        lines.append([mode, str(len(rows)), str(len(served)), *times])
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
 
 
 def dtypes(results: Path) -> str:
