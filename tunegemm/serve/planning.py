@@ -29,7 +29,6 @@ from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
 from tunegemm.generate import families
-from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.launching import AddressLauncher, words_binder
 from tunegemm.serve.background import Answer, BackgroundCompiler, make_pool
@@ -50,6 +49,7 @@ from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade
 
 if TYPE_CHECKING:
+    from tunegemm.generate.compile import CompilePool
     from tunegemm.serve.feedback import Feedback
 
 #: Keys kept before all plans are dropped: a bound for programs whose shapes never repeat.
