@@ -45,7 +45,7 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> 
     home = tmp_path_factory.mktemp("home")
     own = {
         "TUNEGEMM_DB": str(home / "tuning.sqlite"),
-        "TUNEGEMM_CACHE_DIR": str(shared_folder / "cache"),
+        "TUNEGEMM_CACHE_DIR": str(shared_folder / "cache" / "tunegemm"),
         "XDG_DATA_HOME": str(home / "data"),
         "TUNEGEMM_PACK": "",
     }
