@@ -61,12 +61,13 @@ ROOT = Path(tunegemm.__file__).parents[1]
 def mypy(folder: Path) -> set[str]:
     """Names of the files in which it finds an error.
 
-    With the settings of `make check`, strict ones, and so with its cache: what that read of torch, a quarter of
-    a minute's work, is not read again.
+    With the settings of `make check`, strict ones, and so with its cache: what that read of torch, a quarter
+    of a minute's work, is not read again.
     """
-    command = [sys.executable, "-m", "mypy", "--config-file"]
     settings = ROOT / "pyproject.toml"
-    command += [str(settings), "--cache-dir", str(ROOT / ".mypy_cache")] if settings.exists() else ["", "--strict"]
+    shared = ["--config-file", str(settings), "--cache-dir", str(ROOT / ".mypy_cache")]
+    alone = ["--config-file", "", "--strict"]  # of an installed package
+    command = [sys.executable, "-m", "mypy", *(shared if settings.exists() else alone)]
     environment = {"MYPYPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([*command, "."], cwd=folder, capture_output=True, text=True, env=environment)
     assert "Found" in done.stdout, done.stdout + done.stderr

@@ -109,7 +109,7 @@ def cells() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def opened(sample: Path) -> Iterator[tuple[sqlite3.Connection, Database]]:
-    """A copy of it to damage, and the database, open all the while: queries are compiled once for all cells."""
+    """A copy of it to damage, and the database, open all the while: queries are compiled once for all."""
     path = sample.with_name("damaged.sqlite")
     shutil.copy(sample, path)
     with closing(sqlite3.connect(path, isolation_level=None)) as connection, Database.open(path) as database:
