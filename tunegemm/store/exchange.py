@@ -93,7 +93,7 @@ class Report:
 def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | BadValueError]:
     """Every measurement, failure and choice, oldest first; of one problem, if given.
 
-    What of a row is no possible value is there as it is stored. For a row whose candidate or fingerprint is
+    A cell with an impossible value is there as it is stored. For a row whose candidate or fingerprint is
     not the one that was stored there is an error: taken as it is, it would be sound elsewhere.
     """
     kernel, device = functools.cache(checked_candidate), functools.cache(checked_fingerprint)

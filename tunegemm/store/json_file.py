@@ -31,7 +31,7 @@ def write(rows: Iterable[Row], path: Path) -> None:
 def read(path: Path) -> Iterator[Row | BadValueError]:
     """The rows of a file, unchecked, and for one that cannot be read the reason.
 
-    Raises DatabaseError for a file that is no such export, before the first row.
+    Raises DatabaseError for any other file, before the first row.
     """
     content = read_bytes(path, DatabaseError)
     try:
