@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 ROOT = Path(tunegemm.__file__).parent.parent
 
 
+#: Files with tests of up to a minute: begun first, so that no process is left with one at the end.
+LONGEST = ("test_documents_run.py", "test_notebooks.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not cuda_device_count():
         for item in gpu_items:
@@ -45,7 +50,7 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> 
     home = tmp_path_factory.mktemp("home")
     own = {
         "TUNEGEMM_DB": str(home / "tuning.sqlite"),
-        "TUNEGEMM_CACHE_DIR": str(shared_folder / "cache"),
+        "TUNEGEMM_CACHE_DIR": str(shared_folder / "cache" / "tunegemm"),
         "XDG_DATA_HOME": str(home / "data"),
         "TUNEGEMM_PACK": "",
         "TUNEGEMM_COMPILE": "0",  # where a test says so, missing kernels are compiled

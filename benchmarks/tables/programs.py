@@ -86,7 +86,9 @@ def first_use(results: Path) -> str:
     if found := [row for row in unseen if row.get("expected")]:
         expected, got = (geometric_mean([row[name] for row in found]) for name in ("expected", "ratio"))
         said = f"Of what was predicted {expected:.3f} was expected, {got:.3f} was measured. "
-    said += f"The longest first call was {max(row['first_ms'] for row in data['rows']):.0f} ms."
+    firsts = " and ".join(f"{rows[0]['first_ms']:.0f} ms" for rows in (listed, unseen) if rows)
+    said += f"A process's first product took {firsts}, the longest first call of another product "
+    said += f"{max(row['first_ms'] for rows in (listed, unseen) for row in rows[1:]):.0f} ms."
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
 
 

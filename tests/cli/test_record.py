@@ -161,6 +161,7 @@ class TestTuneFrom:
         assert all(document["saving_s"] >= 0 for document in documents)
         assert run.stderr == ""
 
+    @pytest.mark.slow
     def test_a_modelled_device_saves_nothing(self, shapes: str) -> None:
         run = here(
             "tune", "--from", shapes, "--device", "model:h200", "--families", "cute_sm90", "--trials", "2"

@@ -34,17 +34,17 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # 8 s on two idle cores, a minute and a half on busy ones
-def test_eight_processes_publish_a_thousand_each_and_lose_none(path: Path) -> None:
+def test_eight_processes_publish_hundreds_each_and_lose_none(path: Path) -> None:
     # The file does not exist yet: they race to create and migrate it, too.
-    assert benchmark.concurrent(path, writers=8, each=1000)["kept"] == 8000
+    assert benchmark.concurrent(path, writers=8, each=400)["kept"] == 3200
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_hundred_killed_processes_leave_every_acknowledged_row(path: Path) -> None:
-    found = benchmark.killed(path, kills=200)
-    assert (found["kills"], found["missing"], found["integrity"]) == (200, 0, "ok")
-    assert found["acknowledged"] > 200
+def test_eighty_killed_processes_leave_every_acknowledged_row(path: Path) -> None:
+    found = benchmark.killed(path, kills=80)
+    assert (found["kills"], found["missing"], found["integrity"]) == (80, 0, "ok")
+    assert found["acknowledged"] > 80
 
 
 _ON_A_SMALL_DISK = """

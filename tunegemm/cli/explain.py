@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -30,6 +31,11 @@ def command(
 
     chosen = candidate_of(candidate) if candidate is not None else None
     opened = options.open_analysed(device)
+    if opened.is_real and chosen is None:
+        import torch
+
+        with suppress(RuntimeError):  # no memory for a context: predictions have wider margins then
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's library is asked as in a program
     found = [explain_problem(problem, opened, candidate=chosen, database=db) for problem in problems]
     if as_json:
         typer.echo(to_json([explanation.asdict() for explanation in found]))

@@ -19,7 +19,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def compile_object(
     kernel = make_kernel()
     with tempfile.TemporaryDirectory() as dumps:
         log = Path(dumps, "ptxas.log")
-        with output_to(log):
+        with output_to(log), _without_locations():
             # A dump folder of its own: parallel compiles overwrite each other's files in a shared one.
             compiled = cute.compile(
                 kernel,
@@ -82,6 +83,27 @@ def compile_object(
         report = log.read_text()
     seconds = time.perf_counter() - start
     return read_report(report, smem_bytes=kernel.smem_bytes, compile_seconds=seconds)
+
+
+@contextmanager
+def _without_locations() -> Iterator[None]:
+    """The DSL does not look up, for each instruction, the line of source that it came of.
+
+    It does so as soon as remarks are asked for, of which ptxas's report is one: a third of a compile's time,
+    for the same code and the same report. There is no option for it. A version without this switch stays so.
+    """
+    from cutlass.base_dsl import dsl
+
+    name = "_set_enable_frame_filtering"
+    switch = getattr(dsl, name, None)
+    if switch is None:
+        yield
+        return
+    setattr(dsl, name, lambda _: switch(False))
+    try:
+        yield
+    finally:
+        setattr(dsl, name, switch)
 
 
 def toolchain() -> dict[str, str | int]:

@@ -16,14 +16,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tunegemm.describe.device import Device
 from tunegemm.errors import ArtifactError, TunegemmError
-from tunegemm.generate import cute_object, families
+from tunegemm.generate import families
 from tunegemm.generate.artifacts import ArtifactStore, Key, digest
-from tunegemm.generate.compile import CompilePool, CompileResult
 from tunegemm.store.record import Record
+
+if TYPE_CHECKING:  # a program whose kernels are all here imports neither pool nor workers
+    from tunegemm.generate.compile import CompilePool, CompileResult
 
 #: Of one kernel: workers of low priority wait for others, and nobody waits for them.
 _TIMEOUT_S = 600.0
@@ -56,6 +58,8 @@ class _Done(NamedTuple):
 
 def make_pool() -> CompilePool:
     """Of a few workers, into the user's store. What others compiled is not asked for: it did not run."""
+    from tunegemm.generate.compile import CompilePool
+
     workers = max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 4))
     return CompilePool(ArtifactStore(), workers=workers, timeout_s=_TIMEOUT_S, low_priority=True)
 
@@ -142,6 +146,8 @@ class BackgroundCompiler:
 
     def _finish(self, pool: CompilePool, done: _Done) -> bool:
         """Tell the planner; whether there is an object now."""
+        from tunegemm.generate import cute_object
+
         job, future = done
         artifact = None
         try:

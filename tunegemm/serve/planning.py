@@ -29,7 +29,6 @@ from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
 from tunegemm.generate import families
-from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.launching import AddressLauncher, words_binder
 from tunegemm.measure.messages import one_line
@@ -43,7 +42,7 @@ from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
 from tunegemm.serve.plans import Compiling, Plan, State, expanding, views_of_operands
 from tunegemm.serve.policies import Policy
-from tunegemm.serve.selection import read_rivals, select
+from tunegemm.serve.selection import Selection, read_rivals, select
 from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.serve.worth import least_ratio
 from tunegemm.store.layers import modified
@@ -51,6 +50,7 @@ from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade
 
 if TYPE_CHECKING:
+    from tunegemm.generate.compile import CompilePool
     from tunegemm.serve.feedback import Feedback
 
 #: Keys kept before all plans are dropped: a bound for programs whose shapes never repeat.
@@ -429,6 +429,23 @@ class Planner:
             return found
         if selection.outcome != "hit":
             state.untuned = problem, known
+        self._without_kernel(state, problem, known, index, selection, why, name)
+        return None
+
+    def _without_kernel(
+        self,
+        state: State,
+        problem: Problem,
+        known: Device,
+        index: int,
+        selection: Selection,
+        why: str,
+        name: str,
+    ) -> None:
+        """Has the kernel of a product that none can be launched for compiled, or warns of what is missing.
+
+        why: what the last of the selection's options lacks, or why there are none.
+        """
         answer = self._compiled(state, problem, selection.options, known, index)
         if answer.kernel:
             if state.policy.replaces_torch:
@@ -437,8 +454,8 @@ class Planner:
                     f"{problem} on {known.name}: its kernel is compiled in the background, and torch "
                     f"computes it meanwhile: {state.policy} does not hold until then",
                 )
-            return None
-        if not selection.options:
+            return
+        if not selection.options and state.snapshot is not None:
             answer = Answer(refusal=self._missing_package(state.snapshot, problem, known))
         if answer.refusal:
             self._warn(
@@ -446,7 +463,7 @@ class Planner:
                 f"recorded kernels cannot run on {known.name} and none is compiled: {answer.refusal}; "
                 "tunegemm falls back to torch for their products",
             )
-            return None
+            return
         if answer.failure:
             why = f"its kernel does not compile here ({answer.failure})"
         # In mode online the product is tuned next, or a warning says why it could not be.
@@ -462,7 +479,6 @@ class Planner:
                 f"{problem} on {known.name}: {why}; {_who(name)} falls back to torch. "
                 + _advice(problem, "Tune it with"),
             )
-        return None
 
     def _compiled(
         self, state: State, problem: Problem, options: Sequence[Record], device: Device, index: int

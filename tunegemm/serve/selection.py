@@ -71,13 +71,14 @@ def select(
     why = snapshot.why_not(problem, device.fingerprint)
     if not near:
         return Selection("miss", (), why)
-    from tunegemm.serve.neighbours import neighbourhood  # and the model: a hit does without
-    from tunegemm.serve.predict import outlook
+    from tunegemm.serve.predict import outlook  # and the model: a hit does without
 
     ahead = outlook(problem, device, policy.refusal)
     if ahead.options:
         found = tuple(option.record for option in ahead.options)
         return Selection("predicted", found, str(ahead.options[0]), predictions=ahead.options)
+    from tunegemm.serve.neighbours import neighbourhood
+
     why = f"{why}; {ahead.refusal}" if ahead.refusal else why
     around = neighbourhood(snapshot, problem, device, policy.refusal, afar=not ahead.decides)
     if not around.options:
