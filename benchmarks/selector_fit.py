@@ -29,6 +29,8 @@ from tunegemm.errors import TunegemmError
 from tunegemm.generate import shortlist
 from tunegemm.generate.cublaslt.choice import of_label
 from tunegemm.generate.features import NAMES, features
+from tunegemm.generate.shortlist import Choices
+from tunegemm.generate.terms import Columns, terms
 from tunegemm.resources import data_path
 from tunegemm.serve.forest import MAX_LEAVES, Forest
 from tunegemm.serve.predict import FORMAT, checksum, digest_of_list
@@ -95,7 +97,7 @@ class Frame:
             launches = np.array([one[:5] for one in line["launches"]])
             ratios = np.array([one[5] for one in line["launches"]])
             rounds = np.array([one[6] for one in line["launches"]])
-            found = shortlist.of_launches(problem, launches, device)
+            found = _choices(problem, launches, device)
             library = of_label(line["library"][0]) if line["library"] else None
             known.append(features(problem, found, device, library))
             unknown.append(features(problem, found, device, None))
@@ -113,6 +115,20 @@ class Frame:
         groups = {(line["n"], line["k"]): 0 for line in lines}
         numbers = {group: number for number, group in enumerate(groups)}
         self.group = np.array([numbers[line["n"], line["k"]] for line in lines])
+
+
+def _choices(problem: Problem, launches: Any, device: Device) -> Choices:
+    """Launches by their numbers: rows of place in the list, splits of k, second, along n, swizzle size."""
+    rows = np.asarray(launches, dtype=np.int64).reshape(-1, 5)
+    columns = Columns.of(
+        [
+            shortlist.launched(problem, shortlist.listed()[place], split_k, bool(adds), bool(along), swizzle)
+            for place, split_k, adds, along, swizzle in rows.tolist()
+        ]
+    )
+    second, along_n = rows[:, 2] > 0, rows[:, 3] > 0
+    found = terms(problem, columns, device)
+    return Choices(rows[:, 0], rows[:, 1], second, along_n, rows[:, 4], columns, found)
 
 
 def fit(options: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@
     TunegemmError
     ├── FileError         a file that cannot be read or written
     ├── BadValueError     a value in a file, pack or damaged database that is not what it should be
-    ├── ProblemError      a shape, dtype, layout or tensor that is no matrix product
+    ├── ProblemError      a shape, dtype, layout or tensor that is not a matrix product
     ├── DeviceError       a device that is not there, or not known
     ├── WorkloadError     a list of shapes that cannot be read or written, or a recording that cannot begin
     ├── PolicyError       a policy of dispatch that is not known
@@ -18,7 +18,7 @@
     ├── MeasureError      the measuring worker itself cannot work (one failed candidate is a Failure)
     └── DatabaseError     a database that cannot be opened, read or written
 
-What goes wrong with *one candidate* is no exception but data: see `tunegemm.measure.outcome.Failure`.
+What goes wrong with *one candidate* is data, not an exception: see `tunegemm.measure.outcome.Failure`.
 What makes dispatch fall back to torch is a `TunegemmWarning`, given once.
 """
 

@@ -168,34 +168,18 @@ def test_tune_store_and_show_on_a_gpu(tmp_path: Path) -> None:
 
 
 class TestSpace:
-    ARGUMENTS = ("space", "--shape", SHAPE, "--family", "cute_sm90", "--device", "model:h200")
+    ARGUMENTS = ("space", "--shape", SHAPE, "--family", "triton_tma", "--device", "model:h200")
 
-    @pytest.fixture
-    def small(self, tmp_path: Path) -> Path:
-        """The shipped space with the first and last value of each list."""
-        from tunegemm.generate import families
-
-        space = families.load_space("cute_sm90")
-        lines = ['family = "cute_sm90"']
-        for table, lists in (("compile", space.compile_values), ("launch", space.launch_values)):
-            lines.append(f"[{table}]")
-            lines += [
-                f"{name} = {json.dumps(list(dict.fromkeys((v[0], v[-1]))))}" for name, v in lists.items()
-            ]
-        path = tmp_path / "small.toml"
-        path.write_text("\n".join(lines))
-        return path
-
-    def test_json_adds_up(self, small: Path) -> None:
-        run = here(*self.ARGUMENTS, "--space-file", str(small), "--format", "json")
+    def test_json_adds_up(self) -> None:
+        run = here(*self.ARGUMENTS, "--format", "json")
         (count,) = json.loads(run.stdout)
         assert count["size"] == count["kernels"] * count["launches"]
         assert count["feasible"] + sum(count["rejected"].values()) == count["size"]
         assert 0 < count["feasible"] < count["size"]
         assert set(count["examples"]) == set(count["rejected"])
 
-    def test_table(self, small: Path) -> None:
-        run = here(*self.ARGUMENTS, "--space-file", str(small))
+    def test_table(self) -> None:
+        run = here(*self.ARGUMENTS)
         assert "(the whole space)" in run.stdout
         assert re.search(r"feasible\s+.*[\d,]+ of [\d,]+ kernels", run.stdout)
 

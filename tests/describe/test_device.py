@@ -17,7 +17,6 @@ from tunegemm.describe.device import (
     current_fingerprint,
     find_device,
     package_version,
-    with_fingerprint,
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import DeviceError
@@ -133,12 +132,6 @@ class TestFingerprint:
 
     def test_absent_package(self) -> None:
         assert package_version("no-such-distribution") == ""
-
-    def test_a_recorded_device_keeps_the_fingerprint_of_its_record(self) -> None:
-        device = find_device("model:h200")
-        foreign = dataclasses.replace(device.fingerprint, driver="580.159.04")
-        assert with_fingerprint(device, foreign).fingerprint.driver == "580.159.04"
-        assert device.fingerprint.driver == ""
 
 
 @pytest.mark.gpu

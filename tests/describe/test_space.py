@@ -134,6 +134,26 @@ class TestSpace:
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
 
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("a = " + "[" * 5000 + "]" * 5000, "not TOML"),
+            ("a = " + "9" * 5000, "not TOML"),
+            ("\0", "not TOML"),
+            ("family = 5\n[compile]\n[launch]", "family 5 is not a name"),
+            ("family = 'x'\n[compile]\na = [nan]\n[launch]", "give a non-empty list of distinct"),
+            (
+                "family = 'x'\n[launch]\n[compile]\n"
+                + "".join(f"p{i} = {[*range(100)]}\n" for i in range(9)),
+                "more than 10,000,000 kernels",
+            ),
+        ],
+    )
+    def test_hostile_files(self, tmp_path: Path, text: str, named: str) -> None:
+        with pytest.raises(SpaceError, match=named) as caught:
+            SearchSpace.load(write(tmp_path, text))
+        assert len(str(caught.value)) < 500
+
     def test_a_table_that_is_none(self, tmp_path: Path) -> None:
         text = 'family = "demo"\ncompile = [1]\n[launch]\n'
         with pytest.raises(SpaceError, match="'compile' must be a table of lists"):

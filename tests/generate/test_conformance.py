@@ -25,7 +25,7 @@ from tests.generate import (
 from tests.support.examples import OTHERWISE, TOO_LARGE, Change, Examples, Rejection, compile_all
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem
-from tunegemm.describe.space import Candidate
+from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import ArtifactError, SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.compile import CompilePool
@@ -107,7 +107,7 @@ def test_a_space_with_another_parameter_is_refused(name: str, tmp_path: Path) ->
     bad = tmp_path / "space.toml"
     bad.write_text(text.replace(f"\n{parameter} = ", f"\n{parameter}x = ", 1))
     with pytest.raises(SpaceError, match=f"did you mean '{parameter}'"):
-        families.load_space(name, bad)
+        SearchSpace.load(bad, parameters=families.get(name).parameters)
 
 
 @every_family

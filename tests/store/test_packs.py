@@ -225,7 +225,7 @@ def link(entries: Entries) -> None:
         (manifest(lambda data: data["entries"][0].update(bytes=3)), r"\.json is missing or was changed"),
         (manifest(lambda data: data["entries"][0].update(bytes=-1)), r"\.json -1 is not a whole number"),
         (manifest(lambda data: data["entries"][0].update(bytes=1 << 40)), r"\.json 1099511627776 is not"),
-        (outside, r"entry 'objects/\.\./\.\./evil\.json' is no record and no object"),
+        (outside, r"entry 'objects/\.\./\.\./evil\.json' is neither a record nor an object"),
         (link, r"\.json is missing or was changed"),
     ],
 )

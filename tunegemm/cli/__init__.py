@@ -1,4 +1,8 @@
-"""The command line: arguments and printing only; `tuning`, `report` and `database` make what it prints."""
+"""The command line: arguments and printing only; `tuning`, `report` and `store` make what it prints.
+
+`app` puts the commands together, one module each; `options` has what they share, `progress` and `savings`
+what is printed while tuning. Imports every room; none imports it.
+"""
 
 from tunegemm.cli.app import app, main
 

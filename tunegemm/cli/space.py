@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +14,6 @@ from tunegemm.report.text import to_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tunegemm.describe.space import SearchSpace
     from tunegemm.report.census import Census
 
 
@@ -29,17 +27,15 @@ def command(
     family: Annotated[
         str | None, typer.Option("--family", metavar="NAME[,NAME]", help="Kernel families. Default: all.")
     ] = None,
-    space_file: Annotated[
-        Path | None,
-        typer.Option("--space-file", metavar="FILE", help="Your own space, in place of the shipped."),
-    ] = None,
     device: options.AnalysedDevice = None,
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
+    from tunegemm.generate import families
     from tunegemm.report.census import take_census
 
-    spaces = _spaces(options.parse_families(family), space_file)
+    names = options.parse_families(family) or families.NAMES
+    spaces = [families.load_space(name) for name in names]
     opened = options.open_analysed(device)
     options.require_memory(opened, problems)
     counts = [take_census(space, problem, opened) for problem in problems for space in spaces]
@@ -49,21 +45,6 @@ def command(
     console = options.stdout_console()
     for count in counts:
         console.print(_table(count))
-
-
-def _spaces(names: tuple[str, ...] | None, space_file: Path | None) -> list[SearchSpace]:
-    from tunegemm.describe.space import SearchSpace
-    from tunegemm.generate import families
-
-    if space_file is None:
-        return [families.load_space(name) for name in names or families.NAMES]
-    path = space_file if space_file.suffix == ".toml" else None
-    if path is None:
-        raise options.UsageError(f"space file {str(space_file)!r}: a search space is a .toml file")
-    name = SearchSpace.load(path).family
-    if names is not None and names != (name,):
-        raise options.UsageError(f"{path} is a space of family {name!r}, not of {','.join(names)}")
-    return [families.load_space(name, path)]
 
 
 def _table(count: Census) -> Table:

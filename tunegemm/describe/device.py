@@ -399,8 +399,3 @@ class TelemetryReader:
             self._nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "hw_power_brake",
         }
         return tuple(name for bit, name in names.items() if mask & bit)
-
-
-def with_fingerprint(device: Device, fingerprint: Fingerprint) -> Device:
-    """The same device under another fingerprint (used by recorded devices)."""
-    return replace(device, fingerprint=fingerprint)

@@ -134,7 +134,7 @@ class Epilogue:
 
     @property
     def scales(self) -> bool:
-        """Whether the product is multiplied by fp32 scales, for all one knows: a function may do so."""
+        """Whether the product is multiplied by fp32 scales, or may be: by a user's function."""
         return self.function is not None or "scale_tensor" in self.steps or "scale_rowwise" in self.steps
 
     @property

@@ -254,19 +254,14 @@ def reduction_class(problem: Problem, candidate: Candidate) -> str:
     return str(said(problem, candidate)) if said is not None else ""
 
 
-def load_space(name: str, path: Path | None = None) -> SearchSpace:
-    """The search space of a family, checked against the parameters it knows and the values they take."""
-    space = _space_of(get(name), path)
-    for parameter, values in {**space.compile_values, **space.launch_values}.items() if path else ():
-        for value in values:
-            if (allowed := expected(name, parameter, value)) is not None:
-                raise SpaceError(f"{path}: {parameter} has {value!r}; {allowed}")
-    return space
+def load_space(name: str) -> SearchSpace:
+    """The search space of a family, checked against the parameters it knows."""
+    return _space_of(get(name))
 
 
-def _space_of(family: Family, path: Path | None = None) -> SearchSpace:
+def _space_of(family: Family) -> SearchSpace:
     try:
-        return SearchSpace.load(path or family.space_file, parameters=family.parameters)
+        return SearchSpace.load(family.space_file, parameters=family.parameters)
     except FileNotFoundError as error:
         raise SpaceError(f"no search space of family {family.name!r}: {error}") from None
 

@@ -117,9 +117,9 @@ _WHOLE = ("compile_params", "launch_params")
 class _Traced:
     """A candidate, and its parameters, that remember what was read of them, in that order."""
 
-    def __init__(self, candidate: Candidate, read: dict[str, Any] | None = None) -> None:
+    def __init__(self, candidate: Candidate) -> None:
         self.family = candidate.family
-        self.read: dict[str, Any] = {} if read is None else read
+        self.read: dict[str, Any] = {}
         self._candidate = candidate
 
     @property

@@ -35,7 +35,7 @@ def possible_kernels(
 ) -> list[Candidate]:
     """All that no rule rejects for every extent, in the space's order.
 
-    folder: where they are kept between processes; None for nowhere. One that cannot be written is let be.
+    folder: where they are kept between processes; None for nowhere. One that cannot be written is ignored.
     """
     path = None if folder is None else folder / f"{_name(family, space, problem, device)}.npy"
     if path is not None and (known := _read(path, space)) is not None:
@@ -75,7 +75,7 @@ def _sources(family: Family) -> set[Path]:
 
 
 def _read(path: Path, space: SearchSpace) -> list[Candidate] | None:
-    """None where there is no such file, or none that a space of these lists has."""
+    """The kernels of a file; None where there is no such file, or its places are not in the lists."""
     lists = [list(values) for values in space.compile_values.values()]
     try:
         places = np.load(path, allow_pickle=False)

@@ -190,9 +190,9 @@ def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = N
     parts: list[tuple[Any, ...]] = []
     for along_n, swizzle in _RASTERS[:1] if fits_l2(problem, device) else _RASTERS:
         rows = whole[on.rasters[whole]] if parts else whole
-        parts.append((rows, *_filled(rows, 1, False, along_n, swizzle)))
+        parts.append((rows, *_unsplit(rows, False, along_n, swizzle)))
         if len(rows := rows[c.streams[rows]]):
-            parts.append((rows, *_filled(rows, 1, True, along_n, swizzle)))
+            parts.append((rows, *_unsplit(rows, True, along_n, swizzle)))
     rows = whole[on.splits[whole]]
     if len(rows):
         size = (c.cluster_m * c.cluster_n)[rows]
@@ -202,7 +202,7 @@ def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = N
             split = _SPLITS[np.searchsorted(_SPLITS, np.maximum(np.minimum(most, room), 1), side="right") - 1]
             at = np.flatnonzero((split > 1) & (on.reduces[rows] | (not second)))
             if len(at):
-                _, seconds, along, swizzles = _filled(at, 1, second, False, 1)
+                _, seconds, along, swizzles = _unsplit(at, second, False, 1)
                 parts.append((rows[at], split[at], seconds, along, swizzles))
     rows, split_k, seconds, along, swizzles = (np.concatenate(column) for column in zip(*parts, strict=True))
     columns = c.take(rows).launched(split_k=split_k, second=seconds, along_n=along, swizzle=swizzles)
@@ -215,20 +215,6 @@ def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = N
     return Choices(on.numbers[rows], split_k, seconds, along, swizzles, columns, found).take(order)
 
 
-def of_launches(problem: Problem, launches: Any, device: Device) -> Choices:
-    """Launches by their numbers: rows of place in the list, splits of k, second, along n, swizzle size."""
-    rows = np.asarray(launches, dtype=np.int64).reshape(-1, 5)
-    second, along_n = rows[:, 2] > 0, rows[:, 3] > 0
-    columns = Columns.of(
-        [
-            launched(problem, listed()[place], split_k, bool(adds), bool(along), swizzle)
-            for place, split_k, adds, along, swizzle in rows.tolist()
-        ]
-    )
-    found = terms(problem, columns, device)
-    return Choices(rows[:, 0], rows[:, 1], second, along_n, rows[:, 4], columns, found)
-
-
-def _filled(rows: Ints, split_k: int, second: bool, along_n: bool, swizzle: int) -> tuple[Any, ...]:
+def _unsplit(rows: Ints, second: bool, along_n: bool, swizzle: int) -> tuple[Any, ...]:
     size = len(rows)
-    return np.full(size, split_k), np.full(size, second), np.full(size, along_n), np.full(size, swizzle)
+    return np.ones(size, np.int64), np.full(size, second), np.full(size, along_n), np.full(size, swizzle)

@@ -122,7 +122,7 @@ ORDERED = "ordered"
 
 
 def ordered_sum(problem: Problem, candidate: Candidate) -> str:
-    """`ORDERED` of a kernel that cuts k nowhere; else "": each way to add sums of parts is another class."""
+    """`ORDERED` of a kernel that cuts k nowhere; else "": each way to add k splits is another class."""
     is_cut = int(candidate.params.get("split_k", 1)) > 1 or streams(candidate)
     return "" if is_cut else ORDERED
 

@@ -42,10 +42,10 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
     return ordered[r], ordered[n - 1 - r]
 
 
-def ratio_interval(measurement: Measurement, confidence: float = 0.95) -> tuple[float, float]:
-    """Interval of the speed relative to torch.mm, whose point estimate is `Measurement.ratio`."""
+def ratio_interval(measurement: Measurement) -> tuple[float, float]:
+    """The 95 % interval of the speed relative to torch.mm, whose point estimate is `Measurement.ratio`."""
     pairs = zip(measurement.baseline_us, measurement.samples_us, strict=True)
-    return median_interval([baseline / sample for baseline, sample in pairs], confidence)
+    return median_interval([baseline / sample for baseline, sample in pairs])
 
 
 def aa_noise(first: Sequence[float], second: Sequence[float]) -> float:

@@ -8,14 +8,11 @@ import platform
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import tunegemm
 from tunegemm.describe.device import cuda_device_count, find_device, package_version
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError
-
-if TYPE_CHECKING:
-    pass
 
 #: `note` is worth knowing and hinders nothing; `fail` keeps tunegemm from working.
 Status = Literal["ok", "note", "fail"]

@@ -241,7 +241,7 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
 def named_device(text: str, names: Sequence[str]) -> str:
     """The device name that `text` is or is a part of. Raises TunegemmError unless it is one."""
     if not text:
-        raise TunegemmError(f"device '' is no name; use one of {', '.join(names) or 'none'}")
+        raise TunegemmError(f"device '' is not a name; use one of {', '.join(names) or 'none'}")
     exact = [name for name in names if name.lower() == text.lower()]
     found = exact or [name for name in names if text.lower() in name.lower()]
     if len(found) != 1:

@@ -59,11 +59,11 @@ class TileFacts:
     tile_tflops: float
     """What that intensity allows at the device's memory bandwidth, were there no L2."""
     tiles: int
-    """Pieces of work: output tiles, times the parts of k."""
+    """Work units: output tiles, times k splits."""
     waves: int
     """Of one block per multiprocessor."""
     wave_efficiency: float
-    """Pieces of work over waves times multiprocessors: 1 without a tail."""
+    """Work units over waves times multiprocessors: 1 without a tail."""
     smem_bytes: int | None
     """Shared memory of a block, computed; None of a kernel so far from any that it has no such number."""
 

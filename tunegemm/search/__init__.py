@@ -1,4 +1,8 @@
-"""Which candidates to try next. Knows candidates and their values; neither GPU nor database."""
+"""Which candidates to try next. Knows candidates and their values; neither GPU nor database.
+
+`search` is that of one family, `portfolio` runs those of several, `sampler` suggests by Optuna, `budget`
+says how many trials there are, `importance` which parameters decided. Imports `describe`.
+"""
 
 from tunegemm.search.budget import EFFORTS, Budget, Effort, budget_for
 from tunegemm.search.portfolio import Portfolio

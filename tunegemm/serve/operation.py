@@ -168,7 +168,7 @@ class Operation:
         return self._family.workspace(self.problem, self.candidate, self.device)
 
     def _wrong_parameter(self) -> str | None:
-        """A parameter that the candidate lacks or has too much, or a value that is none.
+        """A parameter that the candidate lacks, one that it does not know, or a value that none has.
 
         A library names its kernels itself.
         """

@@ -31,6 +31,7 @@ from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmW
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.launching import AddressLauncher, words_binder
+from tunegemm.measure.messages import one_line
 from tunegemm.serve.background import Answer, BackgroundCompiler, make_pool
 from tunegemm.serve.forms import LINEAR, RECORDED, Form
 from tunegemm.serve.guards import allocation, capturing, deterministic
@@ -302,7 +303,7 @@ class Planner:
                     seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
                     words = words_binder(problem, form.join(seen, numbers))
             except ValueError as error:
-                self._warn(state, f"{problem}: {_one_line(error)}; {_who(name)} falls back to torch")
+                self._warn(state, f"{problem}: {one_line(error)}; {_who(name)} falls back to torch")
                 return None
         if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
             launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
@@ -417,7 +418,7 @@ class Planner:
                 with torch.cuda.device(index) if self.device_type == "cuda" else nullcontext():
                     found = self._prepare(record, state.policy.device(known))
             except (TunegemmError, ValueError, RuntimeError) as error:
-                why = _one_line(error)
+                why = one_line(error)
                 continue
             found = replace(found, ratio=record.ratio, record=record)
             if selection.outcome == "near":
@@ -516,7 +517,7 @@ class Planner:
                 state.devices[index] = self._find(f"{self.device_type}:{index}")
             except DeviceError as error:
                 state.devices[index] = None
-                self._warn(state, f"{_one_line(error)}; {_who(name)} falls back to torch there")
+                self._warn(state, f"{one_line(error)}; {_who(name)} falls back to torch there")
         return state.devices[index]
 
     def _snapshot(self, state: State, name: str) -> Snapshot:
@@ -525,7 +526,7 @@ class Planner:
         try:
             snapshot = self._read()
         except DatabaseError as error:
-            self._warn(state, f"{_one_line(error)}; {_who(name)} falls back to torch for every product")
+            self._warn(state, f"{one_line(error)}; {_who(name)} falls back to torch for every product")
             return Snapshot()
         for warning in snapshot.warnings:
             self._warn(state, f"{warning}; {_who(name)} goes on without its records")
@@ -548,7 +549,7 @@ class Planner:
         self._warn(
             state,
             f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "
-            f"({_one_line(error)}); tunegemm falls back to torch"
+            f"({one_line(error)}); tunegemm falls back to torch"
             + (" until it is compiled here" if answer.kernel else ""),
         )
 
@@ -588,11 +589,6 @@ def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor |
 
 def _who(name: str) -> str:
     return f"tunegemm.{name}" if name else "tunegemm"
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _callers_level() -> int:

@@ -1,6 +1,11 @@
 """The tuning database: what was measured, what failed, and the best record per problem and device.
 
 `Record` is a plain value; `Database` brings SQLAlchemy and therefore loads on first use.
+
+`database` publishes (`publishing`) and reads (`rows`, `frames`, `leaders`, `queries`), by `connection`,
+`models` and `migrations`. `layers` puts together what dispatch reads: databases by `lookup`, `shipped`
+records, `packs`. `validity` says what a record is worth here, `history` what changed; `exchange` and
+`json_file` bring rows from one database to another. Imports `describe`, `generate` and `measure`.
 """
 
 from __future__ import annotations

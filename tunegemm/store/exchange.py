@@ -1,7 +1,7 @@
 """Rows on their way from one database to another: out of the store, checked, and into it.
 
 A row is a plain JSON object (db/exchange.schema.json): a measurement, a failure, or a choice, which says
-that a measurement became a record. `dump` makes them, `load` takes them; files of any format and a merge
+that a measurement became a record. `dump` makes them, `load` takes them; a file (`json_file`) and a merge
 are only ways between. Nothing that comes in is trusted: each row is checked, a bad one is named and left
 out, and nothing that is stored already is changed but, by the evidence, which measurement is the record.
 """
@@ -93,7 +93,7 @@ class Report:
 def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | BadValueError]:
     """Every measurement, failure and choice, oldest first; of one problem, if given.
 
-    What of a row is no possible value is there as it is stored. For a row whose candidate or fingerprint is
+    A cell with an impossible value is there as it is stored. For a row whose candidate or fingerprint is
     not the one that was stored there is an error: taken as it is, it would be sound elsewhere.
     """
     kernel, device = functools.cache(checked_candidate), functools.cache(checked_fingerprint)

@@ -352,7 +352,9 @@ def _parse(content: bytes, where: Path) -> dict[str, Any]:
             raise PackError(f"{where}: format {shown(manifest['format'])}; this tunegemm reads {FORMAT}")
         names = [line(entry["name"], "the name of an entry", 200) for entry in manifest["entries"]]
         if bad := [name for name in names if not _ENTRY.fullmatch(name)]:
-            raise PackError(f"{where}: entry {bad[0]!r} is no record and no object; a pack has no others")
+            raise PackError(
+                f"{where}: entry {bad[0]!r} is neither a record nor an object; a pack has no others"
+            )
         if len(set(names)) != len(names):
             raise BadValueError("an entry twice")
         line(manifest["tunegemm"], "version", 64)

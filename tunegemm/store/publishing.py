@@ -183,8 +183,8 @@ def adopt(
 
     For rows that were imported or merged, which have an origin: the record yields only where it was not
     measured here, and the other's evidence is better, or alike and its ratio higher. confirmed: it won a
-    final race there. at: when it became the record there; now, if None. A row that was measured here needs
-    nobody's word and is chosen as after a publication.
+    final race there. at: when it became the record there; now, if None. A row that was measured here is
+    chosen as after a publication.
     """
     record, known = _record(connection, keys)
     confirmed_id = record.measurement_id if record is not None and record.confirmed else None

@@ -27,7 +27,7 @@ class Places:
     """Of the library's algorithms."""
 
 
-#: In interleaved timing a candidate costs milliseconds; in steady state a turn of 160 ms in each round. There
+#: In interleaved timing a candidate costs milliseconds; in steady state 160 ms in each round. There
 #: two to four of those that were screened hold the fastest to within 0 to 1.4 %.
 _INTERLEAVED: Mapping[Effort, Places] = {
     "quick": Places(6, 2, 3), "full": Places(12, 4, 6), "exhaustive": Places(12, 4, 6),

@@ -198,7 +198,6 @@ class Tuner:
         problem: Problem,
         candidates: Sequence[Candidate],
         *,
-        on_progress: Callable[[Progress], None] | None = None,
         expected: Mapping[Candidate, float] | None = None,
     ) -> TuneResult:
         """The final race alone, among the given candidates and torch.mm; its winner becomes the record.
@@ -207,7 +206,7 @@ class Tuner:
         out. expected: what was predicted of them, times as fast as torch.mm, to be stored beside what is
         measured. Raises DeviceError where nothing can be timed, ProblemError as `tune`.
         """
-        state = self._begin(problem, on_progress, expected)
+        state = self._begin(problem, expected=expected)
         if state.measurer is None:
             raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
         try:
@@ -250,7 +249,7 @@ class Tuner:
     def _begin(
         self,
         problem: Problem,
-        on_progress: Callable[[Progress], None] | None,
+        on_progress: Callable[[Progress], None] | None = None,
         expected: Mapping[Candidate, float] | None = None,
     ) -> Trials:
         if (lack := self.device.lacks_memory(problem)) is not None:

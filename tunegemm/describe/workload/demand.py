@@ -30,7 +30,7 @@ class Demand:
 
 
 def demands(products: Iterable[Product]) -> tuple[list[Demand], list[str]]:
-    """The problems among the products, and a line for each product that is none.
+    """The problems among the products, and a line for each product that is not a problem.
 
     One that adds a value to each column is a problem of its own, with the epilogue ``bias_n``; what other
     products add makes no other problem. A time on a CPU says nothing of a GPU.

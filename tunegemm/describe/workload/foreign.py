@@ -39,7 +39,7 @@ _CUTLASS_DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32"}
 def read(path: Path) -> tuple[list[Demand], list[str]]:
     """What a file asks to be tuned, and a line for each entry that cannot be, with its place and reason.
 
-    Raises WorkloadError for a file that is none of the known ones, and for one without any problem.
+    Raises WorkloadError for a file of another kind, and for one without any problem.
     """
     text = read_text(path, WorkloadError)
     if text.lstrip()[:1] in ("{", "["):

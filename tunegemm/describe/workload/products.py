@@ -63,7 +63,7 @@ class Product:
     replayed: int = 0
     """Those of `calls` that were replays of a CUDA graph."""
     captured: int = 0
-    """How often it was captured into a CUDA graph, which is no call."""
+    """How often it was captured into a CUDA graph, which does not count as a call."""
     timed: int = 0
     """Calls that were timed: the first ones outside capture."""
     median_us: float | None = None
@@ -120,7 +120,7 @@ class Workload:
     def from_document(cls, document: Any, where: str) -> tuple[Workload, list[str]]:
         """From the parsed file; and a line, with its number and reason, for each product that is not one.
 
-        Raises WorkloadError for what is no such file.
+        Raises WorkloadError for any other document.
         """
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise WorkloadError(f'{where}: no "format": "{FORMAT}"; write one with `tunegemm record`')

@@ -103,7 +103,7 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
     if tile_m % MMA_ATOM_M or not 64 <= tile_m <= 256:
         return f"tile_m {tile_m} is not 64, 128, 192 or 256"
     if tile_n % 16 or not 16 <= tile_n <= 256:
-        return f"tile_n {tile_n} is no multiple of 16 from 16 to 256"
+        return f"tile_n {tile_n} is not a multiple of 16 from 16 to 256"
     return None
 
 

@@ -119,7 +119,7 @@ def epilogue_lines(problem: Problem, candidate: Candidate, device: Device) -> st
     line = problem.out_n if problem.out_major == "n" else problem.m
     line_bytes = line * DTYPE_BYTES[problem.out_dtype]
     if matrices and line_bytes % 16:
-        return f"{matrices[0]} with lines of {line_bytes} B, no multiple of 16"
+        return f"{matrices[0]} with lines of {line_bytes} B, not a multiple of 16"
     return None
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize, register_after_fork
@@ -86,9 +86,9 @@ class _Tally:
 class Recording:
     """The products computed while it runs; a context manager. See `tunegemm.record`."""
 
-    def __init__(self, path: Path | None = None, program: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._program = tuple(program or sys.argv)
+        self._program = tuple(sys.argv)
         self._pid = os.getpid()
         self._tallies: dict[_Key, _Tally] = {}
         self._unknown_replays = 0
