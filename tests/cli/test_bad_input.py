@@ -168,9 +168,10 @@ def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'tunegemm[ray]'" in refused("tune", *SHAPE, "--ray", "127.0.0.1:1")
 
 
-@pytest.mark.parametrize("name", ["all.csv", "all.parquet"])
-def test_formats_of_exports(tmp_path: Path, name: str) -> None:
-    assert "exports are JSON; name a .json file" in refused("db", "export", "--out", tmp_path / name)
+def test_formats_of_exports(tmp_path: Path) -> None:
+    arguments = ("db", "export", "--out", tmp_path / "all.foo", "--format", "foo")
+    for name in ("foo", "t4", "vllm", "inductor"):
+        assert "use one of json, csv, parquet" in refused(*arguments[:-1], name)
 
 
 @pytest.mark.parametrize("out", ["", "nowhere/x.pack"])

@@ -103,14 +103,14 @@ from tests.generate.test_compile import PLANTED, key
 from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.cli import options
 from tunegemm.generate.compile import CompilePool
-from tunegemm.store import json_file
+from tunegemm.store import formats
 from tunegemm.errors import TunegemmError
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", sys.argv[1]], check=True)
 folder = Path(sys.argv[1])
 (folder / "old.json").write_text("old")
 rows = [{"text": "x" * 1000}] * 100
 for write in (
-    lambda: json_file.write(rows, folder / "old.json"),
+    lambda: formats.write(rows, folder / "old.json", formats.Format.json),
     lambda: options.write_text(folder / "old.json", json.dumps(rows)),
     lambda: options.write_text(folder / "new.html", json.dumps(rows)),
 ):

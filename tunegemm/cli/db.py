@@ -15,9 +15,17 @@ from tunegemm.files import descriptor
 
 if TYPE_CHECKING:
     from tunegemm.store.exchange import Report
+    from tunegemm.store.formats import Format
 
 app = typer.Typer(help="Exchange and merge tuning databases.", rich_markup_mode=None)
 
+FORMATS = ("json", "csv", "parquet")
+FormatName = Annotated[
+    str | None,
+    typer.Option(
+        "--format", metavar="NAME", help=f"{', '.join(FORMATS)}. Default: by the file's ending, else json."
+    ),
+]
 #: Bad rows that are named one by one; the rest is counted.
 _NAMED = 20
 
@@ -27,6 +35,7 @@ def export_command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The file; replaced as a whole.")
     ] = None,
+    format: FormatName = None,
     shape: options.SomeShapes = None,
     records: Annotated[
         Path | None,
@@ -38,17 +47,16 @@ def export_command(
     ] = None,
     db: options.DatabaseLocation = None,
 ) -> None:
-    """Write measurements, failures and the history of records to a JSON file."""
+    """Write measurements, failures and the history of records to a file."""
     if (out is None) == (records is None):
         raise UsageError("export needs --out FILE, or --records FOLDER")
-    if records is not None and shape:
+    if records is not None and (shape or format):
         raise UsageError("--records takes every confirmed record; to choose some, use --out FILE")
-    if out is not None and out.suffix.lower() in (".csv", ".parquet"):
-        raise UsageError(f"--out {out}: exports are JSON; name a .json file")
+    chosen = None if out is None else _format(format, out)
     shapes = options.parse_shapes(shape)
     from tunegemm.store import Database
     from tunegemm.store.exchange import dump, of_shapes, sound
-    from tunegemm.store.json_file import write
+    from tunegemm.store.formats import write
 
     skipped: list[str] = []
     with Database.open(db, read_only=True) as database:
@@ -61,14 +69,14 @@ def export_command(
                     f"{database.name}: no confirmed record to write; `tunegemm tune` confirms one per shape"
                 )
         else:
-            assert out is not None
+            assert out is not None and chosen is not None
             rows = of_shapes(sound(dump(database), skipped), shapes)
             first = next(rows, None)
             if first is None:
                 _name_skipped(skipped)
                 kind = " of that kind" if shapes else ""
                 raise UsageError(f"{database.name}: nothing{kind} to export; see `tunegemm leaderboard`")
-            write(chain([first], rows), out)
+            write(chain([first], rows), out, chosen)
             paths = [out]
     _name_skipped(skipped)
     for path in paths:
@@ -78,6 +86,7 @@ def export_command(
 @app.command("import")
 def import_command(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Made by `tunegemm db export`.")],
+    format: FormatName = None,
     db: options.DatabaseLocation = None,
 ) -> None:
     """Add the rows of files to a database. Bad rows and files are named and left out; nothing stored is lost.
@@ -87,11 +96,11 @@ def import_command(
     from tunegemm.errors import DatabaseError
     from tunegemm.store import Database
     from tunegemm.store.exchange import load
-    from tunegemm.store.json_file import read
+    from tunegemm.store.formats import read
 
     readable = []
     for file in files:  # none of them: then no empty database is made, which would be a layer in this folder
-        rows = read(file)
+        rows = read(file, _format(format, file))
         try:
             readable.append((file, chain(list(islice(rows, 1)), rows)))
         except DatabaseError as error:
@@ -187,3 +196,15 @@ def _name_skipped(lines: list[str]) -> None:
         options.say(f"left out: {line}", err=True)
     if len(lines) > _NAMED:
         options.say(f"left out: {len(lines) - _NAMED} more", err=True)
+
+
+def _format(name: str | None, path: Path) -> Format:
+    """The file format of a name or an ending."""
+    from tunegemm.store.formats import Format
+
+    if name is None:
+        suffix = path.suffix.removeprefix(".").lower()
+        return Format(suffix) if suffix in FORMATS else Format.json
+    if name not in FORMATS:
+        raise UsageError(f"--format {name!r} is not known; use one of {', '.join(FORMATS)}")
+    return Format(name)

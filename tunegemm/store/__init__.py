@@ -5,7 +5,7 @@
 `database` publishes (`publishing`) and reads (`rows`, `frames`, `leaders`, `queries`), by `connection`,
 `models` and `migrations`. `layers` puts together what dispatch reads: databases by `lookup`, `shipped`
 records, `packs`. `validity` says what a record is worth here, `history` what changed; `exchange` and
-`json_file` bring rows from one database to another. Imports `describe`, `generate` and `measure`.
+`formats` bring rows from one database to another. Imports `describe`, `generate` and `measure`.
 """
 
 from __future__ import annotations

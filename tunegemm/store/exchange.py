@@ -1,7 +1,7 @@
 """Rows on their way from one database to another: out of the store, checked, and into it.
 
 A row is a plain JSON object (db/exchange.schema.json): a measurement, a failure, or a choice, which says
-that a measurement became a record. `dump` makes them, `load` takes them; a file (`json_file`) and a merge
+that a measurement became a record. `dump` makes them, `load` takes them; files of any format and a merge
 are only ways between. Nothing that comes in is trusted: each row is checked, a bad one is named and left
 out, and nothing that is stored already is changed but, by the evidence, which measurement is the record.
 """
