@@ -4,7 +4,7 @@
 `cooperative` and `pingpong` are persistent: one warp issues the loads of all tiles into a ring; the consumer
 warpgroups, a partition each, multiply and store. Barriers, all mbarriers:
 
-    full[s]    1 arrival and the bytes of a stage      loads -> whoever multiplies
+    full[s]    1 arrival and the bytes of a stage      loads -> the warps that multiply
     empty[s]   one arrival of each partition that      consumers -> producer
                shares the tile
     turn[g]    pingpong only: partition g may issue    the other partition -> g

@@ -97,7 +97,7 @@ class SplitK:
         """Add up the k splits of a tile along a tree; true for the one that then holds the total.
 
         Splits 0 and 1 meet, 2 and 3, then 0-1 and 2-3, and so on: the later of two adds the earlier's sums to
-        its own, the earlier is done. Nobody waits, and the sums are the same whoever is late: additions
+        its own, the earlier is done. Nobody waits, and the sums are the same whichever is late: additions
         commute, and who meets whom is fixed. A split that is late each time reads log2(splits) sums.
 
         Only the same warpgroup of other clusters' CTAs touches these sums, thread by thread at the same
