@@ -127,7 +127,7 @@ for name in "abc":
 until(lambda: any(path.stat().st_size for path in store.root.glob("new-*.o")))  # the first one hangs
 print(*(worker._process.pid for worker in pool._all), flush=True)
 if sys.argv[2] == "waits":
-    time.sleep(600)
+    time.sleep(600)  # until the test kills it
 """
 
 

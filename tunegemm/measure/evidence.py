@@ -1,8 +1,8 @@
 """How much a measurement proves, and the only comparison of results.
 
 A ratio to torch.mm compares only with ratios of the same evidence: in a screen all candidates share clocks
-that have not settled, in an interleaved race they share settled ones, in steady-state timing each has clocks
-of its own. So a candidate is judged by its best evidence alone, and among candidates the better evidence
+that still move, in an interleaved race they share stable ones, in steady-state timing each has clocks of its
+own. So a candidate is judged by its best evidence alone, and among candidates the better evidence
 goes first, then the ratio.
 """
 

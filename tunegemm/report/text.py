@@ -1,7 +1,7 @@
 """Text from elsewhere made safe to show: the names, labels and reasons that a database or a file holds.
 
-Whoever made the file chose them. A terminal obeys escape sequences, a table breaks at line ends, and marks of
-writing direction make one name look like another.
+The author of the file chose them. A terminal obeys escape sequences, a table breaks at line ends, and marks
+of writing direction make one name look like another.
 """
 
 from __future__ import annotations

@@ -159,11 +159,7 @@ class BackgroundCompiler:
                     cute_object.prepare_loading(artifact.path)
         except CancelledError:
             pass
-        except (
-            TunegemmError,
-            OSError,
-            RuntimeError,
-        ) as error:  # of the cache or of the workers, not of this one
+        except (TunegemmError, OSError, RuntimeError) as error:  # the cache or the workers fail all
             lines = str(error).strip().splitlines()
             self._refusal = self._refusal or (lines[0] if lines else type(error).__name__)
             pool.drop_waiting()
