@@ -38,10 +38,10 @@ docs: $(READY)
 	$(RUN) docs/generate.py
 	$(RUN) -m sphinx -q -W --keep-going -b html docs build/site
 
-# The kernels of the shipped records and of db/selector.toml, compiled without a GPU: a second each, when their
+# The kernels of the shipped records and of the lists db/selector.toml and db/invariant.toml, compiled without a GPU: a second each, when their
 # sources or the lists changed. They go into the wheel, and serve from the checkout.
 kernels: db/kernels/manifest.json
-db/kernels/manifest.json: $(READY) db/selector.toml $(wildcard db/records/*.json tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py)
+db/kernels/manifest.json: $(READY) db/selector.toml db/invariant.toml $(wildcard db/records/*.json tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py)
 	$(RUN) -m tunegemm.store.packing db/kernels
 
 wheel: $(READY) kernels

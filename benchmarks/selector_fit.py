@@ -97,7 +97,7 @@ class Frame:
             launches = np.array([one[:5] for one in line["launches"]])
             ratios = np.array([one[5] for one in line["launches"]])
             rounds = np.array([one[6] for one in line["launches"]])
-            found = _choices(problem, launches, device)
+            found = launches_of(problem, launches, device)
             library = of_label(line["library"][0]) if line["library"] else None
             known.append(features(problem, found, device, library))
             unknown.append(features(problem, found, device, None))
@@ -117,7 +117,7 @@ class Frame:
         self.group = np.array([numbers[line["n"], line["k"]] for line in lines])
 
 
-def _choices(problem: Problem, launches: Any, device: Device) -> Choices:
+def launches_of(problem: Problem, launches: Any, device: Device) -> Choices:
     """Launches by their numbers: rows of place in the list, splits of k, second, along n, swizzle size."""
     rows = np.asarray(launches, dtype=np.int64).reshape(-1, 5)
     columns = Columns.of(
@@ -204,12 +204,12 @@ def fit(options: argparse.Namespace) -> None:
     print(f"written: {results}")
 
 
-def measured(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Device]:
-    """The head of a file of `benchmarks.choices`, its rows of products that are fitted to, and the GPU."""
+def measured(path: Path, most_rows: int = FITTED_ROWS) -> tuple[dict[str, Any], list[dict[str, Any]], Device]:
+    """The head of a file of `benchmarks.choices`, its products of so many rows at most, and the GPU."""
     head, *rest = (json.loads(line) for line in lzma.decompress(path.read_bytes()).decode().splitlines())
     part = next(name for name, part in PARTS.items() if part.device_name == head["meta"]["gpu"])
     head["products"] = len(rest)
-    rows = [row for row in rest if row["m"] <= FITTED_ROWS and row["launches"]]
+    rows = [row for row in rest if row["m"] <= most_rows and row["launches"]]
     return head, rows, find_device(f"model:{part}")
 
 

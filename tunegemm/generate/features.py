@@ -1,24 +1,28 @@
-"""What the selector reads of a launch: numbers of the problem, of torch's product, of the kernel and of the
-model's terms. `benchmarks.selector_fit` fits to them, and `serve.predict` goes by them.
+"""What fitted trees read of a launch: numbers of the problem, of torch's product, of the kernel and of the
+model's terms. `benchmarks.selector_fit` and `benchmarks.order_fit` fit to them, `serve.predict` and
+`serve.invariance` go by them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.generate.shortlist import Choices, listed
-from tunegemm.generate.terms import Floats
+from tunegemm.generate.terms import Columns, Floats, Terms
 
 #: Stands for what is not known; each feature that may be missing is above it.
 UNKNOWN = -100.0
-_FAMILIES = ("cute_sm90", "gluon_wgmma", "triton_tma", "skinny")
+#: Families by their numbers.
+FAMILIES = ("cute_sm90", "gluon_wgmma", "triton_tma", "skinny", "cute_sm80")
 
 OF_PROBLEM = ("log_m", "log_n", "log_k", "log_bytes", "n_beyond", "k_beyond")
 OF_TORCH = (
@@ -31,29 +35,76 @@ OF_LAUNCH = (
     "epilogue", "steps", "ctas", "rows_all", "columns_all", "empty", "place",
 )  # fmt: skip
 NAMES = (*OF_PROBLEM, *OF_LAUNCH, *OF_TORCH)
+#: What orders kernels that leave k whole, listed or not, among themselves.
+OF_ORDER = (
+    *OF_PROBLEM,
+    *(name for name in OF_LAUNCH if name not in ("streams", "splits", "second", "place")),
+)
 
 
 def features(problem: Problem, found: Choices, device: Device, library: LibraryChoice | None) -> Floats:
     """A row of `NAMES` for each launch. library: None where it is not known what torch will launch."""
-    c, t = found.columns, found.terms
+    known = _of_launches(problem, found.columns, found.terms, _families()[found.kernels], device)
+    known |= {"splits": found.split_k, "second": found.second, "place": found.kernels}
+    rows_all = -(-problem.m // known["rows"]) * known["rows"]
+    known |= zip(OF_TORCH, _of_torch(problem, rows_all, device.sm_count, library), strict=True)
+    return _table(NAMES, known, len(found))
+
+
+def order_features(
+    problem: Problem, columns: Columns, found: Terms, families: Sequence[str], device: Device
+) -> Floats:
+    """A row of `OF_ORDER` for each launch; families: of their kernels."""
+    numbers = np.array([float(FAMILIES.index(name)) for name in families])
+    return _table(OF_ORDER, _of_launches(problem, columns, found, numbers, device), len(families))
+
+
+def _of_launches(
+    problem: Problem, c: Columns, t: Terms, families: Floats, device: Device
+) -> dict[str, float | NDArray[Any]]:
+    """Features by their names; families: numbers in `FAMILIES`."""
     m, n, k, sms = problem.m, problem.n, problem.k, device.sm_count
-    table = np.empty((len(NAMES), len(found)))
     floor_us = 3.0 + problem.bytes / (device.bandwidth_gbps * 1e3)
     rows = np.where(c.swap_ab, c.tile_n, c.tile_m)
     columns = np.where(c.swap_ab, c.tile_m, c.tile_n)
     rows_all = -(-m // rows) * rows
-    values = (
-        math.log2(m), math.log2(n), math.log2(k), math.log2(problem.bytes), n % 64, k % 64,
-        rows, columns, c.tile_k, c.stages, c.stages * c.tile_k * (c.tile_m + c.tile_n),
-        c.cluster_m * c.cluster_n, np.where(c.swap_ab, c.cluster_n, c.cluster_m), c.swap_ab, c.pingpong,
-        c.streams, found.split_k, found.second, _families()[found.kernels], np.log(t.total_us / floor_us),
-        np.log(t.total_us), t.tiles / sms, t.wave_efficiency, np.log(t.compute_us / t.dram_us),
-        np.log(t.l2_us / t.dram_us), t.epilogue_us / t.total_us, np.log2(-(-k // c.tile_k) / c.split_k),
-        t.ctas / sms, rows_all / m, -(-n // columns) * columns / n, (rows_all - m) / rows, found.kernels,
-        *_of_torch(problem, rows_all, sms, library),
-    )  # fmt: skip
-    for place, value in enumerate(values):
-        table[place] = value
+    return {
+        "log_m": math.log2(m),
+        "log_n": math.log2(n),
+        "log_k": math.log2(k),
+        "log_bytes": math.log2(problem.bytes),
+        "n_beyond": n % 64,
+        "k_beyond": k % 64,
+        "rows": rows,
+        "columns": columns,
+        "tile_k": c.tile_k,
+        "stages": c.stages,
+        "ring": c.stages * c.tile_k * (c.tile_m + c.tile_n),
+        "cluster": c.cluster_m * c.cluster_n,
+        "cluster_rows": np.where(c.swap_ab, c.cluster_n, c.cluster_m),
+        "swapped": c.swap_ab,
+        "pingpong": c.pingpong,
+        "streams": c.streams,
+        "family": families,
+        "to_floor": np.log(t.total_us / floor_us),
+        "log_us": np.log(t.total_us),
+        "waves": t.tiles / sms,
+        "fill": t.wave_efficiency,
+        "compute": np.log(t.compute_us / t.dram_us),
+        "l2": np.log(t.l2_us / t.dram_us),
+        "epilogue": t.epilogue_us / t.total_us,
+        "steps": np.log2(-(-k // c.tile_k) / c.split_k),
+        "ctas": t.ctas / sms,
+        "rows_all": rows_all / m,
+        "columns_all": -(-n // columns) * columns / n,
+        "empty": (rows_all - m) / rows,
+    }
+
+
+def _table(names: Sequence[str], known: Mapping[str, Any], rows: int) -> Floats:
+    table = np.empty((len(names), rows))
+    for place, name in enumerate(names):
+        table[place] = known[name]
     return table.T
 
 
@@ -73,4 +124,4 @@ def _of_torch(problem: Problem, rows_all: Any, sms: int, library: LibraryChoice 
 @cache
 def _families() -> Floats:
     """Of each listed kernel, the number of its family."""
-    return np.array([float(_FAMILIES.index(kernel.family)) for kernel in listed()])
+    return np.array([float(FAMILIES.index(kernel.family)) for kernel in listed()])

@@ -1,15 +1,16 @@
 """The kernels that may serve a product which nobody tuned, each at the launches that suit it.
 
 Their list is db/selector.toml. A search looks at thousands of kernels; nearly every tuned product of plain
-16-bit operands has one of these within some per cent of its best. They ship compiled.
+16-bit operands has one of these within some per cent of its best. They ship compiled. Other kinds of products
+have a list for policy `batch_invariant`, db/invariant.toml.
 """
 
 from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,18 @@ from typing import Any
 import numpy as np
 
 from tunegemm.describe.device import Device
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError
 from tunegemm.generate import families, model
 from tunegemm.generate.terms import Bools, Columns, Ints, Terms, fits_l2, terms
-from tunegemm.generate.tiles import stream_clusters, stream_tiles
+from tunegemm.generate.tiles import ORDERED, stream_clusters, stream_tiles
 from tunegemm.resources import data_path
 
 DTYPES = ("bf16",)
 """Of operands, for which the list was measured."""
 
+_USUAL = "64x4096x4096"
 #: Splits of k, as the search spaces list them.
 _SPLITS = np.array([1, 2, 3, 4, 6, 8, 12, 16])
 #: Orders of tiles where L2 does not hold the operands: whether along n, and in groups of so many.
@@ -71,16 +73,57 @@ class Choices:
 def listed(path: Path | None = None) -> tuple[Candidate, ...]:
     """All kernels of the list. Raises SpaceError for one that its family does not know."""
     path = path or data_path("db", "selector.toml")
-    found = []
-    for table in tomllib.loads(path.read_text(encoding="utf-8"))["kernels"]:
-        name, parameters = table["family"], table["parameters"]
-        if set(parameters) != set(families.get(name).parameters["compile"]):
-            raise SpaceError(
-                f"{path}: {name} has the parameters {', '.join(families.get(name).parameters['compile'])}"
-            )
-        for values in table["values"]:
-            found.append(Candidate.make(name, dict(zip(parameters, values, strict=True))))
-    return tuple(found)
+    return tuple(kernel for table in _tables(path) for kernel in _kernels(table, path))
+
+
+def _tables(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))["kernels"]
+    return found
+
+
+def _kernels(table: Mapping[str, Any], path: Path) -> Iterator[Candidate]:
+    name, parameters = table["family"], table["parameters"]
+    if set(parameters) != set(families.get(name).parameters["compile"]):
+        raise SpaceError(
+            f"{path}: {name} has the parameters {', '.join(families.get(name).parameters['compile'])}"
+        )
+    for values in table["values"]:
+        yield Candidate.make(name, dict(zip(parameters, values, strict=True)))
+
+
+@cache
+def of_kinds(path: Path | None = None) -> Mapping[Problem, tuple[Candidate, ...]]:
+    """Kernels of the reduction class `ORDERED` that ship, by kind: as a problem of 64x4096x4096.
+
+    Raises SpaceError for one that its family does not know.
+    """
+    path = path or data_path("db", "invariant.toml")
+    plain = Problem.parse(_USUAL)
+    launches = ((kernel, launched(plain, kernel)) for kernel in listed())
+    found = {
+        plain: tuple(
+            kernel for kernel, launch in launches if families.reduction_class(plain, launch) == ORDERED
+        )
+    }
+    for table in _tables(path):
+        kernels = tuple(_kernels(table, path))
+        for words in table["kinds"]:
+            problem = Problem.parse(_USUAL, **words)
+            found[problem] = tuple(_for_operands(kernel, problem) for kernel in kernels)
+    return found
+
+
+def of_the_class(problem: Problem) -> tuple[Candidate, ...]:
+    """Those of the problem's kind, whatever its extents."""
+    m, n, k = (int(word) for word in _USUAL.split("x"))
+    usual = replace(problem, m=m, n=n, k=k, batch=1, alignment=MAX_ALIGNMENT)
+    return of_kinds().get(usual, ())
+
+
+def _for_operands(kernel: Candidate, problem: Problem) -> Candidate:
+    """A kernel of 16-bit operands for others: its tiles have as many bytes along k."""
+    tile_k = kernel["tile_k"] * DTYPE_BYTES["bf16"] // DTYPE_BYTES[problem.in_dtype]
+    return Candidate.make(kernel.family, dict(kernel.compile_params) | {"tile_k": tile_k})
 
 
 def launched(
@@ -138,7 +181,7 @@ class _Listed:
 
 @cache
 def _on(device: Device, places: tuple[int, ...] | None) -> _Listed:
-    usual = Problem.parse("64x4096x4096")
+    usual = Problem.parse(_USUAL)
     kernels = listed()
     numbers = [
         number

@@ -142,7 +142,7 @@ class Columns:
         """Some candidates, by their numbers or a mask."""
         return Columns(*(getattr(self, one.name)[rows] for one in fields(self)))
 
-    def launched(self, **columns: NDArray[Any]) -> Columns:
+    def launched(self, **columns: NDArray[Any] | np.generic) -> Columns:
         """The same kernels with launch parameters replaced: arrays as long as these, or single values."""
         size = len(self.tile_m)
         return replace(self, **{name: np.broadcast_to(values, size) for name, values in columns.items()})

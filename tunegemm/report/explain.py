@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
+from math import ceil, isnan
 from typing import TYPE_CHECKING, Any, Literal
 
 from tunegemm.describe.command import tune_command
@@ -23,6 +23,7 @@ from tunegemm.generate.tiles import tile_count
 from tunegemm.measure.evidence import Evidence, leaders
 from tunegemm.measure.outcome import PREDICTED_RATIO
 from tunegemm.report.text import significant
+from tunegemm.serve.invariance import Borrowed
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_compile, read_mode, read_policy
 from tunegemm.serve.neighbours import Near
@@ -95,7 +96,7 @@ class Explanation:
     where a kernel is predicted."""
     predicted: Predicted | None
     """What is expected of a kernel that nobody measured for this problem."""
-    near: Near | None
+    near: Near | Borrowed | None
     """What is expected of a near hit."""
     feedback: StoredRecord | None
     """What was measured of a kernel that was predicted for this problem; None where none was measured."""
@@ -142,7 +143,9 @@ class Explanation:
                 "percent_of_roofline": self.percent_of_roofline,
                 "percent_of_peak": self.percent_of_peak,
             }
-        facts["expected_ratio"] = self.near.record.ratio if self.near is not None else None
+        facts["expected_ratio"] = None
+        if self.near is not None and not isnan(self.near.record.ratio):
+            facts["expected_ratio"] = self.near.record.ratio
         facts["predicted"] = None
         if (ahead := self.predicted) is not None:
             facts["expected_ratio"] = ahead.expected
@@ -200,12 +203,12 @@ class Explanation:
             yield "dispatch", f"predicted, {self.predicted.label}: {self.predicted}"
             if self.why_not:
                 yield "", f"but torch computes it: {self.why_not}"
-        elif record is None:
+        elif record is None and self.near is None:
             yield "dispatch", f"torch: {self.why_not}"
         else:
             if self.near is not None:
-                yield "dispatch", f"near hit, {record.label} {self.near}"
-            else:
+                yield "dispatch", f"near hit, {(record or self.near.record).label} {self.near}"
+            elif record is not None:
                 yield (
                     "dispatch",
                     f"{record.label}: {record.median_us:.1f} us, {record.ratio:.3f} x torch.mm, "
@@ -215,15 +218,8 @@ class Explanation:
                 yield "", f"but torch computes it: {self.why_not}"
             elif self.why:
                 yield "", self.why
-            proof = "of a search, not confirmed by a final race"
-            if record.confirmed:
-                proof = "confirmed: it won a final race"
-            yield (
-                "evidence",
-                f"{record.median_us:.1f} us, torch.mm {record.baseline_median_us:.1f} us, noise "
-                f"{record.noise:.1%}, {proof}, "
-                f"{record.measured_at:%Y-%m-%d}" + (f"  [{record.layer} layer]" if record.layer else ""),
-            )
+            if record is not None:
+                yield "evidence", _evidence(record)
         if (found := self.feedback) is not None:
             yield (
                 "predicted",
@@ -439,6 +435,16 @@ def _refusal_to_load(record: StoredRecord, device: Device) -> str:
     except ArtifactError as error:
         return str(error)
     return ""
+
+
+def _evidence(record: StoredRecord) -> str:
+    proof = "of a search, not confirmed by a final race"
+    if record.confirmed:
+        proof = "confirmed: it won a final race"
+    return (
+        f"{record.median_us:.1f} us, torch.mm {record.baseline_median_us:.1f} us, noise {record.noise:.1%}, "
+        f"{proof}, {record.measured_at:%Y-%m-%d}" + (f"  [{record.layer} layer]" if record.layer else "")
+    )
 
 
 def _change(problem: Problem, selection: Selection, record: StoredRecord | None, why_not: str) -> str:

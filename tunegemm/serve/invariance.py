@@ -1,10 +1,12 @@
 """Policy `batch_invariant`: a row has the same bits however many rows there are.
 
 All kernels of one reduction class give the same bits (`generate.families.reduction_class`), so that each M
-may take whichever of them is fastest there. A problem whose record is of another class takes a kernel of the
-class that was recorded for another problem of its kind: of the same N and K first of all, else of any. A
-kernel is compiled for no extents, so that what one M may take every M may; only speed differs, and the model
-says which is best. So may a kernel that was recorded on another GPU of the same architecture.
+may take whichever of them is fastest there. A kernel is compiled for no extents: what one M may take every M
+may. Those of db/selector.toml ship compiled for plain bf16 products, those of db/invariant.toml for some
+other kinds; kernels that were recorded stand beside them, also those of another GPU of the architecture.
+Boosted trees put them in order: they expect how far each is behind the best of the class, by products of
+16-bit operands that were measured (db/order.json, made by `benchmarks.order_fit`). Other operands are taken
+for 16-bit ones of as many bytes, and epilogues for none.
 
 The product alone and the product with its epilogue are of two kinds: they round in different places. Where
 one M has a fused kernel every M has, and where none has all do without.
@@ -12,74 +14,188 @@ one M has a fused kernel every M has, and where none has all do without.
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from tunegemm.describe.device import Device
-from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
+from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import SpaceError
-from tunegemm.generate import families, model
-from tunegemm.serve.neighbours import Near, library_us
+from tunegemm.errors import SpaceError, TunegemmError, TunegemmWarning
+from tunegemm.generate import families, shortlist
+from tunegemm.generate.features import FAMILIES, OF_ORDER, order_features
+from tunegemm.generate.terms import Columns, Floats, fits_l2, terms
+from tunegemm.resources import data_path
+from tunegemm.serve.forest import Forest
 from tunegemm.serve.policies import Policy
+from tunegemm.serve.predict import checksum
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store.record import Record
 
-#: Kernels that the model compares for a problem: asking it takes some 0.1 ms each.
-MOST_KERNELS = 48
-#: A kernel that won at the same N and K and at most twice or half as many rows is preferred to one that the
-#: model expects to be faster by less than this.
-_OF_NEIGHBOURS = 1.15
+FORMAT = 1
+#: Kernels that are offered of a product, for where the best cannot be loaded.
+MOST_OPTIONS = 12
+#: Recorded kernels that are compared for a kind of which none ships, as each takes some time to look up.
+MOST_RECORDED = 48
+#: What a kernel that won at the same N and K and at most twice or half as many rows is preferred by, in log.
+_OF_NEIGHBOURS = 0.02
+#: Orders of tiles where L2 does not hold the operands.
+_RASTERS = (("along_m", 1), ("along_n", 1), ("along_m", 8), ("along_n", 8))
+_SIXTEEN_BITS = 2
+
+Expects = Callable[[Floats], Floats]
+"""Of rows of `OF_ORDER` how far each launch is behind the best, in log."""
 
 
-def borrowed(snapshot: Snapshot, problem: Problem, device: Device, policy: Policy) -> tuple[Near, ...]:
-    """The kernels of other problems that the policy admits for this one, the one first that the model expects
-    to be fastest. Those that are not compiled here are for the caller to pass over."""
-    found: dict[Candidate, tuple[float, Near]] = {}
-    for record in _records(snapshot, problem, device):
-        if len(found) >= MOST_KERNELS:
+@dataclass(frozen=True)
+class Ranked:
+    """A kernel at its launch for a problem."""
+
+    kernel: Candidate
+    candidate: Candidate
+    expected: float
+    """How far behind the best of the class it is expected to be, in log."""
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A kernel of the class for a problem that it was not measured for."""
+
+    record: Record
+    """The kernel as it would be launched here, without times."""
+    origin: Record | None
+    """A record that has it; None where it ships for its class."""
+
+    def __str__(self) -> str:
+        if self.origin is None:
+            return "of the kernels that ship for this policy"
+        return f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there)"
+
+
+def borrowed(snapshot: Snapshot, problem: Problem, device: Device, policy: Policy) -> tuple[Borrowed, ...]:
+    """The kernels that the policy admits for this problem, listed or recorded for other problems, the one
+    first that is expected to be fastest. Those that are not compiled here are for the caller to pass over."""
+    origins: dict[Candidate, Record] = {}
+    close: set[Candidate] = set()
+    ours = shortlist.of_the_class(problem)
+    for record, is_close in _records(snapshot, problem, device, everywhere=not ours):
+        kernel = record.candidate.kernel
+        if kernel not in origins and not policy.refusal(problem, record.candidate):
+            origins[kernel] = record
+            if is_close:
+                close.add(kernel)
+    ordered = [
+        replace(one, expected=one.expected + _OF_NEIGHBOURS) if one.kernel in close else one
+        for one in ranked(problem, [*dict.fromkeys([*origins, *ours])], device)
+    ]
+    found: list[Borrowed] = []
+    for one in sorted(ordered, key=lambda one: -one.expected):
+        if len(found) == MOST_OPTIONS:
             break
-        if policy.refusal(problem, record.candidate):
+        try:
+            family = families.get(one.candidate.family)
+            if (
+                policy.refusal(problem, one.candidate)
+                or not family.check(problem, one.candidate, device).runs
+            ):
+                continue
+        except (SpaceError, KeyError, TypeError):  # a stored candidate that is damaged or of another age
             continue
-        if (offer := _offer(record, problem, device)) is not None:
-            cost, near = offer
-            known = found.get(near.record.candidate)
-            if known is None or cost < known[0]:
-                found[near.record.candidate] = offer
-    return tuple(near for _, near in sorted(found.values(), key=lambda pair: pair[0]))
+        origin = origins.get(one.kernel)
+        label = family.label(one.candidate)
+        found.append(Borrowed(Record(problem, one.candidate, device.fingerprint, label), origin))
+    return tuple(found)
 
 
-def _records(snapshot: Snapshot, problem: Problem, device: Device) -> Iterator[Record]:
-    """Of the same N and K, then of all of the kind, the nearest first; then of aligned products without a
-    batch, which run by the same objects."""
+def _records(
+    snapshot: Snapshot, problem: Problem, device: Device, *, everywhere: bool
+) -> Iterator[tuple[Record, bool]]:
+    """Records of the same N and K, the nearest first, and whether they are close; then of all of the kind,
+    and of aligned products without a batch, which run by the same objects."""
     extents = sorted(snapshot.extents(problem), key=lambda m: abs(math.log2(m / problem.m)))
     plain = replace(problem, batch=1, alignment=MAX_ALIGNMENT)
-    for others in (
-        (replace(problem, m=m) for m in extents),
-        snapshot.around(problem, math.inf),
-        snapshot.around(plain, math.inf) if plain != problem else (),
-    ):
-        for other in others:
-            if (record := snapshot.find_kernel(other, device.fingerprint)) is not None:
-                yield record
+    same: Iterator[tuple[Problem, bool]] = (
+        (replace(problem, m=m), abs(math.log2(m / problem.m)) <= 1) for m in extents
+    )
+    others = (
+        (other, False)
+        for kind in ((problem, plain) if plain != problem else (problem,))
+        for other in snapshot.around(kind, math.inf)
+    )
+    asked = itertools.chain(same, others if everywhere else ())
+    found = (
+        (record, is_close)
+        for other, is_close in asked
+        if (record := snapshot.find_kernel(other, device.fingerprint)) is not None
+    )
+    return itertools.islice(found, MOST_RECORDED)
 
 
-def _offer(record: Record, problem: Problem, device: Device) -> tuple[float, Near] | None:
-    """The record's kernel for a problem, and what to compare it by, in the model's microseconds."""
-    candidate, origin = record.candidate, record.problem
+def ranked(
+    problem: Problem, kernels: Sequence[Candidate], device: Device, expects: Expects | None = None
+) -> list[Ranked]:
+    """Each kernel at the launch that suits it, unless it has no tiles, in no order.
+
+    expects: in place of the trees that ship.
+    """
+    kernels = [kernel for kernel in kernels if kernel.family in FAMILIES and "tile_m" in kernel.params]
+    expects = expects or _order()
+    if not kernels:
+        return []
+    num_bytes = DTYPE_BYTES[problem.in_dtype]
+    seen = Problem(problem.m, problem.n, max(1, problem.k * num_bytes // _SIXTEEN_BITS))
+    modelled = replace(device, spec="model")  # as at the fit: each chip counts its resident clusters anew
+    rasters = _RASTERS[:1] if fits_l2(seen, device) else _RASTERS
+    columns = Columns.of(kernels)
+    columns = replace(columns, tile_k=np.maximum(columns.tile_k * num_bytes // _SIXTEEN_BITS, 1))
+    parts = [
+        columns.launched(along_n=np.bool_(raster == "along_n"), swizzle=np.int64(swizzle))
+        for raster, swizzle in rasters
+    ]
+    found = [terms(seen, part, modelled) for part in parts]
+    best = np.argmin([one.total_us for one in found], axis=0)  # the order of tiles, by the model
+    expected = np.empty(len(kernels))
+    for number, (part, one) in enumerate(zip(parts, found, strict=True)):
+        rows = np.flatnonzero(best == number)
+        if len(rows):
+            names = [kernels[row].family for row in rows]
+            table = order_features(seen, part.take(rows), one.take(rows), names, modelled)
+            expected[rows] = expects(table)
+    return [
+        Ranked(kernel, _launched(problem, kernel, *rasters[number]), float(log))
+        for kernel, number, log in zip(kernels, best.tolist(), expected.tolist(), strict=True)
+    ]
+
+
+def _launched(problem: Problem, kernel: Candidate, raster: str, swizzle: int) -> Candidate:
+    return shortlist.launched(problem, kernel, along_n=raster == "along_n", swizzle=swizzle)
+
+
+@cache
+def _order() -> Expects:
+    """The trees that ship, or the model alone after one warning."""
     try:
-        if "l2_hint" in candidate.params:
-            candidate = candidate.with_launch(l2_hint=model.l2_hint(problem, candidate))
-        if not families.get(candidate.family).check(problem, candidate, device).runs:
-            return None
-        there = model.predict(origin, record.candidate, device)
-        here = model.predict(problem, candidate, device)
-    except (SpaceError, KeyError, TypeError):  # a stored candidate that is damaged or of another age
-        return None
-    torch = library_us(problem, device) / library_us(origin, device)
-    ratio = record.ratio * torch * there.total_us / here.total_us
-    found = replace(record, problem=problem, candidate=candidate, ratio=ratio)
-    near = (origin.n, origin.k) == (problem.n, problem.k) and abs(math.log2(origin.m / problem.m)) <= 1
-    cost = here.total_us / (_OF_NEIGHBOURS if near else 1.0)
-    return cost, Near(found, record, (there.waves, here.waves), None)
+        return order_of(data_path("db", "order.json"))
+    except TunegemmError as error:
+        warnings.warn(f"{error}; kernels are taken in the model's order", TunegemmWarning, stacklevel=2)
+        return lambda table: -table[:, OF_ORDER.index("log_us")]
+
+
+def order_of(path: Path) -> Expects:
+    """The trees of a file. Raises TunegemmError for one that is damaged or of another version."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        intact = data.pop("checksum") == checksum(data) and data["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TunegemmError(f"{path} is damaged ({type(error).__name__}); install tunegemm again") from None
+    if not intact or data["features"] != list(OF_ORDER):
+        raise TunegemmError(f"{path} is damaged or of another version; install tunegemm again")
+    return Forest.of(data, len(OF_ORDER))

@@ -15,6 +15,7 @@ from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
 
 if TYPE_CHECKING:
+    from tunegemm.serve.invariance import Borrowed
     from tunegemm.serve.neighbours import Near
     from tunegemm.serve.predict import Predicted
 
@@ -30,7 +31,7 @@ class Selection:
     """What may be launched, the best first; empty where torch computes the product."""
     why: str
     """One clause: what speaks for the first option, or why there is none."""
-    nears: tuple[Near, ...] = ()
+    nears: tuple[Near | Borrowed, ...] = ()
     """Those of the options that were measured for other problems, with what is expected of them here."""
     neighbours: tuple[Record, ...] = ()
     """Of a problem without a record, the records of its neighbourhood that were asked."""

@@ -146,12 +146,14 @@ def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
 
 
 def _shortlisted() -> dict[str, tuple[str, Key]]:
-    """By its name each kernel of the shortlist. Of Hopper GPUs any will do: they run the same objects."""
+    """By its name each kernel of the lists. Of Hopper GPUs any will do: they run the same objects."""
     device, found = find_device("model:h200"), {}
-    for dtype, kernel in itertools.product(shortlist.DTYPES, shortlist.listed()):
-        problem, family = Problem.parse("64x4096x4096", dtype=dtype), families.get(kernel.family)
+    plain = Problem.parse("64x4096x4096")
+    kinds = ((problem, kernel) for problem, kernels in shortlist.of_kinds().items() for kernel in kernels)
+    for problem, kernel in itertools.chain(((plain, kernel) for kernel in shortlist.listed()), kinds):
+        family = families.get(kernel.family)
         key = family.kernel_key(problem, shortlist.launched(problem, kernel), device)
-        found[f"{family.label(kernel)} {dtype}"] = kernel.family, key
+        found[f"{family.label(kernel)} {problem}"] = kernel.family, key
     return found
 
 

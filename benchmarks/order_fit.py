@@ -1,0 +1,224 @@
+"""Fits the order in which policy `batch_invariant` takes kernels, to what `benchmarks.choices` measured.
+
+    python -m benchmarks.order_fit                  # db/order.json, results/order.json
+    python -m benchmarks.order_fit --keep 28        # prints lines for db/invariant.toml, too
+
+Boosted trees (scikit-learn, needed here only) expect of each launch that leaves k whole how far it is behind
+the best such launch of its product, in log, from `generate.features.OF_ORDER`. The products of all measured
+GPUs are fitted together. Validation leaves out a fold of all (N, K), fits to the others and lets the trees
+choose: rows `{gpu, m, n, k, chosen, by_model, best}` of times as fast as torch.mm, where the best is
+that of all measured launches of the class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.results import geometric_mean
+from benchmarks.selector_fit import FOLDS, launches_of, measured, trees_of
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import TunegemmError
+from tunegemm.generate import families, shortlist
+from tunegemm.generate.features import OF_ORDER, order_features
+from tunegemm.generate.tiles import ORDERED
+from tunegemm.resources import data_path
+from tunegemm.serve.forest import MAX_LEAVES
+from tunegemm.serve.invariance import FORMAT, ranked
+from tunegemm.serve.predict import checksum
+
+GPUS = ("h200", "h100-80gb-hbm3")
+MOST_ROWS = 16384
+#: A launch that is further behind than that is as good as any other such.
+FARTHEST = -0.5
+SETTINGS = {
+    "max_iter": 400, "learning_rate": 0.08, "max_leaf_nodes": MAX_LEAVES, "min_samples_leaf": 20,
+    "l2_regularization": 1.0, "max_features": 0.5, "random_state": 0, "early_stopping": False,
+}  # fmt: skip
+#: Ends of the ranges of rows that are summed up.
+RANGES = (16, 64, 256, 1024, MOST_ROWS)
+
+Floats = NDArray[np.float64]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input, with one line that says so."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--keep", type=int, default=0, help="print so many kernels that serve best")
+    parser.add_argument("--out", type=Path, help="folder of order.json (default: db)")
+    parser.add_argument("--results", type=Path, help="folder of the validation's file (default: results)")
+    options = parser.parse_args(arguments)
+    try:
+        import sklearn.ensemble  # noqa: F401
+    except ImportError:
+        print("scikit-learn is not installed; pip install 'tunegemm[fit]'", file=sys.stderr)
+        return 2
+    try:
+        fit(options)
+    except (TunegemmError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+class Frame:
+    """All launches of the class, of all products, as rows."""
+
+    def __init__(self, gpus: tuple[str, ...] = GPUS) -> None:
+        results = Path(__file__).parent / "results"
+        self.meta: dict[str, Any] = {}
+        self.products: list[dict[str, Any]] = []
+        tables, logs, weights, product = [], [], [], []
+        for gpu in gpus:
+            head, lines, device = measured(results / gpu / "choices.json.xz", MOST_ROWS)
+            self.meta[gpu] = head["meta"]["date"][:10]
+            for line in lines:
+                problem = Problem.parse(f"{line['m']}x{line['n']}x{line['k']}")
+                whole = [one for one in line["launches"] if _of_the_class(problem, one)]
+                if not whole:
+                    continue
+                found = launches_of(problem, np.array([one[:5] for one in whole]), device)
+                names = [shortlist.listed()[place].family for place in found.kernels]
+                tables.append(order_features(problem, found.columns, found.terms, names, device))
+                ratios, rounds = (np.array([one[at] for one in whole], dtype=float) for at in (5, 6))
+                logs.append(np.log(ratios))
+                # Those that are far behind matter little, and those that were left early are known less.
+                behind = np.clip((ratios.max() - ratios) / 0.25, 0, 2)
+                weights.append(np.where(rounds > rounds.min(), 1.0, 0.35) * np.exp(-behind))
+                product += [len(self.products)] * len(whole)
+                self.products.append(line | {"gpu": gpu, "problem": problem, "device": device})
+        self.table, self.logs = np.vstack(tables), np.concatenate(logs)
+        self.weights, self.product = np.concatenate(weights), np.array(product)
+        best = np.full(len(self.products), -np.inf)
+        np.maximum.at(best, self.product, self.logs)
+        self.behind = np.maximum(self.logs - best[self.product], FARTHEST)
+        groups = {(line["n"], line["k"]): 0 for line in self.products}
+        numbers = {group: number for number, group in enumerate(groups)}
+        self.group = np.array([numbers[line["n"], line["k"]] for line in self.products])
+
+
+def _of_the_class(problem: Problem, launch: list[Any]) -> bool:
+    place, split_k, second, along_n, swizzle = launch[:5]
+    kernel = shortlist.listed()[place]
+    candidate = shortlist.launched(problem, kernel, split_k, bool(second), bool(along_n), swizzle)
+    return families.reduction_class(problem, candidate) == ORDERED
+
+
+def fit(options: argparse.Namespace) -> None:
+    """Validates, fits to everything, and writes both files."""
+    frame = Frame()
+    print(f"{len(frame.products)} products, {len(frame.logs)} launches of the class")
+    expected = np.zeros(len(frame.logs))
+    folds = (np.random.default_rng(0).permutation(frame.group.max() + 1) % FOLDS)[frame.group][frame.product]
+    for fold in range(FOLDS):
+        expected[folds == fold] = fitted(frame, folds != fold).predict(frame.table[folds == fold])
+    rows = chosen(frame, expected)
+    summary = {
+        gpu: {f"to {high}": _means([row for row in rows if row["gpu"] == gpu and low < row["m"] <= high])
+              for low, high in zip((0, *RANGES), RANGES, strict=False)}
+        for gpu in frame.meta
+    }  # fmt: skip
+    for gpu, ranges in summary.items():
+        print(gpu, json.dumps(ranges))
+    model = fitted(frame, np.ones(len(frame.logs), dtype=bool))
+    data = {
+        "format": FORMAT,
+        "fitted_to": {"products": len(frame.products), "measured": frame.meta},
+        "features": list(OF_ORDER),
+        **trees_of(model),
+    }
+    path = (options.out or data_path("db")) / "order.json"
+    path.write_text(json.dumps(data | {"checksum": checksum(data)}, separators=(",", ":")) + "\n")
+    print(f"written: {path}, {path.stat().st_size} B")
+    results = (options.results or Path(__file__).parent / "results") / "order.json"
+    meta = {"command": "python -m benchmarks.order_fit", "measured": frame.meta, "folds": FOLDS}
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    results.write_text(
+        f'{{"meta": {json.dumps(meta)},\n"summary": {json.dumps(summary)},\n"rows": [\n{lines}\n]}}\n'
+    )
+    print(f"written: {results}")
+    if options.keep:
+        for gated in (False, True):
+            print("gated" if gated else "all")
+            for kernel in keep(frame, model, options.keep, gated):
+                print(kernel)
+
+
+def fitted(frame: Frame, rows: NDArray[np.bool_]) -> Any:
+    """A model of some rows."""
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+    model = HistGradientBoostingRegressor(**SETTINGS)
+    return model.fit(frame.table[rows], frame.behind[rows], sample_weight=frame.weights[rows])
+
+
+def chosen(frame: Frame, expected: Floats) -> list[dict[str, Any]]:
+    """Of each product what the trees, the model and hindsight choose."""
+    us = frame.table[:, OF_ORDER.index("log_us")]
+    found = []
+    for number, line in enumerate(frame.products):
+        rows = np.flatnonzero(frame.product == number)
+        ratios = np.exp(frame.logs[rows])
+        found.append(
+            {name: line[name] for name in ("gpu", "m", "n", "k")}
+            | {
+                "chosen": round(float(ratios[expected[rows].argmax()]), 4),
+                "by_model": round(float(ratios[us[rows].argmin()]), 4),
+                "best": round(float(ratios.max()), 4),
+            }
+        )
+    return found
+
+
+def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
+    if not rows:
+        return {"products": 0}
+    return {"products": len(rows)} | {
+        name: round(geometric_mean(row[name] for row in rows), 4) for name in ("chosen", "by_model", "best")
+    }
+
+
+def keep(frame: Frame, model: Any, count: int, gated: bool) -> list[str]:
+    """Lines of the kernels that serve best together, each adding most to those before; what was not measured
+    of a product is as the trees expect."""
+    kernels = [
+        kernel
+        for kernel in shortlist.listed()
+        if kernel.family == "cute_sm90"
+        and kernel["tile_scheduler"] == "static"
+        and not (gated and kernel["swap_ab"])
+    ]
+    table = np.zeros((len(frame.products), len(kernels)))
+    for number, line in enumerate(frame.products):
+        found = {
+            one.candidate: one.expected
+            for one in ranked(line["problem"], kernels, line["device"], model.predict)
+        }
+        by_kernel = {
+            tuple(one[name] for name in families.get("cute_sm90").parameters["compile"]): log
+            for one, log in found.items()
+        }
+        for place, kernel in enumerate(kernels):
+            names = families.get("cute_sm90").parameters["compile"]
+            table[number, place] = by_kernel.get(tuple(kernel[name] for name in names), FARTHEST)
+    table = np.maximum(table, 2 * FARTHEST)
+    reached, lines = np.full(len(table), 2 * FARTHEST), []
+    for _ in range(count):
+        place = int(np.maximum(table, reached[:, None]).mean(axis=0).argmax())
+        reached = np.maximum(reached, table[:, place])
+        kernel = kernels[place]
+        names = (
+            "schedule", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n", "epi_n", "swap_ab",
+        )  # fmt: skip
+        lines.append(json.dumps([kernel[name] for name in names]) + f",  # {np.exp(reached.mean()):.4f}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
