@@ -106,22 +106,25 @@ def drawn(seed: str) -> Iterator[Problem]:
     Most have 256 rows or fewer, log-uniform; N and K are mostly multiples of 64 or 128, else of 8.
     """
     chance = random.Random(f"choices {seed}")
-
-    def extent() -> int:
-        while True:
-            if chance.random() < 0.7:
-                unit = chance.choice((64, 128, 128, 256))
-                found = unit * round(2 ** chance.uniform(math.log2(512), math.log2(28672)) / unit)
-            else:
-                found = 8 * chance.randint(32, 2048)
-            if found not in DIMENSIONS:
-                return found
-
     while True:
         low, high = chance.choices(((0, 8), (8, 10), (10, 14)), (0.78, 0.14, 0.08))[0]
-        problem = Problem.parse(f"{round(2 ** chance.uniform(low, high))}x{extent()}x{extent()}")
+        problem = Problem.parse(
+            f"{round(2 ** chance.uniform(low, high))}x{extent_of(chance)}x{extent_of(chance)}"
+        )
         if problem.flops <= MAX_FLOP and problem.bytes <= MAX_BYTES:
             yield problem
+
+
+def extent_of(chance: random.Random) -> int:
+    """An N or a K."""
+    while True:
+        if chance.random() < 0.7:
+            unit = chance.choice((64, 128, 128, 256))
+            found = unit * round(2 ** chance.uniform(math.log2(512), math.log2(28672)) / unit)
+        else:
+            found = 8 * chance.randint(32, 2048)
+        if found not in DIMENSIONS:
+            return found
 
 
 def _two_numbers(option: str, text: str, separator: str) -> tuple[int, int]:
