@@ -1,7 +1,7 @@
 """cuBLASLt as torch has loaded it, called through ctypes: its declarations, each once.
 
-Nothing is loaded that is not there already, and the handle is torch's own. nvmath-python's bindings take 0.3 s
-to import, and then find a library of their own.
+Nothing is loaded that is not there already, and the handle is torch's own. Bindings of another package, as
+nvmath-python's, take 0.3 s to import.
 """
 
 from __future__ import annotations
@@ -86,12 +86,10 @@ def library() -> Any:
 
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-        path = next(
-            (line.split(maxsplit=5)[5] for line in maps.splitlines() if "/libcublasLt.so" in line), ""
-        )
-        if not path:
+        lines = [line for line in maps.splitlines() if "/libcublasLt.so" in line]
+        if not lines:
             return None
-        loaded = ctypes.CDLL(path)
+        loaded = ctypes.CDLL(lines[0].split(maxsplit=5)[5])
         for name, arguments in _FUNCTIONS.items():
             function = getattr(loaded, f"cublasLt{name}")
             function.argtypes, function.restype = arguments, c_int
@@ -216,12 +214,16 @@ def read(algorithm: Any, name: str) -> int:
 
 
 def write(algorithm: Any, name: str, number: int) -> None:
-    """Gives an attribute of an algorithm a number. Raises LibraryError, ValueError for one that is too large."""
-    attribute, kind = ATTRIBUTES[name]
-    value = kind(number)
+    """Gives an attribute of an algorithm a number. Raises what `number_as` raises, and LibraryError."""
+    _set("MatmulAlgoConfig", byref(algorithm), ATTRIBUTES[name][0], number_as(name, number))
+
+
+def number_as(name: str, number: int) -> Any:
+    """A number in the type of an attribute. ValueError for one that the type does not hold."""
+    value = ATTRIBUTES[name][1](number)
     if value.value != number:
-        raise ValueError(f"{name}={number} is not a number of {ctypes.sizeof(kind)} B; tune again")
-    _set("MatmulAlgoConfig", byref(algorithm), attribute, value)
+        raise ValueError(f"{name}={number} does not fit into {ctypes.sizeof(value)} B; tune again")
+    return value
 
 
 def _set(kind: str, target: Any, attribute: int, value: Any) -> None:

@@ -54,8 +54,6 @@ def launcher(
 
     Raises ValueError, which names the candidate, where this version of the library refuses it.
     """
-    from torch._C import _cuda_getCurrentRawStream as current_stream
-
     address, first_is_b = c_void_p.from_param, problem.out_major == "n"
 
     def make(*strides: tuple[int, ...]) -> AddressLaunch:
@@ -66,6 +64,8 @@ def launcher(
         except LibraryError as error:
             refused = f"cuBLASLt refuses {label(candidate)} for {problem}, strides {strides}"
             raise ValueError(f"{refused}: {error}") from None
+        from torch._C import _cuda_getCurrentRawStream as current_stream
+
         matmul = binding.library().cublasLtMatmul
         # What does not change is converted once. `byref` keeps what it points to.
         description, of_first, of_second, _, of_out = (address(one.value) for one in plan.descriptors)
@@ -142,7 +142,7 @@ def _checked(device_index: int, problem: Problem, plan: Plan, candidate: Candida
     in_type, out_type = binding.TYPES[problem.in_dtype], binding.TYPES[problem.out_dtype]
     binding.call(
         "MatmulAlgoInit", handle, binding.COMPUTE_32F, binding.R_32F, in_type, in_type, out_type, out_type,
-        number_of("algo_id", candidate["algo_id"]), byref(algorithm),
+        binding.number_as("algo_id", number_of("algo_id", candidate["algo_id"])), byref(algorithm),
     )  # fmt: skip
     configure(algorithm, candidate)
     binding.call("MatmulAlgoCheck", handle, *plan.descriptors, byref(algorithm), byref(result))

@@ -1,4 +1,7 @@
-"""What cublasLt.h calls the tiles, stages and shapes of its algorithms: names.txt, by their numbers."""
+"""What cublasLt.h calls the tiles, stages and shapes of its algorithms: names.txt, by their numbers.
+
+A test compares them with those of nvmath-python, which are made of the header.
+"""
 
 from __future__ import annotations
 
