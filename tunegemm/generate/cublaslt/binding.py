@@ -183,16 +183,19 @@ def heuristic(device_index: int, plan: Plan, requested: int, workspace_bytes: in
 
     Raises LibraryError.
     """
+    import torch
+
     preference, count, results = c_void_p(), c_int(), (HeuristicResult * requested)()
     call("MatmulPreferenceCreate", byref(preference))
     try:
         _set("MatmulPreference", preference, MAX_WORKSPACE_BYTES, c_uint64(workspace_bytes))
         for attribute in MIN_ALIGNMENTS:
             _set("MatmulPreference", preference, attribute, c_uint32(MAX_ALIGNMENT))
-        call(
-            "MatmulAlgoGetHeuristic", handle(device_index), *plan.descriptors, preference,
-            requested, byref(results), byref(count),
-        )  # fmt: skip
+        with torch.cuda.device(device_index):
+            call(
+                "MatmulAlgoGetHeuristic", handle(device_index), *plan.descriptors, preference,
+                requested, byref(results), byref(count),
+            )  # fmt: skip
     except LibraryError as error:
         if error.status == NOT_SUPPORTED:
             return []

@@ -54,13 +54,13 @@ def launcher(
 
     Raises ValueError, which names the candidate, where this version of the library refuses it.
     """
-    address, first_is_b = c_void_p.from_param, problem.out_major == "n"
+    pointer, first_is_b = c_void_p.from_param, problem.out_major == "n"
 
     def make(*strides: tuple[int, ...]) -> AddressLaunch:
         try:
             plan = Plan(problem, cast(Strides, strides))
             algorithm = _checked(device_index, problem, plan, candidate)
-            handle = address(binding.handle(device_index).value)
+            handle = pointer(binding.handle(device_index).value)
         except LibraryError as error:
             refused = f"cuBLASLt refuses {label(candidate)} for {problem}, strides {strides}"
             raise ValueError(f"{refused}: {error}") from None
@@ -68,18 +68,18 @@ def launcher(
 
         matmul = binding.library().cublasLtMatmul
         # What does not change is converted once. `byref` keeps what it points to.
-        description, of_first, of_second, _, of_out = (address(one.value) for one in plan.descriptors)
+        description, of_first, of_second, _, of_out = (pointer(one.value) for one in plan.descriptors)
         alpha, beta, chosen = byref(_ALPHA), byref(_BETA), byref(algorithm)
-        nowhere, room = address(None), c_size_t.from_param(int(candidate["workspace_bytes"]))
+        nowhere, room = pointer(None), c_size_t.from_param(int(candidate["workspace_bytes"]))
 
         def launch(a: int, b: int, out: int) -> None:
             stream = current_stream(device_index)
-            memory = nowhere if workspace is None else address(workspace.addresses(stream)[0])
+            memory = nowhere if workspace is None else pointer(workspace.addresses(stream)[0])
             first, second = (b, a) if first_is_b else (a, b)
-            to = address(out)
+            to = pointer(out)
             status = matmul(
-                handle, description, alpha, address(first), of_first, address(second), of_second,
-                beta, to, of_out, to, of_out, chosen, memory, room, address(stream),
+                handle, description, alpha, pointer(first), of_first, pointer(second), of_second,
+                beta, to, of_out, to, of_out, chosen, memory, room, pointer(stream),
             )  # fmt: skip
             if status:
                 raise RuntimeError(f"{label(candidate)}: {binding.status_name(status)}")
