@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import json
 
 import pytest
@@ -10,10 +11,12 @@ from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem
 from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import CompileError, SpaceError
 from tunegemm.generate import families
-from tunegemm.generate.cublaslt import FAMILY, TORCH_MM
+from tunegemm.generate.cublaslt import FAMILY, TORCH_MM, binding, library
+from tunegemm.generate.cublaslt.names import name_of, number_of, tables
 from tunegemm.generate.cublaslt.operands import Matrix, column_major, packed_strides
 from tunegemm.measure import operands as data
 from tunegemm.measure.operands import make_operands
+from tunegemm.store.shipped import read_shipped
 
 DEVICE = find_device("model:h200")
 ALGORITHM = Candidate.make(
@@ -109,8 +112,7 @@ def test_discover_asks_no_library_where_there_is_no_gpu() -> None:
     assert FAMILY.discover(Problem(64, 64, 64), DEVICE) == [TORCH_MM]
 
 
-def test_what_the_library_cannot_do_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+def test_what_the_library_cannot_do_is_a_verdict() -> None:
     assert FAMILY.check(Problem(64, 64, 64), ALGORITHM, DEVICE)
     crossed = Problem(64, 64, 64, in_dtype="bf16", out_dtype="fp16")
     assert "no bf16 product with fp16" in str(FAMILY.check(crossed, ALGORITHM, DEVICE))
@@ -125,11 +127,58 @@ def test_an_incomplete_record_is_refused_in_words() -> None:
         FAMILY.load(Problem(64, 64, 64), half, DEVICE, None)
 
 
-def test_without_the_bindings_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install nvmath-python" in str(FAMILY.unavailable())
-    with pytest.raises(ValueError, match="pip install nvmath-python"):
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has brought the library")
+def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FAMILY.unavailable() is None, "a torch for CPUs lacks nothing"
+    monkeypatch.setattr(binding, "library", lambda: None)
+    with pytest.raises(ValueError, match="a torch for CPUs has no cuBLASLt; install one for CUDA"):
         FAMILY.load(Problem(64, 64, 64), ALGORITHM, DEVICE, None)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert "pip install torch" in str(FAMILY.unavailable())
+    with pytest.raises(ValueError, match="pip install torch"):
+        FAMILY.load(Problem(64, 64, 64), ALGORITHM, DEVICE, None)
+
+
+def test_names_and_numbers_are_each_others() -> None:
+    for attribute, names in tables().items():
+        assert attribute in binding.ATTRIBUTES and len(names) == len(set(names.values()))
+        for number, name in names.items():
+            assert name_of(attribute, number) == name and number_of(attribute, name) == number
+    assert name_of("tile", 9999) == 9999 and number_of("tile", 9999) == 9999, "of a newer library"
+    assert name_of("cluster_shape", 1) == 1, "a gap in the library's numbers"
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("tile", "3x5"), ("tile", "-"), ("split_k", "two")])
+def test_an_unknown_name_is_refused_with_a_remedy(attribute: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{attribute}='{value}' is not a name .*upgrade it or tune again"):
+        number_of(attribute, value)
+
+
+def test_a_number_that_does_not_fit_is_refused() -> None:
+    for attribute, number in (("cluster_shape", 1 << 16), ("tile", -1), ("algo_id", 1 << 32)):
+        with pytest.raises(ValueError, match=f"{attribute}={number} does not fit .*tune again"):
+            binding.number_as(attribute, number)
+
+
+def test_every_shipped_algorithm_has_known_names_and_its_label() -> None:
+    records, warnings = read_shipped()
+    named = [one for one in records if one.candidate.params.get("algorithm") == "cublaslt"]
+    assert named and not warnings
+    for record in named:
+        assert FAMILY.label(record.candidate) == record.label
+        for attribute in tables():
+            assert isinstance(number_of(attribute, record.candidate[attribute]), int), record.label
+
+
+@pytest.mark.skipif(binding.library() is None, reason="there is no cuBLASLt")
+def test_an_algorithm_of_the_library_comes_back_by_its_names() -> None:
+    algorithm = binding.Algorithm()
+    library.configure(algorithm, ALGORITHM)
+    numberless = dict(ALGORITHM.compile_params) | {"algo_id": 0}
+    expected = Candidate.make("cublaslt", numberless, dict(ALGORITHM.launch_params))
+    assert library.candidate_of(algorithm, 1 << 20) == expected
+    with pytest.raises(binding.LibraryError, match=r"CUBLAS_STATUS_INVALID_VALUE \(7\)"):
+        binding.call("MatmulAlgoConfigSetAttribute", algorithm, 99, None, ctypes.c_size_t(4))
 
 
 def test_nothing_to_compile(tmp_path) -> None:
@@ -166,5 +215,5 @@ def test_torchs_scaled_products(shape: str, out_dtype: str, epilogue: str) -> No
 
 def test_single_algorithms_are_of_16_bit_operands() -> None:
     verdict = FAMILY.check(Problem.parse("64x64x64", dtype="int8"), ALGORITHM, DEVICE)
-    assert verdict.rule in ("library_dtypes", "library_installed") and not verdict
+    assert verdict.rule == "library_dtypes" and not verdict
     assert FAMILY.discover(Problem.parse("64x64x64", dtype="int8"), DEVICE) == [TORCH_MM]

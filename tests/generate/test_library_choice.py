@@ -1,40 +1,57 @@
-"""What cuBLASLt's heuristic names, read without its bindings."""
+"""What cuBLASLt's heuristic names, and the numbers and names by which it is read."""
 
 from __future__ import annotations
+
+import ctypes
 
 import pytest
 import torch
 
 from tunegemm.describe.problem import Problem
-from tunegemm.generate.cublaslt import choice
+from tunegemm.generate.cublaslt import binding, names
 from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice, of_label
 
-cublaslt = pytest.importorskip("nvmath.bindings.cublasLt")
+
+def test_numbers_and_names_are_those_of_the_librarys_header() -> None:
+    """As the bindings of nvmath-python, which are made of it, have them."""
+    theirs = pytest.importorskip("nvmath.bindings.cublasLt")
+    enums = {
+        "tile": (theirs.MatmulTile, "TILE_"),
+        "stages": (theirs.MatmulStages, "STAGES_"),
+        "inner_shape": (theirs.MatmulInnerShape, ""),
+        "cluster_shape": (theirs.ClusterShape, "SHAPE_"),
+        "reduction_scheme": (theirs.ReductionScheme, ""),
+    }
+    assert names.tables() == {
+        name: {int(one): one.name.removeprefix(prefix) for one in enum}
+        for name, (enum, prefix) in enums.items()
+    }
+    of_algorithm = theirs.MatmulAlgoConfigAttribute
+    header = {"tile", "stages", "inner_shape", "cluster_shape", "algo"}
+    for name, (number, kind) in binding.ATTRIBUTES.items():
+        word = "splitk_num" if name == "split_k" else name.removeprefix("algo_")
+        attribute = of_algorithm[(f"{word}_id" if word in header else word).upper()]
+        assert attribute == number
+        dtype = theirs.get_matmul_algo_config_attribute_dtype(attribute)
+        assert dtype(-1 if kind(-1).value < 0 else 1) == kind(-1 if kind(-1).value < 0 else 1).value
+        assert dtype().nbytes == ctypes.sizeof(kind)
+    limits = theirs.MatmulPreferenceAttribute
+    assert binding.MAX_WORKSPACE_BYTES == limits.MAX_WORKSPACE_BYTES
+    assert tuple(getattr(limits, f"MIN_ALIGNMENT_{one}_BYTES") for one in "ABCD") == binding.MIN_ALIGNMENTS
+    of_product, of_layout = theirs.MatmulDescAttribute, theirs.MatrixLayoutAttribute
+    assert (binding.TRANSA, binding.TRANSB) == (of_product.TRANSA, of_product.TRANSB)
+    assert binding.BATCH_COUNT == of_layout.BATCH_COUNT
+    assert binding.STRIDED_BATCH_OFFSET == of_layout.STRIDED_BATCH_OFFSET
+    result = theirs.matmul_heuristic_result_dtype
+    assert result.itemsize == ctypes.sizeof(binding.HeuristicResult)
+    for ours, member in (("algorithm", "algo"), ("workspace_bytes", "workspace_size"), ("state", "state")):
+        assert getattr(binding.HeuristicResult, ours).offset == result.fields[member][1]
 
 
-def test_numbers_are_those_of_the_librarys_header() -> None:
-    """As the bindings, which are made of it, have them."""
-    tiles = {int(tile): tile.name.removeprefix("TILE_") for tile in cublaslt.MatmulTile if int(tile)}
-    ours = {number: f"{rows}x{columns}" for number, (rows, columns) in choice._tiles().items()}
-    assert {number: name for number, name in ours.items() if number in tiles} == tiles
-    shapes = {int(one): one.name.removeprefix("SHAPE_") for one in cublaslt.ClusterShape}
-    for number, (rows, columns) in choice._CLUSTERS.items():
-        assert shapes[number] == f"{rows}x{columns}x1"
-    names = cublaslt.MatmulAlgoConfigAttribute
-    assert (choice._TILE_ID, choice._SPLITK_NUM, choice._CLUSTER_SHAPE_ID) == (
-        names.TILE_ID, names.SPLITK_NUM, names.CLUSTER_SHAPE_ID,
-    )  # fmt: skip
-    for attribute, size in ((names.TILE_ID, 4), (names.SPLITK_NUM, 4), (names.CLUSTER_SHAPE_ID, 2)):
-        assert cublaslt.get_matmul_algo_config_attribute_dtype(attribute)().nbytes == size
-    limits = cublaslt.MatmulPreferenceAttribute
-    assert choice._MAX_WORKSPACE_BYTES == limits.MAX_WORKSPACE_BYTES
-    assert tuple(getattr(limits, f"MIN_ALIGNMENT_{one}_BYTES") for one in "ABCD") == choice._MIN_ALIGNMENTS
-    of_product = cublaslt.MatmulDescAttribute
-    assert (choice._TRANSA, choice._TRANSB) == (of_product.TRANSA, of_product.TRANSB)
-    result = cublaslt.matmul_heuristic_result_dtype
-    assert result.itemsize == choice.ctypes.sizeof(choice._Result)
-    for ours_name, theirs in (("workspace_bytes", "workspace_size"), ("state", "state")):
-        assert getattr(choice._Result, ours_name).offset == result.fields[theirs][1]
+def test_a_tiles_name_says_its_extents() -> None:
+    assert names.extents("tile", 24) == (256, 128) and names.extents("cluster_shape", 5) == (1, 2)
+    assert names.extents("tile", 0) is names.extents("cluster_shape", 0) is None, "UNDEFINED and AUTO"
+    assert names.extents("tile", 9999) is None
 
 
 def test_a_label_has_the_same_as_torch_has_rows_and_columns() -> None:
@@ -51,7 +68,7 @@ def test_without_a_gpu_nothing_is_known() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ["1x4096x4096", "24x9216x4608", "64x11008x2304", "300x2880x7680"])
-def test_on_a_gpu_it_is_what_the_bindings_say(shape: str) -> None:
+def test_on_a_gpu_it_is_what_the_label_of_the_first_algorithm_says(shape: str) -> None:
     from tunegemm.generate.cublaslt import library
 
     problem = Problem.parse(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import LAYOUTS, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import FAMILY, TORCH_MM
+from tunegemm.generate.launching import Launcher
 from tunegemm.measure.operands import check, make_operands, reference, tolerance
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement
 from tunegemm.measure.policy import FINAL, SCREEN, Job, Policy
@@ -184,6 +186,45 @@ def test_an_algorithm_that_the_library_does_not_have_is_a_load_failure(worker: M
     ]
     outcomes = [*worker.measure(problem, [Job(candidate) for candidate in bad], QUICK)]
     assert [o.stage for o in outcomes if isinstance(o, Failure)] == ["load", "load"], outcomes
+
+
+def test_a_captured_algorithm_replays(worker: MeasureWorker, device: Device) -> None:
+    problem = Problem(512, 384, 1024)
+    for job in library_jobs(worker, problem):
+        launch = FAMILY.load(problem, job.candidate, device, None)
+        operands = make_operands(problem, torch.device("cuda", 0), seed=5)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch(operands.a, operands.b, operands.out)
+        operands.a.copy_(operands.a.flip(0))
+        operands.out.fill_(float("nan"))
+        graph.replay()
+        expected = reference(operands.a, operands.b)
+        assert difference(operands.out, expected) <= tolerance(problem), FAMILY.label(job.candidate)
+
+
+def test_threads_launch_one_algorithm_at_once(worker: MeasureWorker, device: Device) -> None:
+    """By one handle, and on streams of their own."""
+    problem, place = Problem(256, 256, 8192), torch.device("cuda", 0)
+    jobs = library_jobs(worker, problem)
+    hungry = [job for job in jobs if job.candidate.params.get("workspace_bytes")]
+    for job in [*jobs[1:3], *hungry[:2]]:
+        launch = FAMILY.load(problem, job.candidate, device, None)
+
+        def work(seed: int, launch: Launcher = launch) -> float:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                operands = make_operands(problem, place, seed)
+                expected = reference(operands.a, operands.b)
+                worst = 0.0
+                for _ in range(50):
+                    operands.out.fill_(float("nan"))
+                    launch(operands.a, operands.b, operands.out)
+                    worst = max(worst, difference(operands.out, expected))
+                return worst
+
+        with ThreadPoolExecutor(4) as threads:
+            worst = max(threads.map(work, range(4)))
+        assert worst <= tolerance(problem), FAMILY.label(job.candidate)
 
 
 def test_launchers_on_two_streams(worker: MeasureWorker, device: Device) -> None:

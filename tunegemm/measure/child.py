@@ -12,9 +12,9 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tunegemm.errors import TunegemmError
+from tunegemm.errors import TunegemmError, one_line
 from tunegemm.measure.backend import Backend
-from tunegemm.measure.messages import Broken, Done, Open, one_line
+from tunegemm.measure.messages import Broken, Done, Open
 from tunegemm.measure.session import Session
 
 

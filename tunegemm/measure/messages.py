@@ -75,10 +75,3 @@ class Broken:
     """The job that did it; None when the device cannot be used at all."""
     reason: str
     stage: Stage = "crash"
-
-
-def one_line(error: BaseException | str, limit: int = 300) -> str:
-    """The first line of a message that says something, cut to a length."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."

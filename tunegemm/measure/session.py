@@ -17,11 +17,11 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import define
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import TunegemmError
+from tunegemm.errors import TunegemmError, one_line
 from tunegemm.generate.families import Launcher
 from tunegemm.measure import operands as data
 from tunegemm.measure.backend import LONGEST_METERING, Backend, metered_mj, warm_us
-from tunegemm.measure.messages import Broken, Discover, Done, Measure, Result, Step, one_line
+from tunegemm.measure.messages import Broken, Discover, Done, Measure, Result, Step
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement, Stage
 from tunegemm.measure.policy import Job, Policy
 from tunegemm.measure.race import Replay, Runner, SteadyState, race

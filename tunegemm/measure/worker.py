@@ -17,7 +17,7 @@ from typing import IO, Any
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import DeviceError, MeasureError
+from tunegemm.errors import DeviceError, MeasureError, one_line
 from tunegemm.measure import messages
 from tunegemm.measure.outcome import Failure, Outcome, Stage
 from tunegemm.measure.policy import SCREEN, Job, Policy
@@ -206,7 +206,7 @@ class _Child:
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - 4096))
         lines = [line for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
-        return messages.one_line(f"{cause}: {lines[-1].strip()}" if lines else cause)
+        return one_line(f"{cause}: {lines[-1].strip()}" if lines else cause)
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:

@@ -20,7 +20,7 @@ Status = Literal["ok", "note", "fail"]
 _REQUIRED = (
     "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "optuna", "sqlalchemy", "alembic", "pandas",
 )  # fmt: skip
-_OPTIONAL = ("nvmath-python", "nvidia-ml-py")
+_OPTIONAL = ("nvidia-ml-py",)
 
 
 #: Damaged rows that are named one by one; the others are counted.

@@ -27,11 +27,10 @@ import torch
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning
+from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning, one_line
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.launching import AddressLauncher, words_binder
-from tunegemm.measure.messages import one_line
 from tunegemm.serve.background import Answer, BackgroundCompiler, make_pool
 from tunegemm.serve.forms import LINEAR, RECORDED, Form
 from tunegemm.serve.guards import allocation, capturing, deterministic

@@ -106,12 +106,15 @@ class ShippedLookup:
         return found
 
 
+_PROBLEM = tuple(field.name for field in fields(Problem))
+
+
 def _key(row: Any) -> tuple[Any, ...] | None:
     """The fields of a row's problem; None where they cannot be those of one."""
     facts = row.get("problem") if isinstance(row, dict) else None
     if not isinstance(facts, dict):
         return None
-    key = tuple(facts.get(field.name) for field in fields(Problem))
+    key = tuple(map(facts.get, _PROBLEM))
     are_extents = all(type(one) is int and one > 0 for one in key[:3])
     return key if are_extents and all(isinstance(one, str | int | bool | None) for one in key) else None
 

@@ -223,7 +223,7 @@ def _usable(names: Sequence[str] | None) -> tuple[str, ...]:
     usable = []
     for name in names or families.NAMES:
         reason = families.get(name).unavailable()
-        # Without nvmath-python the library's family still has torch.mm.
+        # Without cuBLASLt its family still has torch.mm.
         if reason is None or name == TORCH_MM.family:
             usable.append(name)
         elif names:

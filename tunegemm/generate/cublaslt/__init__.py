@@ -1,12 +1,11 @@
 """Kernel family `cublaslt`: torch.mm, and the algorithms of cuBLASLt, timed like any candidate.
 
-Nothing is compiled. `torch.mm` always works; cuBLASLt's single algorithms need nvmath-python's bindings.
+Nothing is compiled: torch brings the library, and its single algorithms are asked of it through ctypes.
 Which algorithms there are, only the library can say, for one problem on one GPU: `FAMILY.discover`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,11 +39,6 @@ def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> s
     if (name := candidate.params.get("algorithm")) != "cublaslt":
         return f"algorithm {name!r} is not a single kernel; the library names its own on the GPU"
     return None
-
-
-def library_installed(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A single cuBLASLt algorithm can be asked for only through nvmath-python's bindings."""
-    return FAMILY.unavailable()
 
 
 def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str | None:
@@ -85,9 +79,7 @@ def library_alignment(problem: Problem, candidate: Candidate, device: Device) ->
 
 
 #: Of the library's algorithms; torch's own product has none.
-RULES = (
-    named_algorithm, complete_name, library_installed, library_dtypes, library_epilogue, library_alignment,
-)  # fmt: skip
+RULES = (named_algorithm, complete_name, library_dtypes, library_epilogue, library_alignment)
 
 
 class CublasLt:
@@ -112,10 +104,10 @@ class CublasLt:
         return data_path("search_spaces", "cublaslt.toml")
 
     def unavailable(self, *, launching: bool = False) -> str | None:
-        """None when nvmath-python is installed. Without it torch.mm is the family's only candidate."""
-        if importlib.util.find_spec("nvmath") is None:
-            return "cuBLASLt's algorithms need nvmath-python: pip install nvmath-python"
-        return None
+        """None where torch has loaded cuBLASLt. Without it torch.mm is the family's only candidate."""
+        from tunegemm.generate.cublaslt import binding
+
+        return binding.missing()
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
         """Whether the library has such a kernel. What it makes of one problem it says at `load`."""
@@ -131,7 +123,7 @@ class CublasLt:
         # Whether the library can be asked at all does not depend on the algorithm.
         probe = Candidate.make(self.name, {"algorithm": "cublaslt"} | dict.fromkeys(ALGORITHM_PARAMETERS, 0))
         wanted = device.is_real and "heuristic" in space.compile_values["algorithm"]
-        if wanted and self.check(problem, probe, device):
+        if wanted and self.unavailable() is None and self.check(problem, probe, device):
             from tunegemm.generate.cublaslt import library
 
             limits = itertools.product(space.launch_values["workspace_mib"], space.launch_values["requested"])

@@ -1,0 +1,233 @@
+"""cuBLASLt as torch has loaded it, called through ctypes: its declarations, each once.
+
+Nothing is loaded that is not there already, and the handle is torch's own. Bindings of another package, as
+nvmath-python's, take 0.3 s to import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
+from tunegemm.generate.cublaslt.operands import Matrix, Strides, column_major
+
+# cublasLt.h and library_types.h: values that are part of CUDA's binary interface.
+R_32F, COMPUTE_32F = 0, 68
+TYPES = {"bf16": 14, "fp16": 2, "fp32": R_32F}
+TRANSA, TRANSB = 3, 4
+BATCH_COUNT, STRIDED_BATCH_OFFSET = 5, 6
+MAX_WORKSPACE_BYTES, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
+NOT_SUPPORTED = 15
+
+#: Attributes of an algorithm: their names in candidates, the library's numbers, their types.
+ATTRIBUTES: dict[str, tuple[int, Any]] = {
+    "algo_id": (0, c_int32),
+    "tile": (1, c_uint32),
+    "split_k": (2, c_int32),
+    "reduction_scheme": (3, c_uint32),
+    "cta_swizzling": (4, c_uint32),
+    "custom_option": (5, c_uint32),
+    "stages": (6, c_uint32),
+    "inner_shape": (7, c_uint16),
+    "cluster_shape": (8, c_uint16),
+}
+
+Algorithm = c_uint64 * 8
+
+
+class HeuristicResult(ctypes.Structure):
+    """``cublasLtMatmulHeuristicResult_t``."""
+
+    _fields_ = (
+        ("algorithm", Algorithm), ("workspace_bytes", c_size_t), ("state", c_int),
+        ("waves", c_float), ("reserved", c_int * 4),
+    )  # fmt: skip
+
+
+class LibraryError(RuntimeError):
+    """A call of the library failed, or there is no library to call."""
+
+    def __init__(self, message: str, status: int = -1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+_ATTRIBUTE = (c_void_p, c_int, c_void_p, c_size_t)
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "MatmulDescCreate": (c_void_p, c_int, c_int),
+    "MatmulDescSetAttribute": _ATTRIBUTE,
+    "MatmulDescDestroy": (c_void_p,),
+    "MatrixLayoutCreate": (c_void_p, c_int, c_uint64, c_uint64, c_int64),
+    "MatrixLayoutSetAttribute": _ATTRIBUTE,
+    "MatrixLayoutDestroy": (c_void_p,),
+    "MatmulPreferenceCreate": (c_void_p,),
+    "MatmulPreferenceSetAttribute": _ATTRIBUTE,
+    "MatmulPreferenceDestroy": (c_void_p,),
+    "MatmulAlgoGetHeuristic": (*[c_void_p] * 7, c_int, c_void_p, c_void_p),
+    "MatmulAlgoInit": (c_void_p, *[c_int] * 7, c_void_p),
+    "MatmulAlgoCheck": (*[c_void_p] * 7, c_void_p),
+    "MatmulAlgoConfigSetAttribute": _ATTRIBUTE,
+    "MatmulAlgoConfigGetAttribute": (*_ATTRIBUTE, c_void_p),
+}
+
+
+@cache
+def library() -> Any:
+    """The library that torch has loaded, its functions declared; None where there is none.
+
+    `Matmul` has no declared arguments: each is given as a `from_param` of its type, which is the fastest call
+    that ctypes has, 0.6 us instead of 1.1 us (CPython 3.11 on a CPU host, 2026-11-23).
+    """
+    import torch  # noqa: F401  # brings it
+
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in maps.splitlines() if "/libcublasLt.so" in line]
+        if not lines:
+            return None
+        loaded = ctypes.CDLL(lines[0].split(maxsplit=5)[5])
+        for name, arguments in _FUNCTIONS.items():
+            function = getattr(loaded, f"cublasLt{name}")
+            function.argtypes, function.restype = arguments, c_int
+        loaded.cublasLtMatmul.restype = c_int
+        loaded.cublasLtGetStatusName.restype = ctypes.c_char_p
+        return loaded
+    except (OSError, AttributeError, IndexError):
+        return None
+
+
+def missing() -> str | None:
+    """Why the library's algorithms cannot be launched; None where they can.
+
+    A torch for CPUs lacks nothing: it has no GPU to launch them on.
+    """
+    import torch
+
+    if torch.version.cuda is None or library() is not None:
+        return None
+    return (
+        "torch has loaded no libcublasLt.so, or one that is too old: install torch from its wheels "
+        "(pip install torch)"
+    )
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Calls ``cublasLt`` + name. Raises LibraryError with the name of the status."""
+    if (loaded := library()) is None:
+        raise LibraryError(missing() or "a torch for CPUs has no cuBLASLt; install one for CUDA")
+    if status := getattr(loaded, f"cublasLt{name}")(*arguments):
+        raise LibraryError(f"cublasLt{name}: {status_name(status)}", status)
+
+
+def status_name(status: int) -> str:
+    """Such as ``CUBLAS_STATUS_NOT_SUPPORTED (15)``."""
+    return f"{library().cublasLtGetStatusName(status).decode()} ({status})"
+
+
+@cache
+def handle(device_index: int) -> c_void_p:
+    """torch's handle of the first thread that asked. A cublasHandle_t is a cublasLtHandle_t, too.
+
+    One serves all threads: no product here changes what it holds, streams and workspaces are given to each
+    launch, and torch destroys handles at the exit of the process only. One of our own would have to be made
+    in a context that may not be there yet, and takes its time and memory from a process's first product.
+    """
+    import torch
+
+    with torch.cuda.device(device_index):
+        return c_void_p(torch.cuda.current_blas_handle())
+
+
+class Plan:
+    """Descriptors of one product over operands with given strides. They live as long as the plan."""
+
+    def __init__(self, problem: Problem, strides: Strides) -> None:
+        self._made: list[tuple[Any, c_void_p]] = []
+        product = column_major(problem, strides)
+        self.description = self._make("MatmulDesc", COMPUTE_32F, R_32F)
+        for attribute, matrix in ((TRANSA, product.first), (TRANSB, product.second)):
+            _set("MatmulDesc", self.description, attribute, c_int32(matrix.transpose))
+        self.first = self._layout(problem, product.first, problem.in_dtype)
+        self.second = self._layout(problem, product.second, problem.in_dtype)
+        self.out = self._layout(problem, product.out, problem.out_dtype)
+
+    @property
+    def descriptors(self) -> tuple[c_void_p, ...]:
+        """Of the product, A, B, C and D, as the library takes them."""
+        return self.description, self.first, self.second, self.out, self.out
+
+    def _layout(self, problem: Problem, matrix: Matrix, dtype: str) -> c_void_p:
+        layout = self._make("MatrixLayout", TYPES[dtype], matrix.rows, matrix.columns, matrix.leading)
+        if problem.batch > 1:
+            _set("MatrixLayout", layout, BATCH_COUNT, c_int32(problem.batch))
+            _set("MatrixLayout", layout, STRIDED_BATCH_OFFSET, c_int64(matrix.batch_stride))
+        return layout
+
+    def _make(self, kind: str, *arguments: int) -> c_void_p:
+        made = c_void_p()
+        call(f"{kind}Create", byref(made), *arguments)
+        self._made.append((getattr(library(), f"cublasLt{kind}Destroy"), made))
+        return made
+
+    def __del__(self) -> None:
+        for destroy, made in self._made:
+            destroy(made)
+
+
+def heuristic(device_index: int, plan: Plan, requested: int, workspace_bytes: int) -> list[HeuristicResult]:
+    """What the library would choose for a plan, best guess first; empty where it has no algorithm.
+
+    Raises LibraryError.
+    """
+    import torch
+
+    preference, count, results = c_void_p(), c_int(), (HeuristicResult * requested)()
+    call("MatmulPreferenceCreate", byref(preference))
+    try:
+        _set("MatmulPreference", preference, MAX_WORKSPACE_BYTES, c_uint64(workspace_bytes))
+        for attribute in MIN_ALIGNMENTS:
+            _set("MatmulPreference", preference, attribute, c_uint32(MAX_ALIGNMENT))
+        with torch.cuda.device(device_index):
+            call(
+                "MatmulAlgoGetHeuristic", handle(device_index), *plan.descriptors, preference,
+                requested, byref(results), byref(count),
+            )  # fmt: skip
+    except LibraryError as error:
+        if error.status == NOT_SUPPORTED:
+            return []
+        raise
+    finally:
+        call("MatmulPreferenceDestroy", preference)
+    return [result for result in results[: count.value] if result.state == 0]
+
+
+def read(algorithm: Any, name: str) -> int:
+    """The number that an attribute of an algorithm has. Raises LibraryError."""
+    attribute, kind = ATTRIBUTES[name]
+    value, written = kind(), c_size_t()
+    call(
+        "MatmulAlgoConfigGetAttribute", byref(algorithm), attribute, byref(value), ctypes.sizeof(kind),
+        byref(written),
+    )  # fmt: skip
+    return int(value.value)
+
+
+def write(algorithm: Any, name: str, number: int) -> None:
+    """Gives an attribute of an algorithm a number. Raises what `number_as` raises, and LibraryError."""
+    _set("MatmulAlgoConfig", byref(algorithm), ATTRIBUTES[name][0], number_as(name, number))
+
+
+def number_as(name: str, number: int) -> Any:
+    """A number in the type of an attribute. ValueError for one that the type does not hold."""
+    value = ATTRIBUTES[name][1](number)
+    if value.value != number:
+        raise ValueError(f"{name}={number} does not fit into {ctypes.sizeof(value)} B; tune again")
+    return value
+
+
+def _set(kind: str, target: Any, attribute: int, value: Any) -> None:
+    call(f"{kind}SetAttribute", target, attribute, byref(value), ctypes.sizeof(value))
