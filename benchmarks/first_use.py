@@ -2,16 +2,20 @@
 
     python -m benchmarks.first_use                       # the shipped products, and as many that nobody tuned
     python -m benchmarks.first_use --unseen 300 --seed 1
+    python -m benchmarks.first_use --kinds fp16,fp8,gelu,swiglu --unseen 40 --most-rows 256
 
 *Listed* products are bf16 ones with a shipped record of this GPU; *unseen* ones are drawn by seed: N and K
 from dimensions of published models or random multiples of 8, M log-uniform from 1 to 16384. Nothing is tuned
 and nothing compiled: databases and kernels of the user's are left out. Writes results/GPU/first_use.json: a
 row `{m, n, k, listed, served, ratio, predicted, expected}` each, with `first_ms`, what the first call took.
+With `--kinds` so many unseen products of each are beside what a user of torch would write for them, operation
+by operation, in results/GPU/first_use_kinds.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import sys
@@ -24,11 +28,13 @@ from zlib import crc32
 
 import torch
 
+from benchmarks.batch_invariance import KINDS, product
 from benchmarks.interleave import interleave
 from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, TunegemmError, TunegemmWarning
+from tunegemm.generate.cublaslt.eager import torch_mm
 
 METHOD = (
     "tunegemm.matmul(out=) and torch.mm(out=) in one CUDA graph each over operand sets that together pass 3x "
@@ -39,6 +45,7 @@ METHOD = (
     "kernel cache"
 )
 TURN_MS = 160.0
+MOST_ROWS = 16384
 #: Timed again, so often, where two captures of torch.mm differ by more: the clocks moved meanwhile. One of
 #: 300 products was at 0.93 of itself, with a noise of 0.11.
 NOISE, ATTEMPTS = 0.02, 3
@@ -54,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--unseen", type=int, default=30, help="products drawn by seed (default: %(default)s)"
     )
+    parser.add_argument("--kinds", default="", help=f"of {', '.join(KINDS)}; default: plain bf16")
+    parser.add_argument("--most-rows", type=int, default=MOST_ROWS, help="of unseen products")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--turns", type=int, default=5, help="steady-state rounds")
@@ -76,20 +85,22 @@ def run(device: Device, options: argparse.Namespace) -> None:
     from tunegemm.measure.backend import CudaBackend
 
     method = METHOD.format(rounds=options.rounds, turns=options.turns)
-    results = Results(results_path(options.out, device, "first_use.json"), meta(device, method))
+    name = "first_use_kinds.json" if options.kinds else "first_use.json"
+    results = Results(results_path(options.out, device, name), meta(device, method))
     backend = CudaBackend(device)
     backend.open()
-    for listed, problems in (
-        (True, some(shipped(device), options.listed, options.seed)),
-        (False, drawn(options.unseen, options.seed)),
-    ):
-        rows = []
+    unseen = drawn(options.unseen, options.seed, options.most_rows)
+    groups = {"listed": some(shipped(device), options.listed, options.seed), "unseen": unseen}
+    if options.kinds:
+        groups = {name: [_of_kind(problem, name) for problem in unseen] for name in options.kinds.split(",")}
+    for name, problems in groups.items():
+        rows, listed = [], name == "listed"
         for problem in problems:
             rows.append(measure(problem, listed, device, backend, options))
             results.put(rows[-1])
         if rows:
             ratios = [row["ratio"] for row in rows]
-            name, served = "listed" if listed else "unseen", sum(row["served"] for row in rows)
+            served = sum(row["served"] for row in rows)
             below = sum(ratio < 0.99 for ratio in ratios)
             print(
                 f"{name}: {len(rows)} products, {served} served, geometric mean {geometric_mean(ratios):.4f} "
@@ -113,14 +124,25 @@ def some(problems: list[Problem], count: int, seed: int) -> list[Problem]:
     return sorted(random.Random(seed).sample(problems, min(count, len(problems))))
 
 
-def drawn(count: int, seed: int) -> list[Problem]:
+def _of_kind(problem: Problem, name: str) -> Problem:
+    """As torch takes it: rows of fp8 operands are multiples of 16 bytes."""
+    if name not in KINDS:
+        raise TunegemmError(f"--kinds {name}: use {', '.join(KINDS)}")
+    n, k = (-(-extent // 16) * 16 for extent in (problem.n, problem.k))
+    return Problem.parse(f"{problem.m}x{n}x{k}", **KINDS[name])
+
+
+def drawn(count: int, seed: int, most_rows: int = MOST_ROWS) -> list[Problem]:
     """Products that nobody tuned."""
     chance = random.Random(seed)
 
     def extent() -> int:
         return chance.choice(DIMENSIONS) if chance.random() < 0.7 else 8 * chance.randint(32, 2048)
 
-    return [Problem.parse(f"{round(2 ** chance.uniform(0, 14))}x{extent()}x{extent()}") for _ in range(count)]
+    return [
+        Problem.parse(f"{round(2 ** chance.uniform(0, math.log2(most_rows)))}x{extent()}x{extent()}")
+        for _ in range(count)
+    ]
 
 
 def measure(
@@ -142,19 +164,19 @@ def measure(
             why = str(error)
     first: list[float] = []
 
-    def ours(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        start = time.perf_counter()
-        serve.matmul(a, b, out=out)
-        first.append(1e3 * (time.perf_counter() - start))
+    call = product(problem)
 
-    def theirs(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        torch.mm(a, b, out=out)
+    def ours(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: torch.Tensor) -> Any:
+        start = time.perf_counter()
+        result = call(a, b, *operands) if problem.epilogue else serve.matmul(a, b, out=out)
+        first.append(1e3 * (time.perf_counter() - start))
+        return result if problem.epilogue else None
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)  # of every product that falls back: the row says it
         for attempt in range(ATTEMPTS):
             found = interleave(
-                problem, {"torch": theirs, "tunegemm": ours}, backend, l2_bytes=device.l2_bytes,
+                problem, {"torch": torch_mm(problem), "tunegemm": ours}, backend, l2_bytes=device.l2_bytes,
                 rounds=options.rounds, turns=options.turns, turn_ms=TURN_MS if served else 0.0, settle_s=0.3,
                 seed=attempt + (crc32(problem.shape.encode()) >> 8),  # an order of rounds of its own
             )  # fmt: skip
@@ -162,6 +184,7 @@ def measure(
                 break
     backend.release()
     return problem_fields(problem) | {
+        "epilogue": problem.epilogue,
         "listed": listed,
         "served": served,
         "predicted": selection.outcome in ("predicted", "near"),

@@ -62,8 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 def drawn(seed: str) -> Iterator[Problem]:
     """Products without end, of one kind after the other; the same for each seed."""
     chance = random.Random(f"kinds {seed}")
-    plain = Problem.parse("64x4096x4096")
-    kinds = [kind for kind in shortlist.of_kinds() if kind != plain]
+    kinds = [kind for kind in shortlist.of_kinds() if kind.epilogue]
 
     def extent() -> int:
         return max(UNIT, extent_of(chance) // UNIT * UNIT)

@@ -26,8 +26,8 @@ from tunegemm.generate.terms import Bools, Columns, Ints, Terms, fits_l2, terms
 from tunegemm.generate.tiles import ORDERED, stream_clusters, stream_tiles
 from tunegemm.resources import data_path
 
-DTYPES = ("bf16",)
-"""Of operands, for which the list was measured."""
+DTYPES = ("bf16", "fp16")
+"""Of operands that the list is for. It was measured with bf16; fp16 has the same instructions and bytes."""
 
 _USUAL = "64x4096x4096"
 #: Splits of k, as the search spaces list them.
@@ -98,13 +98,13 @@ def of_kinds(path: Path | None = None) -> Mapping[Problem, tuple[Candidate, ...]
     Raises SpaceError for one that its family does not know.
     """
     path = path or data_path("db", "invariant.toml")
-    plain = Problem.parse(_USUAL)
-    launches = ((kernel, launched(plain, kernel)) for kernel in listed())
-    found = {
-        plain: tuple(
+    found = {}
+    for dtype in DTYPES:
+        plain = Problem.parse(_USUAL, dtype=dtype)
+        launches = ((kernel, launched(plain, kernel)) for kernel in listed())
+        found[plain] = tuple(
             kernel for kernel, launch in launches if families.reduction_class(plain, launch) == ORDERED
         )
-    }
     for table in _tables(path):
         kernels = tuple(_kernels(table, path))
         for words in table["kinds"]:

@@ -2,7 +2,7 @@
 
 All kernels of one reduction class give the same bits (`generate.families.reduction_class`), so that each M
 may take whichever of them is fastest there. A kernel is compiled for no extents: what one M may take every M
-may. Those of db/selector.toml ship compiled for plain bf16 products, those of db/invariant.toml for some
+may. Those of db/selector.toml ship compiled for plain 16-bit products, those of db/invariant.toml for some
 other kinds; kernels that were recorded stand beside them, also those of another GPU of the architecture.
 Boosted trees put them in order: they expect how far each is behind the best of the class, by products of
 16-bit operands that were measured (db/order.json, made by `benchmarks.order_fit`). Other operands are taken
