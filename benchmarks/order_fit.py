@@ -29,9 +29,8 @@ from tunegemm.generate import families, shortlist
 from tunegemm.generate.features import OF_ORDER, order_features
 from tunegemm.generate.tiles import ORDERED
 from tunegemm.resources import data_path
-from tunegemm.serve.forest import MAX_LEAVES
-from tunegemm.serve.invariance import FORMAT, ranked
-from tunegemm.serve.predict import checksum
+from tunegemm.serve.forest import MAX_LEAVES, written
+from tunegemm.serve.invariance import ranked
 
 GPUS = ("h200", "h100-80gb-hbm3")
 MOST_ROWS = 16384
@@ -128,13 +127,11 @@ def fit(options: argparse.Namespace) -> None:
         print(gpu, json.dumps(ranges))
     model = fitted(frame, np.ones(len(frame.logs), dtype=bool))
     data = {
-        "format": FORMAT,
         "fitted_to": {"products": len(frame.products), "measured": frame.meta},
-        "features": list(OF_ORDER),
         **trees_of(model),
     }
     path = (options.out or data_path("db")) / "order.json"
-    path.write_text(json.dumps(data | {"checksum": checksum(data)}, separators=(",", ":")) + "\n")
+    path.write_text(written(data, OF_ORDER))
     print(f"written: {path}, {path.stat().st_size} B")
     results = (options.results or Path(__file__).parent / "results") / "order.json"
     meta = {"command": "python -m benchmarks.order_fit", "measured": frame.meta, "folds": FOLDS}

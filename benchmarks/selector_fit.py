@@ -32,8 +32,8 @@ from tunegemm.generate.features import NAMES, features
 from tunegemm.generate.shortlist import Choices
 from tunegemm.generate.terms import Columns, terms
 from tunegemm.resources import data_path
-from tunegemm.serve.forest import MAX_LEAVES, Forest
-from tunegemm.serve.predict import FORMAT, checksum, digest_of_list
+from tunegemm.serve.forest import MAX_LEAVES, Forest, written
+from tunegemm.serve.predict import digest_of_list
 
 #: Rows up to which products are fitted to, and up to which they are served: of 65 to 128 rows one in seven
 #: would gain, 1 % in all, and one lost 0.2 in validation. Beyond 256, lasting work runs at the power cap,
@@ -50,8 +50,8 @@ SAG = (0.0, 0.0, 0.02)
 #: Most of a range's products that may be slower than 0.99 of torch, in validation, and slowest of any. The
 #: ranges together are less than half of all products.
 LOSERS, SLOWEST = 0.01, 0.972
-#: Least margin, in log.
-LEAST_MARGIN = 0.04
+#: Margins that are tried, in log.
+LEAST_MARGIN, MOST_MARGIN = 0.04, 0.3
 SETTINGS = {
     "max_iter": 180, "learning_rate": 0.09, "max_leaf_nodes": MAX_LEAVES, "min_samples_leaf": 25,
     "l2_regularization": 1.0, "max_features": 0.4, "random_state": 0, "early_stopping": False,
@@ -160,7 +160,6 @@ def fit(options: argparse.Namespace) -> None:
     model = fitted(frame, np.ones(len(frame.logs), dtype=bool))
     forest = trees_of(model)
     data = {
-        "format": FORMAT,
         "gpu": head["meta"]["gpu"],
         "fitted_to": {
             "products": len(own),
@@ -169,7 +168,6 @@ def fit(options: argparse.Namespace) -> None:
             "file": source.name,
         },
         "list": digest_of_list(),
-        "features": list(NAMES),
         "kernels": kept,
         "rows": list(RANGES),
         "extents": [int(extreme(row[name] for row in own for name in "nk")) for extreme in (min, max)],
@@ -190,7 +188,7 @@ def fit(options: argparse.Namespace) -> None:
     print("trees as arrays agree to", float(np.abs(check - model.predict(frame.known[:500])).max()))
     folder = options.out or data_path("db")
     path = folder / f"selector-{gpu}.json"
-    path.write_text(json.dumps(data | {"checksum": checksum(data)}, separators=(",", ":")) + "\n")
+    path.write_text(written(data, NAMES))
     print(f"written: {path}, {path.stat().st_size} B")
     results = (options.results or source.parent) / "selector.json"
     rows = [row | {"torch_known": name == "known"} for name, one in report.items() for row in one.pop("rows")]
@@ -261,19 +259,21 @@ def choose(frame: Frame, expected: Floats, number: int, kept: list[int]) -> int:
 
 
 def calibrate(m: NDArray[np.int64], expected: Floats, got: Floats) -> list[float]:
-    """By range of rows, how much of what is expected of a chosen launch may be missing: the least with which
-    the products of the range keep the bounds in validation.
-    """
+    """By range of rows, how much of what is expected of a chosen launch may be missing."""
     ranges = np.searchsorted(RANGES, m)
-    margins = []
-    for number, sag in enumerate(SAG):
-        mine = ranges == number
-        for margin in np.arange(LEAST_MARGIN, 0.3, 0.0025):
-            final = np.where(expected[mine] > margin + sag, got[mine] - sag, 0.0)
-            if (final < np.log(0.99)).mean() <= LOSERS and final.min() >= np.log(SLOWEST):
-                break
-        margins.append(round(float(margin), 4))
-    return margins
+    return [
+        least_margin(expected[ranges == number] - sag, got[ranges == number] - sag)
+        for number, sag in enumerate(SAG)
+    ]
+
+
+def least_margin(expected: Floats, got: Floats) -> float:
+    """The least with which some products keep the bounds in validation; `MOST_MARGIN` where none does."""
+    for margin in np.arange(LEAST_MARGIN, MOST_MARGIN, 0.0025):
+        final = np.where(expected > margin, got, 0.0)
+        if (final < np.log(0.99)).mean() <= LOSERS and final.min() >= np.log(SLOWEST):
+            break
+    return round(float(margin), 4)
 
 
 def is_served(m: NDArray[np.int64], expected: Floats, margins: list[float]) -> NDArray[np.bool_]:

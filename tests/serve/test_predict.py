@@ -20,7 +20,7 @@ from tunegemm.generate import families, shortlist
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.report.explain import explain_problem
 from tunegemm.resources import data_path
-from tunegemm.serve import predict
+from tunegemm.serve import forest, predict
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.predict import Selector, outlook, selector_of
 from tunegemm.serve.selection import select
@@ -96,6 +96,14 @@ def test_what_torch_launches_counts(selector: Selector, device: Device) -> None:
     assert asked == [(problem, 0)] * 3
 
 
+def test_fp16_is_served_as_bf16_is(device: Device, served: Problem) -> None:
+    """By the same kernels: it has the same instructions and bytes."""
+    half = replace(served, in_dtype="fp16", out_dtype="fp16")
+    ours, theirs = outlook(half, device), outlook(served, device)
+    assert [one.record.candidate for one in ours.options] == [one.record.candidate for one in theirs.options]
+    assert ours.options[0].record.problem == half
+
+
 def test_the_selection_says_predicted(device: Device, served: Problem) -> None:
     found = select(Snapshot(), served, device)
     assert found.outcome == "predicted" and found.options == tuple(one.record for one in found.predictions)
@@ -106,7 +114,7 @@ def test_the_selection_says_predicted(device: Device, served: Problem) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"in_dtype": "fp16", "out_dtype": "fp16"},
+        {"in_dtype": "fp16", "out_dtype": "fp32"},
         {"epilogue": "bias_n"},
         {"batch": 2},
         {"alignment": 8},
@@ -167,7 +175,7 @@ def written(folder: Path, **changes: object) -> Path:
     data = json.loads(data_path("db", path.name).read_text(encoding="utf-8"))
     del data["checksum"]
     data |= changes
-    path.write_text(json.dumps(data | {"checksum": predict.checksum(data)}), encoding="utf-8")
+    path.write_text(json.dumps(data | {"checksum": forest.checksum(data)}), encoding="utf-8")
     return path
 
 

@@ -41,6 +41,9 @@ OF_ORDER = (
     *(name for name in OF_LAUNCH if name not in ("streams", "splits", "second", "place")),
 )
 
+#: What tells the gain of such a kernel over torch's operations for an fp8 or fused product.
+OF_GAIN = (*OF_ORDER, "behind", "one_byte", "gated", "after", *OF_TORCH)
+
 
 def features(problem: Problem, found: Choices, device: Device, library: LibraryChoice | None) -> Floats:
     """A row of `NAMES` for each launch. library: None where it is not known what torch will launch."""
@@ -57,6 +60,26 @@ def order_features(
     """A row of `OF_ORDER` for each launch; families: of their kernels."""
     numbers = np.array([float(FAMILIES.index(name)) for name in families])
     return _table(OF_ORDER, _of_launches(problem, columns, found, numbers, device), len(families))
+
+
+def gain_features(
+    problem: Problem,
+    columns: Columns,
+    found: Terms,
+    families: Sequence[str],
+    device: Device,
+    library: LibraryChoice | None,
+    **known: Any,
+) -> Floats:
+    """A row of `OF_GAIN` for each launch.
+
+    problem: as 16-bit products have as many bytes. known: features of the product itself, by name.
+    """
+    numbers = np.array([float(FAMILIES.index(name)) for name in families])
+    known |= _of_launches(problem, columns, found, numbers, device)
+    rows_all = -(-problem.m // known["rows"]) * known["rows"]
+    known |= zip(OF_TORCH, _of_torch(problem, rows_all, device.sm_count, library), strict=True)
+    return _table(OF_GAIN, known, len(families))
 
 
 def _of_launches(

@@ -6,8 +6,11 @@ leaves on its left: each node has a mask without them. What is left of all masks
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ from numpy.typing import NDArray
 
 from tunegemm.errors import TunegemmError
 
+#: Of the files that hold trees.
+FORMAT = 1
 MAX_LEAVES = 16
 _ALL = (1 << MAX_LEAVES) - 1
 #: Of each mask, the place of its lowest bit.
@@ -70,3 +75,25 @@ class Forest:
         trees = np.arange(self.feature.shape[1])
         found: NDArray[np.float64] = self.base + self.leaves[trees, _LOWEST[left]].sum(axis=1)
         return found
+
+
+def read(path: Path, features: Sequence[str]) -> dict[str, Any]:
+    """A file of `written`. Raises TunegemmError for one that is damaged, of another version or features."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        intact = data.pop("checksum") == checksum(data) and data["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TunegemmError(f"{path} is damaged ({type(error).__name__}); install tunegemm again") from None
+    if not intact or data["features"] != list(features):
+        raise TunegemmError(f"{path} is damaged or of another version; install tunegemm again")
+    return data
+
+
+def written(data: Mapping[str, Any], features: Sequence[str]) -> str:
+    """The text of a file: data of `Forest.of`, what else its readers want, and a checksum of it all."""
+    data = {"format": FORMAT, "features": list(features), **data}
+    return json.dumps(data | {"checksum": checksum(data)}, separators=(",", ":")) + "\n"
+
+
+def checksum(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

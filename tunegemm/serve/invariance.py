@@ -15,14 +15,12 @@ one M has a fused kernel every M has, and where none has all do without.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -34,13 +32,11 @@ from tunegemm.generate import families, shortlist
 from tunegemm.generate.features import FAMILIES, OF_ORDER, order_features
 from tunegemm.generate.terms import Columns, Floats, fits_l2, terms
 from tunegemm.resources import data_path
-from tunegemm.serve.forest import Forest
+from tunegemm.serve.forest import Forest, read
 from tunegemm.serve.policies import Policy
-from tunegemm.serve.predict import checksum
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store.record import Record
 
-FORMAT = 1
 #: Kernels that are offered of a product, for where the best cannot be loaded.
 MOST_OPTIONS = 12
 #: Recorded kernels that are compared for a kind of which none ships, as each takes some time to look up.
@@ -150,12 +146,10 @@ def ranked(
     expects = expects or _order()
     if not kernels:
         return []
-    num_bytes = DTYPE_BYTES[problem.in_dtype]
-    seen = Problem(problem.m, problem.n, max(1, problem.k * num_bytes // _SIXTEEN_BITS))
+    seen = in_16_bit(problem)
     modelled = replace(device, spec="model")  # as at the fit: each chip counts its resident clusters anew
     rasters = _RASTERS[:1] if fits_l2(seen, device) else _RASTERS
-    columns = Columns.of(kernels)
-    columns = replace(columns, tile_k=np.maximum(columns.tile_k * num_bytes // _SIXTEEN_BITS, 1))
+    columns = columns_in_16_bit(problem, kernels)
     parts = [
         columns.launched(along_n=np.bool_(raster == "along_n"), swizzle=np.int64(swizzle))
         for raster, swizzle in rasters
@@ -175,6 +169,18 @@ def ranked(
     ]
 
 
+def in_16_bit(problem: Problem) -> Problem:
+    """The plain product of 16-bit operands that have as many bytes."""
+    return Problem(problem.m, problem.n, max(1, problem.k * DTYPE_BYTES[problem.in_dtype] // _SIXTEEN_BITS))
+
+
+def columns_in_16_bit(problem: Problem, kernels: Sequence[Candidate]) -> Columns:
+    """Kernels of the problem, as its product in 16 bit would have them."""
+    columns = Columns.of(kernels)
+    tile_k = columns.tile_k * DTYPE_BYTES[problem.in_dtype] // _SIXTEEN_BITS
+    return replace(columns, tile_k=np.maximum(tile_k, 1))
+
+
 def _launched(problem: Problem, kernel: Candidate, raster: str, swizzle: int) -> Candidate:
     return shortlist.launched(problem, kernel, along_n=raster == "along_n", swizzle=swizzle)
 
@@ -191,11 +197,4 @@ def _order() -> Expects:
 
 def order_of(path: Path) -> Expects:
     """The trees of a file. Raises TunegemmError for one that is damaged or of another version."""
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        intact = data.pop("checksum") == checksum(data) and data["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise TunegemmError(f"{path} is damaged ({type(error).__name__}); install tunegemm again") from None
-    if not intact or data["features"] != list(OF_ORDER):
-        raise TunegemmError(f"{path} is damaged or of another version; install tunegemm again")
-    return Forest.of(data, len(OF_ORDER))
+    return Forest.of(read(path, OF_ORDER), len(OF_ORDER))

@@ -10,7 +10,6 @@ nothing by prediction. docs/decisions/0020 has the evidence.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -29,10 +28,9 @@ from tunegemm.generate import families, shortlist
 from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice
 from tunegemm.generate.features import NAMES, features
 from tunegemm.resources import data_path
-from tunegemm.serve.forest import Forest
+from tunegemm.serve.forest import Forest, read
 from tunegemm.store.record import Record
 
-FORMAT = 1
 #: Launches that are offered of a product, for where the best one cannot be loaded.
 MOST_OPTIONS = 3
 
@@ -183,18 +181,11 @@ def selector_of(gpu: str, folder: Path | None = None) -> Selector | None:
     folder: where the files are; by default that of the package. Raises TunegemmError for a file that is
     damaged, of another version, or fitted to another list of kernels.
     """
-    name = "-".join(gpu.removeprefix("NVIDIA").lower().split())
-    path = (folder or data_path("db")) / f"selector-{name}.json"
+    path = file_of("selector", gpu, folder)
     if not path.exists():
         return None
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        intact = data.pop("checksum") == checksum(data) and data["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise TunegemmError(f"{path} is damaged ({type(error).__name__}); install tunegemm again") from None
-    if not intact:
-        raise TunegemmError(f"{path} is damaged or of another version; install tunegemm again")
-    if data["list"] != digest_of_list() or data["features"] != list(NAMES):
+    data = read(path, NAMES)
+    if data["list"] != digest_of_list():
         raise TunegemmError(
             f"{path} was fitted to another db/selector.toml; run `python -m benchmarks.selector_fit`"
         )
@@ -211,9 +202,10 @@ def selector_of(gpu: str, folder: Path | None = None) -> Selector | None:
     )
 
 
-def checksum(data: Any) -> str:
-    """Of a file's content, without its checksum."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+def file_of(what: str, gpu: str, folder: Path | None = None) -> Path:
+    """Of a kind of GPU, such as db/selector-h200.json."""
+    name = "-".join(gpu.removeprefix("NVIDIA").lower().split())
+    return (folder or data_path("db")) / f"{what}-{name}.json"
 
 
 def digest_of_list() -> str:

@@ -72,9 +72,10 @@ def select(
     why = snapshot.why_not(problem, device.fingerprint)
     if not near:
         return Selection("miss", (), why)
-    from tunegemm.serve.predict import outlook  # and the model: a hit does without
+    # And the model: a hit does without.
+    from tunegemm.serve import kinds, predict
 
-    ahead = outlook(problem, device, policy.refusal)
+    ahead = (kinds if problem.epilogue else predict).outlook(problem, device, policy.refusal)
     if ahead.options:
         found = tuple(option.record for option in ahead.options)
         return Selection("predicted", found, str(ahead.options[0]), predictions=ahead.options)

@@ -1,0 +1,190 @@
+"""Fits the gains of shipped kernels on fp8 and fused products to what `benchmarks.kind_choices` measured.
+
+    python -m benchmarks.kind_fit                  # db/kinds-h200.json, results/h200/kinds.json
+
+Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch's own
+operations from `generate.features.OF_GAIN`. Validation leaves out all products of a fold of (N, K), fits to
+the others and lets the trees choose among the launches of a product: what the chosen one got against what was
+expected of it gives the margins, by kind and rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.results import geometric_mean
+from benchmarks.selector_fit import FOLDS, MOST_MARGIN, least_margin, trees_of
+from tunegemm.describe.device import PARTS, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import TunegemmError
+from tunegemm.generate import shortlist
+from tunegemm.generate.cublaslt.choice import LibraryChoice
+from tunegemm.generate.features import OF_GAIN
+from tunegemm.resources import data_path
+from tunegemm.serve.forest import MAX_LEAVES, written
+from tunegemm.serve.invariance import Ranked
+from tunegemm.serve.kinds import features_of, name_of
+
+#: Ends of the ranges of rows that have margins of their own, by kind.
+RANGES = (16, 64, 256)
+#: Products that a range must have been measured on to be served.
+FEWEST = 30
+SETTINGS = {
+    "max_iter": 150, "learning_rate": 0.08, "max_leaf_nodes": MAX_LEAVES, "min_samples_leaf": 15,
+    "l2_regularization": 1.0, "max_features": 0.5, "random_state": 0, "early_stopping": False,
+}  # fmt: skip
+
+Floats = NDArray[np.float64]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input, with one line that says so."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has the data")
+    parser.add_argument("--out", type=Path, help="folder of kinds-GPU.json (default: db)")
+    parser.add_argument("--results", type=Path, help="folder of kinds.json (default: results/GPU)")
+    options = parser.parse_args(arguments)
+    try:
+        import sklearn.ensemble  # noqa: F401
+    except ImportError:
+        print("scikit-learn is not installed; pip install 'tunegemm[fit]'", file=sys.stderr)
+        return 2
+    try:
+        fit(options)
+    except (TunegemmError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+class Frame:
+    """All launches of all products as rows."""
+
+    def __init__(self, path: Path) -> None:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        self.meta = told["meta"]
+        part = next(name for name, part in PARTS.items() if part.device_name == self.meta["gpu"])
+        device = find_device(f"model:{part}")
+        self.rows = [row for row in told["rows"] if row["m"] <= RANGES[-1]]
+        tables, logs, product = [], [], []
+        for number, row in enumerate(self.rows):
+            shape = f"{row['m']}x{row['n']}x{row['k']}"
+            problem = Problem.parse(shape, dtype=row["dtype"], epilogue=row["epilogue"])
+            row["kind"] = name_of(problem)
+            launches = [one for one in row["launches"] if one[4] is not None]
+            library = LibraryChoice(*row["library"]) if row["library"] else None
+            tables.append(features_of(problem, [_ranked(problem, one) for one in launches], device, library))
+            logs.append(np.log([one[4] for one in launches]))
+            product += [number] * len(launches)
+        self.table, self.logs, self.product = np.vstack(tables), np.concatenate(logs), np.array(product)
+        groups = {(row["n"], row["k"]): 0 for row in self.rows}
+        numbers = {group: number for number, group in enumerate(groups)}
+        self.group = np.array([numbers[row["n"], row["k"]] for row in self.rows])
+
+
+def _ranked(problem: Problem, launch: list[Any]) -> Ranked:
+    place, along_n, swizzle, expected, _ = launch
+    kernel = shortlist.of_the_class(problem)[place]
+    candidate = shortlist.launched(problem, kernel, along_n=bool(along_n), swizzle=swizzle)
+    return Ranked(kernel, candidate, expected)
+
+
+def fit(options: argparse.Namespace) -> None:
+    """Validates, fits to everything, and writes both files."""
+    frame = Frame(Path(__file__).parent / "results" / options.gpu / "kind_choices.json")
+    expected = np.zeros(len(frame.logs))
+    folds = (np.random.default_rng(0).permutation(frame.group.max() + 1) % FOLDS)[frame.group][frame.product]
+    for fold in range(FOLDS):
+        left_out = folds == fold
+        expected[left_out] = fitted(frame.table[~left_out], frame.logs[~left_out]).predict(
+            frame.table[left_out]
+        )
+    chosen = np.array(
+        [rows[expected[rows].argmax()] for rows in map(frame.product.__eq__, range(len(frame.rows)))
+         for rows in [np.flatnonzero(rows)]]
+    )  # fmt: skip
+    hopes, got = expected[chosen], frame.logs[chosen]
+    m, kinds = np.array([row["m"] for row in frame.rows]), np.array([row["kind"] for row in frame.rows])
+    margins: dict[str, list[float | None]] = {}
+    served = np.zeros(len(frame.rows), dtype=bool)
+    for kind in sorted(set(kinds)):
+        margins[kind] = []
+        for low, high in zip((0, *RANGES), RANGES, strict=False):
+            mine = (kinds == kind) & (m > low) & (m <= high)
+            margin = least_margin(hopes[mine], got[mine]) if mine.sum() >= FEWEST else MOST_MARGIN
+            usable = margin < MOST_MARGIN - 0.01
+            margins[kind].append(margin if usable else None)
+            served |= mine & usable & (hopes > margin)
+    report = {kind: summary(frame, kinds == kind, served, got, m) for kind in margins}
+    for kind, one in report.items():
+        print(kind, margins[kind], json.dumps(one))
+    data = {
+        "gpu": frame.meta["gpu"],
+        "fitted_to": {"products": len(frame.rows), "date": frame.meta["date"][:10]},
+        "rows": list(RANGES),
+        "extents": [int(extreme(row[name] for row in frame.rows for name in "nk")) for extreme in (min, max)],
+        "margins": margins,
+        "served": {
+            kind: {name: one[name] for name in ("products", "under_099")} for kind, one in report.items()
+        },
+        **trees_of(fitted(frame.table, frame.logs)),
+    }
+    path = (options.out or data_path("db")) / f"kinds-{options.gpu}.json"
+    path.write_text(written(data, OF_GAIN))
+    print(f"written: {path}, {path.stat().st_size} B")
+    results = (options.results or Path(__file__).parent / "results" / options.gpu) / "kinds.json"
+    rows = [
+        {name: row[name] for name in ("m", "n", "k", "dtype", "epilogue")}
+        | {
+            "expected": round(float(np.exp(hope)), 4),
+            "got": round(float(np.exp(one)), 4),
+            "served": bool(taken),
+        }
+        for row, hope, one, taken in zip(frame.rows, hopes, got, served, strict=True)
+    ]
+    meta = frame.meta | {"command": f"python -m benchmarks.kind_fit --gpu {options.gpu}"}
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    results.write_text(
+        f'{{"meta": {json.dumps(meta)},\n"summary": {json.dumps(report)},\n"rows": [\n{lines}\n]}}\n'
+    )
+    print(f"written: {results}")
+
+
+def fitted(table: Floats, logs: Floats) -> Any:
+    """A model of some launches."""
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+    return HistGradientBoostingRegressor(**SETTINGS).fit(table, logs)
+
+
+def summary(
+    frame: Frame, mine: NDArray[np.bool_], served: NDArray[np.bool_], got: Floats, m: NDArray[np.int64]
+) -> dict[str, Any]:
+    """Of a kind's products in validation: how many are served, and what all of them have then."""
+    final = np.where(served, got, 0.0)
+
+    def of(rows: NDArray[np.bool_]) -> dict[str, Any]:
+        return {
+            "products": int(rows.sum()),
+            "served": int((served & rows).sum()),
+            "geometric_mean": round(float(geometric_mean(np.exp(final[rows]))), 4) if rows.any() else None,
+            "under_099": int((final[rows] < np.log(0.99)).sum()),
+            "slowest": round(float(np.exp(final[rows].min())), 4) if rows.any() else None,
+        }
+
+    ranges = {
+        f"to {high}": of(mine & (m > low) & (m <= high))
+        for low, high in zip((0, *RANGES), RANGES, strict=False)
+    }
+    return of(mine) | {"by_rows": ranges}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Predictions for fp8 and fused products, by the kernels that ship for their kind."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.kind_choices import drawn
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import TunegemmError, TunegemmWarning
+from tunegemm.generate import families, shortlist
+from tunegemm.generate.cublaslt.choice import LibraryChoice
+from tunegemm.report.explain import explain_problem
+from tunegemm.resources import data_path
+from tunegemm.serve import kinds, predict
+from tunegemm.serve.kinds import ASKED, best_ranked, features_of, gains_of
+from tunegemm.serve.selection import select
+from tunegemm.serve.snapshot import Snapshot
+
+H200 = "NVIDIA H200"
+ROWWISE: dict[str, Any] = {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"}
+SERVED = Problem.parse("8x6160x4112", **ROWWISE)
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return find_device("model:h200")
+
+
+def problems(count: int) -> list[Problem]:
+    found = drawn("tests")
+    return [next(found) for _ in range(count)]
+
+
+def test_every_option_is_legal_and_passes_its_margin(device: Device) -> None:
+    count = 0
+    for problem in problems(90):
+        found = select(Snapshot(), problem, device)
+        assert found.outcome in ("predicted", "miss")
+        expected = [option.expected for option in found.predictions]
+        assert expected == sorted(expected, reverse=True)
+        for option in found.predictions:
+            candidate = option.record.candidate
+            assert families.get(candidate.family).check(problem, candidate, device).runs, (problem, candidate)
+            assert candidate.kernel in shortlist.of_the_class(problem)
+            assert 1 < option.bound < option.expected and option.record.ratio == option.bound
+        count += found.outcome == "predicted"
+    assert 90 * 0.2 < count < 90 * 0.9
+
+
+def test_few_rows_of_fp8_are_served(device: Device) -> None:
+    found = select(Snapshot(), SERVED, device)
+    assert found.outcome == "predicted" and found.predictions[0].bound > 1.1
+    told = explain_problem(SERVED, device)
+    assert "x torch expected, at least" in str(told)
+    facts = json.loads(json.dumps(told.asdict(), allow_nan=False))
+    assert facts["predicted"]["least_ratio"] == pytest.approx(found.predictions[0].bound)
+    assert select(Snapshot(), SERVED, device, near=False).outcome == "miss"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epilogue": "scale_rowwise+relu"},
+        {"epilogue": "scale_tensor"},
+        {"batch": 2},
+        {"alignment": 8},
+        {"m": 20000},
+        {"n": 1 << 17},
+        {"b_major": "n"},
+        {"out_dtype": "fp16"},
+    ],
+)
+def test_other_products_are_not_predicted(device: Device, change: dict[str, Any]) -> None:
+    found = kinds.outlook(replace(SERVED, **change), device, lambda *_: "")
+    assert not found.decides and not found.options
+
+
+def test_parts_of_a_gpu_and_other_gpus_are_not_predicted(device: Device) -> None:
+    part = replace(device, fingerprint=replace(device.fingerprint, mig="1g.18gb"))
+    for other in (part, find_device("model:a100-sxm-80gb"), device.with_sm_budget(60)):
+        assert not kinds.outlook(SERVED, other, lambda *_: "").options
+
+
+def test_a_policy_may_refuse_all(device: Device) -> None:
+    found = kinds.outlook(SERVED, device, lambda *_: "not that one")
+    assert not found.options and found.refusal.count("not that one") >= 1
+
+
+def test_what_torch_launches_counts(device: Device) -> None:
+    """Of a product whose library was measured as a feature: the answer for another one is another."""
+    gains = gains_of(H200)
+    assert gains is not None
+    problem = Problem.parse("8x9216x4608", epilogue="bias_n+gelu_tanh")
+    found, real = best_ranked(problem, device), replace(device, spec="cuda:0")
+    tables = [
+        features_of(problem, found, real, choice)
+        for choice in (None, LibraryChoice(8, 64, 1, 4, 1), LibraryChoice(64, 64, 1, 1, 1))
+    ]
+    assert len(found) == ASKED and len({tuple(gains.forest(table)) for table in tables}) == 3
+
+
+def test_a_damaged_file_is_refused_and_is_one_warning(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kinds-h200.json"
+    assert gains_of(H200, tmp_path) is None
+    text = data_path("db", path.name).read_text(encoding="utf-8")
+    at = random.Random(3).randrange(len(text) // 2, len(text) - 100)
+    for damaged in (text[:-200], text[:at] + "9" + text[at + 1 :], "[]", ""):
+        path.write_text(damaged, encoding="utf-8")
+        with pytest.raises(TunegemmError, match=r"is damaged.*install tunegemm again"):
+            gains_of(H200, tmp_path)
+    for name in ("selector.toml", "invariant.toml", "order.json"):
+        shutil.copy(data_path("db", name), tmp_path)
+    monkeypatch.setattr(predict, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    kinds._loaded.cache_clear()
+    try:
+        with pytest.warns(TunegemmWarning, match="nothing is predicted until then") as said:
+            assert select(Snapshot(), SERVED, device).outcome == "miss"
+        assert len(said) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert select(Snapshot(), SERVED, device).outcome == "miss"
+    finally:
+        kinds._loaded.cache_clear()
+
+
+def test_files_are_small() -> None:
+    for path in data_path("db", "selector.toml").parent.glob("kinds-*.json"):
+        assert path.stat().st_size < 1 << 20
