@@ -78,7 +78,7 @@ def test_the_baseline_ties_with_itself_where_products_are_short(worker: MeasureW
     """With replays shorter than the baseline's it was at 0.980, 0.983 and 0.990 of itself."""
     for own in measured(worker, Problem.parse(shape), [Job(TORCH_MM), planted("good")], FINAL):
         assert own.ratio == pytest.approx(1, abs=max(0.004, 2 * own.noise))
-        assert own.evidence["products_per_replay"] * own.median_us > 0.9e3 * FINAL.min_replay_ms
+        assert own.evidence["products_per_replay"] * own.median_us > 0.8e3 * FINAL.min_replay_ms
 
 
 def test_clocks_have_settled_when_a_race_begins(worker: MeasureWorker) -> None:
