@@ -28,7 +28,8 @@ from zlib import crc32
 
 import torch
 
-from benchmarks.batch_invariance import KINDS, product
+from benchmarks.batch_invariance import KINDS as OTHERS
+from benchmarks.batch_invariance import product
 from benchmarks.interleave import interleave
 from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
@@ -44,6 +45,7 @@ METHOD = (
     "state), timed again where two captures of torch.mm differ by over 2 %; an empty database and an empty "
     "kernel cache"
 )
+KINDS = {**OTHERS, "bias": {"epilogue": "bias_n"}}
 TURN_MS = 160.0
 MOST_ROWS = 16384
 #: Timed again, so often, where two captures of torch.mm differ by more: the clocks moved meanwhile. One of

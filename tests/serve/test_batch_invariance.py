@@ -273,9 +273,9 @@ def test_all_rows_go_to_a_kernel_of_the_class(planted: tuple[Dispatcher, Kernel]
 
 
 def test_a_bias_is_added_to_their_product(planted: tuple[Dispatcher, Kernel]) -> None:
-    """Torch's call with a bias would multiply by the library."""
+    """Where no kernel adds it: torch's call with a bias would multiply by the library."""
     made, watched = planted
-    x, b = operands(32)
+    x, b = operands(32, dtype=torch.float16)
     bias = torch.arange(48, dtype=x.dtype)
     weight = b.t().contiguous()
     with pytest.warns(TunegemmWarning, match="epilogue bias_n"):
