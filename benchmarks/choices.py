@@ -3,11 +3,14 @@
     python -m benchmarks.choices --device cuda:0 --part 0/2 --budget 200 --out build/choices
     python -m benchmarks.choices --device cuda:1 --part 1/2 --budget 200 --out build/choices
     python -m benchmarks.choices --collect build/choices        # their rows into results/GPU/choices.json.xz
+    python -m benchmarks.choices --top 8 --rows 1-64 --seed more --out build/choices
 
 All kernels of db/selector.toml that suit a product race torch.mm in one interleave, each at the launches that
-suit it; those that are near the fastest go on for longer. A line is written after each product, so that a run
-that ends early loses nothing, and goes on where it is run again. N and K are no dimensions of
-`benchmarks.first_use`. The kernels are those of `make kernels`; none is compiled here.
+suit it; those that are near the fastest go on for longer. With `--top` only so many race as the selector
+takes for the fastest, and none in steady state: a quarter of the time, and what it is wrong about. A line is
+written after each product, so that a run that ends early loses nothing, and goes on where it is run again. N
+and K are no dimensions of `benchmarks.first_use`. The kernels are those of `make kernels`; none is compiled
+here.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,8 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, TunegemmError
 from tunegemm.generate import families, model, shortlist
+from tunegemm.generate.cublaslt.choice import first_choice
+from tunegemm.generate.features import features
 from tunegemm.measure.backend import Backend, warm_us
 from tunegemm.measure.operands import (
     Operands,
@@ -48,6 +54,7 @@ from tunegemm.measure.operands import (
 from tunegemm.measure.policy import Policy
 from tunegemm.measure.race import Replay, SteadyState, race
 from tunegemm.measure.statistics import aa_noise
+from tunegemm.serve.predict import selector_of
 
 METHOD = (
     "torch.mm(out=), twice, and launches of db/selector.toml in one CUDA graph each over operand sets that "
@@ -85,6 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", default="1-16384", help="FEWEST-MOST, of the products drawn")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=Path("build/choices"), help="folder of the lines")
+    parser.add_argument("--top", type=int, help="launches of a product, by the selector")
     parser.add_argument("--no-names", action="store_true", help="leave out the names of torch's kernels")
     parser.add_argument("--collect", type=Path, help="measure nothing; put the lines of that folder together")
     parser.add_argument("--results", type=Path, help="with --collect: folder of the result file")
@@ -170,7 +178,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
             file.write(json.dumps({"begin": extents}) + "\n")
             faulthandler.dump_traceback_later(HANGS_S, exit=True)
             begin = time.monotonic()
-            row = measure(problem, device, backend, names=not options.no_names)
+            row = measure(problem, device, backend, names=not options.no_names, top=options.top)
             row["seconds"] = round(time.monotonic() - begin, 3)
             faulthandler.cancel_dump_traceback_later()
             file.write(json.dumps(row) + "\n")
@@ -186,8 +194,10 @@ def run(device: Device, options: argparse.Namespace) -> None:
     print(f"{done} products in {time.monotonic() - started:.0f} s; written: {path}")
 
 
-def measure(problem: Problem, device: Device, backend: Backend, *, names: bool = True) -> dict[str, Any]:
-    """The row of one product. names: whether torch's kernels are named in it.
+def measure(
+    problem: Problem, device: Device, backend: Backend, *, names: bool = True, top: int | None = None
+) -> dict[str, Any]:
+    """The row of one product. names: whether torch's kernels are named in it. top: see `--top`.
 
     Its `launches` are lists: place in the list of kernels, splits of k, whether a second kernel adds them,
     whether tiles go along n, swizzle size, ratio to torch.mm, rounds. `steady` has places in `launches` and
@@ -196,7 +206,7 @@ def measure(problem: Problem, device: Device, backend: Backend, *, names: bool =
     marks = [time.monotonic()]
     count = count_sets(problem, device.l2_bytes, backend.free_bytes())
     sets = [make_operands(problem, backend.torch_device, index) for index in range(count)]
-    chosen = worth_trying(problem, device)
+    chosen = worth_trying(problem, device) if top is None else most_promising(problem, device, top)
     torch_us = warm_us(backend, torch_mm, sets)
     passes = max(1, math.ceil(MIN_REPLAY_MS * 1e3 / (torch_us * count)))
     marks.append(time.monotonic())
@@ -239,9 +249,12 @@ def measure(problem: Problem, device: Device, backend: Backend, *, names: bool =
         ratios[number] = _ratio(samples[1], own)
         rounds[number] = ROUNDS
     marks.append(time.monotonic())
-    telemetry, steady = _steady(
-        problem, chosen, rows, replays, near, ratios, count * passes, samples, backend
-    )
+    steady: list[list[float]] = []
+    telemetry = backend.telemetry()
+    if top is None:
+        telemetry, steady = _steady(
+            problem, chosen, rows, replays, near, ratios, count * passes, samples, backend
+        )
     marks.append(time.monotonic())
     errors = _check(problem, sets, [launchers[number] for number in near[:2]], backend)
     torch_kernels = _kernels_of(torch_mm, sets[0]) if names else []
@@ -287,6 +300,16 @@ def worth_trying(problem: Problem, device: Device) -> shortlist.Choices:
     order = np.argsort(score, kind="stable")
     order = order[score[order] <= SLOWEST]
     return found.take(order[: MOST if problem.m <= MANY_ROWS else MOST_OF_MANY_ROWS])
+
+
+def most_promising(problem: Problem, device: Device, top: int) -> shortlist.Choices:
+    """The launches that the device's selector takes for the fastest. Raises TunegemmError without one."""
+    if (selector := selector_of(device.name)) is None:
+        raise TunegemmError(f"{device.name} has no selector yet; leave out --top")
+    modelled = replace(device, spec="model")
+    found = shortlist.choices(problem, modelled)
+    logs = selector.forest(features(problem, found, modelled, first_choice(problem, device.index)))
+    return found.take(np.argsort(-logs, kind="stable")[:top])
 
 
 def torch_mm(a: Any, b: Any, out: Any) -> None:

@@ -16,7 +16,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=100_000, help="most products")
     parser.add_argument("--seed", default="train", help="of the products")
     parser.add_argument("--most-rows", type=int, default=256, help="of the products that are timed")
+    parser.add_argument("--epilogues", default="", help="of the kinds to draw, such as bias_n,swiglu")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     options = parser.parse_args(arguments)
@@ -62,10 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def drawn(seed: str) -> Iterator[Problem]:
-    """Products without end, of one kind after the other; the same for each seed."""
+def drawn(seed: str, epilogues: Container[str] = ()) -> Iterator[Problem]:
+    """Products without end, of one kind after the other; the same for each seed and choice of kinds."""
     chance = random.Random(f"kinds {seed}")
     kinds = [kind for kind in shortlist.of_kinds() if kind.epilogue and kind.epilogue != LEFT_OUT]
+    kinds = [kind for kind in kinds if kind.epilogue in epilogues] or kinds
 
     def extent() -> int:
         return max(UNIT, extent_of(chance) // UNIT * UNIT)
@@ -86,7 +88,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
     backend = CudaBackend(device)
     backend.open()
     started, done = time.monotonic(), 0
-    for problem in drawn(options.seed):
+    for problem in drawn(options.seed, options.epilogues.split(",")):
         if problem.m > options.most_rows:
             continue
         if done == options.count or time.monotonic() - started > options.budget:
