@@ -24,7 +24,8 @@ UNKNOWN = -100.0
 #: Families by their numbers.
 FAMILIES = ("cute_sm90", "gluon_wgmma", "triton_tma", "skinny", "cute_sm80")
 
-OF_PROBLEM = ("log_m", "log_n", "log_k", "log_bytes", "n_beyond", "k_beyond")
+#: `half_sectors`: whether rows of K begin amid the 32 B that device memory is read by.
+OF_PROBLEM = ("log_m", "log_n", "log_k", "log_bytes", "n_beyond", "k_beyond", "half_sectors")
 OF_TORCH = (
     "torch_rows", "torch_columns", "torch_cluster", "torch_cluster_columns", "torch_splits", "torch_waves",
     "torch_fill", "torch_steps", "torch_rows_all", "rows_to_torch",
@@ -98,6 +99,7 @@ def _of_launches(
         "log_bytes": math.log2(problem.bytes),
         "n_beyond": n % 64,
         "k_beyond": k % 64,
+        "half_sectors": k % 16 != 0,
         "rows": rows,
         "columns": columns,
         "tile_k": c.tile_k,
