@@ -86,8 +86,8 @@ class Norm(torch.nn.Module):
 
 
 def attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any,
-    scaling: float | None = None, **__: Any,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any,
+    scaling: float | None = None, **named: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Of one token behind a full context, as transformers asks for it: (sequences, heads, 1, width).
 
