@@ -190,7 +190,7 @@ def measure(
     most = sequences[-1]
     wanted = ["torch", *POLICIES, *(["usual"] if mode != "compile" else [])]
     if mode == "compile":
-        models = {name: compiled(models[name]) for name in ("torch", "ours")}
+        models = {name: compiled(models[name], name) for name in ("torch", "ours")}
     logits: dict[tuple[str, int], torch.Tensor] = {}
     said: dict[int, list[str]] = {}
     samples: dict[int, Mapping[tuple[str, str], Sequence[float]]] = {}
@@ -201,11 +201,8 @@ def measure(
             warnings.simplefilter("always", TunegemmWarning)
             for variant in wanted:
                 with conditions(variant, place):
-                    step = clients.prepare(
-                        "eager" if mode == "compile" else mode,
-                        lambda *given, make=make: make(*given),
-                        of_variant(models, variant), size, place, ours=True,
-                    )  # fmt: skip
+                    how = "eager" if mode == "compile" else mode
+                    step = clients.prepare(how, make, of_variant(models, variant), size, place, ours=True)
                     logits[variant, count] = step().clone()
                 steps[mode, variant] = step if mode == "graph" else under(variant, place, step)
         said[count] = [str(one.message) for one in caught if issubclass(one.category, TunegemmWarning)]
@@ -241,9 +238,12 @@ def under(variant: str, place: torch.device, step: Step) -> Step:
     return run
 
 
-def compiled(model: Any) -> Any:
+def compiled(model: Any, name: str) -> Any:
     """Once for all numbers of sequences but 1."""
-    options: dict[str, Any] = {"emulate_precision_casts": True}
+    # torch 2.11 does not see that layers are of another class, and would take the other model's code unless
+    # their options differ. `max_autotune` is off by default.
+    own = {"max_autotune": False} if name == "ours" else {}
+    options: dict[str, Any] = {"emulate_precision_casts": True, **own}
     return clients.Compiled(model, torch.compile(model, options=options))
 
 

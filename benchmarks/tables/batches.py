@@ -48,8 +48,8 @@ def batch_invariance(results: Path) -> str:
     }
     said = "The Triton kernel is not in this file."
     if theirs:
-        other = sum(map(bool, theirs.values()))
-        said = f"Of the Triton kernel's {len(theirs)} products {other} have rows with other bits."
+        unlike = sum(map(bool, theirs.values()))
+        said = f"Of the Triton kernel's {len(theirs)} products {unlike} have rows with other bits."
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
 
 

@@ -43,6 +43,7 @@ def test_what_depends_on_the_batch_is_named(
     assert lines[2].startswith("5 eager: 0 logits differ (fastest 0, torch 0)")
 
 
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")  # of products on a CPU
 def test_all_but_the_products_is_as_transformers_computes_it() -> None:
     place = torch.device("cpu")
     models = decode_bits.variants(decode_bits.Size.tiny(1), place)
