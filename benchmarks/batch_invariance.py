@@ -2,12 +2,14 @@
 
     python -m benchmarks.batch_invariance                       # by the kernels that ship with the records
     python -m benchmarks.batch_invariance --kinds bf16 --shapes 4096x4096 --budget-s 30 --out /tmp/look
+    python -m benchmarks.batch_invariance --kinds fp8,gelu      # a slice: its rows go into the same file
 
 For each N x K, dtype and epilogue the first M rows are multiplied alone and compared, bit by bit, with the
 same rows of the largest batch: for every M up to 300 and 40 larger ones. Some of these M are captured in CUDA
-graphs and computed by compiled code as well. Then few M are timed beside the policy `fastest` and beside
-torch. Writes results/GPU/batch_invariance.json, a row `{m, n, k, dtype, epilogue, differing,
-ratio_to_fastest, ratio_to_torch}` of each timed M; `differing` is of all M and modes of its N x K, dtype and
+graphs and computed by compiled code as well. Then few M are timed beside the policy `fastest`, torch and
+what is written in Triton for the same end (`benchmarks.fixed_tiles`). Writes
+results/GPU/batch_invariance.json, a row `{m, n, k, dtype, epilogue, differing, ratio_to_fastest,
+ratio_to_torch, ratio_to_triton}` of each timed M; `differing` is of all M and modes of its N x K, dtype and
 epilogue.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import sys
 import time
 import warnings
@@ -31,9 +34,9 @@ from tunegemm.errors import ProblemError, TunegemmError, TunegemmWarning
 METHOD = (
     "records and kernels as shipped; operands as candidates are measured with; the rows of M in 1..300 and "
     "of {more} more up to {largest} are compared with those of {largest}, eagerly, and {sampled} M in CUDA "
-    "graphs and compiled code; then one CUDA graph for each policy and for torch, over operand sets that "
-    "together pass 3x the L2, in shuffled order in each of {rounds} rounds: ratios of times, above 1 where "
-    "batch_invariant is faster"
+    "graphs and compiled code; then one CUDA graph for each policy, for torch and for a Triton kernel of one "
+    "tile for all M, over operand sets that together pass 3x the L2, in shuffled order in each of {rounds} "
+    "rounds: ratios of times, above 1 where batch_invariant is faster"
 )
 #: Dtypes and epilogues, by what the command line calls them.
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -69,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
     parser.add_argument("--timed", default=",".join(map(str, TIMED)), help="M,...; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds per timing")
-    parser.add_argument("--budget-s", type=float, default=160, help="begin no N x K later than that")
+    parser.add_argument("--budget-s", type=float, default=200, help="begin no N x K later than that")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     options = parser.parse_args(arguments)
@@ -96,39 +99,51 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
     results = Results(results_path(options.out, device, "batch_invariance.json"), meta(device, method))
     backend = CudaBackend(device)
     backend.open()
-    started, rows, left_out = time.monotonic(), [], []
+    started, different = time.monotonic(), 0
+    earlier = results.earlier_summary.get("left_out", [])
+    left_out = list(dict.fromkeys([*earlier, *map(str, problems)]))
     for problem in problems:
-        if time.monotonic() - started > options.budget_s:
-            left_out.append(str(problem))
-            continue
         begun = time.monotonic()
-        found, said = compare(problem, [*EVERY, *larger()], SAMPLED)
+        if begun - started > options.budget_s:
+            break
+        found, said, triton = compare(problem, [*EVERY, *larger()], SAMPLED)
         differing = sum(map(len, found.values()))
+        different += differing
         seconds = time.monotonic() - begun
-        extents = [int(m) for m in options.timed.split(",")]
-        for m in extents:
+        rows = []
+        for m in map(int, options.timed.split(",")):
             row = problem_fields(replace(problem, m=m)) | {"epilogue": problem.epilogue or "none"}
             row |= {"differing": differing, "differing_m": {mode: ms[:12] for mode, ms in found.items()}}
-            row |= {"warnings": len(said)} | timed(replace(problem, m=m), device, backend, options.rounds)
-            rows.append(row)
-            results.put(row)
+            row |= {"triton_differing": triton, "warnings": len(said)}
+            rows.append(row | timed(replace(problem, m=m), device, backend, options.rounds))
+        left_out.remove(str(problem))
+        results.put(*rows)
         backend.release()
-        ratios = [(row["ratio_to_fastest"], row["ratio_to_torch"]) for row in rows[-len(extents) :]]
-        told = "; ".join(f"{fast:.3f} of fastest, {torchs:.3f} of torch" for fast, torchs in ratios)
+        told = "; ".join(
+            f"{row['ratio_to_fastest']:.3f} of fastest, {row['ratio_to_torch']:.3f} of torch, "
+            f"{row['ratio_to_triton'] or math.nan:.3f} of Triton"
+            for row in rows
+        )
         print(f"{problem}: {differing} differ, {len(said)} warnings, {seconds:.1f} s; {told}", flush=True)
-        for line in said[:1]:
+        for line in filter(None, [*said[:1], *dict.fromkeys(row["triton_skipped"] for row in rows)]):
             print(f"  {line}", flush=True)
-    results.summary |= {
-        "differing": sum(row["differing"] for row in rows),
-        "geometric_mean_to_fastest": geometric_mean(row["ratio_to_fastest"] for row in rows)
-        if rows
-        else None,
-        "geometric_mean_to_torch": geometric_mean(row["ratio_to_torch"] for row in rows) if rows else None,
-        "left_out": left_out,
-    }
+    results.summary = summed(results.rows) | {"left_out": left_out}
     results.put()
     print(results.summary, f"\nwritten: {results.path}")
-    return int(any(row["differing"] for row in rows))
+    return int(different > 0)
+
+
+def summed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Differences, and what the policy costs by geometric means, of all rows of the file."""
+    return {
+        "differing": sum(row["differing"] for row in rows),
+        **{
+            f"geometric_mean_to_{other}": geometric_mean(
+                row[f"ratio_to_{other}"] for row in rows if row[f"ratio_to_{other}"]
+            )
+            for other in ("fastest", "torch", "triton")
+        },
+    }
 
 
 def product(problem: Problem) -> Callable[..., Any]:
@@ -159,8 +174,9 @@ def _product(text: str, out_dtype: str) -> tuple[Callable[..., Any], Callable[..
 
 def compare(
     problem: Problem, rows: Iterable[int], sampled: Iterable[int]
-) -> tuple[dict[str, list[int]], list[str]]:
-    """By mode the M whose rows differ in a bit from the same rows of the whole problem; what was warned of.
+) -> tuple[dict[str, list[int]], list[str], int | None]:
+    """By mode the M whose rows differ in a bit from the same rows of the whole problem; what was warned of;
+    of how many sampled M the Triton kernel's rows differ, None where it does not run.
 
     rows: M that are tried eagerly; sampled: those in CUDA graphs and compiled code.
     """
@@ -186,23 +202,38 @@ def compare(
         graph.replay()
         return result
 
-    found: dict[str, list[int]] = {}
+    def unlike(how: Callable[..., Any], ms: Iterable[int], whole: Any) -> list[int]:
+        return [
+            m for m in ms if m <= problem.m and not torch.equal(how(*given(m)).view(torch.uint8), whole[:m])
+        ]
+
     with warnings.catch_warnings(record=True) as said, tunegemm.policy("batch_invariant"), torch.no_grad():
         warnings.simplefilter("always", TunegemmWarning)
         whole = call(*given(problem.m)).view(torch.uint8)
-        for mode, ms, how in (
-            ("eager", rows, call), ("graph", sampled, captured), ("compiled", sampled, compiled),
-        ):  # fmt: skip
-            found[mode] = [
-                m
-                for m in ms
-                if m <= problem.m and not torch.equal(how(*given(m)).view(torch.uint8), whole[:m])
-            ]
-    return found, [str(one.message) for one in said if issubclass(one.category, TunegemmWarning)]
+        found = {
+            "eager": unlike(call, rows, whole),
+            "graph": unlike(captured, sampled, whole),
+            "compiled": unlike(compiled, sampled, whole),
+        }
+        del whole
+        try:
+            theirs = fixed_tiles(problem)
+            triton = len(unlike(theirs, sampled, theirs(*given(problem.m)).view(torch.uint8)))
+        except Exception:  # foreign code: the line of its times says what it raised
+            triton = None
+    messages = [str(one.message) for one in said if issubclass(one.category, TunegemmWarning)]
+    return found, messages, triton
 
 
-def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[str, float]:
-    """How fast the policy is beside `fastest` and beside torch's own operations."""
+def fixed_tiles(problem: Problem) -> Callable[..., Any]:
+    """What is written in Triton for the same end: a call of (a, b, *operands)."""
+    from benchmarks import fixed_tiles
+
+    return fixed_tiles.of(problem)
+
+
+def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[str, Any]:
+    """How fast the policy is beside `fastest`, torch's own operations and the Triton kernel."""
     from benchmarks.interleave import interleave
     from tunegemm.generate.cublaslt.eager import torch_mm
     from tunegemm.serve.policies import Preference
@@ -218,18 +249,27 @@ def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[s
 
         return run
 
+    def triton(a: Any, b: Any, out: Any, *operands: Any) -> Any:
+        return fixed_tiles(problem)(a, b, *operands)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)  # of what `fastest` leaves to torch
         found = interleave(
             problem,
-            {"torch": torch_mm(problem), "fastest": under("fastest"), "invariant": under("batch_invariant")},
+            {
+                "torch": torch_mm(problem), "fastest": under("fastest"),
+                "invariant": under("batch_invariant"), "triton": triton,
+            },
             backend, l2_bytes=device.l2_bytes, rounds=rounds, min_replay_ms=0.3, settle_s=0.0, turn_ms=0,
         )  # fmt: skip
-    ours, fastest, torchs = (found.timings[name] for name in ("invariant", "fastest", "torch"))
+    ours, theirs = found.timings["invariant"], found.timings.get("triton")
     return {
-        "ratio_to_fastest": round(ours.ratio_to(fastest), 4),
-        "ratio_to_torch": round(ours.ratio_to(torchs), 4),
+        "ratio_to_fastest": round(ours.ratio_to(found.timings["fastest"]), 4),
+        "ratio_to_torch": round(ours.ratio_to(found.timings["torch"]), 4),
+        "ratio_to_triton": round(ours.ratio_to(theirs), 4) if theirs else None,
         "us": round(ours.median_us, 3),
+        "triton_us": round(theirs.median_us, 3) if theirs else None,
+        "triton_skipped": found.skipped.get("triton", ""),
         "noise": round(found.noise, 5),
     }
 

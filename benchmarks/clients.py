@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,14 +106,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         for name, known in (("workloads", tuple(WORKLOADS)), ("modes", MODES)):
-            setattr(options, name, _chosen(getattr(options, name), known, name))
+            setattr(options, name, chosen(getattr(options, name), known, name))
         return run(options)
     except TunegemmError as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     if unknown := [name for name in names if name not in known]:
         raise ClientError(f"--{what} {unknown[0]!r} is not known; use some of {','.join(known)}")
@@ -209,11 +209,16 @@ def prefill(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
     return step
 
 
-def decode(batch: int, model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
-    """The next token of each sequence; the same one each time, at the end of a full cache."""
-    ids = _tokens((batch, 1), size, place)
+def decode(
+    batch: int, model: LlamaForCausalLM, size: Size, place: torch.device, of: int | None = None
+) -> Step:
+    """The next token of each sequence; the same one each time, at the end of a full cache.
+
+    of: how many sequences there are, of which the last ones are decoded; all by default.
+    """
+    ids = _tokens((of or batch, 1), size, place)[-batch:].clone()
     positions = torch.full((batch, 1), size.context, device=place)
-    cache = _context(model, batch, size, place)
+    cache = _context(model, batch, size, place, of or batch)
 
     def step() -> torch.Tensor:
         with torch.no_grad():
@@ -253,9 +258,10 @@ def _tokens(shape: tuple[int, int], size: Size, place: torch.device) -> torch.Te
     return torch.randint(size.vocabulary, shape, generator=generator).to(place)
 
 
-def _context(model: LlamaForCausalLM, batch: int, size: Size, place: torch.device) -> Cache:
-    """A cache that is full but for the last token, which each step writes anew."""
-    from transformers.cache_utils import Cache, CacheLayerMixin
+@cache
+def _full_layer() -> Any:
+    """The class of a layer of such a cache: one, or torch.compile would begin anew with each cache."""
+    from transformers.cache_utils import CacheLayerMixin
 
     class Layer(CacheLayerMixin):  # type: ignore[misc]
         is_compileable = True
@@ -269,21 +275,30 @@ def _context(model: LlamaForCausalLM, batch: int, size: Size, place: torch.devic
             return self.keys, self.values
 
         def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
-            return size.context + 1, 0
+            return self.keys.shape[2], 0
 
         def get_seq_length(self, *_: Any) -> int:
-            return size.context
+            return self.keys.shape[2] - 1
 
         def get_max_length(self) -> int:
-            return size.context + 1
+            return self.keys.shape[2]
+
+    return Layer
+
+
+def _context(model: LlamaForCausalLM, batch: int, size: Size, place: torch.device, of: int) -> Cache:
+    """A cache that is full but for the last token, which each step writes anew: of the last of so many
+    sequences."""
+    from transformers.cache_utils import Cache
 
     generator = torch.Generator(place).manual_seed(1)
-    shape = (batch, size.kv_heads, size.context + 1, size.hidden // size.heads)
+    shape = (of, size.kv_heads, size.context + 1, size.hidden // size.heads)
+    dtype = next(model.parameters()).dtype
     layers = []
     for _ in range(size.layers):
-        layer = Layer()
+        layer = _full_layer()()
         layer.keys, layer.values = (
-            torch.randn(shape, generator=generator, device=place, dtype=next(model.parameters()).dtype)
+            torch.randn(shape, generator=generator, device=place, dtype=dtype)[-batch:].clone()
             for _ in range(2)
         )
         layer.is_initialized = True
@@ -357,7 +372,7 @@ def prepare(
     if mode in ("compile", _TUNED_BY_TORCH):
         # In a CUDA graph of ours, so that what is captured is the same as elsewhere.
         how = "max-autotune-no-cudagraphs" if mode == _TUNED_BY_TORCH and not ours else "default"
-        model = _Compiled(model, torch.compile(model, mode=how, dynamic=False))
+        model = Compiled(model, torch.compile(model, mode=how, dynamic=False))
     step = make(model, size, place)
     if not captured:
         for _ in range(3):
@@ -389,7 +404,7 @@ class _Replay:
         return self.result
 
 
-class _Compiled:
+class Compiled:
     """A compiled model whose parts are found as those of the model it was made of."""
 
     def __init__(self, model: Any, compiled: Callable[..., Any]) -> None:
@@ -403,15 +418,17 @@ class _Compiled:
 
 
 #: Name of torch's second timing in a round, for the noise.
-_AGAIN = "again"
+AGAIN = "again"
 
 
-def interleave(steps: Mapping[tuple[str, str], Step], rounds: int) -> dict[tuple[str, str], list[float]]:
+def interleave(
+    steps: Mapping[tuple[str, str], Step], rounds: int, sample_ms: float = _SAMPLE_MS
+) -> dict[tuple[str, str], list[float]]:
     """Microseconds per step of each variant, a sample a round."""
     timed = dict(steps) | {
-        (mode, _AGAIN): step for (mode, library), step in steps.items() if library == "torch"
+        (mode, AGAIN): step for (mode, library), step in steps.items() if library == "torch"
     }
-    calls = {key: max(1, math.ceil(_SAMPLE_MS * 1e3 / _time_us(step, 1))) for key, step in timed.items()}
+    calls = {key: max(1, math.ceil(sample_ms * 1e3 / _time_us(step, 1))) for key, step in timed.items()}
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in timed}
     generator = random.Random(0)
     with _undisturbed():
@@ -451,7 +468,7 @@ def _times(samples: Mapping[tuple[str, str], Sequence[float]], mode: str) -> dic
     ours = samples[mode, "tunegemm"]
     return {
         "torch_us": round(statistics.median(torchs), 1),
-        "noise": round(aa_noise(samples[mode, _AGAIN], torchs), 5),
+        "noise": round(aa_noise(samples[mode, AGAIN], torchs), 5),
         "tunegemm_us": round(statistics.median(ours), 1),
         "ratio": round(statistics.median(t / o for t, o in zip(torchs, ours, strict=True)), 4),
     }

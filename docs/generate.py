@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables.batches import batch_invariance, class_order, class_splits, decode_bits
 from benchmarks.tables.families import families, family_figures
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
 from benchmarks.tables.programs import (
@@ -111,6 +112,10 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "selector": selector,
     "selector-h100": selector,
     "skinny": skinny,
+    "batch-invariance": batch_invariance,
+    "decode-bits": decode_bits,
+    "class-order": class_order,
+    "class-splits": class_splits,
     "cli": cli,
     "families": families,
     **{

@@ -112,6 +112,27 @@ class TestBlocks:
         assert "Over the 1 shapes at the power cap it is at 1.020 of `torch.mm`, interleaved" in text
         assert "Not timed in this run: 8192x8192x8192, 2048x2048x2048" in text
 
+    def test_bits_at_any_batch(self, generate: ModuleType, tmp_path: Path) -> None:
+        product = row(16, 64, 32, {}, differing=3, ratio_to_fastest=0.5, ratio_to_torch=2.0)
+        triton = {"ratio_to_triton": 4.0, "triton_differing": 0}
+        rows = [product, product | triton | {"m": 1, "epilogue": "swiglu", "differing": 0}]
+        (tmp_path / "batch_invariance.json").write_text(json.dumps({"rows": rows, "meta": {}}))
+        table = generate.batch_invariance(tmp_path)
+        assert (
+            "| all | 2 | 3 | 0.500 | 0.500 (16x64x32) | 2.000 | 2.000 (16x64x32) | 4.000 | "
+            "4.000 (1x64x32 swiglu) |" in table
+        )
+        assert "| M = 16 | 1 | 3 | 0.500 | 0.500 (16x64x32) | 2.000 | 2.000 (16x64x32) |  |  |" in table
+        assert "Of the Triton kernel's 1 products 0 have rows with other bits." in table
+        decoded = {"mode": "eager", "sequences": 4, "steps_per_s": 812.4, "ratio": 1.1, "noise": 0.01}
+        decoded |= {"differing_logits": 0, "fastest_differing_logits": 7, "torch_differing_logits": 9}
+        decoded |= {"ratio_to_fastest": 0.98, "ratio_to_usual": None, "first_difference": ""}
+        decoded |= {"torch_first_difference": "model.layers.0.self_attn.q_proj (5 of 8)"}
+        (tmp_path / "decode_bits.json").write_text(json.dumps({"rows": [decoded], "meta": {}}))
+        table = generate.decode_bits(tmp_path)
+        assert "| eager | 4 | 0 | 7 | 9 | 812 | 1.100 | 0.980 |  | 1.0 % |" in table
+        assert table.endswith("Under torch the first to differ is `model.layers.0.self_attn.q_proj`.")
+
     def test_no_loss_is_said_only_where_tunegemm_ran(self, generate: ModuleType, tmp_path: Path) -> None:
         write_peers(tmp_path, row(8, 8, 8, timed(torch=2.0, tunegemm=1.0)))
         assert "tunegemm loses on none of these shapes." in generate.peers(tmp_path)

@@ -1,13 +1,14 @@
 """Policy `batch_invariant` on a GPU: rows of each batch have the bits of the largest one's, by any kernel.
 
 Records are planted, so that neighbouring numbers of rows run by kernels as unlike as the class has; one of
-them splits k, and its rows must be another kernel's.
+them splits k, and its rows must be another kernel's. Kernels that ship are left out where they are not meant.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,13 +22,15 @@ from tests.support.serving import Row
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import TunegemmWarning
-from tunegemm.generate import families
+from tunegemm.errors import ArtifactError, TunegemmWarning
+from tunegemm.generate import families, shortlist
 from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.compile import CompilePool
+from tunegemm.generate.tiles import ORDERED
 from tunegemm.measure.operands import make_operands
 from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.launchers import find_object
 from tunegemm.serve.planning import Planner
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.selection import select
@@ -78,44 +81,72 @@ def rows(device: Device) -> list[Record]:
     return [Row(problem, device.fingerprint, candidate) for problem, candidate in wanted]
 
 
-@pytest.fixture
-def served(rows: list[Record]) -> Iterator[Dispatcher]:
-    """All products of the process, by these records alone."""
-    made = Dispatcher(Planner(read=lambda: Snapshot(rows), rivals=lambda problem: ()))
-    before = api.serve_by(made)
+@contextmanager
+def serving(rows: list[Record]) -> Iterator[None]:
+    """All products of the process, by these records and by what ships for the policy."""
+    before = api.serve_by(Dispatcher(Planner(read=lambda: Snapshot(rows), rivals=lambda problem: ())))
     with warnings.catch_warnings():
         warnings.simplefilter("error", TunegemmWarning)
-        yield made
-    api.serve_by(before)
-    torch._dynamo.reset()
+        try:
+            yield
+        finally:
+            api.serve_by(before)
+            torch._dynamo.reset()
+
+
+@pytest.fixture
+def served(rows: list[Record], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """By these records alone."""
+    monkeypatch.setattr(shortlist, "of_the_class", lambda problem: ())
+    with serving(rows):
+        yield
 
 
 @every_kind
-def test_rows_of_every_batch_have_the_same_bits(served: Dispatcher, kind: str) -> None:
+def test_rows_of_every_batch_have_the_same_bits(served: None, kind: str) -> None:
     tried = [*EVERY, *larger(largest=LARGEST)]
-    found, said = compare(problem_of(kind, LARGEST), tried, [m for m in SAMPLED if m <= LARGEST])
+    found, said, _ = compare(problem_of(kind, LARGEST), tried, [m for m in SAMPLED if m <= LARGEST])
     assert found == {"eager": [], "graph": [], "compiled": []} and said == []
 
 
 @every_kind
-def test_they_are_rows_of_unlike_kernels(rows: list[Record], device: Device, kind: str) -> None:
+def test_kernels_that_ship_have_the_bits_of_recorded_ones(
+    rows: list[Record], device: Device, kind: str
+) -> None:
+    """The largest batch is a record's; what ships is expected to be faster at most other numbers of rows."""
+    problem = problem_of(kind, LARGEST)
+    listed = shortlist.launched(problem, shortlist.of_the_class(problem)[0])
+    try:
+        find_object(Record(problem, listed, device.fingerprint), device)
+    except ArtifactError as error:
+        pytest.skip(f"{error}; run `make kernels`")
+    options = [select(Snapshot(rows), problem_of(kind, m), device, policy=POLICY).options for m in SAMPLED]
+    own = {row.candidate.kernel for row in rows}
+    assert any(found[0].candidate.kernel not in own for found in options), "or nothing is compared"
+    with serving(rows):
+        found, said, _ = compare(problem, SAMPLED, ())
+    assert found["eager"] == [] and said == []
+
+
+@every_kind
+def test_they_are_rows_of_unlike_kernels(served: None, rows: list[Record], device: Device, kind: str) -> None:
     """Or the test above compares a kernel with itself."""
 
     def options(m: int) -> tuple[Record, ...]:
         return select(Snapshot(rows), problem_of(kind, m), device, policy=POLICY).options
 
     assert len({options(m)[0].candidate.kernel for m in (*planted(kind), 1, 300, 2000)}) >= 4
-    assert all(one.candidate["split_k"] == 1 for one in options(SPLIT_M))
+    assert all(families.reduction_class(one.problem, one.candidate) == ORDERED for one in options(SPLIT_M))
 
 
-def test_the_fastest_kernels_give_other_bits(served: Dispatcher) -> None:
+def test_the_fastest_kernels_give_other_bits(served: None) -> None:
     """What the policy is for: here those that split k."""
     made = make_operands(problem_of("bf16", LARGEST), torch.device("cuda"), 0)
     few = tunegemm.matmul(made.a[:SPLIT_M], made.b)
     assert not torch.equal(few, tunegemm.matmul(made.a, made.b)[:SPLIT_M])
 
 
-def test_a_product_that_is_first_seen_in_a_graph_is_a_warning(served: Dispatcher) -> None:
+def test_a_product_that_is_first_seen_in_a_graph_is_a_warning(served: None) -> None:
     a = torch.randn(77, K, device="cuda").bfloat16()
     b = torch.randn(N, K, device="cuda").bfloat16().t()
     torch.mm(a, b)
@@ -129,7 +160,7 @@ def test_a_product_that_is_first_seen_in_a_graph_is_a_warning(served: Dispatcher
         tunegemm.matmul(a, b)
 
 
-def test_calls_of_torch_are_served_alike(served: Dispatcher) -> None:
+def test_calls_of_torch_are_served_alike(served: None) -> None:
     """By `enable` and by `patch`."""
     layer = torch.nn.Linear(K, N, bias=False, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(LARGEST, K, device="cuda").bfloat16()
