@@ -92,6 +92,52 @@ def first_use(results: Path) -> str:
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
 
 
+def first_use_kinds(results: Path) -> str:
+    """The same of products in fp16, in fp8 and with epilogues, by kind."""
+    data = load(results, "first_use_kinds.json")
+    if data is None:
+        return not_measured(results, "first_use_kinds.json")
+    lines = []
+    for kind in dict.fromkeys((row["dtype"], row["epilogue"]) for row in data["rows"]):
+        rows = [row for row in data["rows"] if (row["dtype"], row["epilogue"]) == kind]
+        ratios = [row["ratio"] for row in rows]
+        served = [row for row in rows if row["served"]]
+        below = ", ".join(f"{shape_of(row)} {row['ratio']:.3f}" for row in rows if row["ratio"] < 0.99)
+        lines.append(
+            [
+                " ".join(kind).strip(),
+                f"{min(row['m'] for row in rows)} to {max(row['m'] for row in rows)}",
+                str(len(rows)),
+                str(len(served)),
+                f"{geometric_mean(ratios):.3f}",
+                f"{geometric_mean([row['ratio'] for row in served] or [1.0]):.3f}",
+                f"{geometric_mean([row['expected'] or 1.0 for row in served] or [1.0]):.3f}",
+                below or "none",
+            ]
+        )
+    header = [
+        "kind", "rows", "timed", "served", "times torch", "of the served", "expected of them", "below 0.99"
+    ]  # fmt: skip
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
+def kinds(results: Path) -> str:
+    """What fitted gains make of fp8 and fused products that they were not fitted to, by kind and rows."""
+    data = load(results, "kinds.json")
+    if data is None:
+        return not_measured(results, "kinds.json")
+    lines = []
+    for kind, report in data["summary"].items():
+        for name, part in report["by_rows"].items():
+            if not part["products"]:
+                continue
+            mean, slowest = f"{part['geometric_mean']:.3f}", f"{part['slowest']:.3f}"
+            counts = str(part["products"]), str(part["served"])
+            lines.append([kind, name.removeprefix("to "), *counts, mean, str(part["under_099"]), slowest])
+    header = ["kind", "rows up to", "products", "served", "times torch", "slower by over 1 %", "worst"]
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
 def other_dsl(results: Path) -> str:
     """What a program sees whose kernels are compiled in the background."""
     data = load(results, "other_dsl.json")

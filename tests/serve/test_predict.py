@@ -115,7 +115,7 @@ def test_the_selection_says_predicted(device: Device, served: Problem) -> None:
     "change",
     [
         {"in_dtype": "fp16", "out_dtype": "fp32"},
-        {"epilogue": "bias_n"},
+        {"epilogue": "relu"},
         {"batch": 2},
         {"alignment": 8},
         {"m": 65},
