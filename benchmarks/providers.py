@@ -99,6 +99,15 @@ def quack(problem: Problem, device: Device, options: Options) -> list[Contender]
 
 def inductor(problem: Problem, device: Device, options: Options) -> list[Contender]:
     """torch.compile's max-autotune, its Triton templates alone: cuBLAS is a provider of its own."""
+    return _inductor(problem, device, options, max_autotune_gemm_backends="TRITON")
+
+
+def inductor_with_library(problem: Problem, device: Device, options: Options) -> list[Contender]:
+    """torch.compile's max-autotune as its user has it: cuBLAS is among what it tries."""
+    return _inductor(problem, device, options)
+
+
+def _inductor(problem: Problem, device: Device, options: Options, **settings: str) -> list[Contender]:
     try:
         import triton  # noqa: F401
         from torch._inductor import config
@@ -112,7 +121,7 @@ def inductor(problem: Problem, device: Device, options: Options) -> list[Contend
     def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return product(a, b)
 
-    with config.patch(max_autotune_gemm_backends="TRITON"):
+    with config.patch(**settings):
         return [Contender(run, tune_seconds=_tuned(run, problem, device, options))]
 
 

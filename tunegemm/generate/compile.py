@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib
+import itertools
 import json
 import os
 import queue
@@ -20,6 +21,7 @@ import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import IntEnum
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,6 +50,17 @@ class CompileResult:
     """One line; empty on success."""
     cached: bool = False
     """Whether it was answered from the store."""
+
+
+class Urgency(IntEnum):
+    """Which of the jobs that wait is begun first."""
+
+    NOW = 0
+    """Somebody waits for it, or will soon."""
+    NEXT = 1
+    """It will be asked for."""
+    IDLE = 2
+    """It may be asked for: for cores that have nothing else to do."""
 
 
 class Shipped(Protocol):
@@ -106,7 +119,10 @@ class CompilePool:
         self._timeout_s = timeout_s
         self._families_module = families_module
         self._low_priority = low_priority
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # By how urgent, then as they came. A job that became urgent is in it twice, and done once.
+        self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._waiting: dict[str, _Job] = {}
         # Daemons, unlike those of an executor: a process ends at once, whatever waits here to be compiled.
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -131,21 +147,24 @@ class CompilePool:
         for worker in new:
             self._idle.put(worker)
 
-    def submit(self, family: str, key: Key) -> Future[CompileResult]:
+    def submit(self, family: str, key: Key, *, urgency: Urgency = Urgency.NOW) -> Future[CompileResult]:
         """Compile the kernel of a `Family.kernel_key`; done at once when the store has it.
 
+        urgency: what nobody waits for yet lets others pass, until it is asked for again.
         Equal keys share a future. Raises CompileError once the pool is closed.
         """
         name = json.dumps(dict(key), sort_keys=True)
         with self._lock:
             if self._closed:
                 raise CompileError("the compile pool is closed; make another")
+            if (job := self._waiting.get(name)) is not None and urgency < job.urgency:
+                self._enqueue(job._replace(urgency=urgency))
             if name not in self._pending:
                 future: Future[CompileResult] = Future()
                 if (cached := self._from_store(key)) is not None:
                     future.set_result(cached)
                 else:
-                    self._jobs.put(_Job(future, family, key))
+                    self._enqueue(_Job(name, future, family, key, urgency))
                     if len(self._threads) < self.workers:
                         thread = threading.Thread(target=self._work, name="compile", daemon=True)
                         self._threads.append(thread)
@@ -157,21 +176,26 @@ class CompilePool:
         """The kernels of which there is an object now."""
         return Ready(frozenset(self.store.names()), self._shipped)
 
-    def drop_waiting(self) -> None:
-        """Forget the jobs that no worker has begun; their futures are cancelled."""
+    def drop_waiting(self, *, least: Urgency = Urgency.NOW) -> None:
+        """Forget the jobs that no worker has begun; their futures are cancelled. least: of those to forget,
+        where more urgent ones stay.
+        """
         with self._lock:
-            self._pending = {name: future for name, future in self._pending.items() if not future.cancel()}
+            for name, job in list(self._waiting.items()):
+                if job.urgency >= least:
+                    del self._waiting[name], self._pending[name]
+                    job.future.cancel()
 
     def close(self) -> None:
         """Drop what has not started, kill the workers."""
         with self._lock:
             self._closed = True
             workers, threads = list(self._all), self._threads
-            with suppress(queue.Empty):
-                while job := self._jobs.get_nowait():
-                    job.future.cancel()
+            for job in self._waiting.values():
+                job.future.cancel()
+            self._waiting.clear()
             for _ in threads:
-                self._jobs.put(None)
+                self._jobs.put((Urgency.NOW, next(self._order), None))
         for worker in workers:
             worker.kill()
         for thread in threads:
@@ -186,10 +210,18 @@ class CompilePool:
         failure = self.store.failure(key)
         return None if failure is None else CompileResult(None, failure, cached=True)
 
+    def _enqueue(self, job: _Job) -> None:
+        self._waiting[job.name] = job
+        self._jobs.put((job.urgency, next(self._order), job))
+
     def _work(self) -> None:
         """One job after the other, until the pool closes."""
-        while (job := self._jobs.get()) is not None:
-            if job.future.set_running_or_notify_cancel():
+        while (job := self._jobs.get()[-1]) is not None:
+            with self._lock:
+                is_due = self._waiting.get(job.name) is job
+                if is_due:
+                    del self._waiting[job.name]
+            if is_due and job.future.set_running_or_notify_cancel():
                 try:
                     job.future.set_result(self._compile(job.family, job.key))
                 except BaseException as error:  # for who waits for it, not for this thread
@@ -251,9 +283,11 @@ def _refusal(resources: Resources) -> str:
 class _Job(NamedTuple):
     """A kernel to be compiled."""
 
+    name: str
     future: Future[CompileResult]
     family: str
     key: Key
+    urgency: Urgency
 
 
 class _WorkerDied(Exception):

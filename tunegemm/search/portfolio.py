@@ -47,6 +47,10 @@ class Portfolio:
         ]
         return planned + [c for search in self._searches[:1] for c in search.planned_screen()]
 
+    def planned_launches(self) -> list[Candidate]:
+        """As `Search.planned_launches`, of the search that is under way."""
+        return self._current.planned_launches() if self._current is not None else []
+
     def ask(self, count: int = 24) -> list[Candidate]:
         """The next candidates, at most `count`; empty when the budgets are spent.
 

@@ -134,6 +134,11 @@ class Search:
         new = (c for c in chosen if c.kernel in self._by_kernel and self._is_new(c) and self._is_allowed(c))
         return list(itertools.islice(dict.fromkeys(new), self._budget.screen))
 
+    def planned_launches(self) -> list[Candidate]:
+        """What the last stage would ask for by the results so far: a launch may need another kernel."""
+        new = (c for c in self._launches_of_leaders() if self._is_new(c) and self._is_allowed(c))
+        return list(itertools.islice(new, self._budget.refine)) if self._stage != "done" else []
+
     def ask(self, count: int = 24) -> list[Candidate]:
         """The next candidates, at most `count`; empty when the budget is spent or nothing new is left.
 

@@ -21,7 +21,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, ProblemError
 from tunegemm.generate import families
 from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.generate.compile import CompilePool, Ready
+from tunegemm.generate.compile import CompilePool, Ready, Urgency
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Policy
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
@@ -139,7 +139,7 @@ class Tuner:
             if self.device.is_real:
                 if not self.compiled_only:
                     self.pool.start()
-                self._plan(problem, effort, trials)
+                self._plan(problem, effort, trials, Urgency.NOW)
             library = [c for c in discovered.result() if c.family in self.kernels.families]
             search = start_search(
                 state, self.kernels, library,
@@ -159,6 +159,7 @@ class Tuner:
                         "measurements; a larger one goes on"
                     )
                     break
+                state.compile_ahead([*batch, *search.planned_launches()])
                 for outcome in state.evaluate(batch, SCREEN, stage=search.stage):
                     search.tell(outcome.candidate, speed(outcome))
 
@@ -170,6 +171,7 @@ class Tuner:
             self.pool.drop_waiting()
             return state.interrupted()
         finally:
+            self.pool.drop_waiting(least=Urgency.IDLE)
             self._ready_for.pop(problem, None)
 
     def tune_all(
@@ -181,7 +183,9 @@ class Tuner:
         """
         for request in requests:
             if request.following is not None and self.device.is_real and not self.compiled_only:
-                self._ahead.submit(self._plan, request.following, request.effort, request.trials)
+                self._ahead.submit(
+                    self._plan, request.following, request.effort, request.trials, Urgency.NEXT
+                )
             result = self.tune(
                 request.problem,
                 effort=request.effort,
@@ -231,20 +235,27 @@ class Tuner:
             self._measurer = ReplayMeasurer(open_replay(self.device.spec))
         return self._measurer if self._measurer.recorded(problem) else None
 
-    def _plan(self, problem: Problem, effort: Effort, trials: int | None) -> None:
-        """Begins to compile what searches ask for first, as far as that does not depend on the database."""
+    def _plan(self, problem: Problem, effort: Effort, trials: int | None, urgency: Urgency) -> None:
+        """Begins to compile what searches ask for first, as far as that does not depend on the database; and,
+        where cores have nothing else to do, what a quick one may ask for later.
+        """
         if self.device.lacks_memory(problem) is not None:
             return
         searches: list[Search] = []
+        may: list[Candidate] = []
         compiled, ready = self._compiled(), self._ready(problem, effort)
         for name in self.kernels.generators:
             ranking = self.kernels.ranked(problem, name, compiled=compiled, most=RANKED[effort])
             if ranking.predictions:
                 ranked = few_new(self.kernels, problem, ranking, ready, is_first=not searches)
+                if ready is not None and not searches:
+                    may = ranked
                 searches.append(Search(ranked, {}, effort=effort, trials=trials))
-        for candidate in Portfolio(searches).planned_screen():
-            family = families.get(candidate.family)
-            self.pool.submit(candidate.family, family.kernel_key(problem, candidate, self.device))
+        for planned, how in ((Portfolio(searches).planned_screen(), urgency), (may, Urgency.IDLE)):
+            for candidate in planned:
+                key = families.get(candidate.family).kernel_key(problem, candidate, self.device)
+                if how is not Urgency.IDLE or ready is None or key not in ready:
+                    self.pool.submit(candidate.family, key, urgency=how)
 
     def _begin(
         self,
