@@ -15,7 +15,7 @@ from tests.support.processes import environment
 from tests.support.waiting import until
 from tunegemm.errors import ArtifactError, CompileError
 from tunegemm.generate.artifacts import ArtifactStore, digest
-from tunegemm.generate.compile import CompilePool, default_workers
+from tunegemm.generate.compile import CompilePool, Urgency, default_workers
 from tunegemm.store.packs import Pack
 
 PLANTED = "tests.support.planted.compile_families"
@@ -93,6 +93,40 @@ def test_a_time_out_is_tried_again(store: ArtifactStore) -> None:
 def test_equal_keys_are_compiled_once(store: ArtifactStore) -> None:
     with CompilePool(store, workers=1, families_module=PLANTED) as pool:
         assert pool.submit("planted", key("a")) is pool.submit("planted", key("a"))
+
+
+def _begun(store: ArtifactStore) -> list[str]:
+    """Names of the kernels of a store, in the order in which they were added."""
+    entries = sorted(store.root.glob("??/*.json"), key=lambda path: path.stat().st_mtime_ns)
+    return [json.loads(path.read_text())["key"]["name"] for path in entries]
+
+
+def test_what_is_urgent_passes_what_waits(store: ArtifactStore) -> None:
+    """What becomes urgent, too; and each is compiled once."""
+    with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+        first = pool.submit("planted", key("first", "print"))
+        asked = {"next": Urgency.NEXT, "idle": Urgency.IDLE, "may": Urgency.IDLE, "now": Urgency.NOW}
+        futures = [pool.submit("planted", key(name), urgency=how) for name, how in asked.items()]
+        assert pool.submit("planted", key("may")) is futures[2]
+        assert pool.submit("planted", key("next"), urgency=Urgency.IDLE) is futures[0], "it stays what it was"
+        assert all(future.result().artifact for future in [first, *futures])
+        assert pool.compiled == 5
+    names = _begun(store)
+    assert sorted(names) == ["first", "idle", "may", "next", "now"]
+    names.remove("first")  # a worker takes a while to start: it may have been begun last
+    assert names == ["now", "may", "next", "idle"]
+
+
+def test_what_may_be_wanted_is_dropped_and_what_will_be_is_not(store: ArtifactStore) -> None:
+    with CompilePool(store, workers=1, timeout_s=600, families_module=PLANTED) as pool:
+        hanging = pool.submit("planted", key("first", "hang"))
+        until(lambda: hanging.running())
+        will, may = (pool.submit("planted", key(how.name), urgency=how) for how in Urgency if how)
+        pool.drop_waiting(least=Urgency.IDLE)
+        assert may.cancelled() and not will.cancelled()
+        assert pool.submit("planted", key("IDLE")) is not may, "asked for again, it is a new job"
+        pool.drop_waiting()
+        assert will.cancelled() and hanging.running()
 
 
 def test_closing_ends_workers_that_hang(store: ArtifactStore) -> None:

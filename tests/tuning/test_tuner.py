@@ -34,7 +34,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, ProblemError, SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.artifacts import Key, digest
-from tunegemm.generate.compile import CompileResult
+from tunegemm.generate.compile import CompileResult, Urgency
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.policy import SCREEN, Policy
@@ -413,11 +413,14 @@ class TestFollowing:
         with planted_tuner(DEVICE, cache=cache, **options) as tuner:
             submit = tuner.pool.submit
 
-            def noted(family: str, key: Key) -> Future[CompileResult]:
+            def noted(family: str, key: Key, *, urgency: Urgency = Urgency.NOW) -> Future[CompileResult]:
                 is_ahead = threading.current_thread().name.startswith("ahead")
-                if is_ahead or is_next:
+                if urgency is Urgency.IDLE:
+                    assert effort == "quick", "another one may ask for thousands"
+                elif is_ahead or is_next:
+                    assert (urgency is Urgency.NEXT) == is_ahead
                     (ahead if is_ahead else asked).append(digest(key))
-                return submit(family, key)
+                return submit(family, key, urgency=urgency)
 
             def requests() -> Iterator[Request]:
                 nonlocal is_next
