@@ -87,6 +87,20 @@ def test_spends_its_budget_on_distinct_candidates(effort, trials) -> None:
     assert {candidate.kernel for candidate in asked} <= {candidate.kernel for candidate in ranked}
 
 
+def test_launches_of_the_last_stage_are_known_before_it() -> None:
+    """As far as what comes between leaves those in front that were."""
+    search = Search(sorted(kernels(), key=truth, reverse=True), LAUNCHES)
+    assert search.planned_launches() == [], "nothing leads yet"
+    while batch := search.ask():
+        first, last = search.stage == "screen", batch
+        for candidate in batch:
+            search.tell(candidate, truth(candidate) * (1.0 if first else 0.5))
+        if first:
+            planned = search.planned_launches()
+    assert len(planned) == search.budget.refine and planned == last
+    assert search.planned_launches() == []
+
+
 @pytest.mark.slow
 def test_a_kernel_whose_rasterization_the_model_got_wrong_is_found() -> None:
     """The best one is 10 % behind as it is screened, and some 30 kernels look better by then."""
