@@ -123,6 +123,7 @@ class CompilePool:
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._waiting: dict[str, _Job] = {}
+        self._own: set[str] | None = None
         # Daemons, unlike those of an executor: a process ends at once, whatever waits here to be compiled.
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -173,8 +174,11 @@ class CompilePool:
             return self._pending[name]
 
     def ready(self) -> Ready:
-        """The kernels of which there is an object now."""
-        return Ready(frozenset(self.store.names()), self._shipped)
+        """The kernels of which there is an object now; without what others compile meanwhile."""
+        with self._lock:
+            if self._own is None:  # of a thousand objects to list takes 20 ms
+                self._own = self.store.names()
+            return Ready(frozenset(self._own), self._shipped)
 
     def drop_waiting(self, *, least: Urgency = Urgency.NOW) -> None:
         """Forget the jobs that no worker has begun; their futures are cancelled. least: of those to forget,
@@ -252,9 +256,12 @@ class CompilePool:
                 raise self.store.refuse_write(OSError(reply.errno, os.strerror(reply.errno)))
             self.store.add_failure(key, failure)
             return CompileResult(None, failure)
+        artifact = self.store.add(key, scratch, reply)
         with self._lock:
             self.compiled += 1
-        return CompileResult(self.store.add(key, scratch, reply))
+            if self._own is not None:
+                self._own.add(digest(key))
+        return CompileResult(artifact)
 
     def _take_worker(self) -> _Worker | None:
         """A worker for the thread that asks; None once the pool closes, which kills those that there are."""

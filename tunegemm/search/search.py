@@ -96,6 +96,7 @@ class Search:
         self._asked: list[Candidate] = []
         self._unlearned: list[tuple[Candidate, float | None]] = []
         self._results: dict[Candidate, float | None] = {}
+        self._around: dict[Candidate, list[Candidate]] = {}
         self._spent = 0
         self._stage: StageName = "library"
         self._stream = self._stages()
@@ -314,8 +315,10 @@ class Search:
         """Launches of the fastest kernels in turn, each from its best launch outwards; then of the next."""
         leaders = iter(self._best_of_kernels())
         while group := list(itertools.islice(leaders, self._budget.leaders)):
-            grids = [launches_around(leader, self._launch_values) for leader in group]
-            for launches in itertools.zip_longest(*grids):
+            for leader in group:
+                if leader not in self._around:
+                    self._around[leader] = launches_around(leader, self._launch_values)
+            for launches in itertools.zip_longest(*(self._around[leader] for leader in group)):
                 yield from (launch for launch in launches if launch is not None)
 
 

@@ -13,7 +13,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import DeviceError
 from tunegemm.generate import families, model
-from tunegemm.generate.compile import Ready
+from tunegemm.generate.artifacts import digest
+from tunegemm.generate.compile import Ready, Shipped
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.possible import extent_check, kind_of, possible_kernels
 from tunegemm.generate.terms import Columns
@@ -56,6 +57,10 @@ class Kernels:
         self._possible: dict[tuple[str | int, ...], tuple[list[Candidate], Columns]] = {}
         self._latest: dict[tuple[Problem, str, int | None, Ready | None], Ranking] = {}
         self._lock = threading.Lock()
+        #: Of each kernel of a kind its object's name, and whether one ships, by whom.
+        self._objects: dict[
+            tuple[str | int, ...], dict[tuple[object, ...], tuple[str, Shipped | None, bool]]
+        ] = {}
         self._compiled: dict[tuple[str | int, ...], tuple[Ready, list[Candidate], Columns]] = {}
 
     @property
@@ -157,7 +162,17 @@ class Kernels:
 
     def is_compiled(self, problem: Problem, launch: Candidate, compiled: Ready) -> bool:
         """Whether a launch's kernel has an object."""
-        return families.get(launch.family).kernel_key(problem, launch, self.device) in compiled
+        # Of thousands that are looked at for a product most were for the one before.
+        function = problem.fused.function
+        kind = *kind_of(problem), function.source if function else ""
+        known = self._objects.setdefault(kind, {})
+        kernel = launch.family, launch.compile_params, launch.params.get(_ORDER)
+        found = known.get(kernel)
+        if found is None or found[1] is not compiled.shipped:
+            key = families.get(launch.family).kernel_key(problem, launch, self.device)
+            shipped = compiled.shipped
+            found = known[kernel] = digest(key), shipped, shipped is not None and key in shipped
+        return found[0] in compiled.own or found[2]
 
     def _as_compiled(self, problem: Problem, launch: Candidate, compiled: Ready) -> Candidate:
         return next(one for one in self._in_each_order(launch) if self.is_compiled(problem, one, compiled))

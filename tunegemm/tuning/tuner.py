@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, ProblemError
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.artifacts import ArtifactStore, Key
 from tunegemm.generate.compile import CompilePool, Ready, Urgency
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Policy
@@ -86,6 +86,7 @@ class Tuner:
         self.compiled_only, self._seed = compiled_only, checked_seed(seed)
         self._energy_ms = _ENERGY_MS if energy else 0.0
         self._ready_for: dict[Problem, Ready] = {}
+        self._planned: dict[Problem, Future[list[tuple[str, Key]]]] = {}
         self._measurer: Measurer | None = None
         self._resources = ExitStack()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
@@ -139,7 +140,7 @@ class Tuner:
             if self.device.is_real:
                 if not self.compiled_only:
                     self.pool.start()
-                self._plan(problem, effort, trials, Urgency.NOW)
+                self._begin_to_compile(problem, effort, trials)
             library = [c for c in discovered.result() if c.family in self.kernels.families]
             search = start_search(
                 state, self.kernels, library,
@@ -183,9 +184,8 @@ class Tuner:
         """
         for request in requests:
             if request.following is not None and self.device.is_real and not self.compiled_only:
-                self._ahead.submit(
-                    self._plan, request.following, request.effort, request.trials, Urgency.NEXT
-                )
+                following = request.following, request.effort, request.trials
+                self._planned[request.following] = self._ahead.submit(self._plan, *following, Urgency.NEXT)
             result = self.tune(
                 request.problem,
                 effort=request.effort,
@@ -235,27 +235,45 @@ class Tuner:
             self._measurer = ReplayMeasurer(open_replay(self.device.spec))
         return self._measurer if self._measurer.recorded(problem) else None
 
-    def _plan(self, problem: Problem, effort: Effort, trials: int | None, urgency: Urgency) -> None:
+    def _begin_to_compile(self, problem: Problem, effort: Effort, trials: int | None) -> None:
+        """As planned while the problem before was measured, or as it is planned now."""
+        ahead = self._planned.pop(problem, None)
+        if ahead is None or ahead.exception() is not None:
+            self._plan(problem, effort, trials, Urgency.NOW)
+        else:
+            for family, key in ahead.result():
+                self.pool.submit(family, key, urgency=Urgency.IDLE)
+
+    def _plan(
+        self, problem: Problem, effort: Effort, trials: int | None, urgency: Urgency
+    ) -> list[tuple[str, Key]]:
         """Begins to compile what searches ask for first, as far as that does not depend on the database; and,
-        where cores have nothing else to do, what a quick one may ask for later.
+        where cores have nothing else to do, the kernels that it returns: what a quick one may ask for later.
         """
         if self.device.lacks_memory(problem) is not None:
-            return
+            return []
         searches: list[Search] = []
-        may: list[Candidate] = []
+        new: list[Candidate] = []
         compiled, ready = self._compiled(), self._ready(problem, effort)
         for name in self.kernels.generators:
             ranking = self.kernels.ranked(problem, name, compiled=compiled, most=RANKED[effort])
             if ranking.predictions:
                 ranked = few_new(self.kernels, problem, ranking, ready, is_first=not searches)
                 if ready is not None and not searches:
-                    may = ranked
+                    new = [c for c in ranked if not self.kernels.is_compiled(problem, c, ready)]
                 searches.append(Search(ranked, {}, effort=effort, trials=trials))
-        for planned, how in ((Portfolio(searches).planned_screen(), urgency), (may, Urgency.IDLE)):
-            for candidate in planned:
-                key = families.get(candidate.family).kernel_key(problem, candidate, self.device)
-                if how is not Urgency.IDLE or ready is None or key not in ready:
-                    self.pool.submit(candidate.family, key, urgency=how)
+
+        def keys(candidates: Iterable[Candidate]) -> list[tuple[str, Key]]:
+            return [
+                (c.family, families.get(c.family).kernel_key(problem, c, self.device)) for c in candidates
+            ]
+
+        later = keys(new)
+        for family, key in keys(Portfolio(searches).planned_screen()):
+            self.pool.submit(family, key, urgency=urgency)
+        for family, key in later:
+            self.pool.submit(family, key, urgency=Urgency.IDLE)
+        return later
 
     def _begin(
         self,
