@@ -160,7 +160,8 @@ class Tuner:
                         "measurements; a larger one goes on"
                     )
                     break
-                state.compile_ahead([*batch, *search.planned_launches()])
+                later = search.planned_launches() if effort == "quick" else []
+                state.compile_ahead([*batch, *later])
                 for outcome in state.evaluate(batch, SCREEN, stage=search.stage):
                     search.tell(outcome.candidate, speed(outcome))
 
