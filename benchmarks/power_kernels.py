@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from tunegemm.measure.race import Replay
 
 METHOD = (
-    "kernels of db/records and db/selector.toml as they ship compiled, and torch.mm, each in a CUDA graph over "
-    "operand sets that together pass 3x the L2, normal(0, 1) in bf16, checked against fp32; each alone, "
-    "replays of some {launch_ms:.0f} ms without a pause: first {warm_s} s, then from one step of NVML's energy "
-    "counter to another at least {window_s} s later; clock: mean of NVML's over that window; predicted: the "
-    "model's terms at that clock and the measured time; predicted_us: the model's time at the model's clock"
+    "kernels of db/records and db/selector.toml as they ship compiled, and torch.mm, each in a CUDA graph "
+    "over operand sets that together pass 3x the L2, normal(0, 1) in bf16, checked against fp32; each alone, "
+    "replays of some {launch_ms:.0f} ms without a pause: first {warm_s} s, then from one step of NVML's "
+    "energy counter to another at least {window_s} s later; clock: mean of NVML's over that window; "
+    "predicted: the model's terms at that clock and the measured time; predicted_us: the model's time at the "
+    "model's clock"
 )
 #: Launches of a product, and the most joules of the model's that one may have, relative to the fewest.
 KERNELS, MOST_MJ = 6, 1.25
@@ -146,9 +147,9 @@ def run(device: Device, problems: Sequence[Problem], options: argparse.Namespace
         for i, (replay, seconds) in replays.items():
             if time.monotonic() > until:
                 break
-            row = extents | {"label": chosen.label(i)}
+            row: dict[str, Any] = extents | {"label": chosen.label(i)}
             row |= metered(chip, product, replay, seconds, options.warm_s, options.window_s)
-            row |= predicted(problem, chosen.take([i]), row["nvml_clock_mhz"], row["us"], table)
+            row |= predicted(problem, chosen.take([i]), row["clock_mhz"], row["us"], table)
             row["error"] = round(row["predicted_mj"] / row["measured_mj"] - 1, 4)
             row |= {"torch_us": torch_row["us"], "torch_mj": torch_row["measured_mj"]}
             row["share_of_roof"] = roof and round(row["tflops"] / roof, 4)
@@ -174,10 +175,12 @@ def metered(
     window = chip.measure(lambda: replay.start(0, times), warm_s, window_s)
     products_per_s = window.launches_per_s * times * product.products
     power_w = window.joules / window.seconds
+    told = state(window)
     return {
         "us": round(1e6 / products_per_s, 3), "power_w": round(power_w, 2),
         "measured_mj": round(1e3 * power_w / products_per_s, 4),
-        "tflops": round(product.problem.flops * products_per_s / 1e12, 1), **state(window),
+        "tflops": round(product.problem.flops * products_per_s / 1e12, 1),
+        "clock_mhz": told.pop("nvml_clock_mhz"), **told,
     }  # fmt: skip
 
 
@@ -196,7 +199,7 @@ def predicted(
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """How far the predictions are off, and which term's joules that goes with."""
-    errors = [row["predicted_mj"] / row["measured_mj"] - 1 for row in rows]
+    errors: list[float] = [row["predicted_mj"] / row["measured_mj"] - 1 for row in rows]
     if not errors:
         return {}
     return {
@@ -204,7 +207,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "within_5_percent": round(sum(abs(error) <= _WITHIN for error in errors) / len(errors), 4),
         "mean": round(sum(errors) / len(errors), 4),
         "rms": round(math.sqrt(sum(error**2 for error in errors) / len(errors)), 4),
-        "worst": round(max(errors, key=abs), 4),
+        "worst": round(max(errors, key=lambda error: error * error), 4),
         "residuals": residuals(rows),
     }
 
