@@ -202,12 +202,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     errors: list[float] = [row["predicted_mj"] / row["measured_mj"] - 1 for row in rows]
     if not errors:
         return {}
+    worst = max(errors, key=lambda error: abs(error))
     return {
         "pairs": len(errors),
         "within_5_percent": round(sum(abs(error) <= _WITHIN for error in errors) / len(errors), 4),
         "mean": round(sum(errors) / len(errors), 4),
         "rms": round(math.sqrt(sum(error**2 for error in errors) / len(errors)), 4),
-        "worst": round(max(errors, key=lambda error: error * error), 4),
+        "worst": round(worst, 4),
         "residuals": residuals(rows),
     }
 
