@@ -1,4 +1,4 @@
-"""Tables of large products at the power cap: the model's joules beside measured ones, and speeds to the roof."""
+"""Tables of large products at the power cap: joules by the model and measured, and speeds to the roof."""
 
 from __future__ import annotations
 
@@ -60,27 +60,27 @@ def power_cap(results: Path) -> str:
     data = load(results, name)
     if data is None:
         return not_measured(results, name)
+    ratios = "ratio_to_torch", "ratio_to_best_cublaslt"
     lines = [
         [
-            extents_of(row), f"`{row['own']}`", f"{row['ratio_to_torch']:.3f}",
-            "" if row["ratio_to_best_cublaslt"] is None else f"{row['ratio_to_best_cublaslt']:.3f}",
-            *(f"{row['tflops'][one]:.0f}" if one in row["tflops"] else "" for one in ("own", "torch", "cublaslt")),
+            extents_of(row), f"`{row['own']}`", *(_number(row[one], 3) for one in ratios),
+            *(_number(row["tflops"].get(one), 0) for one in ("own", "torch", "cublaslt")),
             _percent(row["share_of_roof"]),
         ]
         for row in data["rows"]
     ]  # fmt: skip
-    means = [data.get(one) for one in ("ratio_to_torch", "ratio_to_best_cublaslt")]
-    lines.append(
-        [
-            f"geometric mean of {data['products']}", "", *("" if one is None else f"{one:.3f}" for one in means),
-            "", "", "", _percent(data.get("share_of_roof")),
-        ]
-    )  # fmt: skip
+    means = [_number(data.get(one), 3) for one in ratios]
+    share = _percent(data.get("share_of_roof"))
+    lines.append([f"geometric mean of {data['products']}", "", *means, "", "", "", share])
     header = [
         "product", "own", "times torch.mm", "times cuBLASLt", "TFLOP/s, own", "torch.mm", "cuBLASLt",
         "of the roof",
     ]  # fmt: skip
     return "\n\n".join(filter(None, [machine_line(data["meta"]), markdown_table(header, lines)]))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def _percent(share: float | None) -> str:
