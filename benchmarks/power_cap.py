@@ -66,10 +66,10 @@ METHOD = (
     "kernels of db/records and db/selector.toml as they ship compiled: the product's record, the first "
     "{joules} by the model's joules, and to {kernels} by the mean of the model's places by joules and by "
     "cycles, each in the model's order of tiles, and where clusters go by GPC in groups of 8 as well; "
-    "cuBLASLt's first {algorithms} algorithms; torch.mm; each in a CUDA graph over operand sets that together "
-    "pass 3x the L2, normal(0, 1) in bf16, checked against fp32; rounds in shuffled order, in which each has "
-    "the chip to itself, the second half timed: {stages}; of those the best of each kind and torch.mm "
-    "{rounds} rounds of {turn_ms:.0f} ms, whose ratios, medians over the rounds, are given"
+    "cuBLASLt's first {algorithms} algorithms; torch.mm; each in a CUDA graph over operand sets that "
+    "together pass 3x the L2, normal(0, 1) in bf16, checked against fp32; rounds in shuffled order, in which "
+    "each has the chip to itself, the second half timed: {stages}; of those the best of each kind and "
+    "torch.mm {rounds} rounds of {turn_ms:.0f} ms, whose ratios, medians over the rounds, are given"
 )
 
 
