@@ -100,7 +100,8 @@ def rows_of(part: float, noise: float) -> list[dict[str, Any]]:
             {
                 "m": 4096, "n": 4096, "k": 64 * (number + 1), "label": f"k{number % 6}",
                 "measured_mj": measured, "predicted_mj": told, "error": told / measured - 1,
-                "terms_mj": terms, "clock_mhz": 1500.0, "power_w": 695.0, "us": 200.0, "predicted_us": 201.0, "torch_us": 210.0, "tflops": 700.0,
+                "terms_mj": terms, "clock_mhz": 1500.0, "power_w": 695.0, "us": 200.0,
+                "predicted_us": 201.0, "torch_us": 210.0, "tflops": 700.0,
                 "share_of_roof": None,
             }
         )  # fmt: skip
