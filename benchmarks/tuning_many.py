@@ -79,9 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         problems = [demand.problem for demand in read(options.list)[0]]
         device = open_device(options.device)
+        if not device.is_real and options.out is None:
+            raise TunegemmError(f"device {options.device!r} measures nothing; give --out to try this there")
         if options.without_library and options.devices:
             raise TunegemmError(
-                "--without-library with --devices: workers of other GPUs find the package's kernels; give --device"
+                "--without-library with --devices: other workers find the package's kernels; give --device"
             )
         results = Results(results_path(options.out, device, "tuning_many.json"), meta(device, METHOD))
         results.summary = dict(results.earlier_summary)
