@@ -99,6 +99,15 @@ def quack(problem: Problem, device: Device, options: Options) -> list[Contender]
 
 def inductor(problem: Problem, device: Device, options: Options) -> list[Contender]:
     """torch.compile's max-autotune, its Triton templates alone: cuBLAS is a provider of its own."""
+    return _compiled(problem, device, options, max_autotune_gemm_backends="TRITON")
+
+
+def max_autotune(problem: Problem, device: Device, options: Options) -> list[Contender]:
+    """torch.compile's max-autotune as a user has it: cuBLAS is among its choices."""
+    return _compiled(problem, device, options)
+
+
+def _compiled(problem: Problem, device: Device, options: Options, **settings: str) -> list[Contender]:
     try:
         import triton  # noqa: F401
         from torch._inductor import config
@@ -112,7 +121,7 @@ def inductor(problem: Problem, device: Device, options: Options) -> list[Contend
     def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return product(a, b)
 
-    with config.patch(max_autotune_gemm_backends="TRITON"):
+    with config.patch(**settings):
         return [Contender(run, tune_seconds=_tuned(run, problem, device, options))]
 
 
