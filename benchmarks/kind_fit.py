@@ -20,10 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.results import geometric_mean
-from benchmarks.selector_fit import FOLDS, MOST_MARGIN, least_margin, trees_of
+from benchmarks.selector_fit import FOLDS, MOST_MARGIN, least_margin, run, trees_of
 from tunegemm.describe.device import PARTS, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import TunegemmError
 from tunegemm.generate import shortlist
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.generate.features import OF_GAIN
@@ -50,18 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has the data")
     parser.add_argument("--out", type=Path, help="folder of kinds-GPU.json (default: db)")
     parser.add_argument("--results", type=Path, help="folder of kinds.json (default: results/GPU)")
-    options = parser.parse_args(arguments)
-    try:
-        import sklearn.ensemble  # noqa: F401
-    except ImportError:
-        print("scikit-learn is not installed; pip install 'tunegemm[fit]'", file=sys.stderr)
-        return 2
-    try:
-        fit(options)
-    except (TunegemmError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return run(parser, arguments, fit)
 
 
 class Frame:
@@ -106,10 +94,8 @@ def fit(options: argparse.Namespace) -> None:
         expected[left_out] = fitted(frame.table[~left_out], frame.logs[~left_out]).predict(
             frame.table[left_out]
         )
-    chosen = np.array(
-        [rows[expected[rows].argmax()] for rows in map(frame.product.__eq__, range(len(frame.rows)))
-         for rows in [np.flatnonzero(rows)]]
-    )  # fmt: skip
+    of_products = (np.flatnonzero(frame.product == number) for number in range(len(frame.rows)))
+    chosen = np.array([rows[expected[rows].argmax()] for rows in of_products])
     hopes, got = expected[chosen], frame.logs[chosen]
     m, kinds = np.array([row["m"] for row in frame.rows]), np.array([row["kind"] for row in frame.rows])
     margins: dict[str, list[float | None]] = {}
@@ -119,7 +105,7 @@ def fit(options: argparse.Namespace) -> None:
         for low, high in zip((0, *RANGES), RANGES, strict=False):
             mine = (kinds == kind) & (m > low) & (m <= high)
             margin = least_margin(hopes[mine], got[mine]) if mine.sum() >= FEWEST else MOST_MARGIN
-            usable = margin < MOST_MARGIN - 0.01
+            usable = margin < MOST_MARGIN
             margins[kind].append(margin if usable else None)
             served |= mine & usable & (hopes > margin)
     report = {kind: summary(frame, kinds == kind, served, got, m) for kind in margins}

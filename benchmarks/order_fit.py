@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.results import geometric_mean
-from benchmarks.selector_fit import FOLDS, launches_of, measured, trees_of
+from benchmarks.selector_fit import FOLDS, launches_of, measured, run, trees_of
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import TunegemmError
 from tunegemm.generate import families, shortlist
 from tunegemm.generate.features import OF_ORDER, order_features
 from tunegemm.generate.tiles import ORDERED
@@ -52,18 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=int, default=0, help="print so many kernels that serve best")
     parser.add_argument("--out", type=Path, help="folder of order.json (default: db)")
     parser.add_argument("--results", type=Path, help="folder of the validation's file (default: results)")
-    options = parser.parse_args(arguments)
-    try:
-        import sklearn.ensemble  # noqa: F401
-    except ImportError:
-        print("scikit-learn is not installed; pip install 'tunegemm[fit]'", file=sys.stderr)
-        return 2
-    try:
-        fit(options)
-    except (TunegemmError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return run(parser, arguments, fit)
 
 
 class Frame:

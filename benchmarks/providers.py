@@ -99,15 +99,15 @@ def quack(problem: Problem, device: Device, options: Options) -> list[Contender]
 
 def inductor(problem: Problem, device: Device, options: Options) -> list[Contender]:
     """torch.compile's max-autotune, its Triton templates alone: cuBLAS is a provider of its own."""
-    return _inductor(problem, device, options, max_autotune_gemm_backends="TRITON")
+    return _compiled(problem, device, options, max_autotune_gemm_backends="TRITON")
 
 
-def inductor_with_library(problem: Problem, device: Device, options: Options) -> list[Contender]:
-    """torch.compile's max-autotune as its user has it: cuBLAS is among what it tries."""
-    return _inductor(problem, device, options)
+def max_autotune(problem: Problem, device: Device, options: Options) -> list[Contender]:
+    """torch.compile's max-autotune as a user has it: cuBLAS is among its choices."""
+    return _compiled(problem, device, options)
 
 
-def _inductor(problem: Problem, device: Device, options: Options, **settings: str) -> list[Contender]:
+def _compiled(problem: Problem, device: Device, options: Options, **settings: str) -> list[Contender]:
     try:
         import triton  # noqa: F401
         from torch._inductor import config

@@ -17,6 +17,7 @@ import argparse
 import json
 import lzma
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--also", default="", help="another such folder, whose products are fitted to, too")
     parser.add_argument("--out", type=Path, help="folder of selector-GPU.json (default: db)")
     parser.add_argument("--results", type=Path, help="folder of selector.json (default: results/GPU)")
+    return run(parser, arguments, fit)
+
+
+def run(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, fit: Callable[[argparse.Namespace], None]
+) -> int:
+    """A fit by its command line; 2 for bad input or without scikit-learn, with one line that says so."""
     options = parser.parse_args(arguments)
     try:
         import sklearn.ensemble  # noqa: F401
@@ -272,8 +280,8 @@ def least_margin(expected: Floats, got: Floats) -> float:
     for margin in np.arange(LEAST_MARGIN, MOST_MARGIN, 0.0025):
         final = np.where(expected > margin, got, 0.0)
         if (final < np.log(0.99)).mean() <= LOSERS and (final < np.log(SLOWEST)).mean() <= SLOWER:
-            break
-    return round(float(margin), 4)
+            return round(float(margin), 4)
+    return MOST_MARGIN
 
 
 def is_served(m: NDArray[np.int64], expected: Floats, margins: list[float]) -> NDArray[np.bool_]:

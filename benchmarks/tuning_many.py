@@ -1,242 +1,285 @@
-"""100 products tuned as one job, by `tunegemm tune --from`; and what peers take for some of them.
+"""How long it takes to tune the products of several models: `tunegemm tune --from benchmarks/many.json`.
 
-    python -m benchmarks.tuning_many --nothing-compiled          # on a GPU
-    python -m benchmarks.tuning_many                             # with the kernels that ship (`make kernels`)
-    python -m benchmarks.tuning_many --peers 10                  # quack's and Inductor's own tuning
-    python -m benchmarks.campaign --db tuning_many/nothing_compiled/tuning.sqlite --records db/records
+    python -m benchmarks.tuning_many                               # on a GPU
+    python -m benchmarks.tuning_many --devices all --without-library --budget 500
+    python -m benchmarks.tuning_many --only-peers --peers 10 --peer-s 60
 
-The list is benchmarks/many.toml. A process of its own, in an empty folder, so without a database and without
-kernels of the user's, tunes it at the defaults. Writes results/GPU/tuning_many.json: for each product a row
-`{mode, seconds, ended_s, compiled, measured, at_cap, ratio, best}`; and under the mode `{total_s, first_s}`,
-from the start of the process to its end and to its first measurement, imports included. The file is written
-after each product; ended by SIGTERM or Ctrl-C, what there is stays. Databases are kept in the folder
-tuning_many, which names them by mode. Rows of mode peers have what each peer's first call took and the speed
-that it reaches, beside that of the database of this mode, if there is one.
+Runs the command in a process of its own, with an empty kernel cache and an empty database, and reads from
+that database afterwards what was found; the command's words are in a .log beside it. --budget ends the
+command by SIGINT, as Ctrl-C would. Writes results/GPU/tuning_many.json, a summary and rows for each `mode`.
+`first_s` and `last_s` of a product are when its first and last measurement came, since the process was
+started; `seconds` is what it took since the product before it was done (null where several GPUs work);
+`measured` counts candidates. Rows of the modes `inductor` and `quack` are of peers: a process of its own for
+each product, nothing in any cache of theirs; `seconds` is their first call, in which they tune.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from benchmarks import shapes
-from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm.describe.device import Device
+from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.workload import Product, Workload
-from tunegemm.describe.workload.products import Kind
+from tunegemm.describe.workload import read
 from tunegemm.errors import TunegemmError
-from tunegemm.store import Database, packs
-from tunegemm.tuning.tuner import open_gpu
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.measure.evidence import STEADY_POLICIES
+from tunegemm.store import Database
+from tunegemm.tuning.tuner import open_device
 
-LIST = Path(__file__).with_name("many.toml")
-METHOD = "wall time of one process of `tunegemm tune --from`; see benchmarks/tuning_many.py"
+LIST = Path(__file__).with_name("many.json")
+METHOD = (
+    "wall time of `tunegemm tune --from` in a process of its own, and of peers' first calls; see "
+    "benchmarks/tuning_many.py"
+)
+PEERS = ("inductor", "quack")
 
-#: The real command line; the first one as in a package that no kernels were compiled into.
-_COMMANDS = {
-    "nothing_compiled": "from tunegemm.store import packs; packs.shipped = lambda: None; "
-    "from tunegemm.cli.app import main; main()",
-    "installed": "from tunegemm.cli.app import main; main()",
-}
-#: How long a process that was interrupted may take to say what it has.
-_STOP_S = 15.0
-_PEERS = ("quack", "inductor")
+#: What the command may take to end after SIGINT, seconds: a batch is measured to its end.
+_ENDING_S = 60.0
+#: What a peer's process may take beside its tuning: imports, torch.mm, the interleave.
+_BESIDE_S = 60.0
+
+_WITH_LIBRARY = ("-m", "tunegemm")
+#: As if the package had no compiled kernels. The tuning process alone looks for them.
+_WITHOUT = (
+    "-c",
+    "from tunegemm.store import packs; packs.shipped = lambda: None; from tunegemm.cli import main; main()",
+)
+_PEER = "import sys; from benchmarks.tuning_many import print_peer; print_peer(*sys.argv[1:])"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or no GPU, with one line that says so, 130 if it was ended."""
+    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tuning_many", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--nothing-compiled", action="store_true", help="without the kernels that ship")
-    parser.add_argument("--peers", type=int, metavar="N", help="time the peers on N of the products instead")
-    parser.add_argument(
-        "--peer-cap", type=float, default=120.0, help="seconds that a peer may tune a product"
-    )
-    parser.add_argument(
-        "--shapes", action="append", default=[], help="a group of many.toml, MxNxK or pattern"
-    )
-    parser.add_argument("--work", type=Path, default=Path("tuning_many"), help="folder of the databases")
+    parser.add_argument("--list", type=Path, default=LIST, help="what --from takes (default: %(default)s)")
+    parser.add_argument("--budget", type=float, metavar="S", help="seconds; then the command is interrupted")
+    parser.add_argument("--without-library", action="store_true", help="leave the package's kernels out")
+    parser.add_argument("--devices", metavar="all|0,1", help="several GPUs, as tunegemm tune has it")
+    parser.add_argument("--database", type=Path, help="a new one (default: tuning_many.sqlite in the folder)")
+    parser.add_argument("--peers", type=int, default=0, metavar="N", help="peers on so many of the products")
+    parser.add_argument("--peer-s", type=float, default=120.0, help="seconds a peer may tune one product")
+    parser.add_argument("--only-peers", action="store_true", help="tune nothing")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
-    mode = "nothing_compiled" if options.nothing_compiled else "installed"
-    work = options.work.absolute() / mode
-    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        problems = shapes.select(options.shapes, shapes.load(LIST))
-        device = open_gpu(options.device)
+        problems = [demand.problem for demand in read(options.list)[0]]
+        device = open_device(options.device)
+        if not device.is_real and options.out is None:
+            raise TunegemmError(f"device {options.device!r} measures nothing; give --out to try this there")
+        if options.without_library and options.devices:
+            raise TunegemmError(
+                "--without-library with --devices: other workers find the package's kernels; give --device"
+            )
         results = Results(results_path(options.out, device, "tuning_many.json"), meta(device, METHOD))
-        results.summary = results.earlier_summary
-        if options.peers is not None:
-            time_peers(some(problems, options.peers), device, results, work, options.peer_cap)
-        else:
-            tune(problems, device.spec, mode, results, work)
+        results.summary = dict(results.earlier_summary)
+        ended = 0
+        if not options.only_peers:
+            ended = run(problems, device, results, options)
+        for name in PEERS if options.peers else ():
+            run_peer(name, spread(problems, options.peers), device, results, options.peer_s)
     except TunegemmError as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    print(f"written: {results.path}")
+    return ended
+
+
+def run(problems: Sequence[Problem], device: Device, results: Results, options: argparse.Namespace) -> int:
+    """Runs the command and writes what it found; 1 where the command failed."""
+    database = (options.database or results.path.with_suffix(".sqlite")).absolute()
+    if database.exists():
+        raise TunegemmError(f"{database} exists, and a new database is wanted; remove it or name another")
+    database.parent.mkdir(parents=True, exist_ok=True)
+    mode = "without library" if options.without_library else "as installed"
+    where = ["--device", options.device]
+    if options.devices:
+        mode, where = f"{mode}, devices {options.devices}", ["--devices", options.devices]
+    words = [sys.executable, *(_WITHOUT if options.without_library else _WITH_LIBRARY)]
+    words += ["tune", "--from", str(options.list.absolute()), *where]
+    with tempfile.TemporaryDirectory(prefix="tunegemm-", ignore_cleanup_errors=True) as folder:
+        cache = Path(folder) / "cache"
+        environment = own_environment(Path(folder)) | {
+            "TUNEGEMM_CACHE_DIR": str(cache),
+            "TUNEGEMM_DB": str(database),
+        }
+        started = time.time()
+        with database.with_suffix(".log").open("w") as log:
+            code = interrupted_after(options.budget, words, environment, Path(folder), log)
+        seconds = time.time() - started
+        compiled = len(ArtifactStore(cache).names())
+    rows = found(database, started, is_one_gpu=not options.devices)
+    results.rows = [row for row in results.rows if row.get("mode") != mode]
+    results.summary[mode] = {
+        "products": len(problems),
+        "reached": len(rows),
+        "done": sum(row["done"] for row in rows),
+        "seconds": round(seconds, 1),
+        "budget_s": options.budget,
+        "exit_code": code,
+        "first_s": min((row["first_s"] for row in rows), default=None),
+        "compiled": compiled,
+        "measured": sum(row["measured"] for row in rows),
+    } | _speeds([row["ratio"] for row in rows if row["done"]])
+    results.put(*(row | {"mode": mode} for row in rows))
+    print(f"{mode}: " + ", ".join(f"{name} {value}" for name, value in results.summary[mode].items()))
+    if code not in (0, 130):
+        print(f"the command ended with {code}: see {database.with_suffix('.log')}", file=sys.stderr)
+        return 1
     return 0
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def tune(problems: list[Problem], spec: str, mode: str, results: Results, work: Path) -> None:
-    """Tunes all, and writes a row of each as it ends. Raises TunegemmError where `work` is not empty."""
-    if mode == "installed" and packs.shipped() is None:
-        raise TunegemmError("no kernels ship with this checkout; `make kernels` compiles them")
-    if work.exists():
-        raise TunegemmError(f"{work} is there already, and this begins with nothing; name another --work")
-    work.mkdir(parents=True)
-    listed, database = work / "products.json", work / "tuning.sqlite"
-    workload(problems).write(listed)
-    started, first_s, rows = time.time(), None, 0
-    summary: dict[str, Any] = {}
-    results.summary = {**results.summary, mode: summary}
-    words = ["tune", "--from", str(listed), "--db", str(database), "--device", spec, "--json"]
-    for document in documents(_COMMANDS[mode], words, work):
-        ended_s = time.time() - started
-        if document is not None:
-            row = row_of(document) | {"mode": mode, "ended_s": round(ended_s, 2)}
-            rows += 1
-            if first_s is None:
-                first_s = _first_measured(database, started)
-        summary |= {
-            "products": rows,
-            "of": len(problems),
-            "total_s": round(ended_s, 2),
-            "first_s": first_s,
-            "ended": document is None,
-        }
-        results.put(*([row] if document is not None else []))
-        if document is not None:
-            print(rows, json.dumps({name: row[name] for name in _PRINTED}), flush=True)
-    print(json.dumps({mode: summary}), f"written: {results.path}, {database}", sep="\n")
-
-
-_PRINTED = ("m", "n", "k", "seconds", "ended_s", "compiled", "measured", "at_cap", "ratio", "best")
-
-
-def workload(problems: list[Problem]) -> Workload:
-    """What `tunegemm record` would write of a program that computes each once."""
-    names = [field.name for field in fields(Kind) if hasattr(problems[0], field.name)]
-    kinds = [Kind(**{name: getattr(problem, name) for name in names}) for problem in problems]
-    return Workload(tuple(Product(kind, calls=1) for kind in kinds))
-
-
-def documents(code: str, words: list[str], work: Path) -> Iterator[dict[str, Any] | None]:
-    """What a `tunegemm` command prints, line by line, then None; when this is interrupted, what the command
-    says of that, and then KeyboardInterrupt.
-
-    Raises TunegemmError where it ends otherwise.
-    """
-    environment = {name: value for name, value in os.environ.items() if name != "TUNEGEMM_DB"} | {
-        "TUNEGEMM_CACHE_DIR": str(work / "cache"),
-        "XDG_DATA_HOME": str(work / "data"),
-        "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
-    }
-    log = work / "log.txt"
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *words],
-            cwd=work, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True,
-            start_new_session=True,  # so that `timeout` ends this, which then ends it
-        )  # fmt: skip
-        assert process.stdout is not None
-        try:
-            yield from map(json.loads, process.stdout)
-            if code_of_exit := process.wait():
-                raise TunegemmError(f"tuning ended with exit code {code_of_exit}: {log.read_text()[-2000:]}")
-            yield None
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
-            signal.signal(signal.SIGALRM, lambda *_: process.kill())
-            signal.setitimer(signal.ITIMER_REAL, _STOP_S)
-            yield from (
-                document for document in map(json.loads, process.stdout) if not document["interrupted"]
-            )
-            raise
-        finally:
+def interrupted_after(
+    budget: float | None, words: Sequence[str], environment: Mapping[str, str], folder: Path, log: Any
+) -> int:
+    """The exit code of a process that gets SIGINT when its time is over, and SIGKILL if it goes on."""
+    # A shell starts what it puts in the background with SIGINT ignored, and that is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        return process.wait(budget)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.send_signal(signal.SIGINT)
+        return process.wait(_ENDING_S)
+    finally:
+        if process.poll() is None:
             process.kill()
             process.wait()
-            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def row_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """One product of `tunegemm tune --json`."""
-    timed = [outcome for outcome in document["outcomes"] if "ratio" in outcome]
-    best = document["best"]
-    return problem_fields(Problem(**document["problem"])) | {
-        "seconds": round(document["seconds"], 2),
-        "compiled": document["compiled"],
-        "measured": len({outcome["digest"] for outcome in timed}),
-        "failed": len(document["outcomes"]) - len(timed),
-        "at_cap": any(outcome["steady"] for outcome in timed),
-        "ratio": round(best["ratio"], 4) if best else None,
-        "best": best["label"] if best else "",
-        "note": document["note"],
+def own_environment(folder: Path) -> dict[str, str]:
+    """Nothing of the user's is found, and the same packages are."""
+    return os.environ | {
+        "XDG_DATA_HOME": str(folder / "data"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
     }
 
 
-def _first_measured(path: Path, started: float) -> float | None:
-    """Seconds from the start to when the first measurement was published."""
-    with Database.open(path, read_only=True) as database:
-        times = [entry.measured_at.timestamp() for entry in database.entries()]
-    return round(min(times) - started, 2) if times else None
+def found(location: Path, started: float, *, is_one_gpu: bool) -> list[dict[str, Any]]:
+    """A row for each product that has a measurement, in the order in which they ended.
 
-
-def some(problems: list[Problem], count: int) -> list[Problem]:
-    """So many of them: one of each group of rows in turn, evenly over the list."""
-    if not 0 < count <= len(problems):
-        raise TunegemmError(f"--peers {count}: give a number from 1 to {len(problems)}")
-    ordered = sorted(problems, key=lambda problem: (problem.m, problem.n * problem.k))
-    return [ordered[(2 * number + 1) * len(ordered) // (2 * count)] for number in range(count)]
-
-
-def time_peers(problems: list[Problem], device: Device, results: Results, work: Path, cap_s: float) -> None:
-    """What the peers' own tuning takes in this process, their caches empty, and what it reaches."""
-    with tempfile.TemporaryDirectory(prefix="tunegemm-") as empty:
-        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "QUACK_HOME", "QUACK_CACHE_DIR"):
-            os.environ[name] = str(Path(empty, name.lower()))
-        os.environ.pop("QUACK_CACHE_AUTOTUNING", None)
-        tuned = work / "tuning.sqlite"
-        if tuned.exists():
-            os.environ |= {"TUNEGEMM_DB": str(tuned), "TUNEGEMM_CACHE_DIR": str(work / "cache")}
-        from benchmarks.peers import measure
-        from benchmarks.providers import PROVIDERS, Options, inductor_with_library
-        from tunegemm.measure.backend import CudaBackend
-
-        chosen = ["torch", *_PEERS, *(["tunegemm"] if tuned.exists() else [])]
-        known = {**PROVIDERS, "inductor": inductor_with_library}
-        options = Options(cap_s, tuned)
-        backend = CudaBackend(device)
-        backend.open()
-        for problem in problems:
-            started = time.perf_counter()
-            measured = measure(problem, device, backend, chosen, options, rounds=15, known=known)
-            row = problem_fields(problem) | {"mode": "peers"}
-            row |= {name: measured[name] for name in ("providers", "noise", "turn_ms", "clocks")}
-            results.put(row)
-            found = {
-                name: (got.get("tune_seconds"), got.get("ratio")) for name, got in row["providers"].items()
+    started: of the process, by time.time().
+    """
+    if not location.exists():  # on a device that measures nothing
+        return []
+    with Database.open(location, read_only=True) as database:
+        records = {record.problem: record for record in database.records()}
+        entries: dict[Problem, list[Any]] = {}
+        for entry in database.entries():
+            entries.setdefault(entry.problem, []).append(entry)
+    rows, before_s = [], 0.0
+    for problem, own in sorted(entries.items(), key=lambda item: max(e.measured_at for e in item[1])):
+        times = [entry.measured_at.timestamp() - started for entry in own]
+        record = records.get(problem)
+        rows.append(
+            problem_fields(problem)
+            | {
+                "done": record is not None and record.confirmed,
+                "ratio": round(record.ratio, 4) if record else None,
+                "best": record.label if record else "",
+                "at_cap": any(entry.policy in STEADY_POLICIES for entry in own),
+                "measured": len({entry.candidate for entry in own}),
+                "first_s": round(min(times), 2),
+                "last_s": round(max(times), 2),
+                "seconds": round(max(times) - before_s, 2) if is_one_gpu else None,
             }
-            print(problem.shape, json.dumps(found), f"{time.perf_counter() - started:.0f} s", flush=True)
+        )
+        before_s = max(times)
+    return rows
+
+
+def spread(problems: Sequence[Problem], count: int) -> list[Problem]:
+    """So many of them, at equal distances."""
+    count = min(count, len(problems))
+    return [problems[place * len(problems) // count] for place in range(count)]
+
+
+def run_peer(name: str, problems: Sequence[Problem], device: Device, results: Results, most_s: float) -> None:
+    """Times a peer on the products, and writes its rows as they come."""
+    rows = []
+    for problem in problems:
+        rows.append(problem_fields(problem) | {"mode": name} | peer(name, problem, device, most_s))
+        timed = [row for row in rows if row["seconds"] is not None]
+        results.summary[name] = {
+            "products": len(rows),
+            "done": len(timed),
+            "limit_s": most_s,
+            "median_s": statistics.median(row["seconds"] for row in timed) if timed else None,
+        } | _speeds([row["ratio"] for row in timed])
+        results.put(rows[-1])
+        print(json.dumps(rows[-1]), flush=True)
+
+
+def peer(name: str, problem: Problem, device: Device, most_s: float) -> dict[str, Any]:
+    """Seconds and speed of a peer's first choice, in a process of its own; or why there are none."""
+    none = {"seconds": None, "ratio": None}
+    with tempfile.TemporaryDirectory(prefix="tunegemm-", ignore_cleanup_errors=True) as folder:
+        places = (
+            "HOME", "QUACK_HOME", "QUACK_CACHE_DIR", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
+            "TRITON_HOME", "CUTE_DSL_CACHE_DIR", "XDG_CACHE_HOME",
+        )  # fmt: skip
+        environment = own_environment(Path(folder)) | dict.fromkeys(places, folder)
+        words = [sys.executable, "-c", _PEER, name, problem.shape, device.spec, str(most_s)]
+        started = time.monotonic()
+        process = subprocess.Popen(
+            words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            out, errors = process.communicate(timeout=most_s + _BESIDE_S)
+        except subprocess.TimeoutExpired:
+            return none | {"skipped": f"not at its end {_BESIDE_S:g} s after the limit of {most_s:g} s"}
+        finally:
+            _end(process)
+        process_s = round(time.monotonic() - started, 2)
+    if process.returncode:
+        last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+        return none | {"process_s": process_s, "skipped": last[0][:160]}
+    return none | {"process_s": process_s} | json.loads(out.splitlines()[-1])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """With its compile workers, which may outlive it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def print_peer(name: str, shape: str, spec: str, most_s: str) -> None:
+    """In the peer's process: its tuning, then one interleave with torch.mm, as one line of JSON."""
+    from benchmarks.peers import measure
+    from benchmarks.providers import PROVIDERS, Options, max_autotune
+    from tunegemm.measure.backend import CudaBackend
+
+    device = find_device(spec)
+    backend = CudaBackend(device)
+    backend.open()
+    known = {**PROVIDERS, "inductor": max_autotune}
+    options = Options(tune_cap=float(most_s), database=None)
+    row = measure(Problem.parse(shape), device, backend, ["torch", name], options, 15, known)
+    timed = row["providers"][name]
+    document = {"seconds": timed.get("tune_seconds"), "ratio": timed.get("ratio"), "noise": row["noise"]}
+    print(json.dumps(document | {key: timed[key] for key in ("skipped",) if key in timed}), flush=True)
+
+
+def _speeds(ratios: Sequence[float]) -> dict[str, float | None]:
+    if not ratios:
+        return {"geometric_mean": None, "worst": None}
+    return {"geometric_mean": round(geometric_mean(ratios), 4), "worst": min(ratios)}
 
 
 if __name__ == "__main__":

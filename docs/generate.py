@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.tables.batches import batch_invariance, class_order, class_splits, decode_bits
 from benchmarks.tables.families import families, family_figures
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
+from benchmarks.tables.power import power_cap, power_kernels
 from benchmarks.tables.programs import (
     campaign,
     clients,
@@ -120,6 +121,10 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "decode-bits": decode_bits,
     "class-order": class_order,
     "class-splits": class_splits,
+    "power-cap": power_cap,
+    "power-cap-h100": power_cap,
+    "power-kernels": power_kernels,
+    "power-kernels-h100": power_kernels,
     "cli": cli,
     "families": families,
     **{

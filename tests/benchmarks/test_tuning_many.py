@@ -1,78 +1,119 @@
-"""The list of 100 products, the command that tunes it, and what is read of it; on recorded times."""
+"""benchmarks/tuning_many.py: the real command on a recorded device, and what is read of a database."""
 
 from __future__ import annotations
 
-from collections import Counter
+import json
+import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from benchmarks import shapes
+from benchmarks import tuning_many
 from benchmarks.campaign import products
-from benchmarks.tuning_many import _COMMANDS, LIST, documents, row_of, some, workload
-from tunegemm.describe import workload as files
-from tunegemm.errors import TunegemmError
-from tunegemm.measure.replay import open_replay
+from tunegemm.describe.device import PARTS, Fingerprint, device_from_part
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.describe.workload import read
+from tunegemm.measure.outcome import Measurement
+from tunegemm.store import Database
+from tunegemm.tuning.tuner import open_device
 
-RECORDED = open_replay("h200").problems()[:2]
-#: Nothing to compile.
-WORDS = ["--device", "replay:h200", "--families", "cublaslt", "--json"]
-
-
-def test_the_list_is_100_products_whose_records_may_ship() -> None:
-    listed = [shape.problem for shape in shapes.load(LIST)]
-    assert len(listed) == 100 and set(listed) <= set(products())
-    assert {1, 4, 16, 64, 256, 1024, 4096} <= {problem.m for problem in listed}
-
-
-def test_a_file_for_tune_from_has_each_once(tmp_path: Path) -> None:
-    listed = [shape.problem for shape in shapes.load(LIST)]
-    workload(listed).write(tmp_path / "products.json")
-    found, refused = files.read(tmp_path / "products.json")
-    assert [demand.problem for demand in found] == listed and not refused
-    assert {demand.calls for demand in found} == {1}
-
-
-def test_some_are_spread_over_the_rows() -> None:
-    listed = [shape.problem for shape in shapes.load(LIST)]
-    chosen = some(listed, 10)
-    assert len(set(chosen)) == 10 and max(Counter(problem.m for problem in chosen).values()) <= 2
-    assert some(listed, 100) == sorted(listed, key=lambda problem: (problem.m, problem.n * problem.k))
-    with pytest.raises(TunegemmError, match="--peers 101: give a number from 1 to 100"):
-        some(listed, 101)
+FIRST, SECOND = Problem.parse("64x4096x4096"), Problem.parse("4096x4096x4096")
+LAYERS = {
+    "Llama-3-8B": ["6144x4096", "4096x4096", "28672x4096", "4096x14336"],
+    "Qwen3-32B": ["10240x5120", "5120x8192", "51200x5120", "5120x25600"],
+    "DeepSeek-V3": ["36864x7168", "7168x18432", "24576x1536", "7168x16384"],
+}
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
-    workload(RECORDED).write(tmp_path / "products.json")
-    return ["tune", "--from", str(tmp_path / "products.json"), *WORDS]
+def listed(tmp_path: Path) -> Path:
+    """A list of one product with recorded times, and one that is not recorded."""
+    path = tmp_path / "list.json"
+    dtypes = {"layout": "tnt", "dtype_a": "bf16", "dtype_b": "bf16", "dtype_d": "bf16"}
+    path.write_text(json.dumps([{"m": one.m, "n": one.n, "k": one.k} | dtypes for one in (FIRST, SECOND)]))
+    return path
 
 
-def test_a_row_of_each_product(words: list[str], tmp_path: Path) -> None:
-    *found, end = documents(_COMMANDS["nothing_compiled"], words, tmp_path)
-    assert end is None
-    rows = [row_of(document) for document in found if document is not None]
-    assert {(row["m"], row["n"], row["k"]) for row in rows} == {(p.m, p.n, p.k) for p in RECORDED}
-    for row in rows:
-        assert row["measured"] > 1 and row["compiled"] == row["failed"] == 0
-        assert row["at_cap"] is False and row["ratio"] >= 1 and row["best"]
+def arguments(listed: Path, *more: str) -> list[str]:
+    return ["--list", str(listed), "--device", "replay:h200", "--out", str(listed.parent / "out"), *more]
 
 
-def test_what_is_interrupted_has_what_ended_before_and_leaves_no_process(
-    words: list[str], tmp_path: Path
-) -> None:
-    """As where `timeout` ends it while it waits for the next product."""
-    running = documents(_COMMANDS["nothing_compiled"], words, tmp_path)
-    first = next(running)
-    assert first is not None and first["best"] is not None
-    (child,) = psutil.Process().children()
-    with pytest.raises(KeyboardInterrupt):
-        while True:
-            running.throw(KeyboardInterrupt)
-    assert not child.is_running()
+def document(listed: Path) -> dict:
+    return json.loads((listed.parent / "out" / "tuning_many.json").read_text())
 
 
-def test_a_command_that_fails_is_an_error_with_its_words(tmp_path: Path) -> None:
-    with pytest.raises(TunegemmError, match=r"exit code 2: tunegemm: .*none\.json"):
-        list(documents(_COMMANDS["installed"], ["tune", "--from", "none.json", *WORDS], tmp_path))
+def test_the_list_is_of_100_products_of_the_models_whose_records_ship() -> None:
+    demands, refused = read(tuning_many.LIST)
+    found = [demand.problem for demand in demands]
+    assert len(found) == len(set(found)) == 100 and not refused
+    rows = (1, 4, 16, 64, 256, 1024, 4096)
+    wanted = [Problem.parse(f"{m}x{layer}") for layers in LAYERS.values() for layer in layers for m in rows]
+    assert found[:84] == wanted and set(found) <= set(products())
+
+
+def test_peers_are_timed_on_products_of_all_kinds() -> None:
+    found = tuning_many.spread([demand.problem for demand in read(tuning_many.LIST)[0]], 10)
+    assert len({problem.m for problem in found}) >= 6 and len({(p.n, p.k) for p in found}) == 10
+    assert tuning_many.spread([FIRST, SECOND], 5) == [FIRST, SECOND]
+
+
+def test_rows_say_what_the_database_has(tmp_path: Path) -> None:
+    path, started = tmp_path / "found.sqlite", time.time() - 100
+    versions = ("580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0")
+    device = device_from_part(
+        "cuda:0", PARTS["h200"], Fingerprint("NVIDIA H200", 132, "9.0", "", 132, *versions)
+    )
+    kernels = [Candidate.make("cute_sm90", {"tile_m": 128, "tile_n": n}, {}) for n in (64, 128, 256)]
+    steady = {"rounds": 4, "turn_ms": 160.0}
+    with Database.open(path) as database:
+        for kernel in kernels:
+            database.publish(FIRST, device, Measurement(kernel, (2.0,) * 3, (2.1,) * 3, 1e-3, 0.002, {}))
+        best = Measurement(kernels[1], (2.0,) * 3, (2.5,) * 3, 1e-3, 0.002, {})
+        database.confirm(FIRST, device, best, label="best")
+        turn = Measurement(kernels[2], (2.0,) * 3, (2.2,) * 3, 1e-3, 0.002, steady)
+        database.publish(SECOND, device, turn, policy="steady_final")
+    first, second = tuning_many.found(path, started, is_one_gpu=True)
+    assert (first["m"], first["done"], first["ratio"], first["best"]) == (64, True, 1.25, "best")
+    assert first["measured"] == 3 and not first["at_cap"]
+    assert 100 <= first["first_s"] <= first["last_s"] == first["seconds"]
+    assert (second["m"], second["done"], second["measured"], second["at_cap"]) == (4096, False, 1, True)
+    assert second["seconds"] == pytest.approx(second["last_s"] - first["last_s"], abs=0.02)
+    assert tuning_many.found(path, started, is_one_gpu=False)[0]["seconds"] is None
+
+
+def test_the_command_is_interrupted_after_its_budget(listed: Path) -> None:
+    """Nothing of a recording is stored, so that no product counts as reached."""
+    assert tuning_many.main(arguments(listed, "--budget", "9", "--without-library")) == 0
+    found = document(listed)
+    (mode,) = found.keys() - {"meta", "rows"}
+    assert mode == "without library" and found["rows"] == []
+    assert found[mode]["exit_code"] == 130 and 9 <= found[mode]["seconds"] < 60
+    assert found[mode]["products"] == 2 and found[mode]["reached"] == 0
+    assert "Interrupted: what was measured is kept" in (listed.parent / "out" / "tuning_many.log").read_text()
+
+
+def test_a_command_that_fails_is_said_so(listed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tuning_many.main(arguments(listed, "--devices", "7")) == 1
+    assert "ended with 2: see" in capsys.readouterr().err
+    assert document(listed)["as installed, devices 7"]["exit_code"] == 2
+
+
+def test_a_peer_that_cannot_run_is_a_row_with_its_reason() -> None:
+    row = tuning_many.peer("quack", FIRST, open_device("replay:h200"), 5)
+    assert row["seconds"] is None and row["process_s"] > 0 and "replay:h200" in row["skipped"]
+
+
+def test_bad_input_is_one_line(listed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = listed.parent / "taken.sqlite"
+    taken.touch()
+    for more, words in (
+        (["--database", str(taken)], "taken.sqlite exists"),
+        (["--without-library", "--devices", "0,1"], "give --device"),
+        (["--list", str(taken.with_name("none.json"))], "none.json"),
+    ):
+        assert tuning_many.main(arguments(listed, *more)) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+    assert tuning_many.main(["--device", "replay:h200"]) == 2
+    assert "measures nothing" in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,3 +75,16 @@ def test_the_latest_rankings_are_remembered(kernels: Kernels) -> None:
         kernels.ranked(replace(PROBLEM, m=m, k=1024), "triton_tma")
     again = kernels.ranked(PROBLEM, "triton_tma")
     assert again is not first and again == first, "of all that were asked for only the latest are kept"
+
+
+def test_kernels_are_found_without_torch() -> None:
+    """Its import takes a tuning's first process a second and more."""
+    program = """
+import sys
+from tunegemm.describe.device import find_device
+from tunegemm.tuning.kernels import Kernels
+found = Kernels(find_device("model:h200"), None, None)
+print(len(found.families), "torch" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.split()[1] == "False", ran.stdout

@@ -392,8 +392,7 @@ def result_document(result: TuneResult) -> dict[str, Any]:
 
     def outcome_document(outcome: Outcome) -> dict[str, Any]:
         if isinstance(outcome, Measurement):
-            figures = measurement_figures(outcome, result.problem, result.device)
-            return named(outcome.candidate) | figures | {"steady": outcome.is_steady}
+            return named(outcome.candidate) | measurement_figures(outcome, result.problem, result.device)
         return named(outcome.candidate) | {"failed": outcome.stage, "reason": outcome.reason}
 
     names = ("source", "seconds", "compiled", "interrupted", "note")

@@ -25,6 +25,8 @@ _REFERENCE_MHZ = 1500.0
 _STEP_MHZ = 20.0
 #: Of what device memory moves half crosses between the halves of L2 (docs/decisions/0014).
 _CROSSING = 0.5
+#: Of the terms the one that the chip's voltage has no say in.
+_MEMORY = "dram"
 
 
 @dataclass(frozen=True)
@@ -84,19 +86,9 @@ def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> 
     if table is None:
         clocks = np.full(len(found.total_us), steady_clock_mhz(device))
         return Steady(found.total_us, clocks, False)
-    pj = table.pj_per_byte
-    out_bytes = problem.m * problem.n * problem.batch * DTYPE_BYTES[problem.out_dtype]
-    flops = 2.0 * problem.m * problem.n * problem.k * problem.batch
-    # A multiplication of operands half as wide takes half as long; that it takes half the energy is assumed.
-    flop_pj = table.flop_pj(columns.tile_n.astype(float)) * DTYPE_BYTES[problem.in_dtype] / 2
-    chip_pj = (
-        flops * flop_pj
-        + pj["filled"] * found.filled_bytes
-        + pj["l2_read"] * found.l2_bytes
-        + pj["stored"] * out_bytes
-        + pj["crossing"] * _CROSSING * found.dram_bytes
-    )
-    memory_pj = pj["dram"] * found.dram_bytes
+    work = work_pj(problem, columns, found, table)
+    memory_pj = work.pop(_MEMORY)
+    chip_pj = sum(work.values(), start=np.zeros(len(memory_pj)))
     clocks = table.clocks()[:, None]
     us = time_at(found, clocks, device)
     watts = (chip_pj * table.voltage(clocks) + memory_pj) * 1e-6 / us + table.static_w
@@ -106,3 +98,31 @@ def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> 
     us = us[chosen, np.arange(len(chosen))]
     clock = clocks[chosen, 0]
     return Steady(us, clock, bool(len(us) and clock[us.argmin()] < clocks[-1, 0]))
+
+
+def work_pj(problem: Problem, columns: Columns, found: Terms, table: Table) -> dict[str, Floats]:
+    """Picojoules of a product by what costs them, at the table's clock, without what flows whatever runs."""
+    pj = table.pj_per_byte
+    out_bytes = problem.m * problem.n * problem.batch * DTYPE_BYTES[problem.out_dtype]
+    flops = 2.0 * problem.m * problem.n * problem.k * problem.batch
+    # A multiplication of operands half as wide takes half as long; that it takes half the energy is assumed.
+    flop_pj = table.flop_pj(columns.tile_n.astype(float)) * DTYPE_BYTES[problem.in_dtype] / 2
+    return {
+        "flops": flops * flop_pj,
+        "filled": pj["filled"] * found.filled_bytes,
+        "l2_read": pj["l2_read"] * found.l2_bytes,
+        "stored": np.full(len(flop_pj), pj["stored"] * out_bytes),
+        "crossing": pj["crossing"] * _CROSSING * found.dram_bytes,
+        _MEMORY: pj["dram"] * found.dram_bytes,
+    }
+
+
+def terms_mj(
+    problem: Problem, columns: Columns, found: Terms, table: Table, clocks_mhz: Floats, us: Floats
+) -> dict[str, Floats]:
+    """Millijoules of a product by what costs them, at a clock and a time of each candidate."""
+    voltage = table.voltage(clocks_mhz)
+    work = work_pj(problem, columns, found, table)
+    return {name: pj * (1.0 if name == _MEMORY else voltage) * 1e-9 for name, pj in work.items()} | {
+        "static": table.static_w * us * 1e-3
+    }

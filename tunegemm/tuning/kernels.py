@@ -237,9 +237,9 @@ def _usable(names: Sequence[str] | None) -> tuple[str, ...]:
     """The families asked for, or all that can work here. Raises DeviceError when an asked one cannot."""
     usable = []
     for name in names or families.NAMES:
-        reason = families.get(name).unavailable()
-        # Without cuBLASLt its family still has torch.mm.
-        if reason is None or name == TORCH_MM.family:
+        # The library's family always has torch.mm; to ask for more would import torch, which takes a second.
+        reason = None if name == TORCH_MM.family else families.get(name).unavailable()
+        if reason is None:
             usable.append(name)
         elif names:
             raise DeviceError(f"family {name!r} cannot be used: {reason}")

@@ -1,0 +1,87 @@
+"""Tables of large products at the power cap: joules by the model and measured, and speeds to the roof."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables.reading import extents_of, load, machine_line, markdown_table, not_measured
+
+#: What the terms of `tunegemm.generate.energy` are called in a table.
+_TERMS = {
+    "flops": "multiplications", "filled": "bytes into shared memory", "l2_read": "reads of L2",
+    "stored": "finished tiles", "dram": "device memory and crossings", "static": "what always flows",
+}  # fmt: skip
+
+
+def power_kernels(results: Path) -> str:
+    """Measured and predicted joules by launch, and which term's joules go with what is missing."""
+    name = "power_kernels.json"
+    data = load(results, name)
+    if data is None:
+        return not_measured(results, name)
+    lines = [
+        [
+            extents_of(row), f"`{row['label']}`", f"{row['measured_mj']:.1f}", f"{row['predicted_mj']:.1f}",
+            f"{row['error']:+.1%}", f"{row['clock_mhz']:.0f}", f"{row['power_w']:.0f}", f"{row['us']:.1f}",
+            f"{row['predicted_us']:.1f}", f"{row['torch_us']:.1f}", f"{row['tflops']:.0f}",
+            _percent(row["share_of_roof"]),
+        ]
+        for row in data["rows"]
+    ]  # fmt: skip
+    header = [
+        "product", "launch", "mJ", "predicted", "error", "MHz", "W", "us", "us by model", "torch.mm, us",
+        "TFLOP/s", "of the roof",
+    ]  # fmt: skip
+    said = (
+        f"{data['within_5_percent']:.0%} of {data['pairs']} launches are within 5 %; root mean square "
+        f"{data['rms']:.1%}, mean {data['mean']:+.1%}, worst {data['worst']:+.1%}."
+    )
+    parts = [machine_line(data["meta"]), said, _residuals(data["residuals"]), markdown_table(header, lines)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _residuals(found: dict[str, Any]) -> str:
+    rows = [(said, found[name]) for name, said in _TERMS.items() if name in found]
+    lines = [
+        [
+            said, f"{term['alone']:+.3f}", f"{term['explains']:.0%}",
+            f"{term['part']:+.3f} ± {term['error']:.3f}" if "part" in term else "",
+        ]
+        for said, term in rows
+    ]  # fmt: skip
+    header = ["what is missing, as a part of a term's joules", "alone", "explains", "beside the others"]
+    return markdown_table(header, lines)
+
+
+def power_cap(results: Path) -> str:
+    """Our best kernel beside torch.mm and the best algorithm of cuBLASLt, and how far the roof is."""
+    name = "power_cap.json"
+    data = load(results, name)
+    if data is None:
+        return not_measured(results, name)
+    ratios = "ratio_to_torch", "ratio_to_best_cublaslt"
+    lines = [
+        [
+            extents_of(row), f"`{row['own']}`", *(_number(row[one], 3) for one in ratios),
+            *(_number(row["tflops"].get(one), 0) for one in ("own", "torch", "cublaslt")),
+            _percent(row["share_of_roof"]),
+        ]
+        for row in data["rows"]
+    ]  # fmt: skip
+    means = [_number(data.get(one), 3) for one in ratios]
+    share = _percent(data.get("share_of_roof"))
+    lines.append([f"geometric mean of {data['products']}", "", *means, "", "", "", share])
+    header = [
+        "product", "own", "times torch.mm", "times cuBLASLt", "TFLOP/s, own", "torch.mm", "cuBLASLt",
+        "of the roof",
+    ]  # fmt: skip
+    return "\n\n".join(filter(None, [machine_line(data["meta"]), markdown_table(header, lines)]))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
