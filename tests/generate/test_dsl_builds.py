@@ -60,6 +60,23 @@ print(op._ENABLE_FRAME_FILTERING)
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
+def test_a_worker_does_not_ask_the_driver_what_gpu_there_is(tmp_path: Path) -> None:
+    """It sees none: on a host that has one, asking took each of 16 workers a minute."""
+    code = f"""
+import os, sys
+from tunegemm.generate import families
+families.import_compiler()
+from cutlass.base_dsl import env_manager
+env_manager.detect_gpu_arch = lambda prefix: os._exit(7)
+families.get("cute_sm90").compile({dict(key())!r}, __import__("pathlib").Path({str(tmp_path / "a.o")!r}))
+"""
+    own = environment()
+    own.pop("CUTE_DSL_ARCH", None)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=own)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.o").stat().st_size > 0
+
+
 def test_objects_of_the_other_build_are_missing(host: Callable[[str | None], None]) -> None:
     packing.provide(RECORDS[:1], workers=compile_workers())
     assert find_object(RECORDS[0], DEVICE) is not None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import logging
 import os
 import shutil
@@ -37,7 +38,19 @@ _RUNTIME = "libcute_dsl_runtime.so"
 _SHARED = b"\3\0"
 """Type of an ELF file that is a shared library, at its bytes 16 and 17."""
 
+#: What a process that compiles says its own GPU is. Not the target: the DSL would link and load each kernel
+#: to be run, a seventh of the compile time. And not nothing: the DSL would ask the driver, which shows no
+#: GPU to a worker; its text for that error names the architecture, for which it asks again, until Python's
+#: stack is full. Sixteen workers did so for 50 s and more (H200, driver 580, DSL 4.8.1, 2026-11-23).
+_OWN_ARCHITECTURE = "sm_80"
+
 _log = logging.getLogger(__name__)
+
+
+def import_dsl() -> None:
+    """Import the CuTe DSL for compiling alone. Raises ImportError where it is not installed."""
+    os.environ["CUTE_DSL_ARCH"] = _OWN_ARCHITECTURE  # read once, at the import
+    importlib.import_module("cutlass.cute")
 
 
 def compile_object(
@@ -51,14 +64,14 @@ def compile_object(
 ) -> Resources:
     """Compile for an architecture such as ``sm_90a`` and write the object `out`; the report is ptxas's.
 
-    make_kernel: imports the kernel and makes it, once the compiler knows the architecture.
+    make_kernel: imports the kernel and makes it, once the compiler is imported.
     launch_parameters: 32-bit arguments behind the strides.
     addresses: 64-bit arguments behind them: of the workspace, and what else lies in device memory.
     words: 64-bit arguments of the epilogue behind those.
 
     Raises whatever the compiler raises; some configurations abort the process.
     """
-    os.environ["CUTE_DSL_ARCH"] = target
+    import_dsl()
     import cutlass.cute as cute
     from cutlass import Int32, Int64
 

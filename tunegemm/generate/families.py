@@ -314,8 +314,8 @@ def import_compiler() -> None:
         sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make it not importable
     try:
         with suppress(ImportError):
-            for name in ("cutlass.cute", "tvm_ffi"):
-                importlib.import_module(name)
+            importlib.import_module("tunegemm.generate.cute_object").import_dsl()
+            importlib.import_module("tvm_ffi")
     finally:
         if absent:
             del sys.modules["torch"]

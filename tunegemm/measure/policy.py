@@ -77,10 +77,10 @@ FINAL = Policy(
     steady_ms=160, steady_rounds=7,
 )  # fmt: skip
 
-#: The same in a quick tuning, on a GPU that has just measured the screen. In steady state one turn differs from
-#: the next by 1.5 % (standard deviation in 41 races; H200, 2026-11-23). With that noise the winner of four rounds
-#: is 0.25 % behind the best of its race, of the five with a wider spread that were run before 0.22 %, of three
-#: 0.28 to 0.30 %; four take a fifth fewer turns than those five.
+#: The same in a quick tuning, on a GPU that has just measured the screen. In steady state one turn differs
+#: from the next by 1.5 % (standard deviation in 41 races; H200, 2026-11-23). With that noise the winner of
+#: four rounds is 0.25 % behind the best of its race, of the five with a wider spread that were run before
+#: 0.22 %, of three 0.28 to 0.30 %; four take a fifth fewer turns than those five.
 QUICK_FINAL = replace(
     FINAL, rounds=15, race_after=5, race_margin=0.005, settle_ms=100, steady_rounds=4, steady_spread=0.016
 )  # fmt: skip
