@@ -395,6 +395,28 @@ def test_what_is_compiled_is_measured_while_the_rest_compiles(
     assert all(isinstance(outcome, Measurement) for outcome in outcomes)
 
 
+def test_in_a_hurry_the_last_few_of_a_batch_are_measured_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And given up in the end. The compiler of one waits here until the others are measured."""
+    compiles = tmp_path / "compiles"
+    monkeypatch.setenv("PLANTED_WAITS", f"64:{compiles}")
+    slow, *others = (launches(kernel)[0] for kernel in kernels(64, 32, 128, 160, 192))
+    with planted_tuner(DEVICE, cache=tmp_path / "cache", workers=2) as tuner:
+        trials = trials_of(tuner, measurer := Timed(lambda *_: 9.0))
+
+        def measured(*batch: Candidate) -> set[Candidate]:
+            return {one.candidate for one in trials.evaluate(batch, SCREEN, stage="screen", hurried=True)}
+
+        assert measured(slow, *others[:3]) == set(others[:3])
+        assert trials.late() == [] and measured(others[3]) == {others[3]}, "given up"
+        assert measured(slow, *others[:3]) == set(others[:3])
+        compiles.touch()
+        tuner.pool.submit(slow.family, families.get(slow.family).kernel_key(PROBLEM, slow, DEVICE)).result()
+        assert measured(others[3]) == {slow, others[3]}
+    assert all(sum(asked.count(one) for _, asked in measurer.asked) == 2 for one in others)
+
+
 class TestFollowing:
     """Kernels of the next problem are compiled while one is measured."""
 

@@ -36,9 +36,10 @@ _SLOWEST = 50
 
 #: Before steady-state timing, on top of a policy's `settle_ms`. A GPU that meets its power cap first lowers
 #: its clocks too far, for 0.1 to 0.2 s. Without this, in nine of 23 races the candidates had a median ratio
-#: of 1.07 to 1.12 in the first of seven rounds and 0.98 to 1.06 in the others
-#: (H200, benchmarks/results/h200/first-turns-2026-11-22.json).
-_SETTLE_STEADY_MS = 700.0
+#: of 1.07 to 1.12 in the first of seven rounds and 0.98 to 1.06 in the others (H200,
+#: benchmarks/results/h200/first-turns-2026-11-22.json). Of 49 races after 400 ms four had a first round
+#: that differed by 3 % from the others, of 41 after 700 ms fifteen (H200, 2026-11-23).
+_SETTLE_STEADY_MS = 400.0
 
 #: A screen that follows another one of the same problem so soon finds the clocks as that left them, and
 #: settles for this part of the time.

@@ -127,7 +127,7 @@ class Tuner:
         budget_s = checked_seconds(budget_seconds)
         deadline = time.monotonic() + budget_s
         state = self._begin(problem, on_progress)
-        measurer = state.measurer
+        measurer, hurried = state.measurer, effort == "quick"
         try:
             if measurer is None:
                 return rank_by_model(state, self.kernels, effort, trials, compiled=self._compiled())
@@ -160,10 +160,12 @@ class Tuner:
                         "measurements; a larger one goes on"
                     )
                     break
-                later = search.planned_launches() if effort == "quick" else []
+                later = search.planned_launches() if hurried else []
                 state.compile_ahead([*batch, *later])
-                for outcome in state.evaluate(batch, SCREEN, stage=search.stage):
+                for outcome in state.evaluate(batch, SCREEN, stage=search.stage, hurried=hurried):
                     search.tell(outcome.candidate, speed(outcome))
+            if late := state.late():
+                list(state.evaluate(late, SCREEN, stage=state.stage))
 
             # The best once more, in many rounds: at the power cap in steady state, as there a GPU slows each
             # kernel by what it draws. The winner becomes the record.
