@@ -17,7 +17,7 @@ import json
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.results import Results, meta, problem_fields, results_path
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.records:
             with Database.open(options.db, read_only=True) as database:
                 found = list(kept(database.records(), options.lost))
-            write_records([*read_shipped()[0], *found], options.records)
+            write_records(best([*read_shipped()[0], *found]), options.records)
             return 0
         rows = [int(m) for m in options.rows.split(",")] if options.rows else None
         device = find_device(options.device)
@@ -83,12 +83,25 @@ def products(rows: list[int] | None = None) -> Iterator[Problem]:
 
 
 def kept(records: list[Record], measured_again: Path | None) -> Iterator[Record]:
-    """Those that are worth to be shipped; torch.mm's, too, as they say that nothing is faster."""
+    """Those that are worth to be shipped; torch.mm's, too, as they say that nothing is faster. Not what a
+    tuning has left that did not come to its end.
+    """
     rows = json.loads(measured_again.read_text())["rows"] if measured_again else []
     lost = {Problem.parse(f"{row['m']}x{row['n']}x{row['k']}") for row in rows if row["ratio"] < LOST}
     for record in records:
-        if record.is_torch or (record.ratio >= LEAST and record.problem not in lost):
+        is_faster = record.ratio >= LEAST and record.problem not in lost
+        if record.confirmed and (record.is_torch or is_faster):
             yield record
+
+
+def best(records: Iterable[Record]) -> list[Record]:
+    """Of each product on each GPU the record of the highest ratio, of equals the earlier."""
+    of_product: dict[tuple[Problem, str], Record] = {}
+    for record in records:
+        one = of_product.setdefault((record.problem, record.fingerprint.device_name), record)
+        if record.ratio > one.ratio:
+            of_product[record.problem, record.fingerprint.device_name] = record
+    return list(of_product.values())
 
 
 def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:

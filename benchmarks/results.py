@@ -30,6 +30,9 @@ _PACKAGES = (
     "nvidia-cublas", "apache-tvm-ffi",
 )  # fmt: skip
 
+#: Options that name where files go.
+_PLACES = ("--out", "--database")
+
 
 class ResultsError(TunegemmError):
     """A result file that cannot take the rows of this run."""
@@ -58,15 +61,15 @@ def meta(device: Device, method: str) -> dict[str, Any]:
 
 
 def command_line(arguments: list[str]) -> str:
-    """What to type to run this again. Where its file went says nothing about a figure, and is left out."""
+    """What to type to run this again. Where its files went says nothing about a figure, and is left out."""
     path = Path(arguments[0])
     room = "seeds." if path.parent.name == "seeds" else ""
     words = ["python", "-m", f"benchmarks.{room}{path.stem}"]
     rest = iter(arguments[1:])
     for word in rest:
-        if word == "--out":
+        if word in _PLACES:
             next(rest, None)
-        elif not word.startswith("--out="):
+        elif not word.startswith(tuple(f"{place}=" for place in _PLACES)):
             words.append(word)
     return " ".join(words)
 

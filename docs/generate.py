@@ -35,6 +35,7 @@ from benchmarks.tables.programs import (
     other_dsl,
     selector,
     skinny,
+    tuning_many,
     tuning_time,
 )
 from benchmarks.tables.reading import DocsError, load
@@ -108,6 +109,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "kinds": kinds,
     "other-dsl": other_dsl,
     "tuning-time": tuning_time,
+    "tuning-many": tuning_many,
     "campaign": campaign,
     "clients": clients,
     "dtypes": dtypes,

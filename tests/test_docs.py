@@ -173,6 +173,32 @@ class TestBlocks:
         table = generate.tuning_time(tmp_path)
         assert "| 64x64x128 | at the cap | 12.3 | 4.0 | 1.0 | 0.6 | 51 | 7 | 1.012 |" in table
 
+    def test_tuning_many(self, generate: ModuleType, tmp_path: Path) -> None:
+        own = {"mode": "without library"}
+        rows = [
+            own | {"seconds": 4.0, "at_cap": True},
+            own | {"seconds": 6.04, "at_cap": True},
+            own | {"seconds": 1.5, "at_cap": False},
+            {"mode": "inductor", "seconds": 31.2},
+            {"mode": "inductor", "seconds": None},
+        ]
+        one = {
+            "done": 2,
+            "products": 4,
+            "seconds": 11.6,
+            "first_s": 3.21,
+            "compiled": 7,
+            "geometric_mean": 1.05,
+        }
+        of_peer = {"done": 1, "products": 2, "geometric_mean": None}
+        document = {"meta": {}, "rows": rows, "without library": one, "inductor": of_peer}
+        (tmp_path / "tuning_many.json").write_text(json.dumps(document))
+        table = generate.tuning_many(tmp_path)
+        assert "| without library | 12 | 2 of 4 | 3.2 | 7 | 1.050 |" in table
+        assert "| without library | at the cap | 2 | 5.0 | 4.0 |" in table
+        assert "| without library | below it | 1 | 1.5 | 1.5 |" in table
+        assert "| inductor |  | 1 | 31.2 | 31.2 |" in table
+
     def test_campaign(self, generate: ModuleType, tmp_path: Path) -> None:
         rows = [
             {"seconds": seconds, "steady": steady, "compiled_only": True}

@@ -19,6 +19,9 @@ from benchmarks.tables.reading import (
     shape_of,
 )
 
+#: `at_cap` of rows; peers do not say.
+_POWER = {"at the cap": True, "below it": False, "": None}
+
 
 def tuning_time(results: Path) -> str:
     """How long one product takes in a process of its own: nothing compiled, and with its kernels."""
@@ -36,6 +39,31 @@ def tuning_time(results: Path) -> str:
         "times torch.mm",
     ]  # fmt: skip
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
+def tuning_many(results: Path) -> str:
+    """How long the command took for the products of several models, and what peers took for one each."""
+    data = load(results, "tuning_many.json")
+    if data is None:
+        return not_measured(results, "tuning_many.json")
+    commands, products = [], []
+    for mode in dict.fromkeys(row["mode"] for row in data["rows"]):
+        one, rows = data[mode], [row for row in data["rows"] if row["mode"] == mode]
+        done = f"{one['done']} of {one['products']}"
+        mean = f"{one['geometric_mean']:.3f}" if one["geometric_mean"] else "-"
+        if "seconds" in one:
+            first, compiled = f"{one['first_s']:.1f}", str(one["compiled"])
+            commands.append([mode, f"{one['seconds']:.0f}", done, first, compiled, mean])
+        groups = {name: [row for row in rows if row.get("at_cap") is at] for name, at in _POWER.items()}
+        for name, group in groups.items():
+            if seconds := sorted(row["seconds"] for row in group if row["seconds"] is not None):
+                middle, many = median(seconds), seconds[int(0.9 * (len(seconds) - 1))]
+                products.append([mode, name, str(len(seconds)), f"{middle:.1f}", f"{many:.1f}"])
+    tables = [
+        markdown_table(["mode", "s", "done", "first measurement s", "compiled", "times torch.mm"], commands),
+        markdown_table(["mode", "power", "products", "median s", "90 % within s"], products),
+    ]
+    return "\n\n".join([machine_line(data["meta"]), *tables])
 
 
 def campaign(results: Path) -> str:
