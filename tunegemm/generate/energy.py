@@ -18,7 +18,7 @@ import numpy as np
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
-from tunegemm.generate.terms import Columns, Floats, Terms, steady_clock_mhz, time_at
+from tunegemm.generate.terms import Bools, Columns, Floats, Ints, Terms, steady_clock_mhz, time_at
 
 #: Clock at which the table holds, MHz.
 _REFERENCE_MHZ = 1500.0
@@ -89,15 +89,31 @@ def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> 
     work = work_pj(problem, columns, found, table)
     memory_pj = work.pop(_MEMORY)
     chip_pj = sum(work.values(), start=np.zeros(len(memory_pj)))
-    clocks = table.clocks()[:, None]
-    us = time_at(found, clocks, device)
-    watts = (chip_pj * table.voltage(clocks) + memory_pj) * 1e-6 / us + table.static_w
-    fits = watts <= table.cap_w
-    # The highest clock that fits; the lowest where none does.
-    chosen = np.where(fits.any(axis=0), len(clocks) - 1 - fits[::-1].argmax(axis=0), 0)
-    us = us[chosen, np.arange(len(chosen))]
-    clock = clocks[chosen, 0]
-    return Steady(us, clock, bool(len(us) and clock[us.argmin()] < clocks[-1, 0]))
+    clocks = table.clocks()
+
+    def fits(which: Ints, places: Ints) -> Bools:
+        """Whether candidates keep the cap at clocks, both by their numbers."""
+        at = clocks[places]
+        watts = (
+            (chip_pj[which] * table.voltage(at) + memory_pj[which])
+            * 1e-6
+            / time_at(found.take(which), at, device)
+        )
+        return watts + table.static_w <= table.cap_w
+
+    # The highest clock that fits; the lowest where none does. A higher clock draws more, so that it is found
+    # by halves; below the cap the highest is the first that is tried, and fits.
+    low, high = np.zeros(len(chip_pj), dtype=np.int64), np.full(len(chip_pj), len(clocks) - 1)
+    tried, place = np.arange(len(chip_pj)), high.copy()
+    while len(tried):
+        fit = fits(tried, place[tried])
+        low[tried] = np.where(fit, place[tried], low[tried])
+        high[tried] = np.where(fit, high[tried], np.maximum(place[tried] - 1, low[tried]))
+        tried = tried[low[tried] < high[tried]]
+        place[tried] = (low[tried] + high[tried] + 1) // 2
+    clock = clocks[low]
+    us = time_at(found, clock, device)
+    return Steady(us, clock, bool(len(us) and clock[us.argmin()] < clocks[-1]))
 
 
 def work_pj(problem: Problem, columns: Columns, found: Terms, table: Table) -> dict[str, Floats]:

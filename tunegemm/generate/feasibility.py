@@ -63,49 +63,52 @@ class Remembered:
 
     What a rule reads of a candidate is seen when it is asked; a candidate that agrees in that has the same
     verdict. So a rule is stated once, for one candidate, and costs thousands of them next to nothing.
+    Several threads may ask: what is added to a tree is whole.
     """
 
     def __init__(self, rules: Sequence[Rule], problem: Problem, device: Device) -> None:
         self._problem, self._device = problem, device
-        self._rules: list[tuple[Rule, dict[str, Any]]] = [(rule, {}) for rule in rules]
+        self._rules = list(rules)
+        #: For each rule, by the value of what it reads first, a tree of what it reads then, or the
+        #: verdict; the verdict alone of a rule that reads nothing; None of one that was not asked.
+        self._known: list[Any] = [None] * len(rules)
 
     def __call__(self, candidate: Candidate) -> bool:
         """Whether no rule objects."""
         params = candidate.params
-        for rule, tree in self._rules:
-            # By the value of what the rule reads first a tree of what it reads then, or the verdict. One loop
-            # without calls: a product asks this a hundred thousand times.
-            known: Any = tree or None
+        # One loop without calls: a product asks this a hundred thousand times.
+        for number, known in enumerate(self._known):
             while known is not None and known is not True and known is not False:
                 name = known["reads"]
                 value = getattr(candidate, name) if name in _WHOLE else params.get(name, _MISSING)
                 known = known["then"].get(value)
             if known is None:
-                known = self._ask(rule, candidate)
+                known = self._ask(number, candidate)
             if not known:
                 return False
         return True
 
-    def _ask(self, rule: Rule, candidate: Candidate) -> bool:
+    def _ask(self, number: int, candidate: Candidate) -> bool:
         """Whether a rule allows what it was not asked yet; the verdict is remembered."""
-        traced = _Traced(candidate)
+        rule, traced = self._rules[number], _Traced(candidate)
         try:
             verdict = rule(self._problem, traced, self._device) is None  # type: ignore[arg-type]
         except _ReadsAll:
             return rule(self._problem, candidate, self._device) is None
-        if not traced.read:
-            return verdict
-        self._remember(rule, traced.read, verdict)
+        node: Any = verdict
+        for name, value in reversed(traced.read.items()):
+            node = {"reads": name, "then": {value: node}}
+        self._known[number] = _merged(self._known[number], node)
         return verdict
 
-    def _remember(self, rule: Rule, read: Mapping[str, Any], verdict: bool) -> None:
-        node = next(tree for known, tree in self._rules if known is rule)
-        for name, value in list(read.items())[:-1]:
-            node.setdefault("reads", name)
-            node = node.setdefault("then", {}).setdefault(value, {})
-        name, value = list(read.items())[-1]
-        node.setdefault("reads", name)
-        node.setdefault("then", {})[value] = verdict
+
+def _merged(tree: Any, other: Any) -> Any:
+    """A tree of verdicts with another branch: a rule reads in one order, so that they part at a value."""
+    if not isinstance(tree, dict):
+        return other
+    for value, node in other["then"].items():
+        tree["then"][value] = _merged(tree["then"].get(value), node)
+    return tree
 
 
 #: Stands for a parameter that a candidate does not have.

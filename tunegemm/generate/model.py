@@ -237,23 +237,33 @@ def _best_launches(
         params = kernel.params
         grids.setdefault(tuple([params.get(name) for name in names]), []).append(number)
     first = {name: values[0] for name, values in launch_values.items()}
-    rows: list[int] = []
-    launches: list[dict[str, Value]] = []
-    starts: list[int] = []
+    # Most grids have the same launches, which are listed once.
+    listed: dict[tuple[tuple[Value, ...], ...], tuple[list[dict[str, Value]], dict[str, Any]]] = {}
+    tried = []
     for members in grids.values():
-        starts.append(len(rows))
         lists = _lists(problem, kernels[members[0]], launch_values, seen, feasible)
-        for values in itertools.product(*lists.values()):
-            launches.append(first | dict(zip(lists, values, strict=True)))
-        rows += [members[0]] * (len(launches) - len(rows))
-    tried = columns.take(rows).launched(**_launch_columns(launches))
-    found = terms(problem, tried, device)
-    times = _by(found, steady(problem, tried, found, device))
+        place = tuple(tuple(values) for values in lists.values())
+        if place not in listed:
+            launches = [first | dict(zip(lists, values, strict=True)) for values in itertools.product(*place)]
+            listed[place] = launches, _launch_columns(launches)
+        tried.append(listed[place])
+    rows = np.repeat([members[0] for members in grids.values()], [len(launches) for launches, _ in tried])
+    launched = columns.take(rows).launched(
+        **{
+            name: np.concatenate([of_grid[name] for _, of_grid in tried]) if values.ndim else values
+            for name, values in tried[0][1].items()
+        }
+    )
+    found = terms(problem, launched, device)
+    times = _by(found, steady(problem, launched, found, device))
     best: list[dict[str, Value]] = [first] * len(kernels)
-    for start, end, members in zip(starts, [*starts[1:], len(rows)], grids.values(), strict=True):
-        chosen = launches[start + int(times[start:end].argmin())]
+    start = 0
+    for (launches, _), members in zip(tried, grids.values(), strict=True):
+        end = start + len(launches)
+        chosen = launches[int(times[start:end].argmin())]
         for number in members:
             best[number] = chosen
+        start = end
     return best
 
 

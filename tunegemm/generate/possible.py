@@ -21,7 +21,7 @@ from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import TunegemmError
 from tunegemm.files import make_folder, replacing
 from tunegemm.generate.families import Family
-from tunegemm.generate.feasibility import Remembered, plausible_kernels
+from tunegemm.generate.feasibility import Remembered, Rule, plausible_kernels
 
 
 def kind_of(problem: Problem) -> tuple[str | int, ...]:
@@ -40,7 +40,7 @@ def possible_kernels(
     path = None if folder is None else folder / f"{_name(family, space, problem, device)}.npy"
     if path is not None and (known := _read(path, space)) is not None:
         return known
-    rules = [rule for rule in family.rules if rule.__name__ not in family.extent_rules]
+    rules = _kind_rules(family)
     found = [
         kernel
         for kernel in plausible_kernels(space, rules, problem, device)
@@ -54,6 +54,15 @@ def possible_kernels(
 def extent_check(family: Family, problem: Problem, device: Device) -> Remembered:
     """Whether a candidate can have the problem's extents."""
     return Remembered([r for r in family.rules if r.__name__ in family.extent_rules], problem, device)
+
+
+def kind_check(family: Family, problem: Problem, device: Device) -> Remembered:
+    """What all other rules say of a candidate: the same for all problems of a kind."""
+    return Remembered(_kind_rules(family), problem, device)
+
+
+def _kind_rules(family: Family) -> list[Rule]:
+    return [rule for rule in family.rules if rule.__name__ not in family.extent_rules]
 
 
 def _name(family: Family, space: SearchSpace, problem: Problem, device: Device) -> str:

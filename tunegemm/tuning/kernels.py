@@ -16,7 +16,8 @@ from tunegemm.generate import families, model
 from tunegemm.generate.artifacts import digest
 from tunegemm.generate.compile import Ready, Shipped
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.generate.possible import extent_check, kind_of, possible_kernels
+from tunegemm.generate.feasibility import Remembered
+from tunegemm.generate.possible import extent_check, kind_check, kind_of, possible_kernels
 from tunegemm.generate.terms import Columns
 
 #: The one argument of a launch of which each value is compiled in.
@@ -61,6 +62,7 @@ class Kernels:
         self._objects: dict[
             tuple[str | int, ...], dict[tuple[object, ...], tuple[str, Shipped | None, bool]]
         ] = {}
+        self._fitting: dict[tuple[str | int, ...], Remembered] = {}
         self._compiled: dict[tuple[str | int, ...], tuple[Ready, list[Candidate], Columns]] = {}
 
     @property
@@ -137,9 +139,10 @@ class Kernels:
         # Depth of the ring and of the epilogue have no say in what a launch may be.
         shapes = {model.grid_shape(kernel): kernel for kernel in kernels}.values()
         limited = families.get(name).limited_launch
+        fits_kind = self._fits_kind(problem, name)
 
-        def fits(launch: Candidate) -> bool:  # extents reject most, and are remembered
-            return fits_extents(launch) and self.is_feasible(problem, launch)
+        def fits(launch: Candidate) -> bool:  # extents reject most
+            return fits_extents(launch) and fits_kind(launch)
 
         taken = {
             parameter: tuple(
@@ -163,9 +166,7 @@ class Kernels:
     def is_compiled(self, problem: Problem, launch: Candidate, compiled: Ready) -> bool:
         """Whether a launch's kernel has an object."""
         # Of thousands that are looked at for a product most were for the one before.
-        function = problem.fused.function
-        kind = *kind_of(problem), function.source if function else ""
-        known = self._objects.setdefault(kind, {})
+        known = self._objects.setdefault(_kind(problem), {})
         kernel = launch.family, launch.compile_params, launch.params.get(_ORDER)
         found = known.get(kernel)
         if found is None or found[1] is not compiled.shipped:
@@ -209,6 +210,13 @@ class Kernels:
         fits = [fits_extents(kernel) for kernel in kernels]
         return [kernel for kernel, fit in zip(kernels, fits, strict=True) if fit], columns.take(fits)
 
+    def _fits_kind(self, problem: Problem, name: str) -> Remembered:
+        """What does not depend on extents, remembered over problems."""
+        place = name, *_kind(problem)
+        if place not in self._fitting:
+            self._fitting[place] = kind_check(families.get(name), problem, self.device)
+        return self._fitting[place]
+
     def _possible_of(self, problem: Problem, name: str) -> tuple[list[Candidate], Columns]:
         kind = (name, *kind_of(problem))
         if kind not in self._possible:
@@ -231,6 +239,12 @@ class Kernels:
             known = compiled, [kernels[row] for row in rows], columns.take(rows)
             self._compiled[kind] = known
         return known[1:]
+
+
+def _kind(problem: Problem) -> tuple[str | int, ...]:
+    """What of a problem its kernels depend on: with the source of its epilogue, which may be the user's."""
+    function = problem.fused.function
+    return *kind_of(problem), function.source if function else ""
 
 
 def _usable(names: Sequence[str] | None) -> tuple[str, ...]:
