@@ -160,7 +160,7 @@ class Tuner:
                         "measurements; a larger one goes on"
                     )
                     break
-                later = search.planned_launches() if hurried else []
+                later = search.planned_launches() if hurried and self.device.is_real else []
                 state.compile_ahead([*batch, *later])
                 for outcome in state.evaluate(batch, SCREEN, stage=search.stage, hurried=hurried):
                     search.tell(outcome.candidate, speed(outcome))
