@@ -50,6 +50,12 @@ def start_search(
     `tunegemm.search`.
     """
     problem, device = trials.problem, trials.device
+    if recorded is not None and compiled is not None:
+        # A kernel that is compiled in one order of clusters may have been recorded in another.
+        generated = set(kernels.generators)
+        recorded = {
+            c for c in recorded if c.family not in generated or kernels.is_compiled(problem, c, compiled)
+        }
     trials.results += (known := known_results(trials.database, problem, device, kernels, library))
     values: list[tuple[Candidate, float | None]] = [(one.candidate, one.ratio) for one in known]
     values += [(c, None) for c in known_failures(trials, kernels, library)]
