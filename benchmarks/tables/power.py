@@ -37,8 +37,27 @@ def power_kernels(results: Path) -> str:
         f"{data['within_5_percent']:.0%} of {data['pairs']} launches are within 5 %; root mean square "
         f"{data['rms']:.1%}, mean {data['mean']:+.1%}, worst {data['worst']:+.1%}."
     )
-    parts = [machine_line(data["meta"]), said, _residuals(data["residuals"]), markdown_table(header, lines)]
+    parts = [
+        machine_line(data["meta"]), said, _residuals(data["residuals"]), _shares(data["rows"]),
+        markdown_table(header, lines),
+    ]  # fmt: skip
     return "\n\n".join(filter(None, parts))
+
+
+def _shares(rows: list[dict[str, Any]]) -> str:
+    """Where the joules of each product's most frugal launch go, as parts of what was measured."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        one = best.setdefault(extents_of(row), row)
+        if row["measured_mj"] < one["measured_mj"]:
+            best[extents_of(row)] = row
+    lines = []
+    for product, row in best.items():
+        terms = row["terms_mj"] | {"dram": row["terms_mj"]["dram"] + row["terms_mj"]["crossing"]}
+        shares = [f"{terms[name] / row['measured_mj']:.1%}" for name in _TERMS]
+        missing = f"{1 - row['predicted_mj'] / row['measured_mj']:+.1%}"
+        lines.append([product, f"`{row['label']}`", *shares, missing])
+    return markdown_table(["product", "fewest joules", *_TERMS.values(), "not told"], lines)
 
 
 def _residuals(found: dict[str, Any]) -> str:
