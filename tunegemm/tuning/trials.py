@@ -175,7 +175,8 @@ class Trials:
         one, or by `late`.
         """
         self.stage = stage
-        batch, self._late = [*self._late, *batch], []
+        if hurried:
+            batch, self._late = [*self._late, *batch], []
         ready = [candidate for candidate in batch if self._is_ready(candidate)]
         # While the GPU measures those that are ready, all cores compile the others.
         self.compile_ahead(batch)
@@ -183,7 +184,8 @@ class Trials:
         missing = [candidate for candidate in batch if candidate not in set(ready)]
         if hurried:
             self._late = self._slowest(missing, round(len(batch) * _LATE))
-        yield from self._evaluate([one for one in missing if one not in self._late], policy)
+            missing = [candidate for candidate in missing if candidate not in self._late]
+        yield from self._evaluate(missing, policy)
 
     def late(self) -> list[Candidate]:
         """What no batch has waited for and is compiled by now, or in a moment. The others are given up."""

@@ -164,8 +164,8 @@ class Tuner:
                 state.compile_ahead([*batch, *later])
                 for outcome in state.evaluate(batch, SCREEN, stage=search.stage, hurried=hurried):
                     search.tell(outcome.candidate, speed(outcome))
-            if late := state.late():
-                list(state.evaluate(late, SCREEN, stage=state.stage))
+            else:
+                list(state.evaluate(state.late(), SCREEN, stage=state.stage))
 
             # The best once more, in many rounds: at the power cap in steady state, as there a GPU slows each
             # kernel by what it draws. The winner becomes the record.
