@@ -182,6 +182,16 @@ class Product:
             us = replay.finish()
         return replay, us * self.products * 1e-6
 
+    def launches(self, candidate: Candidate) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What launches the candidate once on each operand set but the last, and what launches it on that."""
+        launcher = self._launcher(candidate)
+
+        def others() -> None:
+            for one in self._sets[:-1]:
+                self._backend.launch(launcher, one)
+
+        return others, lambda: self._backend.launch(launcher, self._sets[-1])
+
     def _launcher(self, candidate: Candidate) -> Callable[..., Any]:
         family = families.get(candidate.family)
         path = object_of(self.problem, candidate, self._device) if family.compiled else None

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.large_kernels import Product, launches, object_of, roof_tflops
-from benchmarks.power_products import SHAPES
+from benchmarks.power_kernels import SHAPES
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem

@@ -2,12 +2,17 @@
 
     python -m benchmarks.power_kernels              # writes results/GPU/power_kernels.json, some two minutes
     python -m benchmarks.power_kernels --pairs      # the launches alone; needs no GPU
+    python -m benchmarks.power_kernels --count FILE     # the bytes that each launch of that file really moves
     python -m benchmarks.power_kernels --summary FILE   # the summary anew, of a result file that is there
 
 Each launch runs alone in steady state while NVML's energy counter is read. The prediction is the sum of the
 model's terms (tunegemm/generate/energy.py) at the clock and the time that were measured: what is tested are
 the bytes and their joules, not the time. Nothing is fitted to these rows. A run that is cut short keeps its
 rows, and goes on where it is run again.
+
+--count tells bytes that the model's formulas miss from bytes that cost more than its table says: Nsight
+Compute (`ncu`, on PATH) counts them, and the row has its joules once more by these (`counted_mj`), with the
+bytes that the model says (`told`) and those that were counted (`counted`).
 """
 
 from __future__ import annotations
@@ -17,15 +22,14 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.large_kernels import Launches, Product, launches, roof_tflops, table_of
-from benchmarks.power_products import SHAPES
-from benchmarks.power_roof import LAUNCH_MS, Chip, state
+from benchmarks.power_roof import LAUNCH_MS, Chip, counted_bytes, counted_kernels, state
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -45,6 +49,10 @@ METHOD = (
     "predicted: the model's terms at that clock and the measured time; predicted_us: the model's time at the "
     "model's clock"
 )
+SHAPES = (
+    "8192x8192x8192", "4096x28672x4096", "4096x14336x4096", "4096x4096x14336", "8448x9216x2048",
+    "2048x7168x8192", "4096x6144x4096", "4096x4096x4096", "8192x3584x3584", "6144x6144x6144",
+)  # fmt: skip
 #: Launches of a product, and the most joules of the model's that one may have, relative to the fewest.
 KERNELS, MOST_MJ = 6, 1.25
 #: What tells kernels apart, beside the family.
@@ -66,7 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--pairs", action="store_true", help="measure nothing; list the launches")
+    parser.add_argument(
+        "--count", type=Path, metavar="FILE", help="count bytes of this result file's launches"
+    )
     parser.add_argument("--summary", type=Path, help="measure nothing; the summary of this result file anew")
+    parser.add_argument("--counted", action="store_true", help=argparse.SUPPRESS)  # the one that ncu profiles
     options = parser.parse_args(arguments)
     try:
         if options.summary is not None:
@@ -74,6 +86,12 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         device = find_device(options.device)
         problems = [Problem.parse(text) for text in options.shapes.split(",")]
+        if options.count is not None:
+            count(device, problems, options)
+            return 0
+        if options.counted:
+            run_for_counters(device, problems)
+            return 0
         if options.pairs:
             for problem in problems:
                 found = pairs(problem, device)
@@ -167,6 +185,77 @@ def run(device: Device, problems: Sequence[Problem], options: argparse.Namespace
     print(f"{len(results.rows)} rows {told or results.earlier_summary}; written: {path}")
 
 
+def count(device: Device, problems: Sequence[Problem], options: argparse.Namespace) -> None:
+    """Writes what the hardware counted into the rows of a result file. Raises MeasureError without it."""
+    results = _opened(options.count)
+    arguments = ["--counted", "--shapes", options.shapes, "--device", options.device]
+    kernels, told = counted_kernels("benchmarks.power_kernels", arguments)
+    if not told or len(kernels) != len(told):
+        raise MeasureError(
+            f"ncu counted {len(kernels)} kernels of {len(told)} launches; a launch is one here"
+        )
+    moved = {name: counted_bytes(kernel, 1) for name, kernel in zip(told, kernels, strict=True)}
+    for row in results.rows:
+        if (name := f"{row['m']}x{row['n']}x{row['k']} {row['label']}") in told:
+            row |= by_counters(row, told[name], moved[name])
+    results.summary = summary(results.rows)
+    results.put()
+    told_now = {name: value for name, value in results.summary.items() if name != "residuals"}
+    print(f"{len(moved)} launches counted: {told_now}; written: {options.count}")
+
+
+def by_counters(
+    row: Mapping[str, Any], told: Mapping[str, float], moved: Mapping[str, float]
+) -> dict[str, Any]:
+    """A row's joules with the bytes that were counted in place of those of the model, and both."""
+    counted = {
+        "l2_read": moved["l2_read_bytes"], "crossing": moved["crossing_bytes"], "dram": moved["dram_bytes"],
+    }  # fmt: skip
+    terms = row["terms_mj"] | {
+        name: row["terms_mj"][name] * amount / told[name] for name, amount in counted.items() if told[name]
+    }
+    mj = sum(terms.values())
+    return {
+        "told": {name: round(told[name]) for name in counted},
+        "counted": {name: round(amount) for name, amount in counted.items()},
+        "counted_mj": round(mj, 4),
+        "counted_error": round(mj / row["measured_mj"] - 1, 4),
+    }
+
+
+def run_for_counters(device: Device, problems: Sequence[Problem]) -> None:
+    """Runs in the process that ncu profiles: of each launch one on the last operand set, after one on each of
+    the others, as in a replay. Prints the bytes that the model says.
+    """
+    import torch
+
+    from tunegemm.measure.backend import CudaBackend
+
+    backend = CudaBackend(device)
+    backend.open()
+    told: dict[str, dict[str, float]] = {}
+    for problem in problems:
+        chosen = pairs(problem, device)
+        product = Product(problem, device, backend)
+        for number, candidate in enumerate(chosen.candidates):
+            others, last = product.launches(candidate)
+            last()  # what a first launch does once
+            others()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+            last()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+            one = chosen.take([number]).terms
+            dram = float(one.dram_bytes[0])
+            told[f"{problem.shape} {chosen.label(number)}"] = {
+                "l2_read": float(one.l2_bytes[0]), "crossing": energy.CROSSING * dram, "dram": dram,
+            }  # fmt: skip
+        del product
+        backend.release()
+    print(json.dumps(told), flush=True)
+
+
 def metered(
     chip: Chip, product: Product, replay: Replay, seconds: float, warm_s: float, window_s: float
 ) -> dict[str, Any]:
@@ -202,14 +291,23 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     errors: list[float] = [row["predicted_mj"] / row["measured_mj"] - 1 for row in rows]
     if not errors:
         return {}
-    worst = max(errors, key=lambda error: abs(error))
+    counted: list[float] = [row["counted_error"] for row in rows if "counted_error" in row]
+    by_counters = {"counted": {"launches": len(counted)} | _spread(counted)} if counted else {}
     return {
         "pairs": len(errors),
+        **_spread(errors),
+        **by_counters,
+        "residuals": residuals(rows),
+    }
+
+
+def _spread(errors: Sequence[float]) -> dict[str, float]:
+    worst = max(errors, key=lambda error: abs(error))
+    return {
         "within_5_percent": round(sum(abs(error) <= _WITHIN for error in errors) / len(errors), 4),
         "mean": round(sum(errors) / len(errors), 4),
         "rms": round(math.sqrt(sum(error**2 for error in errors) / len(errors)), 4),
         "worst": round(worst, 4),
-        "residuals": residuals(rows),
     }
 
 
@@ -250,14 +348,24 @@ def residuals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def summed_up(path: Path) -> dict[str, Any]:
     """The summary of a result file's rows, which is written into it. Raises MeasureError for another file."""
+    results = _opened(path)
     try:
-        data = json.loads(path.read_text())
-        results = Results(path, data["meta"])
-        results.meta, results.summary = data["meta"], summary(data["rows"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        results.summary = summary(results.rows)
+    except (KeyError, TypeError) as error:
         raise MeasureError(f"{path}: not a result file ({error})") from None
     results.put()
     return results.summary
+
+
+def _opened(path: Path) -> Results:
+    """A result file, to which rows are added as it is. Raises MeasureError for another file."""
+    try:
+        told = json.loads(path.read_text())["meta"]
+        results = Results(path, told)
+        results.meta = told
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MeasureError(f"{path}: not a result file ({error})") from None
+    return results
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import power_fit, power_products, power_roof, power_variants
+from benchmarks import power_fit, power_roof, power_variants
 from benchmarks.power_variants import Build, RoofError, Variant
 
 NVCC = shutil.which("nvcc")
@@ -198,17 +198,10 @@ def test_a_file_is_fitted_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(sum(row["terms_w"].values()) == pytest.approx(row["fitted_w"], abs=1) for row in fitted)
 
 
-def test_products_need_a_fit_and_shapes(tmp_path: Path) -> None:
-    with pytest.raises(RoofError, match="no fit there"):
-        power_products.read_fit(tmp_path / "power_roof.json")
-    with pytest.raises(RoofError, match="shape '4096x4096': write MxNxK"):
-        power_products.parsed("4096x4096")
-    assert power_products.parsed("512x6144x4096") == (512, 6144, 4096)
-
-
 def test_the_committed_table_is_the_fit_of_its_rows() -> None:
     path = Path(power_roof.__file__).parent / "results" / "h200" / "power_roof.json"
-    coefficients, voltage = power_products.read_fit(path)
-    found = power_fit.fit(json.loads(path.read_text())["rows"])
-    assert found.coefficients == pytest.approx(coefficients, rel=1e-3, abs=1e-3)
-    assert (found.voltage.slope, found.voltage.bend) == pytest.approx((voltage.slope, voltage.bend), abs=1e-3)
+    data = json.loads(path.read_text())
+    told, found = data["fit"], power_fit.fit(data["rows"])
+    assert found.coefficients == pytest.approx(told["coefficients"], rel=1e-3, abs=1e-3)
+    voltage = {"slope": found.voltage.slope, "bend": found.voltage.bend}
+    assert voltage == pytest.approx(told["voltage"], abs=1e-3)

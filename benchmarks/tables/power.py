@@ -37,6 +37,11 @@ def power_kernels(results: Path) -> str:
         f"{data['within_5_percent']:.0%} of {data['pairs']} launches are within 5 %; root mean square "
         f"{data['rms']:.1%}, mean {data['mean']:+.1%}, worst {data['worst']:+.1%}."
     )
+    if counted := data.get("counted"):
+        said += (
+            f" With the bytes that the hardware counted, {counted['within_5_percent']:.0%} of "
+            f"{counted['launches']}: {counted['rms']:.1%}, {counted['mean']:+.1%}, {counted['worst']:+.1%}."
+        )
     parts = [
         machine_line(data["meta"]), said, _residuals(data["residuals"]), _shares(data["rows"]),
         markdown_table(header, lines),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import large_kernels, power_cap, power_kernels
-from benchmarks.power_products import SHAPES
+from benchmarks.power_kernels import SHAPES
 from benchmarks.results import Results
 from benchmarks.tables import power
 from tunegemm.describe.device import Device, find_device
@@ -127,6 +127,40 @@ def test_errors_count_as_within_five_percent() -> None:
     assert found["within_5_percent"] == 0.5
     assert found["worst"] == pytest.approx(-0.1)
     assert power_kernels.summary([]) == {}
+
+
+def test_counted_bytes_take_the_place_of_the_models() -> None:
+    row = rows_of(part=0.0, noise=0.0)[0]
+    told = {"l2_read": 2e9, "crossing": 1e8, "dram": 2e8}
+    moved = {"l2_read_bytes": 3e9, "crossing_bytes": 1e8, "dram_bytes": 4e8, "arrived_bytes": 9e9}
+    found = power_kernels.by_counters(row, told, moved)
+    terms = row["terms_mj"]
+    assert found["counted_mj"] == pytest.approx(
+        row["predicted_mj"] + 0.5 * terms["l2_read"] + terms["dram"], rel=1e-4
+    )
+    assert found["told"] == told and found["counted"] == {"l2_read": 3e9, "crossing": 1e8, "dram": 4e8}
+    assert found["counted_error"] == pytest.approx(found["counted_mj"] / row["measured_mj"] - 1, abs=1e-4)
+    summed = power_kernels.summary([row | found, *rows_of(part=0.0, noise=0.0)[1:]])
+    assert summed["counted"] == {
+        "launches": 1, "within_5_percent": 0.0, "rms": abs(found["counted_error"]),
+        "mean": found["counted_error"], "worst": found["counted_error"],
+    }  # fmt: skip
+
+
+def test_without_counters_a_result_file_stays_as_it_is(
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = Results(tmp_path / "power_kernels.json", {"gpu": "NVIDIA H200", "command": ""})
+    results.put(*rows_of(part=0.0, noise=0.0))
+    before = results.path.read_bytes()
+    monkeypatch.setattr(power_kernels, "counted_kernels", lambda *_: ([], {"one": {}}))
+    monkeypatch.setattr(power_kernels, "find_device", lambda _: device)
+    assert power_kernels.main(["--count", str(results.path)]) == 2
+    assert "ncu counted 0 kernels of 1 launches" in capsys.readouterr().err
+    monkeypatch.setattr(power_kernels, "counted_kernels", lambda *_: ([], {}))
+    assert power_kernels.main(["--count", str(results.path)]) == 2
+    assert results.path.read_bytes() == before
+    assert power_kernels.main(["--count", str(tmp_path / "none.json")]) == 2
 
 
 def test_both_tables_are_of_their_files(tmp_path: Path) -> None:
