@@ -127,7 +127,8 @@ class Tuner:
         budget_s = checked_seconds(budget_seconds)
         deadline = time.monotonic() + budget_s
         state = self._begin(problem, on_progress)
-        measurer, hurried = state.measurer, effort == "quick"
+        # A GPU's time is dear; a recording has none, and finds the same each time.
+        measurer, hurried = state.measurer, effort == "quick" and self.device.is_real
         try:
             if measurer is None:
                 return rank_by_model(state, self.kernels, effort, trials, compiled=self._compiled())
@@ -160,7 +161,7 @@ class Tuner:
                         "measurements; a larger one goes on"
                     )
                     break
-                later = search.planned_launches() if hurried and self.device.is_real else []
+                later = search.planned_launches() if hurried else []
                 state.compile_ahead([*batch, *later])
                 for outcome in state.evaluate(batch, SCREEN, stage=search.stage, hurried=hurried):
                     search.tell(outcome.candidate, speed(outcome))
