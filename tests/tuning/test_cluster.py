@@ -174,12 +174,15 @@ def test_a_worker_that_is_killed_costs_nothing(address: str, postgres: Postgres,
 
 
 def test_ctrl_c_keeps_what_was_measured_and_the_cluster(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(cluster, "_STOP_S", 60.0)  # workers of a busy host take long; none is to be killed
     location = str(tmp_path / "tuning.sqlite")
     Database.open(location).close()
     begun = threading.Event()
+    # A shell starts what it puts in the background with SIGINT ignored, these tests too.
+    before_test = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before_test))
 
     def interrupt() -> None:
         begun.wait()
