@@ -12,8 +12,9 @@ import pytest
 from tests.tuning.planted import DEVICE, PROBLEM, small_space
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import digest
+from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.compile import Ready
+from tunegemm.generate.ptxas import Resources
 from tunegemm.tuning.kernels import Kernels
 
 
@@ -48,15 +49,22 @@ def test_every_ranked_launch_is_feasible(kernels: Kernels, problem: Problem) -> 
     assert found
 
 
-def test_of_compiled_kernels_those_that_are_there(kernels: Kernels) -> None:
-    """In the order of clusters that was compiled, whichever the model would have."""
+def test_of_compiled_kernels_those_that_are_there(kernels: Kernels, tmp_path: Path) -> None:
+    """In the order of clusters that was compiled, whichever the model would have; whatever else is there."""
     family = families.get("cute_sm90")
     large = Problem.parse("4096x4096x4096")
     chosen = [p.candidate for p in kernels.ranked(large, "cute_sm90").predictions[:6]]
     assert {launch["cluster_order"] for launch in chosen} == {"gpc"}
     plain = [launch.with_launch(cluster_order="index") for launch in chosen]
-    for compiled in (chosen[:3], plain[:3], plain[:2] + chosen[2:4]):
-        keys = Ready(frozenset(digest(family.kernel_key(large, launch, DEVICE)) for launch in compiled))
+    unlike = Problem.parse("4096x4096x4096", dtype="fp16")
+    for number, compiled in enumerate((chosen[:3], plain[:3], plain[:2] + chosen[2:4])):
+        store = ArtifactStore(tmp_path / str(number))
+        for problem, launch in [*((large, launch) for launch in compiled), (unlike, chosen[5])]:
+            store.add(family.kernel_key(problem, launch, DEVICE), store.scratch(), Resources(1, 0, 1))
+        next(store.root.glob("*/*.json")).with_name("cut.json").write_text("{")
+        (store.root / "00").mkdir(mode=0o700, exist_ok=True)
+        (store.root / "00" / "of nothing.o").touch()
+        keys = Ready(frozenset(store.names()), store=store)
         ranked = kernels.ranked(large, "cute_sm90", compiled=keys)
         found = [p.candidate for p in ranked.predictions]
         assert {(c.kernel, c["cluster_order"]) for c in found} == {

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tunegemm.describe.space import Candidate
     from tunegemm.describe.workload import Demand
     from tunegemm.measure.outcome import Outcome
+    from tunegemm.measure.worker import Child
     from tunegemm.report.leaderboard import Leaderboard
     from tunegemm.store import Database
     from tunegemm.tuning.cluster import Pool
@@ -144,16 +145,18 @@ def command(
     if len(named := [flag for flag, value in where if value is not None]) > 1:
         raise options.UsageError(f"{' and '.join(named)}: give one of them")
     gpus = options.parse_gpus(devices) if devices is not None else ()
-    how = {
+    how: dict[str, Any] = {
         "families": options.parse_families(families), "workers": workers, "seed": seed,
         "compiled_only": compiled_only, "energy": energy,
     }  # fmt: skip
-    from tunegemm.cli.progress import ProgressView
-    from tunegemm.store.connection import display
-    from tunegemm.tuning.progress import Request
-
-    out, log = options.stdout_console(), options.stderr_console()
     with ExitStack() as stack:
+        if ray is None and len(gpus) <= 1 and (device is None or device.startswith("cuda")):
+            how["child"] = begin_to_measure(stack)
+        from tunegemm.cli.progress import ProgressView
+        from tunegemm.store.connection import display
+        from tunegemm.tuning.progress import Request
+
+        out, log = options.stdout_console(), options.stderr_console()
         tuning: Tuner | Pool
         database: Database | None
         if ray is not None or len(gpus) > 1:
@@ -205,6 +208,17 @@ def command(
             raise typer.Exit(130)
     if found < len(problems):
         raise typer.Exit(1)
+
+
+def begin_to_measure(stack: ExitStack) -> Child | None:
+    """The measuring process, where there is a GPU: it imports torch while this process imports the rest."""
+    from tunegemm.describe.device import cuda_device_count
+
+    if not cuda_device_count():
+        return None
+    from tunegemm.measure.worker import Child
+
+    return stack.enter_context(Child())
 
 
 def open_tuner(

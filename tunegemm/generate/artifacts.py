@@ -14,7 +14,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,6 +80,12 @@ class ArtifactStore:
     def names(self) -> set[str]:
         """The `digest` of each object's key. `find` says whether one may be used."""
         return {path.parent.name + path.stem for path in self.root.glob("??/*.o")}
+
+    def each_key(self) -> Iterator[Key]:
+        """The key of each object, as far as it can be read. `find` says whether one may be used."""
+        for path in self.root.glob("??/*.o"):
+            with suppress(ArtifactError, OSError, ValueError, LookupError, TypeError):
+                yield dict(json.loads(self._read(path.with_suffix(".json")) or b"{}")["key"])
 
     def failure(self, key: Key) -> str | None:
         """Why an earlier compile of this key failed, so that nobody pays for it again; None otherwise."""

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -72,6 +73,9 @@ class Shipped(Protocol):
     def __contains__(self, key: Key) -> bool:
         """Whether there is one; what `find` says of it is another matter."""
 
+    def each_key(self) -> Iterator[Key]:
+        """Of all of them, with the compilers that they are of."""
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -80,9 +84,17 @@ class Ready:
     own: frozenset[str] = frozenset()
     """The `digest` of each key in the store."""
     shipped: Shipped | None = field(default=None, compare=False)
+    store: ArtifactStore | None = field(default=None, compare=False)
 
     def __contains__(self, key: Key) -> bool:
         return digest(key) in self.own or (self.shipped is not None and key in self.shipped)
+
+    def each_key(self) -> Iterator[Key]:
+        """Of all of them, and perhaps of some that came later or are of other compilers."""
+        if self.store is not None:
+            yield from self.store.each_key()
+        if self.shipped is not None:
+            yield from self.shipped.each_key()
 
 
 def default_workers() -> int:
@@ -178,7 +190,7 @@ class CompilePool:
         with self._lock:
             if self._own is None:  # of a thousand objects to list takes 20 ms
                 self._own = self.store.names()
-            return Ready(frozenset(self._own), self._shipped)
+            return Ready(frozenset(self._own), self._shipped, self.store)
 
     def drop_waiting(self, *, least: Urgency = Urgency.NOW) -> None:
         """Forget the jobs that no worker has begun; their futures are cancelled. least: of those to forget,

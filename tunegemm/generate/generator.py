@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
@@ -189,8 +189,9 @@ class Generator:
         return apply_rules(self.rules, problem, candidate, device)
 
     def kernel_key(self, problem: Problem, candidate: Candidate, device: Device) -> Key:
+        config = self.config_of(problem, candidate)  # flat: dataclasses.asdict takes 20 us to copy nothing
         key: dict[str, str | int | bool] = {
-            **asdict(self.config_of(problem, candidate)),
+            **{name: getattr(config, name) for name in config.__dataclass_fields__},
             "family": self.name,
             "target": device.architecture.compile_target,
             **self.toolchain(),

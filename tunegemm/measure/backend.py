@@ -6,10 +6,13 @@ another implementation of `Backend`.
 
 from __future__ import annotations
 
+import importlib
+import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tunegemm.describe import driver
 from tunegemm.describe.device import Device, TelemetryReader
 from tunegemm.generate import families
 from tunegemm.generate.families import Family, Launcher
@@ -27,14 +30,20 @@ LONGEST_METERING = 4
 class Backend(Protocol):
     """One device, in the process that may die of it."""
 
+    @classmethod
+    def prepare(cls) -> None:
+        """What can be done before the device is known, such as imports."""
+
     def __init__(self, device: Device) -> None: ...
 
     @property
     def torch_device(self) -> torch.device:
         """Where operands live."""
 
-    def open(self) -> None:
-        """Take the device and warm it up. Raises RuntimeError or TunegemmError when it cannot be used."""
+    def open(self, *, warm_up_s: float = 0.5) -> None:
+        """Take the device, and keep it busy for so long. Raises RuntimeError or TunegemmError when it cannot
+        be used.
+        """
 
     def family(self, name: str) -> Family:
         """The kernel family of a job."""
@@ -103,9 +112,11 @@ def metered_mj(backend: Backend, replay: Replay, products: int, energy_ms: float
 class CudaBackend:
     """A CUDA device: graphs on a stream of their own, events for clocks."""
 
-    #: Dense work before the first measurement. SM clocks fall from 1980 to about 1500 MHz within a second
-    #: of it, once the GPU is at its power cap (H200, 2026-11-20).
-    warm_up_seconds = 0.5
+    @classmethod
+    def prepare(cls) -> None:
+        # The driver starts while torch is read: 0.1 of 1.8 s (H200, 2026-11-24).
+        threading.Thread(target=driver.device_count, daemon=True).start()
+        importlib.import_module("torch")
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -118,7 +129,7 @@ class CudaBackend:
 
         return torch.device("cuda", self._device.index)
 
-    def open(self) -> None:
+    def open(self, *, warm_up_s: float = 0.5) -> None:
         import torch
 
         torch.cuda.set_device(self._device.index)
@@ -126,8 +137,12 @@ class CudaBackend:
         self._stream = torch.cuda.Stream()
         torch.cuda.set_stream(self._stream)
         self._reader = TelemetryReader(self._device.index)
+        if not warm_up_s:
+            return
+        # SM clocks fall from 1980 to about 1500 MHz within a second of dense work, once the GPU is at its
+        # power cap (H200, 2026-11-20).
         x = torch.rand(4096, 4096, dtype=torch.bfloat16, device=self.torch_device)
-        until = time.monotonic() + self.warm_up_seconds
+        until = time.monotonic() + warm_up_s
         while time.monotonic() < until:
             for _ in range(50):
                 torch.mm(x, x)

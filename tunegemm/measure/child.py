@@ -18,8 +18,11 @@ from tunegemm.measure.messages import Broken, Done, Open
 from tunegemm.measure.session import Session
 
 
-def main(descriptor: int) -> None:
-    """Entry of the child: serve the pipe at a file descriptor until it closes."""
+def main(descriptor: int, backend_name: str) -> None:
+    """Entry of the child: serve the pipe at a file descriptor until it closes.
+
+    backend_name: ``module:attribute`` of a Backend class.
+    """
     connection = Connection(descriptor)
     requests: queue.Queue[Any] = queue.Queue()
 
@@ -32,11 +35,13 @@ def main(descriptor: int) -> None:
             os._exit(0)
 
     threading.Thread(target=receive, daemon=True).start()
+    module, _, attribute = backend_name.partition(":")
+    kind: type[Backend] = getattr(importlib.import_module(module), attribute)
+    kind.prepare()
     opening: Open = requests.get()
-    module, _, attribute = opening.backend.partition(":")
-    backend: Backend = getattr(importlib.import_module(module), attribute)(opening.device)
+    backend = kind(opening.device)
     try:
-        backend.open()
+        backend.open(warm_up_s=0.0)  # each interleave lets the clocks settle
     except (TunegemmError, RuntimeError) as error:
         connection.send(Broken(None, one_line(error)))
         _leave()

@@ -14,11 +14,9 @@ from tunegemm.measure.policy import Job, Policy
 # To the child:
 @dataclass(frozen=True)
 class Open:
-    """The first message: which device, through which backend."""
+    """The first message: which device."""
 
     device: Device
-    backend: str
-    """``module:attribute`` of a Backend class."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -27,7 +28,7 @@ CUDA_BACKEND = "tunegemm.measure.backend:CudaBackend"
 #: To import torch, start CUDA and make operands: these steps belong to no candidate.
 _SETUP_SECONDS = 300.0
 
-_CHILD = "import sys; from tunegemm.measure.child import main; main(int(sys.argv[1]))"
+_CHILD = "import sys; from tunegemm.measure.child import main; main(int(sys.argv[1]), sys.argv[2])"
 
 
 class MeasureWorker:
@@ -41,16 +42,25 @@ class MeasureWorker:
                 ...
     """
 
-    def __init__(self, device: Device, *, timeout_s: float = 30.0, backend: str = CUDA_BACKEND) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        timeout_s: float = 30.0,
+        backend: str = CUDA_BACKEND,
+        child: Child | None = None,
+    ) -> None:
         """`timeout_s`: how long one step of one candidate (load, first launch, replay) may take before it
         counts as hung. `backend`: ``module:attribute`` of another `tunegemm.measure.backend.Backend`.
+        `child`: the first one, of the same backend, if it was started already.
 
         Raises DeviceError for a device that is not real.
         """
         if backend == CUDA_BACKEND and not device.is_real:
             raise DeviceError(f"device {device.spec!r} measures nothing; use cuda:N")
         self._device, self._timeout_s, self._backend = device, timeout_s, backend
-        self._child: _Child | None = None
+        self._child: Child | None = None
+        self._early = child
 
     def __enter__(self) -> MeasureWorker:
         return self
@@ -60,9 +70,9 @@ class MeasureWorker:
 
     def close(self) -> None:
         """End the child, and with it every use of the GPU. The worker may be used again."""
-        if self._child is not None:
-            self._child.kill()
-            self._child = None
+        for child in filter(None, (self._child, self._early)):
+            child.kill()
+        self._child = self._early = None
 
     @property
     def pid(self) -> int | None:
@@ -117,7 +127,7 @@ class MeasureWorker:
                     self.close()
             jobs = [job for index, job in enumerate(jobs) if index not in answered]
 
-    def _outcomes(self, child: _Child, problem: Problem, jobs: list[Job]) -> Iterator[tuple[int, Outcome]]:
+    def _outcomes(self, child: Child, problem: Problem, jobs: list[Job]) -> Iterator[tuple[int, Outcome]]:
         """Outcomes of one request, by the index of the job; ends early after a candidate ended the child."""
         step = messages.Step(None, "load")
         while True:
@@ -137,7 +147,7 @@ class MeasureWorker:
                 yield job, Failure(jobs[job].candidate, message.stage, message.reason)
                 return
 
-    def _receive(self, child: _Child, limit_s: float) -> Any:
+    def _receive(self, child: Child, limit_s: float) -> Any:
         """The next message; `_Hung` or `_Died` in its place."""
         try:
             if child.connection.poll(limit_s):
@@ -146,11 +156,12 @@ class MeasureWorker:
             return _Died(child.last_words())
         return _Hung(limit_s)
 
-    def _started(self) -> _Child:
+    def _started(self) -> Child:
         """The child, started when there is none. Raises MeasureError when it cannot use the device."""
         if self._child is None:
-            self._child = _Child()
-            self._child.connection.send(messages.Open(self._device, self._backend))
+            self._child, self._early = self._early or Child(self._backend), None
+            with suppress(OSError):  # it ended already: what it said is read next
+                self._child.connection.send(messages.Open(self._device))
             message = self._receive(self._child, _SETUP_SECONDS)
             if not isinstance(message, messages.Done):
                 self.close()
@@ -172,16 +183,18 @@ class _Died:
         self.reason = reason
 
 
-class _Child:
-    """One measuring process and its pipe."""
+class Child:
+    """One measuring process and its pipe. It can be started before its device is known: a context manager
+    that ends it.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = CUDA_BACKEND) -> None:
         self.connection, theirs = Pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         # The same modules as here: tests and notebooks extend sys.path without installing anything.
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(theirs.fileno())],
+            [sys.executable, "-c", _CHILD, str(theirs.fileno()), backend],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
@@ -192,7 +205,14 @@ class _Child:
         theirs.close()
         self._finalizer = weakref.finalize(self, _end, self.process, self.connection)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def kill(self) -> None:
+        """Ends it, once."""
         self._finalizer()
         self._output.close()
 

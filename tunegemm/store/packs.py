@@ -22,7 +22,7 @@ import os
 import re
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -85,6 +85,10 @@ class Pack:
     def __contains__(self, key: Key) -> bool:
         """Whether `find` would look at an object."""
         return digest(self._key(key)) in self._names
+
+    def each_key(self) -> Iterator[Key]:
+        """Of its objects."""
+        return self.store.each_key()
 
     def _key(self, key: Key) -> Key:
         return {**key, **{name: version for name, version in self.toolchain.items() if name in key}}

@@ -14,6 +14,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate import families, model
 from tunegemm.generate.compile import Ready
 from tunegemm.measure.evidence import Evidence
+from tunegemm.measure.outcome import Measurement
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.budget import Effort, budget_for
 from tunegemm.store import Database
@@ -128,8 +129,17 @@ def known_results(
     library: Collection[Candidate],
 ) -> list[Trial]:
     """What was screened here before, of this program's kernels: per candidate the latest."""
+    latest = screened_before(database, problem, device)
+    found = ((_usable(candidate, kernels, library), m) for candidate, m in latest.items())
+    return [Trial(replace(m, candidate=c), Evidence.SCREEN) for c, m in found if c is not None]
+
+
+def screened_before(
+    database: Database | None, problem: Problem, device: Device
+) -> dict[Candidate, Measurement]:
+    """What a database has of a problem's screens here, by the present software: per candidate the latest."""
     if database is None:
-        return []
+        return {}
     screened = (
         entry
         for entry in database.entries(problem)
@@ -137,9 +147,7 @@ def known_results(
         and entry.evidence is Evidence.SCREEN
         and not (entry.is_foreign or entry.is_outdated)
     )
-    latest = {one.candidate: one.measurement for one in screened if speed(one.measurement) is not None}
-    found = ((_usable(candidate, kernels, library), m) for candidate, m in latest.items())
-    return [Trial(replace(m, candidate=c), Evidence.SCREEN) for c, m in found if c is not None]
+    return {one.candidate: one.measurement for one in screened if speed(one.measurement) is not None}
 
 
 def known_failures(trials: Trials, kernels: Kernels, library: Collection[Candidate]) -> list[Candidate]:

@@ -231,10 +231,15 @@ class Kernels:
         known = self._compiled.get(kind)
         if known is None or known[0] != compiled:
             kernels, columns = self._possible_of(problem, name)
+            # To make the keys of 20,000 kernels takes seconds. An object's key has the parameters by name.
+            keys = [key for key in compiled.each_key() if key.get("family") == name]
+            named = [n for n in self.space(name).compile_values if all(n in key for key in keys)]
+            had = {tuple(key[n] for n in named) for key in keys}
             rows = [
                 row
                 for row, kernel in enumerate(kernels)
-                if any(self.is_compiled(problem, one, compiled) for one in self._in_each_order(kernel))
+                if tuple(kernel.params[n] for n in named) in had
+                and any(self.is_compiled(problem, one, compiled) for one in self._in_each_order(kernel))
             ]
             known = compiled, [kernels[row] for row in rows], columns.take(rows)
             self._compiled[kind] = known

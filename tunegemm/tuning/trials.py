@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -206,11 +206,18 @@ class Trials:
         jobs = [job for _, job in self.compile(batch) if job is not None]
         yield from self.outcomes[published:]  # what did not compile
         if jobs:
-            for found in self.measurer.measure(self.problem, jobs, replace(policy, seed=self._seed)):
-                outcome = self._with_expected(found)
-                self._publish(outcome, _word(outcome, self.stage))
-                self.report()
-                yield outcome
+            yield from self.take(
+                self.measurer.measure(self.problem, jobs, replace(policy, seed=self._seed)), self.stage
+            )
+
+    def take(self, found: Iterable[Outcome], stage: str) -> Iterator[Outcome]:
+        """Outcomes as they come, each published before it is yielded."""
+        self.stage = stage
+        for one in found:
+            outcome = self._with_expected(one)
+            self._publish(outcome, _word(outcome, stage))
+            self.report()
+            yield outcome
 
     def _with_expected(self, outcome: Outcome) -> Outcome:
         expected = self._expected.get(outcome.candidate)

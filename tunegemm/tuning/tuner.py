@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +23,15 @@ from tunegemm.generate import families
 from tunegemm.generate.artifacts import ArtifactStore, Key
 from tunegemm.generate.compile import CompilePool, Ready, Urgency
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Policy
+from tunegemm.measure.outcome import Outcome
+from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Job, Policy
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
-from tunegemm.measure.worker import MeasureWorker
+from tunegemm.measure.worker import Child, MeasureWorker
 from tunegemm.search import Portfolio, Search
 from tunegemm.search.budget import Effort, budget_for, checked_seconds, checked_seed
 from tunegemm.store import packs
 from tunegemm.tuning import final
-from tunegemm.tuning.begin import RANKED, few_new, rank_by_model, start_search
+from tunegemm.tuning.begin import RANKED, few_new, rank_by_model, screened_before, start_search
 from tunegemm.tuning.finalists import finalists
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult
@@ -66,6 +67,7 @@ class Tuner:
         cache: Path | str | None = None,
         compiled_only: bool = False,
         energy: bool = False,
+        child: Child | None = None,
     ) -> None:
         """
         device: from `open_device`.
@@ -76,6 +78,7 @@ class Tuner:
         cache: folder of compiled objects; default the user's cache directory.
         compiled_only: try no kernel that is neither in that folder yet nor shipped.
         energy: meter the finalists' energy, too, a second each.
+        child: a measuring process that was started before the device was known.
 
         Raises SpaceError for a family or a seed that is not one, DeviceError for a family of no use here.
         """
@@ -88,6 +91,7 @@ class Tuner:
         self._ready_for: dict[Problem, Ready] = {}
         self._planned: dict[Problem, Future[list[tuple[str, Key]]]] = {}
         self._measurer: Measurer | None = None
+        self._child = child
         self._resources = ExitStack()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
         self._library = ThreadPoolExecutor(1, thread_name_prefix="library")
@@ -129,26 +133,30 @@ class Tuner:
         state = self._begin(problem, on_progress)
         # A GPU's time is dear; a recording has none, and finds the same each time.
         measurer, hurried = state.measurer, effort == "quick" and self.device.is_real
+        first: Future[tuple[list[Candidate], list[Outcome]]] | None = None
         try:
             if measurer is None:
                 return rank_by_model(state, self.kernels, effort, trials, compiled=self._compiled())
 
             # Where to begin: what is known of the problem and of related ones, the library's algorithms, and
             # every generator's feasible kernels in the model's order. All cores begin to compile.
-            # While the worker starts CUDA they are ranked here.
+            # While the worker starts CUDA, and measures the library's, they are ranked here.
             state.report()
-            discovered = self._library.submit(measurer.discover, problem)
+            at_once = self.device.is_real and problem not in self._planned
+            first = self._library.submit(self._begin_with_library, problem, measurer, at_once)
             if self.device.is_real:
                 if not self.compiled_only:
                     self.pool.start()
                 self._begin_to_compile(problem, effort, trials)
-            library = [c for c in discovered.result() if c.family in self.kernels.families]
+            library, measured = first.result()
             search = start_search(
                 state, self.kernels, library,
                 recorded=measurer.recorded(problem), compiled=self._compiled(),
                 ready=self._ready(problem, effort), effort=effort, limit=trials, seed=self._seed,
             )  # fmt: skip
             state.compile_ahead(search.planned_screen())
+            for outcome in state.take(measured, "library"):
+                search.tell(outcome.candidate, speed(outcome))
 
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
             # search learns how fast each candidate was.
@@ -176,6 +184,8 @@ class Tuner:
             self.pool.drop_waiting()
             return state.interrupted()
         finally:
+            if first is not None:
+                wait([first])  # the worker is in the middle of it
             self.pool.drop_waiting(least=Urgency.IDLE)
             self._ready_for.pop(problem, None)
 
@@ -231,13 +241,26 @@ class Tuner:
         """The worker of a real device; a recording when it has the problem; else None."""
         if self.device.is_real:
             if self._measurer is None:
-                self._measurer = self._resources.enter_context(MeasureWorker(self.device))
+                self._measurer = self._resources.enter_context(MeasureWorker(self.device, child=self._child))
             return self._measurer
         if not self.device.spec.startswith("replay:"):
             return None
         if self._measurer is None:
             self._measurer = ReplayMeasurer(open_replay(self.device.spec))
         return self._measurer if self._measurer.recorded(problem) else None
+
+    def _begin_with_library(
+        self, problem: Problem, measurer: Measurer, at_once: bool
+    ) -> tuple[list[Candidate], list[Outcome]]:
+        """What the vendor's library has for a problem, and what came of it if it is measured at once: not
+        where the kernels are ranked already, as one interleave with them costs less.
+        """
+        library = [c for c in measurer.discover(problem) if c.family in self.kernels.families]
+        if not at_once:
+            return library, []
+        known = screened_before(self.database, problem, self.device)
+        jobs = [Job(c) for c in library if c not in known and not families.get(c.family).compiled]
+        return library, list(measurer.measure(problem, jobs, replace(SCREEN, seed=self._seed)))
 
     def _begin_to_compile(self, problem: Problem, effort: Effort, trials: int | None) -> None:
         """As planned while the problem before was measured, or as it is planned now."""

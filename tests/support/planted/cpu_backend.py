@@ -106,11 +106,15 @@ class CpuReplay:
 class CpuBackend:
     """Real products on the CPU; the memory is made small so that few sets are made."""
 
+    @classmethod
+    def prepare(cls) -> None:
+        pass
+
     def __init__(self, device: Device) -> None:
         torch.set_num_threads(1)
         self.torch_device = torch.device("cpu")
 
-    def open(self) -> None:
+    def open(self, *, warm_up_s: float = 0.0) -> None:
         if (path := os.environ.get("PLANTED_PID_FILE")) is not None:
             Path(path).write_text(str(os.getpid()))
 
@@ -162,5 +166,5 @@ class RecoveringBackend(CpuBackend):
 
 
 class BrokenBackend(CpuBackend):
-    def open(self) -> None:
+    def open(self, *, warm_up_s: float = 0.0) -> None:
         raise RuntimeError("no CUDA-capable device is detected")
