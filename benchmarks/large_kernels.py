@@ -94,7 +94,7 @@ def launches(problem: Problem, device: Device) -> Launches:
     """All kernels of shipped records of large products, and the listed ones, that are compiled and can run.
 
     Each in all orders of tiles: swizzles of 8 and 1, rows or columns first, clusters by GPC where that is
-    compiled.
+    compiled, and of 8 with and without the hint that lets L2 go of what a group does not share.
 
     Raises ArtifactError where no compiled kernel is there.
     """
@@ -111,8 +111,8 @@ def launches(problem: Problem, device: Device) -> Launches:
             if family.kernel_key(problem, launch, device) not in pack:
                 continue
             in_each_order = (
-                _with(launch, swizzle_size=swizzle, raster_order=raster)
-                for swizzle in (8, 1)
+                _with(launch, swizzle_size=swizzle, raster_order=raster, l2_hint=hint)
+                for swizzle, hint in ((8, "none"), (8, "streamed"), (1, "none"))
                 for raster in ("along_m", "along_n")
             )
             found += (one for one in in_each_order if family.check(problem, one, device).runs)

@@ -247,9 +247,9 @@ def run_for_counters(device: Device, problems: Sequence[Problem]) -> None:
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
             one = chosen.take([number]).terms
-            dram = float(one.dram_bytes[0])
             told[f"{problem.shape} {chosen.label(number)}"] = {
-                "l2_read": float(one.l2_bytes[0]), "crossing": energy.CROSSING * dram, "dram": dram,
+                "l2_read": float(one.l2_bytes[0]), "crossing": float(one.crossing_bytes[0]),
+                "dram": float(one.dram_bytes[0]),
             }  # fmt: skip
         del product
         backend.release()

@@ -53,7 +53,7 @@ _SECTOR_BYTES = 32
 #: Shared memory of which a multiprocessor has room for one block's only.
 _ONE_BLOCK_BYTES = 200 << 10
 _FIRST_WARM_S = 5.0
-_COUNTING_SECONDS = 120
+_COUNTING_SECONDS = 280
 
 
 class Work(ctypes.Structure):

@@ -70,7 +70,7 @@ class TestCanImplement:
             (Candidate.make("cute_sm90", kernel, launch | {"warps": 3}), "'warps' is not a launch"),
             (
                 Candidate.make("cute_sm90", kernel, launch | {"l2_hint": "b"}),
-                "launch parameter 'l2_hint' is 'b'; use one of none, a_first, b_first",
+                "launch parameter 'l2_hint' is 'b'; use one of none, a_first, b_first, streamed",
             ),
             (
                 Candidate.make("cute_sm90", kernel | {"schedule": "foo"}, launch),

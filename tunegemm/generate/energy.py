@@ -23,8 +23,6 @@ from tunegemm.generate.terms import Bools, Columns, Floats, Ints, Terms, steady_
 #: Clock at which the table holds, MHz.
 _REFERENCE_MHZ = 1500.0
 _STEP_MHZ = 20.0
-#: Of what device memory moves half crosses between the halves of L2 (docs/decisions/0014).
-CROSSING = 0.5
 #: Of the terms the one that the chip's voltage has no say in.
 _MEMORY = "dram"
 
@@ -128,7 +126,7 @@ def work_pj(problem: Problem, columns: Columns, found: Terms, table: Table) -> d
         "filled": pj["filled"] * found.filled_bytes,
         "l2_read": pj["l2_read"] * found.l2_bytes,
         "stored": np.full(len(flop_pj), pj["stored"] * out_bytes),
-        "crossing": pj["crossing"] * CROSSING * found.dram_bytes,
+        "crossing": pj["crossing"] * found.crossing_bytes,
         _MEMORY: pj["dram"] * found.dram_bytes,
     }
 

@@ -33,7 +33,7 @@ _LAUNCH_WORDS: Mapping[str, Callable[[Any], str]] = {
     "ctas": str,
     "split_k": lambda splits: f"k{splits}" if splits > 1 else "",
     "reduction": lambda how: "second" if how == "second_kernel" else "",
-    "l2_hint": lambda hint: "" if hint == "none" else f"h{hint.removesuffix('_first')}",
+    "l2_hint": lambda hint: "" if hint == "none" else f"h{hint[0]}",
 }
 
 

@@ -210,15 +210,42 @@ def rank_kernels(
     if most is not None:
         wanted = {*order[:most], *np.argsort(found.total_us, kind="stable")[:most].tolist()}
         order = [number for number in order if number in wanted]
+    chosen = [launches[number] for number in order]
+    columns, found, lasting = columns.take(order), found.take(order), lasting.take(order)
     hints = launch_values.get("l2_hint", ())
-    gathers = lasting.at_cap and all(v in launch_values.get(name, ()) for name, v in _GATHERED.items())
+    if lasting.at_cap and all(v in launch_values.get(name, ()) for name, v in _GATHERED.items()):
+        columns, gathered = _gathered(problem, columns, device, may_stream="streamed" in hints)
+        chosen = [launch | changed for launch, changed in zip(chosen, gathered, strict=True)]
+        found = terms(problem, columns, device)
+        lasting = steady(problem, columns, found, device)
     ranked = []
-    for number in order:
-        launch = launches[number] | (_GATHERED if gathers else {})
-        if (hint := l2_hint(problem, kernels[number])) in hints:
+    for place in np.argsort(_by(found, lasting), kind="stable").tolist():
+        kernel, launch = kernels[order[place]], chosen[place]
+        if (hint := l2_hint(problem, kernel)) != "none" and hint in hints:
             launch = launch | {"l2_hint": hint}
-        ranked.append(kernels[number].with_launch(**launch))
-    return _predictions(ranked, found.take(order), lasting.take(order))
+        ranked.append((place, kernel.with_launch(**launch)))
+    places = [place for place, _ in ranked]
+    return _predictions([launch for _, launch in ranked], found.take(places), lasting.take(places))
+
+
+def _gathered(
+    problem: Problem, columns: Columns, device: Device, *, may_stream: bool
+) -> tuple[Columns, list[dict[str, Value]]]:
+    """Launches for the power cap, where bytes cost clock: clusters of a GPC take neighbouring tiles, in that
+    raster order, with or without a hint to L2, in which each kernel is the fastest.
+    """
+    columns = columns.launched(swizzle=np.array(_GATHERED["swizzle_size"]), gathered=np.array(True))
+    times = []
+    for along_n, streamed in itertools.product((False, True), (False, True)[: 1 + may_stream]):
+        tried = columns.launched(along_n=np.array(along_n), streamed=np.array(streamed))
+        times.append(steady(problem, tried, terms(problem, tried, device), device).us)
+    best = np.stack(times).argmin(axis=0)
+    along_n, streamed = best > may_stream, (best % 2 == 1) & may_stream
+    launches: list[dict[str, Value]] = [
+        {**_GATHERED, "raster_order": "along_n" if n else "along_m"} | ({"l2_hint": "streamed"} if s else {})
+        for n, s in zip(along_n.tolist(), streamed.tolist(), strict=True)
+    ]
+    return columns.launched(along_n=along_n, streamed=streamed), launches
 
 
 def _best_launches(

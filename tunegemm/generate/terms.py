@@ -64,8 +64,20 @@ _L2_BYTES_PER_CYCLE_AND_SM = 78
 # From issuing a TMA load to its first bytes, in cycles: an L2 miss. The slot's bytes follow at L2's rate.
 _LOAD_LATENCY_CYCLES = 980
 _DRAM_EFFICIENCY = 0.77
-# Part of the L2 that holds operands over a wave; the rest turns over with output and the other partition.
+# Part of the L2 that holds operands over a wave; the rest turns over with output.
 _L2_USABLE = 0.6
+# What follows tells the bytes of 416 launches that were counted (H200, results/h200/moved_bytes.json).
+# Clusters are out of step by some multiplications: of short tiles they find again what others just read.
+_OUT_OF_STEP = 1.6e7
+# Clusters of stream-K are out of step with those of whole tiles; and of wide groups, where L2 has much to do.
+_STREAM_OUT_OF_STEP = 2.5
+_WIDE, _STRAINED, _STRAINED_OUT_OF_STEP = 4, 0.55, 1.7
+# Reads of L2 that merge with those of the same GPC: of neighbouring tiles in wide groups, of single CTAs.
+_MERGED, _MERGED_SINGLE, _MERGED_ELSE = 0.72, 0.87, 0.95
+# Where the operand that a group does not share is let go first: of the other one's part of the group, if it
+# is no more than this part of L2, a wave reads this part again; a larger one makes all reads so many times as
+# many. Of 16 launches on eight products (H200, 2026-11-24).
+_GROUP_FITS, _GROUP_AGAIN, _GROUP_TOO_LARGE = 0.28, 0.3, 1.3
 # Epilogue: cycles per 64-row subtile beside its bytes (stmatrix, fence, TMA store, barrier).
 _SUBTILE_CYCLES = 185
 # Split-K: the last split of a tile waits for an atomic and reads the others' sums through L2.
@@ -78,8 +90,6 @@ _SECOND_KERNEL_US, _SECOND_BYTES_PER_US = 2.5, 7.0e6
 # Where stream-K's whole tiles follow, sums that meet do so under others' main loops; those of a second kernel
 # are out of L2 by the time that it reads them (four shapes, same file).
 _EARLY_PAIRS_BYTES_PER_US, _EARLY_SECOND_BYTES_PER_US = 7.0e6, 3.0e6
-# Clusters of stream-K go through k out of step: that share of what L2 would else have served is read again.
-_OUT_OF_STEP = 0.6
 _LAUNCH_US = 2.0
 _FILL_US = 1.0
 # Overlapping limits disturb each other: the sum of powers lies between their maximum and their sum.
@@ -113,6 +123,10 @@ class Columns:
     balanced: Bools
     along_n: Bools
     swizzle: Ints
+    gathered: Bools
+    """Whether clusters of one GPC take neighbouring tiles."""
+    streamed: Bools
+    """Whether L2 lets go first of the operand that a group of tiles does not share."""
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Self:
@@ -135,7 +149,8 @@ class Columns:
             bools("schedule", "pingpong"), bools("tile_scheduler", "stream_k"), ints("split_k"),
             np.array(["reduction" in p for p in params], dtype=np.bool_),
             bools("reduction", "second_kernel"), bools("ctas", "balanced"),
-            bools("raster_order", "along_n"), ints("swizzle_size"),
+            bools("raster_order", "along_n"), ints("swizzle_size"), bools("cluster_order", "gpc"),
+            bools("l2_hint", "streamed"),
         )  # fmt: skip
 
     def take(self, rows: Any) -> Columns:
@@ -164,8 +179,11 @@ class Terms:
     filled_bytes: Floats
     """Bytes that arrive in shared memory, by multicast as well."""
     l2_bytes: Floats
-    """Bytes that are read from L2: a multicast reads once."""
+    """Bytes that are read from L2: a multicast reads once, and so do some multiprocessors of a GPC."""
+    crossing_bytes: Floats
+    """Bytes that cross between the halves of L2: as many as device memory reads."""
     dram_bytes: Floats
+    """Bytes that device memory reads and writes."""
 
     def take(self, rows: Any) -> Terms:
         """Some candidates, by their numbers or a mask."""
@@ -233,10 +251,11 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     l2_us = l2_bytes / (_L2_BYTES_PER_CYCLE_AND_SM * device.sm_count * full_clock_mhz)
 
     # 4. DRAM.
-    grid = _Grid(m, n, problem.k * in_bytes, batch, clusters_m, clusters_n, c, resident, usable_l2(device))
-    read_bytes = grid.read_bytes() + np.where(
-        c.streams, _OUT_OF_STEP * cut / clusters * grid.unshared_bytes(), 0
-    )
+    grid = _Grid(m, n, problem.k * in_bytes, batch, clusters_m, clusters_n, c, resident, device.l2_bytes)
+    drift = _OUT_OF_STEP / (c.tile_m * c.tile_n * problem.k / c.split_k)
+    strained = (c.swizzle >= _WIDE) & (l2_us > _STRAINED * compute_us)
+    apart = (1 + _STREAM_OUT_OF_STEP * cut / clusters) * np.where(strained, _STRAINED_OUT_OF_STEP, 1.0)
+    read_bytes = grid.read_bytes(drift, apart)
     dram_bytes = read_bytes + problem.m * problem.n * batch * out_bytes
     dram_us = dram_bytes / _bandwidth(device)
 
@@ -261,10 +280,13 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
 
     total_us = _LAUNCH_US + _FILL_US + _overlap(compute_us, l2_us, dram_us) + epilogue_us
     loads = tiles * (problem.k / c.split_k) * in_bytes
+    merged = np.where(size == 1, _MERGED_SINGLE, _MERGED_ELSE)
+    merged = np.where(c.gathered & (c.swizzle >= _WIDE), _MERGED, merged)
     return Terms(
         tiles, launched * size, waves, filled, compute_us, l2_us, dram_us, epilogue_us, total_us,
         loads * (c.tile_m + c.tile_n),
-        loads * (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) + sum_bytes, dram_bytes,
+        merged * loads * (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) + sum_bytes, read_bytes,
+        dram_bytes,
     )  # fmt: skip
 
 
@@ -314,12 +336,16 @@ class _Grid:
     resident: Ints
     l2_bytes: int
 
-    def read_bytes(self) -> Floats:
+    def read_bytes(self, drift: Floats, apart: Floats) -> Floats:
         """Operand bytes read from device memory, given the rasterization of the grid.
 
         It goes along M (or N) through groups of `swizzle` clusters of the other mode. A wave covers a
         block of the grid; its rows of A and columns of B are read once, and a next wave finds again what
-        L2 still holds. Where both operands fit, that is everything.
+        half of L2 still holds: either half keeps what its own multiprocessors read. Where both operands fit
+        L2, that is everything.
+
+        drift: how far clusters are out of step, as a part of a tile's work. apart: how many times as much
+        they read again for it.
         """
         c = self.columns
         rows, columns = c.tile_m * c.cluster_m, c.tile_n * c.cluster_n
@@ -331,19 +357,23 @@ class _Grid:
         group = np.minimum(c.swizzle, across)
         wave_along = np.minimum(along, _ceil(self.resident, group))
         wave_across = np.minimum(across, np.maximum(group, _ceil(self.resident, along)))
-        wave = np.minimum(m, wave_along * extent_along) + np.minimum(n, wave_across * extent_across)
-        wave_bytes = wave * self.k_bytes
+        along_bytes = np.minimum(m, wave_along * extent_along) * self.k_bytes
+        across_bytes = np.minimum(n, wave_across * extent_across) * self.k_bytes
+        wave_bytes = along_bytes + across_bytes
         waves = np.maximum(1.0, along * across / self.resident)
         # Within a group the columns stay; from one group to the next, the rows come round again.
         again = np.maximum(0.0, waves * wave_bytes - once)
-        kept = np.minimum(1.0, self.l2_bytes / np.where(wave_bytes < self.l2_bytes, once, wave_bytes))
-        return self.batch * np.where(once <= self.l2_bytes, once, once + again * (1 - kept))
-
-    def unshared_bytes(self) -> Floats:
-        """Operand bytes beyond one reading, if each cluster read its own; of operands that L2 cannot keep."""
-        readers = ((self.m * self.k_bytes, self.clusters_n), (self.n * self.k_bytes, self.clusters_m))
-        again = [np.where(size > self.l2_bytes, size * (count - 1.0), 0.0) for size, count in readers]
-        return self.batch * (again[0] + again[1])
+        usable = _L2_USABLE * self.l2_bytes
+        kept = np.maximum(np.maximum(0.0, 1 - wave_bytes / (self.l2_bytes / 2)), np.minimum(1, drift**1.5))
+        # Where one operand is small most of its lines are still there; such products were not counted.
+        kept_beside = np.minimum(1.0, usable / np.where(wave_bytes < usable, once, wave_bytes))
+        small = np.minimum(m, n) * self.k_bytes <= self.l2_bytes / 4
+        groups = np.minimum(waves, across / group)
+        held = waves * along_bytes + across_bytes * (groups + _GROUP_AGAIN * (waves - groups)) - once
+        held = np.where(across_bytes <= _GROUP_FITS * self.l2_bytes, held, _GROUP_TOO_LARGE * again)
+        again = np.where(c.streamed, np.maximum(0.0, held), again)
+        again = again * np.where(small, 1 - kept_beside, (1 - kept) * apart)
+        return self.batch * np.where(once <= usable, once, once + again)
 
 
 def _sums_us(sum_bytes: Ints, splits: Ints, second: Bools, early: Bools) -> Floats:

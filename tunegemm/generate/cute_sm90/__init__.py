@@ -159,7 +159,11 @@ def _table(places: tuple[int, ...], index: int) -> Any:
 
 
 def l2_hint(candidate: Candidate) -> int:
-    """The kernel's number for the candidate's ``l2_hint``, which names the problem's operand: 1 A, 2 B."""
+    """The kernel's number for the candidate's ``l2_hint``: 1 A, 2 B of the kernel. The hint names one of the
+    problem's, or ``streamed``: that which the tiles of a group do not share.
+    """
+    if candidate.params.get("l2_hint") == "streamed":
+        return 2 if candidate["raster_order"] == "along_n" else 1
     operand = ("none", "a_first", "b_first").index(candidate.params.get("l2_hint", "none"))
     return 3 - operand if operand and candidate["swap_ab"] else operand
 
