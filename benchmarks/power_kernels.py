@@ -3,7 +3,7 @@
     python -m benchmarks.power_kernels              # writes results/GPU/power_kernels.json, some two minutes
     python -m benchmarks.power_kernels --pairs      # the launches alone; needs no GPU
     python -m benchmarks.power_kernels --count FILE     # the bytes that each launch of that file really moves
-    python -m benchmarks.power_kernels --summary FILE   # the summary anew, of a result file that is there
+    python -m benchmarks.power_kernels --summary FILE   # predictions and summary anew, of measured joules
 
 Each launch runs alone in steady state while NVML's energy counter is read. The prediction is the sum of the
 model's terms (tunegemm/generate/energy.py) at the clock and the time that were measured: what is tested are
@@ -77,14 +77,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--count", type=Path, metavar="FILE", help="count bytes of this result file's launches"
     )
-    parser.add_argument("--summary", type=Path, help="measure nothing; the summary of this result file anew")
+    parser.add_argument(
+        "--summary", type=Path, metavar="FILE", help="measure nothing; the model's joules of this file anew"
+    )
     parser.add_argument("--counted", action="store_true", help=argparse.SUPPRESS)  # the one that ncu profiles
     options = parser.parse_args(arguments)
     try:
-        if options.summary is not None:
-            print(json.dumps(summed_up(options.summary), indent=1))
-            return 0
         device = find_device(options.device)
+        if options.summary is not None:
+            print(json.dumps(summed_up(options.summary, device), indent=1))
+            return 0
         problems = [Problem.parse(text) for text in options.shapes.split(",")]
         if options.count is not None:
             count(device, problems, options)
@@ -223,6 +225,15 @@ def by_counters(
     }
 
 
+def told_bytes(one: Launches) -> dict[str, float]:
+    """What the model says that a launch moves."""
+    found = one.terms
+    return {
+        "l2_read": float(found.l2_bytes[0]), "crossing": float(found.crossing_bytes[0]),
+        "dram": float(found.dram_bytes[0]),
+    }  # fmt: skip
+
+
 def run_for_counters(device: Device, problems: Sequence[Problem]) -> None:
     """Runs in the process that ncu profiles: of each launch one on the last operand set, after one on each of
     the others, as in a replay. Prints the bytes that the model says.
@@ -246,11 +257,8 @@ def run_for_counters(device: Device, problems: Sequence[Problem]) -> None:
             last()
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
-            one = chosen.take([number]).terms
-            told[f"{problem.shape} {chosen.label(number)}"] = {
-                "l2_read": float(one.l2_bytes[0]), "crossing": float(one.crossing_bytes[0]),
-                "dram": float(one.dram_bytes[0]),
-            }  # fmt: skip
+            one = chosen.take([number])
+            told[f"{problem.shape} {chosen.label(number)}"] = told_bytes(one)
         del product
         backend.release()
     print(json.dumps(told), flush=True)
@@ -346,10 +354,26 @@ def residuals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found | {"rms_left": round(math.sqrt(float(left @ left) / len(rows)), 4)}
 
 
-def summed_up(path: Path) -> dict[str, Any]:
-    """The summary of a result file's rows, which is written into it. Raises MeasureError for another file."""
-    results = _opened(path)
+def summed_up(path: Path, device: Device) -> dict[str, Any]:
+    """What the model says today of a result file's launches, as far as they ship, and the summary; written
+    into it. Raises MeasureError for another file.
+    """
+    results, table = _opened(path), table_of(device)
+    every: dict[Problem, tuple[Launches, dict[str, int]]] = {}
     try:
+        for row in results.rows:
+            problem = Problem(row["m"], row["n"], row["k"])
+            if problem not in every:
+                found = launches(problem, device)
+                every[problem] = found, {found.label(i): i for i in range(len(found.candidates))}
+            found, places = every[problem]
+            if (place := places.get(row["label"])) is None:
+                continue
+            one = found.take([place])
+            row |= predicted(problem, one, row["clock_mhz"], row["us"], table)
+            row["error"] = round(row["predicted_mj"] / row["measured_mj"] - 1, 4)
+            if counted := row.get("counted"):
+                row |= by_counters(row, told_bytes(one), {f"{name}_bytes": n for name, n in counted.items()})
         results.summary = summary(results.rows)
     except (KeyError, TypeError) as error:
         raise MeasureError(f"{path}: not a result file ({error})") from None

@@ -39,6 +39,8 @@ METHOD = "wall time of processes of their own, quick; see benchmarks/tuning_time
 #: Prints times since the process was started (argv[4], by time.time()), and what was found.
 _PROCESS = """
 import json, sys, time
+from tunegemm.measure.worker import Child
+child = Child() if sys.argv[2].startswith("cuda") else None  # first of all, as the command does
 from pathlib import Path
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.outcome import Measurement
@@ -53,7 +55,7 @@ def on_progress(progress):
         first.append(time.time())
 
 found = {}
-with Tuner(open_device(spec), compiled_only=warm) as tuner:
+with Tuner(open_device(spec), compiled_only=warm, child=child) as tuner:
     for name in ("seconds", "next_s") if warm else ("seconds",):
         begin = imported if name == "seconds" else time.time()
         with Database.open(Path(f"{name}.sqlite")) as tuner.database:

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.tables.batches import batch_invariance, class_order, class_splits, decode_bits
 from benchmarks.tables.families import families, family_figures
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
-from benchmarks.tables.power import power_cap, power_kernels
+from benchmarks.tables.power import moved_bytes, power_cap, power_kernels
 from benchmarks.tables.programs import (
     campaign,
     clients,
@@ -33,6 +33,7 @@ from benchmarks.tables.programs import (
     first_use_kinds,
     kinds,
     other_dsl,
+    quality,
     selector,
     skinny,
     tuning_many,
@@ -110,6 +111,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "other-dsl": other_dsl,
     "tuning-time": tuning_time,
     "tuning-many": tuning_many,
+    "quality": quality,
     "campaign": campaign,
     "clients": clients,
     "dtypes": dtypes,
@@ -125,6 +127,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "class-splits": class_splits,
     "power-cap": power_cap,
     "power-cap-h100": power_cap,
+    "moved-bytes": moved_bytes,
     "power-kernels": power_kernels,
     "power-kernels-h100": power_kernels,
     "cli": cli,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.tables.reading import extents_of, load, machine_line, markdown_table, not_measured
@@ -12,6 +13,11 @@ _TERMS = {
     "flops": "multiplications", "filled": "bytes into shared memory", "l2_read": "reads of L2",
     "stored": "finished tiles", "dram": "device memory and crossings", "static": "what always flows",
 }  # fmt: skip
+
+
+#: What is counted, in MB, and of which launches.
+_MOVED = {"l2_read": "L2", "crossing": "crossing", "dram": "device memory"}
+_MOVERS = ("`torch.mm`", "own, median", "own, fewest")
 
 
 def power_kernels(results: Path) -> str:
@@ -76,6 +82,32 @@ def _residuals(found: dict[str, Any]) -> str:
     ]  # fmt: skip
     header = ["what is missing, as a part of a term's joules", "alone", "explains", "beside the others"]
     return markdown_table(header, lines)
+
+
+def moved_bytes(results: Path) -> str:
+    """What launches of each product move: torch.mm, the median of our own, and our own of the fewest bytes."""
+    name = "moved_bytes.json"
+    data = load(results, name)
+    if data is None:
+        return not_measured(results, name)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        rows.setdefault(extents_of(row), []).append(row)
+    lines = []
+    for product, counted in rows.items():
+        torch = next(row for row in counted if '"cublaslt"' in row["candidate"])
+        own = [row for row in counted if row is not torch]
+        middle = {kind: median(row[kind] for row in own) for kind in _MOVED}
+        least = min(own, key=lambda row: row["dram"])
+        figures = [f"{one[kind] / 1e6:.0f}" for one in (torch, middle, least) for kind in _MOVED]
+        lines.append([product, str(len(own)), *figures])
+    header = ["product", "launches", *(f"{who}: {kind}" for who in _MOVERS for kind in _MOVED.values())]
+    said = "; ".join(
+        f"{word} {data[kind]['model_to_counted']:.2f} (spread {data[kind]['spread']:.2f})"
+        for kind, word in _MOVED.items()
+    )
+    told = f"The model's bytes over those counted, geometric mean over {data['launches']} launches: {said}."
+    return "\n\n".join([machine_line(data["meta"]), told, markdown_table(header, lines)])
 
 
 def power_cap(results: Path) -> str:

@@ -66,6 +66,24 @@ def tuning_many(results: Path) -> str:
     return "\n\n".join([machine_line(data["meta"]), *tables])
 
 
+def quality(results: Path) -> str:
+    """What quick tunings find, beside the default search of the day before the model knew joules."""
+    data = load(results, "quality.json")
+    if data is None:
+        return not_measured(results, "quality.json")
+    lines = [
+        [
+            shape_of(row), "at the cap" if row["at_cap"] else "below it", f"`{row['quick']}`",
+            f"`{row['before']}`", f"{row['ratio']:.3f}",
+        ]
+        for row in data["rows"]
+        if row["ratio"] is not None
+    ]  # fmt: skip
+    lines.append([f"geometric mean of {data['products']}", "", "", "", f"{data['geometric_mean']:.3f}"])
+    header = ["M x N x K", "power", "quick", "search of 2026-11-22", "quick is faster by"]
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
 def campaign(results: Path) -> str:
     """How long a product took where many were tuned in one process."""
     data = load(results, "campaign.json")

@@ -11,7 +11,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.generate.compile import CompilePool
-from tunegemm.generate.cute_sm90 import FAMILY, Division
+from tunegemm.generate.cute_sm90 import FAMILY, Division, l2_hint
 from tunegemm.generate.cute_sm90.rules import config_of
 
 SHAPE = "4096x4096x4096"
@@ -246,3 +246,13 @@ def test_an_object_holds_the_launch_function(pool: CompilePool, h200: Device) ->
 def test_the_last_tiles_begin_where_tma_may_store(problem: Problem, units: tuple[int, int]) -> None:
     """Columns of D at multiples of 16 bytes."""
     assert config_of(problem, candidate()).edge_units == units
+
+
+@pytest.mark.parametrize("raster", ["along_m", "along_n"])
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_a_hint_names_the_kernels_operand(raster: str, swap_ab: bool) -> None:
+    """1 is the kernel's A: the problem's B where the operands are swapped. What streams is the kernel's own."""
+    launch = Candidate.make("cute_sm90", {"swap_ab": swap_ab}, {"raster_order": raster})
+    numbers = {hint: l2_hint(launch.with_launch(l2_hint=hint)) for hint in ("none", "a_first", "b_first")}
+    assert numbers == {"none": 0, "a_first": 2 if swap_ab else 1, "b_first": 1 if swap_ab else 2}
+    assert l2_hint(launch.with_launch(l2_hint="streamed")) == (1 if raster == "along_m" else 2)

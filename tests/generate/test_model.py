@@ -307,6 +307,27 @@ def test_at_the_power_cap_clusters_of_a_gpc_take_neighbouring_tiles(h200: Device
     assert {order for order, _ in gathered(large, narrow)} == {"index"}
 
 
+def test_at_the_power_cap_l2_lets_go_of_what_a_group_of_tiles_does_not_share(h200: Device) -> None:
+    """Where the group's part of the other operand fits L2, and no cluster is far behind the others."""
+    launches = GATHERED | {"l2_hint": ("none", "a_first", "b_first", "streamed")}
+
+    def ranked(shape: str, *kernels: Candidate) -> list[Candidate]:
+        problem = Problem.parse(shape)
+        found = model.rank_kernels(problem, kernels or all_tiles(), launches, h200)
+        assert found == [model.predict(problem, p.candidate, h200) for p in found]
+        return [p.candidate for p in found]
+
+    (wide,) = ranked("4096x14336x4096", large := tile(256, 160, cluster_n=2))
+    assert (wide["raster_order"], wide["l2_hint"]) == ("along_n", "streamed")
+    (tall,) = ranked("8192x3584x3584", square := tile(128, 256, cluster_m=2))
+    assert (tall["raster_order"], tall["l2_hint"]) == ("along_m", "streamed")
+    streams = Candidate.make(large.family, dict(large.compile_params) | {"tile_scheduler": "stream_k"})
+    for shape, kernel in (
+        ("8192x8192x8192", square), ("4096x14336x4096", streams), ("4096x14336x4096", tile(64, 96))
+    ):  # fmt: skip
+        assert [launch["l2_hint"] for launch in ranked(shape, kernel)] == ["none"], (shape, kernel)
+
+
 def test_of_many_kernels_the_first_of_either_ranking_are_kept(h200: Device) -> None:
     problem = Problem.parse("4096x4096x4096")
     everything = model.rank_kernels(problem, all_tiles(), LAUNCHES, h200)

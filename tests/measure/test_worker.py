@@ -22,7 +22,7 @@ from tunegemm.errors import DeviceError, MeasureError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement
 from tunegemm.measure.policy import Job, Policy
-from tunegemm.measure.worker import MeasureWorker
+from tunegemm.measure.worker import Child, MeasureWorker
 
 BACKEND = "tests.support.planted.cpu_backend:CpuBackend"
 PROBLEM = Problem(256, 192, 64)
@@ -265,6 +265,27 @@ def test_a_device_that_cannot_be_used_is_one_error() -> None:
         pytest.raises(MeasureError, match="model:h200: no CUDA-capable device"),
     ):
         [*worker.measure(PROBLEM, [planted("good")], QUICK)]
+
+
+def test_a_child_that_was_started_before_its_device_was_known() -> None:
+    """It is the worker's first one; another is started only when it is gone."""
+    device = find_device("model:h200")
+    with Child(BACKEND) as early, MeasureWorker(device, backend=BACKEND, child=early) as worker:
+        assert worker.discover(PROBLEM) == [TORCH_MM]
+        assert worker.pid == early.process.pid
+        worker.close()
+        assert not alive(early.process.pid)
+        assert worker.discover(PROBLEM) == [TORCH_MM] and worker.pid != early.process.pid
+    with Child(BACKEND) as unused, MeasureWorker(device, backend=BACKEND, child=unused):
+        pass
+    assert not alive(unused.process.pid)
+    with (
+        Child("tests.support.planted.cpu_backend:NoSuchBackend") as broken,
+        MeasureWorker(device, backend=BACKEND, child=broken) as worker,
+        pytest.raises(MeasureError, match=r"ended with exit code 1.*NoSuchBackend"),
+    ):
+        broken.process.wait(60)
+        worker.discover(PROBLEM)
 
 
 def test_close_ends_the_child(worker: MeasureWorker) -> None:

@@ -5,6 +5,7 @@ The recording is written here; its numbers are made up. Compile workers are plan
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -346,6 +347,39 @@ def test_a_whole_tuning_at_the_power_cap(
     assert "the budget of 0 s ended the search" in again.note
     assert record is not None and again.best is not None and record.candidate == again.best.candidate
     assert len([o for o in again.outcomes if isinstance(o, Measurement)]) <= 7
+
+
+def test_the_library_is_measured_while_kernels_are_ranked(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, and once; not of a product whose kernels were ranked meanwhile."""
+    measurer, ranked = Timed(lambda *_: 9.0), threading.Event()
+    monkeypatch.setattr(Tuner, "measurer_for", lambda *_: measurer)
+    monkeypatch.setattr(
+        measurer, "measure", functools.partial(lambda old, *a: ranked.wait(60) and old(*a), measurer.measure)
+    )
+    only, other = ["cute_sm90", "cublaslt"], Problem.parse("512x512x1024")
+    with (
+        Database.open(tmp_path / "tuning.sqlite") as database,
+        planted_tuner(DEVICE, database, cache=cache, families=only) as tuner,
+    ):
+        rank = tuner.kernels.ranked
+
+        def told(*arguments: Any, **options: Any) -> Any:
+            ranked.set()
+            return rank(*arguments, **options)
+
+        monkeypatch.setattr(tuner.kernels, "ranked", told)
+        requests = [Request(PROBLEM, "quick", 4, None, other), Request(other, "quick", 4, None, None)]
+        first, second = tuner.tune_all(requests)
+        own = [set(candidates(result)) for result in (first, second)]
+        asked, measurer.asked[:] = list(measurer.asked), []
+        tuner.tune(PROBLEM, trials=8)
+    screens = [batch for steady_ms, batch in asked if not steady_ms]
+    assert screens[0] == [TORCH_MM] and own[0] >= {TORCH_MM}
+    assert sum(TORCH_MM in batch for batch in screens) == 2, "once of each product"
+    assert [TORCH_MM] not in screens[1:], "with others of the second"
+    assert not any(TORCH_MM in batch for steady_ms, batch in measurer.asked if not steady_ms), "known"
 
 
 def test_a_quick_search_measures_32_of_the_first_family_and_two_of_each_other(

@@ -75,9 +75,10 @@ _WIDE, _STRAINED, _STRAINED_OUT_OF_STEP = 4, 0.55, 1.7
 # Reads of L2 that merge with those of the same GPC: of neighbouring tiles in wide groups, of single CTAs.
 _MERGED, _MERGED_SINGLE, _MERGED_ELSE = 0.72, 0.87, 0.95
 # Where the operand that a group does not share is let go first: of the other one's part of the group, if it
-# is no more than this part of L2, a wave reads this part again; a larger one makes all reads so many times as
-# many. Of 16 launches on eight products (H200, 2026-11-24).
-_GROUP_FITS, _GROUP_AGAIN, _GROUP_TOO_LARGE = 0.28, 0.3, 1.3
+# is no more than this part of L2, a wave reads this part again. A larger part, and clusters so far out
+# of step, make what is read again so many times as much: lines go before all have read them. Of 28
+# launches that were counted (H200, results/h200/power_kernels.json).
+_GROUP_FITS, _GROUP_AGAIN, _GROUP_OUT_OF_STEP, _GROUP_LOST = 0.28, 0.3, 0.2, 1.5
 # Epilogue: cycles per 64-row subtile beside its bytes (stmatrix, fence, TMA store, barrier).
 _SUBTILE_CYCLES = 185
 # Split-K: the last split of a tile waits for an atomic and reads the others' sums through L2.
@@ -281,7 +282,7 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     total_us = _LAUNCH_US + _FILL_US + _overlap(compute_us, l2_us, dram_us) + epilogue_us
     loads = tiles * (problem.k / c.split_k) * in_bytes
     merged = np.where(size == 1, _MERGED_SINGLE, _MERGED_ELSE)
-    merged = np.where(c.gathered & (c.swizzle >= _WIDE), _MERGED, merged)
+    merged = np.where(c.gathered & (c.swizzle >= _WIDE) & ~c.streams, _MERGED, merged)
     return Terms(
         tiles, launched * size, waves, filled, compute_us, l2_us, dram_us, epilogue_us, total_us,
         loads * (c.tile_m + c.tile_n),
@@ -370,7 +371,8 @@ class _Grid:
         small = np.minimum(m, n) * self.k_bytes <= self.l2_bytes / 4
         groups = np.minimum(waves, across / group)
         held = waves * along_bytes + across_bytes * (groups + _GROUP_AGAIN * (waves - groups)) - once
-        held = np.where(across_bytes <= _GROUP_FITS * self.l2_bytes, held, _GROUP_TOO_LARGE * again)
+        holds = (across_bytes <= _GROUP_FITS * self.l2_bytes) & (drift <= _GROUP_OUT_OF_STEP)
+        held = np.where(holds & c.gathered & ~c.streams, held, _GROUP_LOST * again)
         again = np.where(c.streamed, np.maximum(0.0, held), again)
         again = again * np.where(small, 1 - kept_beside, (1 - kept) * apart)
         return self.batch * np.where(once <= usable, once, once + again)
