@@ -85,7 +85,7 @@ def _residuals(found: dict[str, Any]) -> str:
 
 
 def moved_bytes(results: Path) -> str:
-    """What launches of each product move: torch.mm, the median of our own, and our own of the fewest bytes."""
+    """What launches of each product move: torch.mm, the median of our own, and that of the fewest bytes."""
     name = "moved_bytes.json"
     data = load(results, name)
     if data is None:

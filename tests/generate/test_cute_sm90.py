@@ -251,7 +251,7 @@ def test_the_last_tiles_begin_where_tma_may_store(problem: Problem, units: tuple
 @pytest.mark.parametrize("raster", ["along_m", "along_n"])
 @pytest.mark.parametrize("swap_ab", [False, True])
 def test_a_hint_names_the_kernels_operand(raster: str, swap_ab: bool) -> None:
-    """1 is the kernel's A: the problem's B where the operands are swapped. What streams is the kernel's own."""
+    """1 is the kernel's A, the problem's B where operands are swapped. What streams is the kernel's."""
     launch = Candidate.make("cute_sm90", {"swap_ab": swap_ab}, {"raster_order": raster})
     numbers = {hint: l2_hint(launch.with_launch(l2_hint=hint)) for hint in ("none", "a_first", "b_first")}
     assert numbers == {"none": 0, "a_first": 2 if swap_ab else 1, "b_first": 1 if swap_ab else 2}

@@ -121,18 +121,16 @@ def test_at_the_cap_the_order_by_energy_is_nearer_to_what_was_measured(h200: Dev
         by_energy.append(spearman(ratios, [-one.steady_us for one in told]))
         by_cycles.append(spearman(ratios, [-one.total_us for one in told]))
     assert len(by_energy) == 18
-    assert statistics.mean(by_energy) > 0.58 > 0.35 > statistics.mean(by_cycles)
+    assert statistics.mean(by_energy) > 0.66 > 0.35 > statistics.mean(by_cycles)
 
 
 @pytest.mark.parametrize("layout", ["tn", "nt", "tt"])
-def test_of_cubes_of_4096_one_of_the_first_two_by_energy_is_within_4_percent(
-    h200: Device, layout: str
-) -> None:
-    """The first by cycles is as much as 26 % behind. That of clusters of 2x2 is 10 % slower than is told."""
+def test_of_cubes_of_4096_the_first_by_energy_is_within_4_percent(h200: Device, layout: str) -> None:
+    """The first by cycles is as much as 26 % behind."""
     rows = recorded()[Problem.parse("4096x4096x4096", layout=layout)]
     ratio_of = {candidate: ratio for ratio, candidate in rows}
     ranked = model.rank(Problem.parse("4096x4096x4096", layout=layout), list(ratio_of), h200)
-    assert max(ratio_of[one.candidate] for one in ranked[:2]) > 0.96 * max(ratio_of.values())
+    assert ratio_of[ranked[0].candidate] > 0.96 * max(ratio_of.values())
 
 
 def spearman(first: list[float], second: list[float]) -> float:

@@ -5,6 +5,7 @@ import pytest
 from tests.search.test_search import LAUNCHES, kernels, truth
 from tunegemm.describe.space import Candidate
 from tunegemm.search import Portfolio, Search
+from tunegemm.search.budget import Effort
 
 LIBRARY = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
 
@@ -44,6 +45,25 @@ def test_a_family_that_is_far_behind_costs_its_first_round() -> None:
 def test_a_family_that_is_near_or_ahead_is_searched_to_its_end() -> None:
     assert run(portfolio(), {"cute_sm90": 1.0, "triton_tma": 1.0, "cute_sm80": 0.5})["triton_tma"] == 40
     assert run(portfolio(), {"cute_sm90": 0.5, "triton_tma": 0.5, "cute_sm80": 1.0})["cute_sm80"] == 40
+
+
+def test_a_quick_search_leaves_a_family_that_the_first_one_has_passed() -> None:
+    """Its first round was as fast as that of the first family, whose best is 1 % ahead by now; else it goes
+    on, however much faster it gets itself.
+    """
+
+    def asked(first: float, effort: Effort, second: float = 1.0) -> int:
+        searches = Portfolio([search("cute_sm90"), search("triton_tma")], effort)
+        counts = {"cute_sm90": 0, "triton_tma": 0}
+        while batch := searches.ask():
+            for candidate in batch:
+                counts[candidate.family] += 1
+                later = second if candidate.family == "triton_tma" else first
+                searches.tell(candidate, later if counts[candidate.family] > 6 else 1.0)
+        return counts["triton_tma"]
+
+    assert asked(1.02, "quick") == 3
+    assert asked(1.005, "quick") == asked(1.02, "full") == asked(1.0, "quick", second=1.5) == 40
 
 
 def test_a_family_whose_candidates_all_fail_is_given_up() -> None:

@@ -91,6 +91,11 @@ PARTS: dict[str, Part] = {
 }
 
 
+#: Clusters of so many blocks that a GPU holds, where the driver was asked and its chip is less evenly cut
+#: than could be: 120 of the 132 multiprocessors (benchmarks/results/h200/power_roof.json).
+_COUNTED_CLUSTERS = {("NVIDIA H200", 4): 30}
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """What makes a record stale when it changes. Empty strings stand for packages that are absent."""
@@ -153,7 +158,7 @@ class Device:
             counted = active_clusters(self.index, cluster_size, self.architecture.smem_bytes_per_block)
             if counted is not None:
                 return counted
-        return even_cut(self.sm_count, cluster_size)
+        return _COUNTED_CLUSTERS.get((self.name, cluster_size)) or even_cut(self.sm_count, cluster_size)
 
     def gpcs_of_clusters(self, cluster_size: int, clusters: int) -> tuple[int, ...] | None:
         """For each cluster of a grid, with one block per multiprocessor, a number of its GPC. None where that

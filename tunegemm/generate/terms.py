@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -64,11 +65,13 @@ _L2_BYTES_PER_CYCLE_AND_SM = 78
 # From issuing a TMA load to its first bytes, in cycles: an L2 miss. The slot's bytes follow at L2's rate.
 _LOAD_LATENCY_CYCLES = 980
 _DRAM_EFFICIENCY = 0.77
-# Part of the L2 that holds operands over a wave; the rest turns over with output.
+# Part of the L2 that holds operands over a wave, by the times of sweeps.
 _L2_USABLE = 0.6
+# Clusters of stream-K go through k out of step: that share of what L2 would else have served is read again.
+_OUT_OF_STEP = 0.6
 # What follows tells the bytes of 416 launches that were counted (H200, results/h200/moved_bytes.json).
 # Clusters are out of step by some multiplications: of short tiles they find again what others just read.
-_OUT_OF_STEP = 1.6e7
+_BEHIND = 1.6e7
 # Clusters of stream-K are out of step with those of whole tiles; and of wide groups, where L2 has much to do.
 _STREAM_OUT_OF_STEP = 2.5
 _WIDE, _STRAINED, _STRAINED_OUT_OF_STEP = 4, 0.55, 1.7
@@ -253,12 +256,15 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
 
     # 4. DRAM.
     grid = _Grid(m, n, problem.k * in_bytes, batch, clusters_m, clusters_n, c, resident, device.l2_bytes)
-    drift = _OUT_OF_STEP / (c.tile_m * c.tile_n * problem.k / c.split_k)
+    written_bytes = problem.m * problem.n * batch * out_bytes
+    waited_bytes = grid.waited_bytes() + np.where(
+        c.streams, _OUT_OF_STEP * cut / clusters * grid.unshared_bytes(), 0
+    )
+    dram_us = (waited_bytes + written_bytes) / _bandwidth(device)
+    behind = _BEHIND / (c.tile_m * c.tile_n * problem.k / c.split_k)
     strained = (c.swizzle >= _WIDE) & (l2_us > _STRAINED * compute_us)
     apart = (1 + _STREAM_OUT_OF_STEP * cut / clusters) * np.where(strained, _STRAINED_OUT_OF_STEP, 1.0)
-    read_bytes = grid.read_bytes(drift, apart)
-    dram_bytes = read_bytes + problem.m * problem.n * batch * out_bytes
-    dram_us = dram_bytes / _bandwidth(device)
+    read_bytes = grid.read_bytes(behind, apart)
 
     # 5. Epilogue of one tile, and how much of all of them stays exposed.
     subtiles = _ceil(c.tile_n, c.epi_n)
@@ -287,7 +293,7 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
         tiles, launched * size, waves, filled, compute_us, l2_us, dram_us, epilogue_us, total_us,
         loads * (c.tile_m + c.tile_n),
         merged * loads * (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) + sum_bytes, read_bytes,
-        dram_bytes,
+        read_bytes + written_bytes,
     )  # fmt: skip
 
 
@@ -337,16 +343,10 @@ class _Grid:
     resident: Ints
     l2_bytes: int
 
-    def read_bytes(self, drift: Floats, apart: Floats) -> Floats:
-        """Operand bytes read from device memory, given the rasterization of the grid.
-
-        It goes along M (or N) through groups of `swizzle` clusters of the other mode. A wave covers a
-        block of the grid; its rows of A and columns of B are read once, and a next wave finds again what
-        half of L2 still holds: either half keeps what its own multiprocessors read. Where both operands fit
-        L2, that is everything.
-
-        drift: how far clusters are out of step, as a part of a tile's work. apart: how many times as much
-        they read again for it.
+    @cached_property
+    def _waves(self) -> _Waves:
+        """Tiles go along M (or N) through groups of `swizzle` clusters of the other mode. A wave covers a
+        block of the grid, and reads its rows of A and columns of B once.
         """
         c = self.columns
         rows, columns = c.tile_m * c.cluster_m, c.tile_n * c.cluster_n
@@ -354,28 +354,67 @@ class _Grid:
         along = np.where(c.along_n, self.clusters_n, self.clusters_m)
         across = np.where(c.along_n, self.clusters_m, self.clusters_n)
         extent_along, extent_across = np.where(c.along_n, columns, rows), np.where(c.along_n, rows, columns)
-        once = (m + n) * self.k_bytes
         group = np.minimum(c.swizzle, across)
         wave_along = np.minimum(along, _ceil(self.resident, group))
         wave_across = np.minimum(across, np.maximum(group, _ceil(self.resident, along)))
+        count = np.maximum(1.0, along * across / self.resident)
         along_bytes = np.minimum(m, wave_along * extent_along) * self.k_bytes
         across_bytes = np.minimum(n, wave_across * extent_across) * self.k_bytes
-        wave_bytes = along_bytes + across_bytes
-        waves = np.maximum(1.0, along * across / self.resident)
-        # Within a group the columns stay; from one group to the next, the rows come round again.
-        again = np.maximum(0.0, waves * wave_bytes - once)
+        once = (m + n) * self.k_bytes
+        again = np.maximum(0.0, count * (along_bytes + across_bytes) - once)
+        return _Waves(count, np.minimum(count, across / group), along_bytes, across_bytes, once, again)
+
+    def waited_bytes(self) -> Floats:
+        """Operand bytes from device memory that the kernel waits for, as the times of sweeps have them.
+
+        Within a group the columns stay; from one group to the next, the rows come round again. A next wave
+        finds what L2 still holds; where both operands fit, that is everything.
+        """
+        waves, usable = self._waves, _L2_USABLE * self.l2_bytes
+        wave_bytes = waves.along_bytes + waves.across_bytes
+        kept = np.minimum(1.0, usable / np.where(wave_bytes < usable, waves.once, wave_bytes))
+        return self.batch * np.where(waves.once <= usable, waves.once, waves.once + waves.again * (1 - kept))
+
+    def unshared_bytes(self) -> Floats:
+        """Operand bytes beyond one reading, if each cluster read its own; of operands that L2 cannot keep."""
         usable = _L2_USABLE * self.l2_bytes
-        kept = np.maximum(np.maximum(0.0, 1 - wave_bytes / (self.l2_bytes / 2)), np.minimum(1, drift**1.5))
-        # Where one operand is small most of its lines are still there; such products were not counted.
-        kept_beside = np.minimum(1.0, usable / np.where(wave_bytes < usable, once, wave_bytes))
-        small = np.minimum(m, n) * self.k_bytes <= self.l2_bytes / 4
-        groups = np.minimum(waves, across / group)
-        held = waves * along_bytes + across_bytes * (groups + _GROUP_AGAIN * (waves - groups)) - once
-        holds = (across_bytes <= _GROUP_FITS * self.l2_bytes) & (drift <= _GROUP_OUT_OF_STEP)
-        held = np.where(holds & c.gathered & ~c.streams, held, _GROUP_LOST * again)
-        again = np.where(c.streamed, np.maximum(0.0, held), again)
-        again = again * np.where(small, 1 - kept_beside, (1 - kept) * apart)
-        return self.batch * np.where(once <= usable, once, once + again)
+        readers = ((self.m * self.k_bytes, self.clusters_n), (self.n * self.k_bytes, self.clusters_m))
+        again = [np.where(size > usable, size * (count - 1.0), 0.0) for size, count in readers]
+        return self.batch * (again[0] + again[1])
+
+    def read_bytes(self, behind: Floats, apart: Floats) -> Floats:
+        """Operand bytes that device memory reads, as counters have them: what costs energy.
+
+        A next wave finds again what half of L2 still holds: either half keeps what its own multiprocessors
+        read. behind: how far clusters are out of step, as a part of a tile's work. apart: how many times as
+        much they read again for it.
+        """
+        waves, c = self._waves, self.columns
+        kept = 1 - (waves.along_bytes + waves.across_bytes) / (self.l2_bytes / 2)
+        kept = np.maximum(np.maximum(0.0, kept), np.minimum(1.0, behind**1.5))
+        held = waves.count * waves.along_bytes - waves.once
+        held = held + waves.across_bytes * (waves.groups + _GROUP_AGAIN * (waves.count - waves.groups))
+        holds = (waves.across_bytes <= _GROUP_FITS * self.l2_bytes) & (behind <= _GROUP_OUT_OF_STEP)
+        held = np.where(holds & c.gathered & ~c.streams, np.maximum(0.0, held), _GROUP_LOST * waves.again)
+        again = np.where(c.streamed, held, waves.again) * (1 - kept) * apart
+        fits = waves.once <= _L2_USABLE * self.l2_bytes
+        return self.batch * np.where(fits, waves.once, waves.once + again)
+
+
+@dataclass(frozen=True)
+class _Waves:
+    """What the waves of a grid read."""
+
+    count: Floats
+    groups: Floats
+    along_bytes: Floats
+    """Of one wave, of the operand that streams past a group."""
+    across_bytes: Floats
+    """Of one wave, of the operand that a group shares."""
+    once: Floats
+    """Of all waves, if nothing were read twice."""
+    again: Floats
+    """Beyond that, if no wave found anything of another."""
 
 
 def _sums_us(sum_bytes: Ints, splits: Ints, second: Bools, early: Bools) -> Floats:
