@@ -57,7 +57,9 @@ def start_search(
         recorded = {
             c for c in recorded if c.family not in generated or kernels.is_compiled(problem, c, compiled)
         }
-    trials.results += (known := known_results(trials.database, problem, device, kernels, library))
+    measured = trials.screened  # the library's, which the database may have by now
+    known = known_results(trials.database, problem, device, kernels, library)
+    trials.results += (known := [one for one in known if one.candidate not in measured])
     values: list[tuple[Candidate, float | None]] = [(one.candidate, one.ratio) for one in known]
     values += [(c, None) for c in known_failures(trials, kernels, library)]
     first_tries = seeds_of(trials.database, problem, device, kernels)

@@ -143,7 +143,7 @@ class Tuner:
             # While the worker starts CUDA, and measures the library's, they are ranked here.
             state.report()
             at_once = self.device.is_real and problem not in self._planned
-            first = self._library.submit(self._begin_with_library, problem, measurer, at_once)
+            first = self._library.submit(self._begin_with_library, state, measurer, at_once)
             if self.device.is_real:
                 if not self.compiled_only:
                     self.pool.start()
@@ -155,7 +155,7 @@ class Tuner:
                 ready=self._ready(problem, effort), effort=effort, limit=trials, seed=self._seed,
             )  # fmt: skip
             state.compile_ahead(search.planned_screen())
-            for outcome in state.take(measured, "library"):
+            for outcome in measured:
                 search.tell(outcome.candidate, speed(outcome))
 
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
@@ -250,17 +250,18 @@ class Tuner:
         return self._measurer if self._measurer.recorded(problem) else None
 
     def _begin_with_library(
-        self, problem: Problem, measurer: Measurer, at_once: bool
+        self, state: Trials, measurer: Measurer, at_once: bool
     ) -> tuple[list[Candidate], list[Outcome]]:
         """What the vendor's library has for a problem, and what came of it if it is measured at once: not
         where the kernels are ranked already, as one interleave with them costs less.
         """
-        library = [c for c in measurer.discover(problem) if c.family in self.kernels.families]
+        library = [c for c in measurer.discover(state.problem) if c.family in self.kernels.families]
         if not at_once:
             return library, []
-        known = screened_before(self.database, problem, self.device)
+        known = screened_before(state.database, state.problem, self.device)
         jobs = [Job(c) for c in library if c not in known and not families.get(c.family).compiled]
-        return library, list(measurer.measure(problem, jobs, replace(SCREEN, seed=self._seed)))
+        measured = measurer.measure(state.problem, jobs, replace(SCREEN, seed=self._seed))
+        return library, list(state.take(measured, "library"))
 
     def _begin_to_compile(self, problem: Problem, effort: Effort, trials: int | None) -> None:
         """As planned while the problem before was measured, or as it is planned now."""
