@@ -1,6 +1,7 @@
 """Tunes the products whose records ship (db/products.toml) that have no record yet.
 
     python -m benchmarks.campaign --budget 600          # on a GPU
+    python -m benchmarks.campaign --budget 600 --again --rows 4096,2048     # the search has learned since
     python -m benchmarks.campaign --records db/records --lost benchmarks/results/h200/first_use.json
 
 The last one writes what was found beside what ships already, but for what gains under 1 %, and what lost when
@@ -54,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lost", type=Path, metavar="FILE", help="of benchmarks.first_use")
     parser.add_argument("--compiled-only", action="store_true", help="only kernels of the object store")
     parser.add_argument("--rows", help="M,... in place of the list's")
+    parser.add_argument("--again", action="store_true", help="tune what has a shipped record, too")
     parser.add_argument("--db", type=Path, default=Path("campaign.sqlite"))
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0", help="cuda:N")
@@ -113,7 +115,8 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
         Tuner(device, database, compiled_only=options.compiled_only) as tuner,
     ):
         known = {r.problem for r in database.records()}
-        known |= {r.problem for r in read_shipped()[0] if r.fingerprint.device_name == device.name}
+        if not options.again:
+            known |= {r.problem for r in read_shipped()[0] if r.fingerprint.device_name == device.name}
         known |= set(database.problems())
 
         left = [problem for problem in problems if problem not in known]
