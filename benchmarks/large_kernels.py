@@ -1,7 +1,7 @@
 """Our own kernels that ship compiled, launched on large products; one product's operands and replays.
 
-What `benchmarks.power_kernels` and `benchmarks.power_cap` share. Nothing is compiled: the objects are those
-of `make kernels`.
+What `benchmarks.power_kernels`, `moved_bytes` and `power_cap` share. Nothing is compiled: the objects are
+those of `make kernels`.
 """
 
 from __future__ import annotations
@@ -125,6 +125,15 @@ def told(problem: Problem, candidate: Candidate, device: Device) -> Launches:
     return _told(problem, (candidate,), device)
 
 
+def told_bytes(one: Launches) -> dict[str, float]:
+    """What the model says that a launch moves."""
+    found = one.terms
+    return {
+        "l2_read": float(found.l2_bytes[0]), "crossing": float(found.crossing_bytes[0]),
+        "dram": float(found.dram_bytes[0]),
+    }  # fmt: skip
+
+
 def _told(problem: Problem, candidates: tuple[Candidate, ...], device: Device) -> Launches:
     table = table_of(device)
     columns = Columns.of(candidates)
@@ -182,15 +191,20 @@ class Product:
             us = replay.finish()
         return replay, us * self.products * 1e-6
 
-    def launches(self, candidate: Candidate) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What launches the candidate once on each operand set but the last, and what launches it on that."""
+    def launch_for_counters(self, candidate: Candidate) -> None:
+        """One launch between profiler start and stop, on the last operand set, after one on each of the
+        others, as in use.
+        """
+        import torch
+
         launcher = self._launcher(candidate)
-
-        def others() -> None:
-            for one in self._sets[:-1]:
-                self._backend.launch(launcher, one)
-
-        return others, lambda: self._backend.launch(launcher, self._sets[-1])
+        for one in (self._sets[-1], *self._sets[:-1]):  # first what a first launch does once
+            self._backend.launch(launcher, one)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        self._backend.launch(launcher, self._sets[-1])
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
 
     def _launcher(self, candidate: Candidate) -> Callable[..., Any]:
         family = families.get(candidate.family)

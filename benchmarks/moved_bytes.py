@@ -1,7 +1,7 @@
 """What L2 and device memory move for launches of our kernels on large products, counted by Nsight Compute.
 
     python -m benchmarks.moved_bytes                 # writes results/GPU/moved_bytes.json, some two minutes
-    python -m benchmarks.moved_bytes --summary FILE  # how far the model's bytes are off; needs no GPU
+    python -m benchmarks.moved_bytes --summary FILE  # the model's bytes anew, into that file; needs no GPU
 
 The launches are drawn by seed among those of kernels that ship compiled, in all orders of tiles, of which
 the model expects no more than so many times the least joules; torch.mm is counted beside them. Each is run
@@ -21,15 +21,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.large_kernels import Product, launches
+from benchmarks.large_kernels import Product, launches, told, told_bytes
 from benchmarks.power_roof import counted_bytes, counted_kernels
-from benchmarks.results import Results, meta, results_path
+from benchmarks.results import Results, meta, opened, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError, TunegemmError
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.generate.terms import Columns, terms
 
 METHOD = (
     "Nsight Compute, one launch on the last operand set after one on each of the others, caches not flushed; "
@@ -63,8 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         device = find_device(options.device)
         if options.summary is not None:
-            rows = json.loads(options.summary.read_text())["rows"]
-            print(json.dumps(summary(rows, device), indent=1))
+            results = opened(options.summary)
+            results.summary = summary(results.rows, device)
+            results.put()
+            print(json.dumps(results.summary, indent=1))
             return 0
         problems = [Problem.parse(text) for text in options.shapes.split(",")]
         if options.inside:
@@ -103,8 +104,8 @@ def counted(which: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each launch. Raises MeasureError where ncu is not there or saw something else."""
     arguments = ["--inside", which, "--shapes", options.shapes, "--launches", str(options.launches)]
     arguments += ["--seed", str(options.seed), "--device", options.device]
-    kernels, told = counted_kernels("benchmarks.moved_bytes", arguments)
-    ran = told.get("launches", [])
+    kernels, printed = counted_kernels("benchmarks.moved_bytes", arguments)
+    ran = printed.get("launches", [])
     if not ran or len(kernels) != len(ran):
         raise MeasureError(f"ncu counted {len(kernels)} kernels of {len(ran)} launches; a launch is one here")
     rows = []
@@ -116,8 +117,6 @@ def counted(which: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run_for_counters(device: Device, chosen: Mapping[Problem, Sequence[Candidate]]) -> None:
     """In the process that ncu profiles: each launch once, and then what was launched, as a line of JSON."""
-    import torch
-
     from tunegemm.measure.backend import CudaBackend
 
     backend = CudaBackend(device)
@@ -126,14 +125,7 @@ def run_for_counters(device: Device, chosen: Mapping[Problem, Sequence[Candidate
     for problem, candidates in chosen.items():
         product = Product(problem, device, backend)
         for candidate in candidates:
-            others, last = product.launches(candidate)
-            last()  # what a first launch does once
-            others()
-            torch.cuda.synchronize()
-            torch.cuda.profiler.start()
-            last()
-            torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
+            product.launch_for_counters(candidate)
             ran.append({"m": problem.m, "n": problem.n, "k": problem.k, "candidate": candidate.to_json()})
         del product
         backend.release()
@@ -148,12 +140,8 @@ def summary(rows: Sequence[Mapping[str, Any]], device: Device) -> dict[str, Any]
         if candidate == TORCH_MM:
             continue
         problem = Problem(row["m"], row["n"], row["k"])
-        told = terms(problem, Columns.of([candidate]), device)
-        model = {
-            "l2_read": told.l2_bytes, "crossing": told.crossing_bytes, "dram": told.dram_bytes,
-        }  # fmt: skip
-        for name in BYTES:
-            ratios[name].append(math.log(float(model[name][0]) / row[name]))
+        for name, model in told_bytes(told(problem, candidate, device)).items():
+            ratios[name].append(math.log(model / row[name]))
     return {"launches": len(ratios["dram"])} | {
         name: {
             "model_to_counted": round(math.exp(statistics.mean(logs)), 4),

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.large_kernels import Launches, Product, launches, roof_tflops, table_of
+from benchmarks.large_kernels import Launches, Product, launches, roof_tflops, table_of, told_bytes
 from benchmarks.power_roof import LAUNCH_MS, Chip, counted_bytes, counted_kernels, state
-from benchmarks.results import Results, meta, results_path
+from benchmarks.results import Results, meta, opened, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import MeasureError, TunegemmError
@@ -190,7 +190,7 @@ def run(device: Device, problems: Sequence[Problem], options: argparse.Namespace
 
 def count(device: Device, problems: Sequence[Problem], options: argparse.Namespace) -> None:
     """Writes what the hardware counted into the rows of a result file. Raises MeasureError without it."""
-    results = _opened(options.count)
+    results = opened(options.count)
     arguments = ["--counted", "--shapes", options.shapes, "--device", options.device]
     kernels, told = counted_kernels("benchmarks.power_kernels", arguments)
     if not told or len(kernels) != len(told):
@@ -226,21 +226,10 @@ def by_counters(
     }
 
 
-def told_bytes(one: Launches) -> dict[str, float]:
-    """What the model says that a launch moves."""
-    found = one.terms
-    return {
-        "l2_read": float(found.l2_bytes[0]), "crossing": float(found.crossing_bytes[0]),
-        "dram": float(found.dram_bytes[0]),
-    }  # fmt: skip
-
-
 def run_for_counters(device: Device, problems: Sequence[Problem]) -> None:
     """Runs in the process that ncu profiles: of each launch one on the last operand set, after one on each of
     the others, as in a replay. Prints the bytes that the model says.
     """
-    import torch
-
     from tunegemm.measure.backend import CudaBackend
 
     backend = CudaBackend(device)
@@ -250,14 +239,7 @@ def run_for_counters(device: Device, problems: Sequence[Problem]) -> None:
         chosen = pairs(problem, device)
         product = Product(problem, device, backend)
         for number, candidate in enumerate(chosen.candidates):
-            others, last = product.launches(candidate)
-            last()  # what a first launch does once
-            others()
-            torch.cuda.synchronize()
-            torch.cuda.profiler.start()
-            last()
-            torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
+            product.launch_for_counters(candidate)
             one = chosen.take([number])
             told[f"{problem.shape} {chosen.label(number)}"] = told_bytes(one)
         del product
@@ -359,7 +341,7 @@ def summed_up(path: Path, device: Device) -> dict[str, Any]:
     """What the model says today of a result file's launches, as far as they ship, and the summary; written
     into it. Raises MeasureError for another file.
     """
-    results, table = _opened(path), table_of(device)
+    results, table = opened(path), table_of(device)
     every: dict[Problem, tuple[Launches, dict[str, int]]] = {}
     try:
         for row in results.rows if packs.shipped() is not None else ():
@@ -380,17 +362,6 @@ def summed_up(path: Path, device: Device) -> dict[str, Any]:
         raise MeasureError(f"{path}: not a result file ({error})") from None
     results.put()
     return results.summary
-
-
-def _opened(path: Path) -> Results:
-    """A result file, to which rows are added as it is. Raises MeasureError for another file."""
-    try:
-        told = json.loads(path.read_text())["meta"]
-        results = Results(path, told)
-        results.meta = told
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MeasureError(f"{path}: not a result file ({error})") from None
-    return results
 
 
 if __name__ == "__main__":

@@ -225,3 +225,14 @@ def peers_table(rows: list[dict[str, Any]], *, floor: float = 0.98) -> str:
         more = ", ..." if len(where) > 4 else ""
         lines.append(f"skipped {name}: {reason} ({len(where)} shapes: {', '.join(where[:4])}{more})")
     return "\n".join(lines)
+
+
+def opened(path: Path) -> Results:
+    """A result file, to which rows are added as it is. Raises ResultsError for another file."""
+    try:
+        told = json.loads(path.read_text())["meta"]
+        results = Results(path, told)
+        results.meta = told
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResultsError(f"{path}: not a result file ({error})") from None
+    return results
