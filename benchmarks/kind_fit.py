@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.results import geometric_mean
-from benchmarks.selector_fit import FOLDS, MOST_MARGIN, least_margin, run, trees_of
+from benchmarks.selector_fit import FOLDS, MOST_MARGIN, SLOWER, least_margin, run, trees_of
 from tunegemm.describe.device import PARTS, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import shortlist
@@ -35,6 +35,8 @@ from tunegemm.serve.kinds import features_of, name_of
 RANGES = (16, 64, 256)
 #: Products that a range must have been measured on to be served.
 FEWEST = 30
+#: Least margin that is tried, in log: of these kinds there are fewer products than of plain ones.
+LEAST_MARGIN = 0.04
 SETTINGS = {
     "max_iter": 150, "learning_rate": 0.08, "max_leaf_nodes": MAX_LEAVES, "min_samples_leaf": 15,
     "l2_regularization": 1.0, "max_features": 0.5, "random_state": 0, "early_stopping": False,
@@ -104,7 +106,9 @@ def fit(options: argparse.Namespace) -> None:
         margins[kind] = []
         for low, high in zip((0, *RANGES), RANGES, strict=False):
             mine = (kinds == kind) & (m > low) & (m <= high)
-            margin = least_margin(hopes[mine], got[mine]) if mine.sum() >= FEWEST else MOST_MARGIN
+            margin = MOST_MARGIN
+            if mine.sum() >= FEWEST:
+                margin = least_margin(hopes[mine], got[mine], LEAST_MARGIN, SLOWER)
             usable = margin < MOST_MARGIN
             margins[kind].append(margin if usable else None)
             served |= mine & usable & (hopes > margin)

@@ -60,9 +60,10 @@ def refresh(text: str, results: Path = RESULTS) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match["name"]
-        if name not in BLOCKS:
+        block = name.removesuffix(OF_H100)
+        if block not in BLOCKS:
             raise DocsError(f"no generator for block {name!r}; use one of {', '.join(BLOCKS)}")
-        body = BLOCKS[name](results_of(name, results))
+        body = BLOCKS[block](results_of(name, results))
         return f"{match[1]}{body.rstrip()}\n{match[4]}"
 
     if text.count("<!-- generated:") != len(_BLOCK.findall(text)):
@@ -119,17 +120,14 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "dispatch": dispatch,
     "decode": decode,
     "selector": selector,
-    "selector-h100": selector,
     "skinny": skinny,
     "batch-invariance": batch_invariance,
     "decode-bits": decode_bits,
     "class-order": class_order,
     "class-splits": class_splits,
     "power-cap": power_cap,
-    "power-cap-h100": power_cap,
     "moved-bytes": moved_bytes,
     "power-kernels": power_kernels,
-    "power-kernels-h100": power_kernels,
     "cli": cli,
     "families": families,
     **{
@@ -149,7 +147,7 @@ def figures(results: Path = RESULTS) -> dict[Path, bytes]:
     for out, name in (
         ("products.svg", "peers.json"), ("families.svg", "families.json"), ("seed-004.svg", "seed-004.json"),
         ("selector.svg", "selector.json"), (f"selector{OF_H100}.svg", "selector.json"),
-        ("first-use.svg", "first_use.json"),
+        ("first-use.svg", "first_use.json"), (f"first-use{OF_H100}.svg", "first_use.json"),
     ):  # fmt: skip
         kind = out.removesuffix(".svg")
         if (data := load(results_of(kind, results), name)) is not None:

@@ -132,9 +132,9 @@ def first_use(results: Path) -> str:
     if found := [row for row in unseen if row.get("expected")]:
         expected, got = (geometric_mean([row[name] for row in found]) for name in ("expected", "ratio"))
         said = f"Of what was predicted {expected:.3f} was expected, {got:.3f} was measured. "
-    firsts = " and ".join(f"{rows[0]['first_ms']:.0f} ms" for rows in (listed, unseen) if rows)
-    said += f"A process's first product took {firsts}, the longest first call of another product "
-    said += f"{max(row['first_ms'] for rows in (listed, unseen) for row in rows[1:]):.0f} ms."
+    first, *others = data["rows"]
+    said += f"The process's first product took {first['first_ms']:.0f} ms, the longest first call of another "
+    said += f"product {max(row['first_ms'] for row in others):.0f} ms."
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
 
 

@@ -17,7 +17,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate import energy, model
 from tunegemm.generate.terms import Columns, terms
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CUBE = Problem.parse("4096x4096x4096")
 
 
@@ -34,10 +34,13 @@ def lasting(problem: Problem, device: Device, *candidates: Candidate) -> energy.
     return energy.steady(problem, columns, terms(problem, columns, device), device)
 
 
-def test_the_table_is_the_committed_fit() -> None:
+@pytest.mark.parametrize(
+    ("name", "folder"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3")]
+)
+def test_the_table_is_the_committed_fit(name: str, folder: str) -> None:
     """Who fits anew writes the table anew."""
-    fit = json.loads((RESULTS / "power_roof.json").read_text())["fit"]
-    table, told = energy.table_of("NVIDIA H200"), fit["coefficients"]
+    fit = json.loads((RESULTS / folder / "power_roof.json").read_text())["fit"]
+    table, told = energy.table_of(name), fit["coefficients"]
     assert table is not None
     flops = {name.removeprefix("smem_n"): pj for name, pj in told.items() if name.startswith("smem_n")}
     assert table.pj_per_flop == flops
@@ -99,7 +102,7 @@ def recorded() -> dict[Problem, list[tuple[float, Candidate]]]:
     label = re.compile(r"(co|pp)(\d+)x(\d+)x(\d+) s(\d+) c(\d)x(\d) e(\d+) r([mn]) w(\d+) (\w+)")
     names = ("tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n", "epi_n")
     products: dict[Problem, list[tuple[float, Candidate]]] = {}
-    for row in json.loads((RESULTS / "turns-2026-11-22.json").read_text())["rows"]:
+    for row in json.loads((RESULTS / "h200" / "turns-2026-11-22.json").read_text())["rows"]:
         found = label.fullmatch(row["label"])
         if found is None or row["m"] < 2000:
             continue

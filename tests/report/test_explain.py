@@ -71,10 +71,10 @@ def test_a_near_hit_names_its_origin_and_shows_no_time_as_its_own(location: str,
 
 
 def test_a_miss_says_why_and_what_would_change_it(location: str, device: Device) -> None:
-    found = explain_problem(Problem(96, 2048, 4096), device, database=location)
+    found = explain_problem(Problem(160, 2048, 4096), device, database=location)
     assert found.outcome == "miss" and found.record is None
-    assert "dispatch  torch: no record; predictions are for up to 64 rows; no recorded shape is" in str(found)
-    assert "change    tunegemm tune --shape 96x2048x4096" in str(found)
+    assert "torch: no record; predictions are for up to 128 rows; no recorded shape is" in str(found)
+    assert "change    tunegemm tune --shape 160x2048x4096" in str(found)
 
 
 def test_modes_and_policies_are_heeded(

@@ -247,7 +247,7 @@ def test_the_command_measures_each_and_says_why_others_are_not(location: Path, t
         lines = here(*arguments).stdout.splitlines()
         assert len(lines) == 3 and lines[0].startswith(f"{problem_of()}: ") and outcome in lines[0], often
         assert lines[1].startswith(
-            "512x512x512 bf16 tn: not predicted: no record; predictions are for up to 64"
+            "512x512x512 bf16 tn: not predicted: no record; predictions are for up to 128"
         )
         assert lines[2].startswith("8x4096x4096x2 bf16 tn: not predicted: no record")
 

@@ -72,10 +72,9 @@ class Steady:
 @cache
 def table_of(device_name: str) -> Table | None:
     """The table of a kind of GPU; None where nobody measured one."""
-    data = tomllib.loads(Path(__file__).with_name("energy.toml").read_text(encoding="utf-8"))
-    if not any(device_name.startswith(part) for part in data.pop("parts")):
-        return None
-    return Table(**{**data, "clocks_mhz": tuple(data["clocks_mhz"])})
+    tables = tomllib.loads(Path(__file__).with_name("energy.toml").read_text(encoding="utf-8"))
+    data = next((one for part, one in tables.items() if device_name.startswith(part)), None)
+    return None if data is None else Table(**{**data, "clocks_mhz": tuple(data["clocks_mhz"])})
 
 
 def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> Steady:
