@@ -354,7 +354,7 @@ def test_several_wait_for_one_idle_moment(online: Callable[..., Serving]) -> Non
 
 def test_what_is_not_predicted_is_tuned_on_its_first_call(online: Callable[..., Serving]) -> None:
     serving = online(0.96)
-    other = Problem(96, 256, 512)
+    other = Problem(160, 256, 512)
     assert not serving.multiply(other)
     assert serving.tuned == [other] and serving.online._thread is None
 

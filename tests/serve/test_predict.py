@@ -118,7 +118,7 @@ def test_the_selection_says_predicted(device: Device, served: Problem) -> None:
         {"epilogue": "relu"},
         {"batch": 2},
         {"alignment": 8},
-        {"m": 65},
+        {"m": 129},
         {"n": 1 << 17},
     ],
 )
