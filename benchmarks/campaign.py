@@ -45,9 +45,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.campaign", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument(
-        "--compile", type=int, metavar="N", help="compile the model's first N of each product"
-    )
     parser.add_argument("--budget", type=float, default=600.0, help="seconds")
     parser.add_argument(
         "--records", type=Path, metavar="FOLDER", help="write shipped and found records there"

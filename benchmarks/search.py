@@ -1,15 +1,18 @@
-"""Compares search strategies on recorded sweeps: how good is the best of the first 16, 32, 64, 96 trials?
+"""Compares search strategies on recorded sweeps: how far behind the best is the best of the first candidates?
 
-    python benchmarks/search.py [--device h200] [--seeds 20] [--out FILE.json]
+    python -m benchmarks.search                                   # results/h200/search.json
+    python -m benchmarks.search --recorded h100 --strategies random,model,quick --seeds 3
 
-Every strategy may ask for recorded candidates of one family only, and gets the recorded ratio to
-torch.mm; its figure is the best ratio found over the best ratio of the whole sweep (1 is the optimum),
-the geometric mean over seeds. What is compared are recorded times: no GPU is used.
+Every strategy may ask for the recorded candidates of one family and gets the recorded ratio to torch.mm; no
+GPU is used. *Regret* after a number of them is what their best lacks to the best of the whole sweep, as a
+part of that. Sweeps named NAME-steady were timed in steady state.
 
 - random: a uniform draw without repeats
-- model: the model's order, each kernel at its recorded launches
-- tpe: Optuna's TPE over the same value lists, no model, infeasible suggestions skipped
-- search: `tunegemm.search.Search` with the model's ranking, as `tunegemm tune` runs it
+- model: the model's order, cycles and energy in turn, each kernel at its recorded launches
+- quick: `tunegemm.search.Search`, as `tunegemm tune` runs it; the rest is by the model's order
+- optuna-tpe, optuna-gp: Optuna's samplers with their defaults, over the same value lists. A suggestion that
+  is not recorded stands for the recorded candidate that differs from it in the fewest parameters
+- kt-NAME: strategies of kernel_tuner (extra `fit`) in its simulation mode, with its defaults
 """
 
 from __future__ import annotations
@@ -18,27 +21,42 @@ import argparse
 import json
 import random
 import statistics
+import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tunegemm.describe.device import Device
+from benchmarks.results import command_line, problem_fields
+from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
+from tunegemm.errors import TunegemmError
 from tunegemm.generate import model
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
 from tunegemm.measure.sweeps import Sweep
 from tunegemm.search import Search, first_of_each_kernel
-from tunegemm.search.sampler import Sampler
+from tunegemm.search.sampler import quiet_optuna
 
-TRIALS = (16, 32, 64, 96)
-#: Infeasible or repeated suggestions in a row before plain TPE gets a random candidate: 3 ms each.
-_TPE_SKIPS = 20
+COUNTS = (8, 16, 32)
+STEADY = "-steady"
+#: Of the 20 and more strategies of kernel_tuner 1.5: its evolutionary ones, a local search, its Gaussian
+#: process, and the two that its authors had a language model write, which they report to be the best.
+OF_KERNEL_TUNER = (
+    "genetic_algorithm", "diff_evo", "greedy_ils", "bayes_opt", "hybrid_vndx", "adaptive_tabu_greywolf",
+)  # fmt: skip
+METHOD = (
+    "recorded ratios to torch.mm of one family's candidates; regret: 1 less the best of the first so many "
+    "over the best of all, for each seed"
+)
 
-#: A strategy: given the value of what it yields (None for a failure), it yields the next candidate.
+#: The value of each candidate; None where it failed.
 Values = Mapping[Candidate, float | None]
+#: A strategy yields candidates without end or to the last one, most promising first.
 Strategy = Callable[[Problem, Values, Device, int], Iterator[Candidate]]
 
 
@@ -47,48 +65,108 @@ def by_chance(problem: Problem, values: Values, device: Device, seed: int) -> It
 
 
 def by_model(problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    yield from (prediction.candidate for prediction in model.rank(problem, values, device))
+    yield from (one.candidate for one in model.in_turn(model.rank(problem, values, device)))
 
 
-def by_tpe(problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    sampler = Sampler(value_lists(values), seed)
-    constants = {name: listed[0] for name, listed in value_lists(values).items()}
-    by_params = {tuple(sorted(candidate.params.items())): candidate for candidate in values}
-    left = random.Random(seed).sample(list(values), len(values))
-    seen: set[Candidate] = set()
-    while len(seen) < len(values):
-        points = (tuple(sorted((constants | sampler.suggest()).items())) for _ in range(_TPE_SKIPS))
-        found = (by_params[point] for point in points if point in by_params and by_params[point] not in seen)
-        candidate = next(found, None) or next(c for c in left if c not in seen)
-        seen.add(candidate)
-        sampler.start(candidate)
-        yield candidate
-        sampler.tell(candidate, values[candidate])
-
-
-def by_search(problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    ranking = model.in_turn(model.rank(problem, values, device))
-    ranked = first_of_each_kernel(prediction.candidate for prediction in ranking)
+def by_quick(problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
+    order = list(by_model(problem, values, device, seed))
     launch_names = {name for candidate in values for name, _ in candidate.launch_params}
     launches = {name: listed for name, listed in value_lists(values).items() if name in launch_names}
     search = Search(
-        ranked,
-        launches,
-        allowed=values.__contains__,
-        effort="quick",
-        trials=max(TRIALS),
-        seed=seed,
+        first_of_each_kernel(order), launches, allowed=values.__contains__, effort="quick", seed=seed
     )
+    asked = set()
     while batch := search.ask():
         for candidate in batch:
+            asked.add(candidate)
             yield candidate
             search.tell(candidate, values[candidate])
+    yield from (candidate for candidate in order if candidate not in asked)
 
 
-STRATEGIES: dict[str, Strategy] = {"random": by_chance, "model": by_model, "tpe": by_tpe, "search": by_search}
+def by_optuna(name: str, problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
+    import optuna
+
+    samplers = {"tpe": optuna.samplers.TPESampler, "gp": optuna.samplers.GPSampler}
+    lists = {parameter: listed for parameter, listed in value_lists(values).items() if len(listed) > 1}
+    choices: dict[str, optuna.distributions.BaseDistribution] = {
+        p: optuna.distributions.CategoricalDistribution(listed) for p, listed in lists.items()
+    }
+    left = {candidate: {p: candidate.params.get(p) for p in lists} for candidate in values}
+    with quiet_optuna():
+        study = optuna.create_study(direction="maximize", sampler=samplers[name](seed=seed))
+        while left:
+            suggested = study.ask(choices).params
+            candidate = min(left, key=lambda one: sum(left[one][p] != suggested[p] for p in lists))
+            params = {p: value for p, value in left.pop(candidate).items() if value in lists[p]}
+            yield candidate
+            if (value := values[candidate]) is not None and len(params) == len(lists):
+                study.add_trial(optuna.trial.create_trial(params=params, distributions=choices, value=value))
+
+
+def by_kernel_tuner(
+    name: str, problem: Problem, values: Values, device: Device, seed: int
+) -> Iterator[Candidate]:
+    """Its simulation mode takes a file of all times, and returns what it asked for in that order."""
+    from kernel_tuner.interface import tune_cache
+
+    lists = {parameter: listed for parameter, listed in value_lists(values).items() if len(listed) > 1}
+    points: dict[tuple[Value, ...], Candidate] = {}
+    for candidate in values:
+        points[tuple(candidate.params.get(p, lists[p][0]) for p in lists)] = candidate
+    measured = {
+        ",".join(str(value) for value in point): dict(zip(lists, point, strict=True)) | {"time": 1 / value}
+        for point, candidate in points.items()
+        if (value := values[candidate]) is not None
+    }
+    cache = {
+        "device_name": device.name, "kernel_name": "gemm", "problem_size": problem.m, "objective": "time",
+        "tune_params_keys": list(lists), "tune_params": lists, "cache": measured,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cache.json"
+        path.write_text(json.dumps(cache))
+        found, _ = tune_cache(
+            str(path), restrictions=[_recorded_only(list(lists), list(points))], strategy=name, seed=seed,
+            quiet=True, strategy_options={"max_fevals": max(COUNTS)}, objective="time",
+        )  # fmt: skip
+    yield from dict.fromkeys(points[tuple(one[p] for p in lists)] for one in found)
+
+
+def _recorded_only(names: list[str], points: list[tuple[Value, ...]]) -> Any:
+    """A constraint that refuses first values that no recorded candidate has. kernel_tuner's own looks at
+    whole candidates, of which the lists make millions.
+    """
+    from constraint import Constraint
+
+    known: dict[tuple[str, ...], set[tuple[Value, ...]]] = {}
+
+    class RecordedOnly(Constraint):  # type: ignore[misc]
+        def __call__(
+            self, variables: Any, domains: Any, assignments: Any, forwardcheck: bool = False, *_: Any
+        ) -> bool:
+            given = tuple(name for name in names if name in assignments)
+            if given not in known:
+                places = [names.index(name) for name in given]
+                known[given] = {tuple(point[place] for place in places) for point in points}
+            return tuple(assignments[name] for name in given) in known[given]
+
+    return RecordedOnly()
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "random": by_chance,
+    "model": by_model,
+    "quick": by_quick,
+    **{f"optuna-{name}": lambda *given, name=name: by_optuna(name, *given) for name in ("tpe", "gp")},
+    **{f"kt-{name}": lambda *given, name=name: by_kernel_tuner(name, *given) for name in OF_KERNEL_TUNER},
+}
+#: Seeds of strategies that ask for the same whatever the seed, and of one that takes a minute for a sweep.
+_SEEDS = {"model": 1, "quick": 1, "optuna-gp": 2}
 
 
 def value_lists(candidates: Values) -> dict[str, tuple[Value, ...]]:
+    """The values of each parameter, in ascending order."""
     lists: dict[str, set[Value]] = defaultdict(set)
     for candidate in candidates:
         for name, value in candidate.params.items():
@@ -107,69 +185,103 @@ def recorded_values(sweep: Sweep, family: str) -> dict[Candidate, float | None]:
     }
 
 
-def best_after(asked: Iterator[Candidate], values: Values) -> dict[int, float]:
-    """The best value after each count of `TRIALS`; a strategy that ends early keeps its best."""
-    best, found = 0.0, {}
-    for count in range(1, max(TRIALS) + 1):
-        candidate = next(asked, None)
-        if candidate is not None:
-            best = max(best, values[candidate] or 0.0)
-        if count in TRIALS:
-            found[count] = best
+def regrets(asked: Iterator[Candidate], values: Values) -> list[float]:
+    """After each of `COUNTS`; a strategy that ends early keeps its best."""
+    best = max(value for value in values.values() if value is not None)
+    found = [values[candidate] or 0.0 for candidate in islice(asked, max(COUNTS))]
+    return [round(1 - max(found[:count], default=0.0) / best, 5) for count in COUNTS]
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each strategy and timing, over sweeps and seeds: the regret's median and 90th percentile."""
+    found = []
+    for timing in dict.fromkeys(row["timing"] for row in rows):
+        for name in dict.fromkeys(row["strategy"] for row in rows):
+            mine = [row for row in rows if (row["timing"], row["strategy"]) == (timing, name)]
+            one: dict[str, Any] = {"timing": timing, "strategy": name, "sweeps": len(mine)}
+            for count in COUNTS:
+                values = sorted(value for row in mine for value in row["regret"][str(count)])
+                one[f"median_{count}"] = round(statistics.median(values), 5)
+                one[f"ninth_{count}"] = round(values[int(0.9 * (len(values) - 1))], 5)
+            found.append(one)
     return found
 
 
-def compare(problem: Problem, values: Values, device: Device, seeds: int) -> dict[str, dict[str, float]]:
-    """Per strategy and count of trials the part of the optimum that was found."""
-    optimum = max(value for value in values.values() if value is not None)
-    rows = {}
-    for name, strategy in STRATEGIES.items():
-        runs = [best_after(strategy(problem, values, device, seed), values) for seed in range(seeds)]
-        rows[name] = {
-            str(count): round(statistics.geometric_mean(max(run[count], 1e-3) / optimum for run in runs), 4)
-            for count in TRIALS
-        }
-    return rows
-
-
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input, with one line that says so."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.search", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--device", default="h200", help="name of the recorded device")
-    parser.add_argument("--sweeps", type=Path, help="folder of recorded devices (default: db/sweeps)")
+    parser.add_argument("--recorded", default="h200", help="name of the recorded GPU (default: %(default)s)")
+    parser.add_argument("--sweeps", type=Path, help="folder of recorded GPUs (default: db/sweeps)")
     parser.add_argument("--family", default="cute_sm90")
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    arguments = parser.parse_args()
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: all")
+    parser.add_argument(
+        "--seeds", type=int, default=10, help="of strategies by chance (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, help="folder of search.json (default: results/NAME)")
+    options = parser.parse_args(arguments)
+    try:
+        run(options)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
-    replay = open_replay(arguments.device, root=arguments.sweeps)
+
+def run(options: argparse.Namespace) -> None:
+    """Raises TunegemmError for a strategy that is none, and where no sweep has the family."""
+    names = options.strategies.split(",")
+    for name in names:
+        if name not in STRATEGIES:
+            raise TunegemmError(f"--strategies {name}: use {', '.join(STRATEGIES)}")
     rows: list[dict[str, Any]] = []
-    print(f"{'shape':24}{'candidates':>11}  {'strategy':10}" + "".join(f"{count:>8}" for count in TRIALS))
-    for problem in replay.problems():
-        values = recorded_values(replay.sweep(problem), arguments.family)
-        if not any(values.values()):
+    told: dict[str, Any] = {}
+    for recorded in (options.recorded, options.recorded + STEADY):
+        if recorded.endswith(STEADY) and not (_root(options.sweeps) / recorded).is_dir():
             continue
-        found = compare(problem, values, replay.device, arguments.seeds)
-        rows.append({"problem": str(problem), "candidates": len(values), "found": found})
-        for name, row in found.items():
-            print(f"{problem!s:24}{len(values):>11}  {name:10}" + "".join(f"{v:8.4f}" for v in row.values()))
+        replay = open_replay(recorded, root=options.sweeps)
+        for problem in replay.problems():
+            sweep = replay.sweep(problem)
+            values = recorded_values(sweep, options.family)
+            if not any(values.values()):
+                continue
+            told = told or {"gpu": replay.device.name, "driver": sweep.fingerprint.driver}
+            of_sweep = problem_fields(problem) | {
+                "timing": "steady" if recorded.endswith(STEADY) else "interleaved",
+                "recorded": sweep.recorded_at[:10], "candidates": len(values),
+            }  # fmt: skip
+            for name in names:
+                seeds = range(min(options.seeds, _SEEDS.get(name, options.seeds)))
+                found = [
+                    regrets(STRATEGIES[name](problem, values, replay.device, seed), values) for seed in seeds
+                ]
+                by_count = {
+                    str(count): list(one) for count, one in zip(COUNTS, zip(*found, strict=True), strict=True)
+                }
+                rows.append(of_sweep | {"strategy": name, "regret": by_count})
+            print(f"{problem}, {of_sweep['timing']}, {len(values)} candidates", flush=True)
     if not rows:
-        parser.exit(2, f"no sweep of {arguments.device} has a measured candidate of {arguments.family}\n")
-    for name in STRATEGIES:
-        means = [
-            statistics.geometric_mean(row["found"][name][str(count)] for row in rows) for count in TRIALS
-        ]
-        print(f"{'geometric mean':35}  {name:10}" + "".join(f"{mean:8.4f}" for mean in means))
-    if arguments.out:
-        meta = {
-            "device": replay.device.name,
-            "source": f"replay:{arguments.device}",
-            "seeds": arguments.seeds,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        raise TunegemmError(f"no sweep of {options.recorded} has a measured candidate of {options.family}")
+    strategies = summary(rows)
+    for one in strategies:
+        print(*one.values())
+    versions = {name: package_version(name) for name in ("tunegemm", "optuna", "kernel_tuner")}
+    head = {
+        "command": command_line(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds"), **told,
+        "packages": {name: version for name, version in versions.items() if version}, "method": METHOD,
+    }  # fmt: skip
+    path = (options.out or Path(__file__).parent / "results" / options.recorded) / "search.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    entries = f'"strategies": {json.dumps(strategies, indent=1)},\n"rows": [\n{lines}\n]'
+    path.write_text(f'{{"meta": {json.dumps(head)},\n{entries}}}\n')
+    print(f"written: {path}")
+
+
+def _root(sweeps: Path | None) -> Path:
+    return sweeps or Path(__file__).parents[1] / "db" / "sweeps"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

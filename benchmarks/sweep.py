@@ -1,28 +1,60 @@
-"""Records exhaustive sweeps of this GPU: what `replay:NAME` answers with on machines that have none.
+"""Records sweeps of this GPU: what `replay:NAME` answers with on machines that have none.
 
     python -m benchmarks.sweep --name h200 --shapes 4096x4096x4096 --shapes 512x6144x4096
+    python -m benchmarks.sweep --compile 640                  # without a GPU, into TUNEGEMM_CACHE_DIR
+    python -m benchmarks.sweep --name h200-drawn --compiled-only --budget 400 --shapes drawn
 
-Every feasible kernel is measured at its model-best launch, and the whole launch grid on the leaders. The
-files go to db/sweeps/NAME/; see db/sweeps/README.md for their format.
+Every feasible kernel is measured at its model-best launch, and the whole launch grid on the leaders; with
+--compiled-only of the kernels that ship or are in the store. `--shapes drawn` are those of `DRAWN`. Where
+lasting work lowers the chip's clocks, --compiled-only also times the first of either order, of the one that
+was measured and the model's, in steady state, into NAME-steady. The files go to db/sweeps/NAME/; see
+db/sweeps/README.md for their format. A product that has a file there is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import shapes
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, TunegemmError
-from tunegemm.measure.outcome import Measurement
+from tunegemm.generate import families, model
+from tunegemm.generate.artifacts import ArtifactStore, digest
+from tunegemm.generate.compile import CompilePool
+from tunegemm.measure.outcome import Measurement, Outcome
+from tunegemm.measure.policy import FINAL, Job
+from tunegemm.measure.sweeps import sweep_path
+from tunegemm.store import packs
+from tunegemm.tuning.kernels import Kernels
+from tunegemm.tuning.progress import TuneResult
+from tunegemm.tuning.tuner import Tuner
 
 #: Recorded by default: squares, a projection, two wave tails, small K, and decode with a long K.
 SHAPES = (
     "4096x4096x4096", "8192x8192x8192", "512x6144x4096", "4096x2112x7168", "8448x9216x256", "128x7168x16384",
 )  # fmt: skip
+#: Of the kernels drawn by chance: to which the model was not fitted, but for three of `SHAPES`.
+DRAWN = (
+    "16x4096x4096", "1024x1024x1024", "64x24576x1536", "128x7168x16384", "4096x4096x4096", "2048x8192x3584",
+    "1x6144x4096", "32x28672x4096", "256x4096x14336", "512x6144x4096", "64x5120x25600", "1024x8192x1280",
+    "3072x3072x3072", "4096x14336x4096", "4096x6144x4096", "8192x8192x8192",
+)  # fmt: skip
+#: Of whose feasible kernels so many are drawn: of many rows and of few.
+_DRAWN_FOR = "4096x4096x4096", "64x4096x4096"
+#: Candidates of either order that are timed in steady state, and how.
+_STEADY_OF_EITHER = 32
+_STEADY = replace(
+    FINAL, rounds=9, steady_ms=120, steady_rounds=3, race_margin=10.0, interleave=2 * _STEADY_OF_EITHER
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,47 +64,110 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--name", default="h200", help="of the recorded device")
     parser.add_argument(
-        "--shapes", action="append", default=[], help="a group, MxNxK or a regular expression"
+        "--shapes", action="append", default=[], help="a group, MxNxK, a regular expression, or: drawn"
     )
     parser.add_argument("--trials", type=int, help="cut each sweep to so many candidates")
+    parser.add_argument("--compiled-only", action="store_true", help="only kernels that need no compiler")
+    parser.add_argument(
+        "--compile", type=int, metavar="N", help="measure nothing; compile N kernels by chance of either kind"
+    )
+    parser.add_argument("--budget", type=float, default=1e9, metavar="S", help="begin no product later")
     parser.add_argument("--out", type=Path, help="folder of the sweeps (default: db/sweeps)")
     parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
     try:
-        problems = shapes.select(options.shapes or list(SHAPES))
+        if options.compile:
+            compile_some(options.compile)
+            return 0
+        asked = [*options.shapes] or [*SHAPES]
+        if "drawn" in asked:
+            asked.remove("drawn")
+            asked += DRAWN
+        problems = shapes.select(asked)
         device = find_device(options.device)
         if not device.is_real:
             raise DeviceError(f"device {device.spec!r} measures nothing; record sweeps on cuda:N")
-        out = options.out or Path(__file__).parents[1] / "db" / "sweeps"
-        record(problems, device, options.name, out, options.trials)
+        record(problems, device, options)
     except TunegemmError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def record(problems: list[Problem], device: Device, name: str, out: Path, trials: int | None) -> None:
+def compile_some(count: int) -> None:
+    """Into the store: kernels of `cute_sm90`, by chance of those that two products can have."""
+    device = find_device("model:h200")
+    kernels, family = Kernels(device, ["cute_sm90"]), families.get("cute_sm90")
+    keys = {}
+    for shape in _DRAWN_FOR:
+        problem = Problem.parse(shape)
+        feasible = [one.candidate for one in kernels.ranked(problem, "cute_sm90").predictions]
+        for candidate in random.Random(shape).sample(feasible, min(count, len(feasible))):
+            key = family.kernel_key(problem, candidate, device)
+            keys[digest(key)] = key
+    with CompilePool(ArtifactStore(), shipped=packs.shipped()) as pool:
+        waiting = [pool.submit("cute_sm90", key) for key in keys.values()]
+        refused = sum(one.result().artifact is None for one in waiting)
+    print(f"{len(keys)} kernels in {ArtifactStore().root}, {refused} do not compile")
+
+
+def record(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:
     """One file per problem, written as soon as its sweep is done. An interrupted sweep is not written."""
     from benchmarks.sweep_files import write_sweep
-    from tunegemm.tuning.tuner import Tuner
 
-    with Tuner(device) as tuner:
+    out = options.out or Path(__file__).parents[1] / "db" / "sweeps"
+    started = time.monotonic()
+    with Tuner(device, compiled_only=options.compiled_only) as tuner:
         for problem in problems:
-            result = tuner.tune(problem, effort="exhaustive", trials=trials)
+            if sweep_path(out / options.name, problem).exists():
+                continue
+            if time.monotonic() - started > options.budget:
+                print(f"{problem}: begins after {options.budget:g} s; run the same command again")
+                return
+            result = tuner.tune(problem, effort="exhaustive", trials=options.trials)
             if result.interrupted:
                 print(f"{problem}: interrupted, not written", file=sys.stderr)
                 return
-            command = f"python -m benchmarks.sweep --name {name} --shapes {problem.shape}"
-            if trials is not None:
-                command += f" --trials {trials}"
-            path = write_sweep(
-                out, name, device, problem, result.outcomes, recorded_at=datetime.now(UTC), command=command
-            )
-            measured = sum(isinstance(outcome, Measurement) for outcome in result.outcomes)
-            size = path.stat().st_size / 1000
-            print(
-                f"{problem}: {measured} measured, {result.seconds:.0f} s, {path} ({size:.0f} kB)", flush=True
-            )
+            command = f"python -m benchmarks.sweep --name {options.name} --shapes {problem.shape}"
+            command += f" --trials {options.trials}" if options.trials is not None else ""
+            command += " --compiled-only" if options.compiled_only else ""
+            # A final race at the power cap was in steady state; such ratios compare with no others.
+            sweeps: dict[str, Sequence[Outcome]] = {
+                options.name: [one for one in result.outcomes if not getattr(one, "is_steady", False)]
+            }
+            if options.compiled_only and result.best is not None and result.best.is_steady:
+                sweeps[f"{options.name}-steady"] = in_steady_state(tuner, result)
+            for name, outcomes in sweeps.items():
+                path = write_sweep(
+                    out, name, device, problem, outcomes, recorded_at=datetime.now(UTC), command=command
+                )
+                measured = sum(isinstance(outcome, Measurement) for outcome in outcomes)
+                size = path.stat().st_size / 1000
+                seconds = time.monotonic() - started
+                print(f"{problem}: {measured} measured, {seconds:.0f} s, {path} ({size:.0f} kB)", flush=True)
+
+
+def in_steady_state(tuner: Tuner, result: TuneResult) -> list[Outcome]:
+    """Once more, alone: the first by measured ratio and the first by the model."""
+    problem, device = result.problem, tuner.device
+    screened = {
+        one.candidate: one.ratio
+        for one in result.outcomes
+        if isinstance(one, Measurement) and not one.is_steady and families.get(one.candidate.family).compiled
+    }
+    by_ratio = sorted(screened, key=lambda candidate: -screened[candidate])
+    ranked = [one.candidate for one in model.in_turn(model.rank(problem, screened, device))]
+    chosen = dict.fromkeys([*by_ratio[:_STEADY_OF_EITHER], *ranked[:_STEADY_OF_EITHER]])
+    measurer = tuner.measurer_for(problem)
+    assert measurer is not None, "the tuning has measured"
+    jobs = [Job(candidate, _object_of(tuner, problem, candidate)) for candidate in chosen]
+    return [one for one in measurer.measure(problem, jobs, _STEADY) if getattr(one, "is_steady", True)]
+
+
+def _object_of(tuner: Tuner, problem: Problem, candidate: Candidate) -> Path | None:
+    key = families.get(candidate.family).kernel_key(problem, candidate, tuner.device)
+    artifact = tuner.pool.submit(candidate.family, key).result().artifact
+    return None if artifact is None else artifact.path
 
 
 if __name__ == "__main__":

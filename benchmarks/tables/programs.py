@@ -84,6 +84,22 @@ def quality(results: Path) -> str:
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
 
 
+def search(results: Path) -> str:
+    """By strategy, how far behind the best of a sweep the best of its first candidates is."""
+    data = load(results, "search.json")
+    if data is None:
+        return not_measured(results, "search.json")
+    lines = [
+        [
+            one["strategy"], one["timing"], str(one["sweeps"]),
+            *(f"{one[f'median_{count}']:.2%} / {one[f'ninth_{count}']:.2%}" for count in (8, 16, 32)),
+        ]
+        for one in data["strategies"]
+    ]  # fmt: skip
+    header = ["strategy", "timing", "sweeps", "after 8", "after 16", "after 32"]
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
 def campaign(results: Path) -> str:
     """How long a product took where many were tuned in one process."""
     data = load(results, "campaign.json")

@@ -1,5 +1,6 @@
-"""benchmarks/search.py runs on a sweep and reports what each strategy found. Its times are made up."""
+"""benchmarks/search.py runs on sweeps and reports what each strategy found. Their times are made up."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
 
 ROOT = Path(__file__).parents[2]
+KERNEL_TUNER = importlib.util.find_spec("kernel_tuner") is not None
 
 
 def test_compares_strategies(tmp_path: Path) -> None:
@@ -39,15 +41,39 @@ def test_compares_strategies(tmp_path: Path) -> None:
                 rows.append(Measurement(candidate, (us,), (40.0,), 0.002, 0.004))
     problem = Problem.parse("512x6144x4096")
     write_sweep(tmp_path, "h200", device, problem, rows, recorded_at=datetime.now(UTC), command="x")
-    out = tmp_path / "results" / "search.json"
-    command = [sys.executable, "benchmarks/search.py", "--sweeps", tmp_path, "--seeds", "2", "--out", out]
-    text = subprocess.run(
-        command, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True
-    ).stdout
-    assert text.count("512x6144x4096 bf16 tn") == 4 and "geometric mean" in text
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["candidates"] == 48
-    assert set(row["found"]) == {"random", "model", "tpe", "search"}
-    for found in row["found"].values():
-        assert list(found.values()) == sorted(found.values())  # more trials never find less
-        assert found["96"] == 1.0  # every candidate was asked for
+    write_sweep(
+        tmp_path, "h200-steady", device, problem, rows[:20], recorded_at=datetime.now(UTC), command="x"
+    )
+    strategies = "random,model,quick,optuna-tpe" + (",kt-genetic_algorithm" if KERNEL_TUNER else "")
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.search",
+        "--sweeps",
+        tmp_path,
+        "--seeds",
+        "2",
+        "--out",
+        tmp_path,
+    ]
+    run = subprocess.run(
+        [*command, "--strategies", strategies], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    told = json.loads((tmp_path / "search.json").read_text())
+    names = strategies.split(",")
+    assert [(row["timing"], row["strategy"]) for row in told["rows"]] == [
+        (timing, name) for timing in ("interleaved", "steady") for name in names
+    ]
+    assert {row["candidates"] for row in told["rows"]} == {48, 20}
+    for row in told["rows"]:
+        for asked in zip(*row["regret"].values(), strict=True):
+            assert list(asked) == sorted(asked, reverse=True) and asked[-1] >= 0, "more never find less"
+    by_chance, by_quick = (
+        next(one for one in told["strategies"] if one["strategy"] == name) for name in ("random", "quick")
+    )
+    assert by_quick["median_32"] == 0.0 < by_chance["median_8"]
+    unknown = subprocess.run(
+        [*command, "--strategies", "luck"], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert unknown.returncode == 2 and unknown.stderr.startswith("--strategies luck: use random")
