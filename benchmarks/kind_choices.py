@@ -1,6 +1,7 @@
 """Shipped kernels of fp8 and fused products beside torch: what their expected gains are fitted to.
 
     python -m benchmarks.kind_choices --budget 120          # on a GPU, with the kernels of `make kernels`
+    python -m benchmarks.kind_choices --least-rows 257 --most-rows 8192 --budget 280
     python -m benchmarks.kind_choices --seed 1 --count 100 --out build/other
 
 Of kinds of db/invariant.toml products are drawn: N and K as `benchmarks.choices` draws them, M mostly up to
@@ -35,6 +36,8 @@ from tunegemm.serve.invariance import ranked
 #: Launches that are timed of a product, with few rows and with many.
 FEW, MANY, FEW_ROWS = 4, 2, 256
 ROUNDS, TURNS, TURN_MS = 7, 3, 120.0
+#: Dense work after which the chip says whether it has lowered its clocks, where there are many rows.
+SETTLE_S = 0.25
 #: fp8 rows are whole multiples of 16 bytes; gates and all others follow.
 UNIT = 16
 MAX_FLOP, MAX_BYTES = 1e12, 2e9
@@ -50,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=120, help="seconds; begin no product later than that")
     parser.add_argument("--count", type=int, default=100_000, help="most products")
     parser.add_argument("--seed", default="train", help="of the products")
+    parser.add_argument("--least-rows", type=int, default=1, help="of the products that are timed")
     parser.add_argument("--most-rows", type=int, default=256, help="of the products that are timed")
     parser.add_argument("--epilogues", default="", help="of the kinds to draw, such as bias_n,swiglu")
     parser.add_argument("--device", default="cuda:0")
@@ -89,7 +93,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
     backend.open()
     started, done = time.monotonic(), 0
     for problem in drawn(options.seed, options.epilogues.split(",")):
-        if problem.m > options.most_rows:
+        if not options.least_rows <= problem.m <= options.most_rows:
             continue
         if done == options.count or time.monotonic() - started > options.budget:
             break
@@ -128,7 +132,7 @@ def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
     timed = interleave(
         problem, runs, backend, l2_bytes=device.l2_bytes, rounds=ROUNDS, turns=TURNS,
         turn_ms=0.0 if problem.m <= FEW_ROWS else TURN_MS,
-        min_replay_ms=0.35, settle_s=0.0,
+        min_replay_ms=0.35, settle_s=0.0 if problem.m <= FEW_ROWS else SETTLE_S,
     )  # fmt: skip
     library = first_choice(replace(problem, epilogue=""), device.index)
     backend.release()

@@ -1,7 +1,9 @@
 """Fits the gains of shipped kernels on fp8 and fused products to what `benchmarks.kind_choices` measured.
 
     python -m benchmarks.kind_fit                  # db/kinds-h200.json, results/h200/kinds.json
+    python -m benchmarks.kind_fit --gpu h100-80gb-hbm3 --also h200
 
+The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
 Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch's own
 operations from `generate.features.OF_GAIN`. Validation leaves out all products of a fold of (N, K), fits to
 the others and lets the trees choose among the launches of a product: what the chosen one got against what was
@@ -32,9 +34,11 @@ from tunegemm.serve.invariance import Ranked
 from tunegemm.serve.kinds import features_of, name_of
 
 #: Ends of the ranges of rows that have margins of their own, by kind.
-RANGES = (16, 64, 256)
+RANGES = (16, 64, 256, 8192)
 #: Products that a range must have been measured on to be served.
 FEWEST = 30
+#: Weight of a launch on another GPU.
+OF_OTHERS = 0.5
 #: Least margin that is tried, in log: of these kinds there are fewer products than of plain ones.
 LEAST_MARGIN = 0.04
 SETTINGS = {
@@ -49,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; 2 for bad input, with one line that says so."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has the data")
+    parser.add_argument("--also", help="another such folder, whose products are fitted to, too")
     parser.add_argument("--out", type=Path, help="folder of kinds-GPU.json (default: db)")
     parser.add_argument("--results", type=Path, help="folder of kinds.json (default: results/GPU)")
     return run(parser, arguments, fit)
@@ -74,9 +79,11 @@ class Frame:
             logs.append(np.log([one[4] for one in launches]))
             product += [number] * len(launches)
         self.table, self.logs, self.product = np.vstack(tables), np.concatenate(logs), np.array(product)
-        groups = {(row["n"], row["k"]): 0 for row in self.rows}
-        numbers = {group: number for number, group in enumerate(groups)}
-        self.group = np.array([numbers[row["n"], row["k"]] for row in self.rows])
+
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        """N and K of the product of each launch."""
+        return [(self.rows[number]["n"], self.rows[number]["k"]) for number in self.product]
 
 
 def _ranked(problem: Problem, launch: list[Any]) -> Ranked:
@@ -88,14 +95,20 @@ def _ranked(problem: Problem, launch: list[Any]) -> Ranked:
 
 def fit(options: argparse.Namespace) -> None:
     """Validates, fits to everything, and writes both files."""
-    frame = Frame(Path(__file__).parent / "results" / options.gpu / "kind_choices.json")
-    expected = np.zeros(len(frame.logs))
-    folds = (np.random.default_rng(0).permutation(frame.group.max() + 1) % FOLDS)[frame.group][frame.product]
+    folder = Path(__file__).parent / "results"
+    frame = Frame(folder / options.gpu / "kind_choices.json")
+    frames = [frame, *([Frame(folder / options.also / "kind_choices.json")] if options.also else [])]
+    table, logs = np.vstack([one.table for one in frames]), np.concatenate([one.logs for one in frames])
+    weights = np.where(np.arange(len(logs)) < len(frame.logs), 1.0, OF_OTHERS)
+    extents = [extent for one in frames for extent in one.extents]
+    numbers = {extent: number for number, extent in enumerate(dict.fromkeys(extents))}
+    fold_of = np.random.default_rng(0).permutation(len(numbers)) % FOLDS
+    folds = fold_of[[numbers[extent] for extent in extents]]
+    expected = np.zeros(len(logs))
     for fold in range(FOLDS):
         left_out = folds == fold
-        expected[left_out] = fitted(frame.table[~left_out], frame.logs[~left_out]).predict(
-            frame.table[left_out]
-        )
+        trees = fitted(table[~left_out], logs[~left_out], weights[~left_out])
+        expected[left_out] = trees.predict(table[left_out])
     of_products = (np.flatnonzero(frame.product == number) for number in range(len(frame.rows)))
     chosen = np.array([rows[expected[rows].argmax()] for rows in of_products])
     hopes, got = expected[chosen], frame.logs[chosen]
@@ -117,14 +130,17 @@ def fit(options: argparse.Namespace) -> None:
         print(kind, margins[kind], json.dumps(one))
     data = {
         "gpu": frame.meta["gpu"],
-        "fitted_to": {"products": len(frame.rows), "date": frame.meta["date"][:10]},
+        "fitted_to": {
+            "products": len(frame.rows), "of_others": sum(len(one.rows) for one in frames[1:]),
+            "date": frame.meta["date"][:10],
+        },
         "rows": list(RANGES),
         "extents": [int(extreme(row[name] for row in frame.rows for name in "nk")) for extreme in (min, max)],
         "margins": margins,
         "served": {
             kind: {name: one[name] for name in ("products", "under_099")} for kind, one in report.items()
         },
-        **trees_of(fitted(frame.table, frame.logs)),
+        **trees_of(fitted(table, logs, weights)),
     }
     path = (options.out or data_path("db")) / f"kinds-{options.gpu}.json"
     path.write_text(written(data, OF_GAIN))
@@ -139,7 +155,8 @@ def fit(options: argparse.Namespace) -> None:
         }
         for row, hope, one, taken in zip(frame.rows, hopes, got, served, strict=True)
     ]
-    meta = frame.meta | {"command": f"python -m benchmarks.kind_fit --gpu {options.gpu}"}
+    also = f" --also {options.also}" if options.also else ""
+    meta = frame.meta | {"command": f"python -m benchmarks.kind_fit --gpu {options.gpu}{also}"}
     lines = ",\n".join(json.dumps(row) for row in rows)
     results.write_text(
         f'{{"meta": {json.dumps(meta)},\n"summary": {json.dumps(report)},\n"rows": [\n{lines}\n]}}\n'
@@ -147,11 +164,11 @@ def fit(options: argparse.Namespace) -> None:
     print(f"written: {results}")
 
 
-def fitted(table: Floats, logs: Floats) -> Any:
+def fitted(table: Floats, logs: Floats, weights: Floats) -> Any:
     """A model of some launches."""
     from sklearn.ensemble import HistGradientBoostingRegressor
 
-    return HistGradientBoostingRegressor(**SETTINGS).fit(table, logs)
+    return HistGradientBoostingRegressor(**SETTINGS).fit(table, logs, weights)
 
 
 def summary(

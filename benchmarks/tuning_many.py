@@ -36,7 +36,7 @@ from tunegemm.describe.workload import read
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.measure.evidence import STEADY_POLICIES
-from tunegemm.store import Database
+from tunegemm.store import Database, packs
 from tunegemm.tuning.tuner import open_device
 
 LIST = Path(__file__).with_name("many.json")
@@ -83,7 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise TunegemmError(f"device {options.device!r} measures nothing; give --out to try this there")
         if options.without_library and options.devices:
             raise TunegemmError(
-                "--without-library with --devices: other workers find the package's kernels; give --device"
+                "--without-library with --devices: other workers find the package's kernels; "
+                "give --device, or move db/kernels away"
             )
         results = Results(results_path(options.out, device, "tuning_many.json"), meta(device, METHOD))
         results.summary = dict(results.earlier_summary)
@@ -105,7 +106,7 @@ def run(problems: Sequence[Problem], device: Device, results: Results, options: 
     if database.exists():
         raise TunegemmError(f"{database} exists, and a new database is wanted; remove it or name another")
     database.parent.mkdir(parents=True, exist_ok=True)
-    mode = "without library" if options.without_library else "as installed"
+    mode = "without library" if options.without_library or packs.shipped() is None else "as installed"
     where = ["--device", options.device]
     if options.devices:
         mode, where = f"{mode}, devices {options.devices}", ["--devices", options.devices]
