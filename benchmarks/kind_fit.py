@@ -131,7 +131,8 @@ def fit(options: argparse.Namespace) -> None:
     data = {
         "gpu": frame.meta["gpu"],
         "fitted_to": {
-            "products": len(frame.rows), "of_others": sum(len(one.rows) for one in frames[1:]),
+            "products": len(frame.rows),
+            "of_others": sum(len(one.rows) for one in frames[1:]),
             "date": frame.meta["date"][:10],
         },
         "rows": list(RANGES),

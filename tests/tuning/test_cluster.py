@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -33,7 +34,7 @@ from tunegemm.store import Database
 from tunegemm.store.models import MeasurementRow
 from tunegemm.tuning import cluster
 from tunegemm.tuning.cluster import Pool
-from tunegemm.tuning.progress import Progress, Request
+from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.tuner import Tuner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -47,9 +48,9 @@ POISON = PROBLEMS[0]
 class Logged(Timed):
     """Writes down which process measures what on which GPU, and takes its time."""
 
-    def __init__(self, log: Path, pause_s: float, deadly: bool) -> None:
+    def __init__(self, log: Path, pause_s: float, deadly: bool, slow: bool) -> None:
         super().__init__(lambda candidate, _: 8.5 + candidate["tile_n"] / 64, is_throttled=lambda _: False)
-        self._log, self._pause_s, self._deadly = log, pause_s, deadly
+        self._log, self._pause_s, self._deadly, self._slow = log, pause_s, deadly, slow
 
     def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy) -> Iterator[Outcome]:
         if self._log.with_name("gone").exists():
@@ -59,20 +60,33 @@ class Logged(Timed):
                 os._exit(1)
             with self._log.open("a") as log:
                 log.write(f"{os.getpid()} {problem.shape} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
-            time.sleep(self._pause_s)  # as long as a measurement takes: time for what the test does meanwhile
+            # As long as a measurement takes: time for what the test does meanwhile.
+            time.sleep(1.0 if self._slow and problem == POISON else self._pause_s)
             yield outcome
 
 
 @contextmanager
-def planted(folder: Path, location: str, pause_s: float = 0.0, deadly: bool = False) -> Iterator[Tuner]:
+def planted(
+    folder: Path, location: str, pause_s: float = 0.0, deadly: bool = False, slow: bool = False
+) -> Iterator[Tuner]:
     """What opens a worker's tuner: with all its parts, but made-up times."""
     only = ["cute_sm90", "cublaslt"]
     with (
         Database.open(location) as database,
         planted_tuner(DEVICE, database, cache=folder / "cache", families=only) as tuner,
     ):
-        tuner._measurer = Logged(folder / "log", pause_s, deadly)
+        tuner._measurer = Logged(folder / "log", pause_s, deadly, slow)
         tuner.measurer_for = lambda _: tuner._measurer  # type: ignore[method-assign]
+        tune_all = tuner.tune_all
+
+        def told(requests: Iterable[Request], *given: Any) -> Iterator[TuneResult]:
+            for request in requests:
+                with (folder / "asked").open("a") as log:
+                    following = request.following.shape if request.following else "-"
+                    log.write(f"{os.getpid()} {request.problem.shape} {following}\n")
+                yield from tune_all([request], *given)
+
+        tuner.tune_all = told  # type: ignore[method-assign]
         yield tuner
 
 
@@ -199,6 +213,41 @@ def test_ctrl_c_keeps_what_was_measured_and_the_cluster(
     assert sorted(result.problem for result in results) == sorted(PROBLEMS)
     assert all(result.best is not None and not result.interrupted for result in results)
     assert before <= measured(location) and set(measured(location).values()) == {1}
+
+
+def test_a_worker_knows_what_it_takes_next_and_an_idle_one_takes_it_instead(
+    address: str, tmp_path: Path
+) -> None:
+    location = str(tmp_path / "tuning.sqlite")
+    Database.open(location).close()
+    with cluster.connected(address), Pool(functools.partial(planted, tmp_path, location, slow=True)) as pool:
+        results = list(pool.tune_all(requests()))
+    assert sorted(result.problem for result in results) == sorted(PROBLEMS)
+    by_worker: dict[str, list[list[str]]] = {}
+    for line in (tmp_path / "asked").read_text().splitlines():
+        pid, *asked = line.split()
+        by_worker.setdefault(pid, []).append(asked)
+    slow, quick = sorted(by_worker.values(), key=len)
+    ((begun, promised),) = slow
+    assert begun == POISON.shape
+    assert [shape for shape, _ in quick][-1] == promised  # the slow one never comes to it
+    assert [following for _, following in quick][:-2] == [shape for shape, _ in quick][1:-1]
+    assert len(quick) == len(PROBLEMS) - 1
+    assert set(measured(location).values()) == {1}
+
+
+def test_a_reserved_product_has_what_is_left_of_its_budget() -> None:
+    seat = cluster._Seat(None)
+    seat.reserve(Request(POISON, budget_seconds=60.0))
+    seat.since -= 20.0
+    taken = seat.take()
+    assert taken is not None and taken.budget_seconds == pytest.approx(40.0, abs=1.0)
+    assert seat.take() is None
+    seat.reserve(Request(POISON, budget_seconds=60.0))
+    seat.since -= 61.0
+    assert seat.take() is None
+    seat.reserve(Request(POISON))
+    assert seat.take() == Request(POISON)
 
 
 def test_workers_that_die_and_gpus_that_go_away(address: str, tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -88,10 +90,32 @@ class Worker:
         self._news.set()
 
 
+@dataclass(eq=False)
+class _Seat:
+    """A worker, and what it is to take next."""
+
+    worker: Any
+    reserved: Request | None = None
+    since: float = 0.0
+    """When it was reserved, by time.monotonic()."""
+
+    def reserve(self, request: Request | None) -> None:
+        self.reserved, self.since = request, time.monotonic()
+
+    def take(self) -> Request | None:
+        """The reserved request, with what is left of its budget; None where none is, or nothing is left."""
+        request, self.reserved = self.reserved, None
+        if request is None or request.budget_seconds is None:
+            return request
+        left_s = request.budget_seconds - (time.monotonic() - self.since)
+        return replace(request, budget_seconds=left_s) if left_s > 0 else None
+
+
 class Pool:
     """A worker on each GPU of the Ray cluster that this process is connected to. A context manager.
 
-    It tunes as a `Tuner` does, but several problems at a time.
+    It tunes as a `Tuner` does, but several problems at a time. A worker knows what it takes next, and
+    compiles for it while it measures; one that would have nothing to do takes what another one was to.
     """
 
     def __init__(self, open_tuner: OpenTuner) -> None:
@@ -100,8 +124,8 @@ class Pool:
         self._open_tuner = open_tuner
         self._device: Device | None = None
         self._joining: dict[Any, Any] = {}  # of each pending call `device` the worker
-        self._idle: list[Any] = []
-        self._tunings: dict[Any, tuple[Any, Request]] = {}
+        self._idle: list[_Seat] = []
+        self._tunings: dict[Any, tuple[_Seat, Request]] = {}
         self._news: dict[Any, Any] = {}  # of each pending call `progress` the pending call `tune`
         self._returned: list[Request] = []
         self._deaths: Counter[Problem] = Counter()
@@ -119,9 +143,10 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         list(self._stop())  # nobody asks for what they have
-        if closing := [worker.close.remote() for worker in self._idle]:
+        if closing := [seat.worker.close.remote() for seat in self._idle]:
             self._ray.wait(closing, num_returns=len(closing), timeout=_STOP_S)
-        for worker in (*self._idle, *self._joining.values(), *(busy for busy, _ in self._tunings.values())):
+        seats = (*self._idle, *(busy for busy, _ in self._tunings.values()))
+        for worker in (*self._joining.values(), *(seat.worker for seat in seats)):
             self._ray.kill(worker)
 
     @property
@@ -153,18 +178,32 @@ class Pool:
             yield from self._stop()
 
     def _hand_out(self, waiting: Iterator[Request]) -> bool:
-        """Gives idle workers a problem each; False when there is nothing left to do."""
-        while self._idle:
-            request = self._returned.pop() if self._returned else next(waiting, None)
-            if request is None:
-                return bool(self._tunings)
-            worker = self._idle.pop(0)
-            tuning = worker.tune.remote(request)
-            self._tunings[tuning] = worker, request
-            self._news[worker.progress.remote()] = tuning
+        """Gives idle workers a problem each, then one to follow; False when there is nothing left to do."""
+        begun: list[tuple[_Seat, Request]] = []
+        while self._idle and (request := self._request_for(self._idle[0], waiting)) is not None:
+            begun.append((self._idle.pop(0), request))
+        for seat, request in begun:
+            if seat.reserved is None:
+                seat.reserve(next(waiting, None))
+            following = seat.reserved.problem if seat.reserved is not None else None
+            tuning = seat.worker.tune.remote(replace(request, following=following))
+            self._tunings[tuning] = seat, request
+            self._news[seat.worker.progress.remote()] = tuning
+        if self._idle:
+            return bool(self._tunings)
         if not self._tunings and not self._joining:
             raise self._lost
         return True
+
+    def _request_for(self, seat: _Seat, waiting: Iterator[Request]) -> Request | None:
+        """What a worker takes: first what others gave back, at the end what another one was to take."""
+        if self._returned:
+            return self._returned.pop()
+        if (own := seat.take()) is not None:
+            return own
+        if (new := next(waiting, None)) is not None:
+            return new
+        return next((taken for busy, _ in self._tunings.values() if (taken := busy.take())), None)
 
     def _start(self) -> None:
         """Asks Ray for a worker; it joins once there is a GPU for it."""
@@ -196,7 +235,7 @@ class Pool:
         else:
             self._device = self._device or device
             if device.fingerprint == self.device.fingerprint:
-                self._idle.append(worker)
+                self._idle.append(_Seat(worker))
             else:
                 here, first = device.fingerprint, self.device.fingerprint
                 differing = [
@@ -217,46 +256,51 @@ class Pool:
         tuning = self._news.pop(ref)
         if tuning not in self._tunings:
             return
-        worker, request = self._tunings[tuning]
+        seat, request = self._tunings[tuning]
         try:
             progress = self._ray.get(ref)
         except self._ray.exceptions.RayActorError:
             return  # what became of it the tuning itself will say
         if progress is not None and progress.problem == request.problem and on_progress is not None:
             on_progress(progress)
-        self._news[worker.progress.remote()] = tuning
+        self._news[seat.worker.progress.remote()] = tuning
 
     def _result(self, ref: Any) -> TuneResult | None:
         """The result of a call that ended; None where the problem is for another worker."""
-        worker, request = self._tunings.pop(ref)
+        seat, request = self._tunings.pop(ref)
         try:
             result: TuneResult = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:
-            self._returned.append(request)
-            self._leave_out(worker, _cause(error))
+            self._give_back(seat, request)
+            self._leave_out(seat.worker, _cause(error))
             return None
         except self._ray.exceptions.RayError:  # it died, or the host did that has its result
-            self._ray.kill(worker)  # it may only be out of reach
+            self._ray.kill(seat.worker)  # it may only be out of reach
             self._start()
             self._deaths[request.problem] += 1
             if self._deaths[request.problem] < _ATTEMPTS:
-                self._returned.append(request)
+                self._give_back(seat, request)
                 return None
+            self._give_back(seat)
             note = f"given up: {_ATTEMPTS} workers died while they tuned it; see `ray logs`"
             return TuneResult(request.problem, self.device, "measured", None, (), (), {}, 0.0, 0, note=note)
-        self._idle.append(worker)
+        self._idle.append(seat)
         return result
+
+    def _give_back(self, seat: _Seat, *begun: Request) -> None:
+        """What a worker that is gone was to take, and what it had begun: that goes on first."""
+        self._returned += [one for one in (seat.take(), *begun) if one is not None]
 
     def _stop(self) -> Iterator[TuneResult]:
         """Ends the tunings as Ctrl-C does, and yields what they have; a worker that takes long is killed."""
         if not self._tunings:
             return
-        for worker, _ in self._tunings.values():
-            worker.stop.remote()
+        for seat, _ in self._tunings.values():
+            seat.worker.stop.remote()
         ended, late = self._ray.wait([*self._tunings], num_returns=len(self._tunings), timeout=_STOP_S)
         for ref in late:
-            worker, _ = self._tunings.pop(ref)
-            self._ray.kill(worker)
+            seat, _ = self._tunings.pop(ref)
+            self._ray.kill(seat.worker)
         yield from (result for ref in ended if (result := self._result(ref)) is not None)
 
 
@@ -273,16 +317,21 @@ def worker_tuner(location: str, workers: int | None = None, **options: Any) -> I
 
     workers: compile workers; by default this GPU's share of those that the host can have.
     """
+    from tunegemm.measure.worker import Child
     from tunegemm.store import Database
 
     ray = import_ray()
     own = ray.get_runtime_context().get_node_id()
     gpus = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own)
     share = max(1, default_workers() // max(1, int(gpus)))
+    device = find_device("cuda:0")
     with (
+        Child() as child,  # it imports torch, and compilers the DSL, while other workers join
         Database.open(location) as database,
-        Tuner(find_device("cuda:0"), database, workers=workers or share, **options) as tuner,
+        Tuner(device, database, workers=workers or share, child=child, **options) as tuner,
     ):
+        if not tuner.compiled_only:
+            tuner.pool.start()
         yield tuner
 
 
