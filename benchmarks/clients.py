@@ -5,7 +5,7 @@
     python -m benchmarks.clients --device cpu --tiny              # without a GPU: the results alone, no times
 
 The layers are those of an 8B model with random weights; nothing is downloaded. Prefill is one prompt of 4096
-tokens, decode one token for each of 16 or 64 sequences behind 512 tokens of context, train one step of AdamW
+tokens, decode one token for each of 1 to 256 sequences behind 512 tokens of context, train one step of AdamW
 on 4096 tokens. Each runs eagerly, in a CUDA graph of the eager code, and under torch.compile. The mode
 `max-autotune`, which is to be asked for, is torch.compile's own tuning beside tunegemm under torch.compile
 without it, both in a CUDA graph.
@@ -247,8 +247,7 @@ def train(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
 
 WORKLOADS: Mapping[str, Callable[[Any, Size, torch.device], Step]] = {
     "prefill": prefill,
-    "decode-16": partial(decode, 16),
-    "decode-64": partial(decode, 64),
+    **{f"decode-{sequences}": partial(decode, sequences) for sequences in (1, 16, 64, 256)},
     "train": train,
 }
 

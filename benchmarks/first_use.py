@@ -2,6 +2,7 @@
 
     python -m benchmarks.first_use                       # the shipped products, and as many that nobody tuned
     python -m benchmarks.first_use --unseen 300 --seed 1
+    python -m benchmarks.first_use --unseen 300 --seed 1 --listed 0 --skip 113     # went so far before
     python -m benchmarks.first_use --kinds fp16,fp8,gelu,swiglu --unseen 40 --most-rows 256
 
 *Listed* products are bf16 ones with a shipped record of this GPU; *unseen* ones are drawn by seed: N and K
@@ -63,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--unseen", type=int, default=30, help="products drawn by seed (default: %(default)s)"
     )
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="the first N unseen: timed before")
     parser.add_argument("--kinds", default="", help=f"of {', '.join(KINDS)}; default: plain bf16")
     parser.add_argument("--most-rows", type=int, default=MOST_ROWS, help="of unseen products")
     parser.add_argument("--seed", type=int, default=0)
@@ -91,7 +93,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
     results = Results(results_path(options.out, device, name), meta(device, method))
     backend = CudaBackend(device)
     backend.open()
-    unseen = drawn(options.unseen, options.seed, options.most_rows)
+    unseen = drawn(options.unseen, options.seed, options.most_rows)[options.skip :]
     groups = {"listed": some(shipped(device), options.listed, options.seed), "unseen": unseen}
     if options.kinds:
         groups = {name: [_of_kind(problem, name) for problem in unseen] for name in options.kinds.split(",")}
