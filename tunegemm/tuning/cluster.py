@@ -160,9 +160,9 @@ class Pool:
     ) -> Iterator[TuneResult]:
         """Tune all problems, and yield results as they come; after Ctrl-C those that it cut short.
 
-        A request is taken when there is a GPU for it. The problem of a worker that died goes to another one,
-        and one that several died of gets a result without a winner. A worker whose tuner raises is left out;
-        the error of the last one is raised.
+        A request is taken when there is a GPU for it, and one more, which follows there. The problem of a
+        worker that died goes to another one, and one that several died of gets a result without a winner. A
+        worker whose tuner raises is left out; the error of the last one is raised.
         """
         waiting = iter(requests)
         try:

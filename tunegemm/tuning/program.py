@@ -91,7 +91,9 @@ class Tuning(Protocol):
     def tune_all(
         self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
     ) -> Iterator[TuneResult]:
-        """Results as they come. A request is taken from `requests` when there is a GPU for it, not before."""
+        """Results as they come. A request is taken from `requests` when there is a GPU for it. Several GPUs
+        take one more each, and begin it with what is then left of its budget.
+        """
 
 
 def spend(
