@@ -15,7 +15,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.describe.workload import read
 from tunegemm.measure.outcome import Measurement
-from tunegemm.store import Database
+from tunegemm.store import Database, packs
 from tunegemm.tuning.tuner import open_device
 
 FIRST, SECOND = Problem.parse("64x4096x4096"), Problem.parse("4096x4096x4096")
@@ -93,10 +93,19 @@ def test_the_command_is_interrupted_after_its_budget(listed: Path) -> None:
     assert "Interrupted: what was measured is kept" in (listed.parent / "out" / "tuning_many.log").read_text()
 
 
-def test_a_command_that_fails_is_said_so(listed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("pack", "mode"), [(object(), "as installed"), (None, "without library")])
+def test_a_command_that_fails_is_said_so(
+    listed: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    pack: object,
+    mode: str,
+) -> None:
+    """Of a checkout with compiled kernels, and of one without."""
+    monkeypatch.setattr(packs, "shipped", lambda: pack)
     assert tuning_many.main(arguments(listed, "--devices", "7")) == 1
     assert "ended with 2: see" in capsys.readouterr().err
-    assert document(listed)["as installed, devices 7"]["exit_code"] == 2
+    assert document(listed)[f"{mode}, devices 7"]["exit_code"] == 2
 
 
 def test_a_peer_that_cannot_run_is_a_row_with_its_reason() -> None:
