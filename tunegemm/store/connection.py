@@ -47,7 +47,7 @@ def resolve(location: str | Path | None) -> Path | URL:
     if isinstance(location, str) and "://" in location:
         try:
             url = make_url(location)
-        except (ArgumentError, ValueError):  # the latter for a port that is no number
+        except (ArgumentError, ValueError):  # the latter for a port that is not a number
             raise DatabaseError(
                 f"database {location.partition('://')[0]}://...: not a URL; give a path"
             ) from None

@@ -7,7 +7,7 @@ kernel passes the checks of `ArtifactStore` whenever it is loaded. Not compresse
 same bytes everywhere, no entry can grow while it is read, and the entry at which a file is cut or edited can
 be named.
 
-The hashes tell of damage, not of malice: objects are native code, and whoever makes a pack is trusted as the
+The hashes tell of damage, not of malice: objects are native code, and the maker of a pack is trusted as the
 author of a package is. `install` takes the SHA-256 of the whole file for those who fetch it from elsewhere.
 Nothing here loads torch or SQLAlchemy.
 """
