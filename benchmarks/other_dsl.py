@@ -5,10 +5,10 @@
 
 Calls `tunegemm.matmul` on products that have a shipped record, in turns, from the first call on until a
 kernel of ours serves each of them, or for --seconds. The process is fresh, the kernel cache and the databases
-are empty. Writes results/GPU/other_dsl.json, a row for each product: `first_ms` of its first call, `worst_ms`
-of all calls until it was served, with that one (`swap_ms`), which loads the kernel; `served_s` since the
-first call of all; whether every result before was torch.mm's to the bit (`torch_meanwhile`); and the error of
-the last result relative to fp32.
+are empty. Writes results/GPU/other_dsl_VERSION.json, of the DSL that is here, a row for each product:
+`first_ms` of its first call, `worst_ms` of all calls until it was served, with that one (`swap_ms`), which
+loads the kernel; `served_s` since the first call of all; whether every result before was torch.mm's to the
+bit (`torch_meanwhile`); and the error of the last result relative to fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.first_use import shipped, some
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import families
@@ -83,7 +83,8 @@ def run(device: Device, options: argparse.Namespace) -> int:
     if options.without_library:
         packs.shipped = lambda: None  # type: ignore[assignment]
     mode = "without library" if options.without_library else "as installed"
-    path = results_path(options.out, device, "other_dsl.json")
+    version = package_version("nvidia-cutlass-dsl") or "none"
+    path = results_path(options.out, device, f"other_dsl_{version}.json")
     results = Results(path, meta(device, METHOD))
     loaded = Loaded()
     api.serve_by(Dispatcher(Planner(prepare=loaded.prepare)))

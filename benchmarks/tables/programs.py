@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks.tables.reading import (
     ratios,
     shape_of,
 )
+from tunegemm.store.shipped import read_shipped
 
 #: `at_cap` of rows; peers do not say.
 _POWER = {"at the cap": True, "below it": False, "": None}
@@ -154,20 +156,26 @@ def first_use(results: Path) -> str:
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
 
 
+#: A table of all numbers of rows tells those up to that from those above.
+FEW_ROWS = 256
+
+
 def first_use_kinds(results: Path) -> str:
     """The same of products in fp16, in fp8 and with epilogues, by kind."""
     data = load(results, "first_use_kinds.json")
     if data is None:
         return not_measured(results, "first_use_kinds.json")
     lines = []
-    for kind in dict.fromkeys((row["dtype"], row["epilogue"]) for row in data["rows"]):
-        rows = [row for row in data["rows"] if (row["dtype"], row["epilogue"]) == kind]
+    groups: dict[tuple[str, str, bool], list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        groups.setdefault((row["dtype"], row["epilogue"], row["m"] > FEW_ROWS), []).append(row)
+    for (dtype, epilogue, _), rows in sorted(groups.items()):
         ratios = [row["ratio"] for row in rows]
         served = [row for row in rows if row["served"]]
         below = ", ".join(f"{shape_of(row)} {row['ratio']:.3f}" for row in rows if row["ratio"] < 0.99)
         lines.append(
             [
-                " ".join(kind).strip(),
+                f"{dtype} {epilogue}".strip(),
                 f"{min(row['m'] for row in rows)} to {max(row['m'] for row in rows)}",
                 str(len(rows)),
                 str(len(served)),
@@ -201,20 +209,25 @@ def kinds(results: Path) -> str:
 
 
 def other_dsl(results: Path) -> str:
-    """What a program sees whose kernels are compiled in the background."""
-    data = load(results, "other_dsl.json")
-    if data is None:
-        return not_measured(results, "other_dsl.json")
+    """What a program sees whose kernels another DSL runs, or compiles in the background; each version."""
+    names = sorted(path.name for path in results.glob("other_dsl_*.json"))
+    if not names:
+        return not_measured(results, "other_dsl_VERSION.json")
     header = ["kernels", "products", "served", "all after, s", "longest call, ms", "the call that swaps, ms"]
-    lines = []
-    for mode in dict.fromkeys(row["mode"] for row in data["rows"]):
-        rows = [row for row in data["rows"] if row["mode"] == mode]
-        served = [row["served_s"] for row in rows if row["served_s"] is not None]
-        swaps = [row["swap_ms"] for row in rows if row["swap_ms"] is not None]
-        worst = f"{max(row['worst_ms'] for row in rows):.1f}"
-        times = [f"{max(served):.0f}", worst, f"{max(swaps):.1f}"] if served else ["", worst, ""]
-        lines.append([mode, str(len(rows)), str(len(served)), *times])
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+    parts = []
+    for name in names:
+        data = load(results, name)
+        assert data is not None, name
+        lines = []
+        for mode in dict.fromkeys(row["mode"] for row in data["rows"]):
+            rows = [row for row in data["rows"] if row["mode"] == mode]
+            served = [row["served_s"] for row in rows if row["served_s"] is not None]
+            swaps = [row["swap_ms"] for row in rows if row["swap_ms"] is not None]
+            worst = f"{max(row['worst_ms'] for row in rows):.1f}"
+            times = [f"{max(served):.1f}", worst, f"{max(swaps):.1f}"] if served else ["", worst, ""]
+            lines.append([mode, str(len(rows)), str(len(served)), *times])
+        parts += [machine_line(data["meta"]), markdown_table(header, lines)]
+    return "\n\n".join(parts)
 
 
 def dtypes(results: Path) -> str:
@@ -400,4 +413,27 @@ def skinny(results: Path) -> str:
         "The family's best kernel relative to `torch.mm`, and in brackets its share of what a copy in "
         f"device memory moves. Geometric mean {mean:.3f} of `torch.mm`."
     )
-    return "\n\n".join([machine_line(data["meta"]), said, markdown_table(header, lines)])
+    parts = [machine_line(data["meta"]), said, markdown_table(header, lines)]
+    return "\n\n".join([*parts, _records_of(data)])
+
+
+def _records_of(data: dict[str, Any]) -> str:
+    """What the shipped records of the file's GPU say of its products, by whichever family."""
+    timed = {(row["m"], row["n"], row["k"]) for row in data["rows"]}
+    found = {
+        (p.m, p.n, p.k): record
+        for record in read_shipped()[0]
+        if record.fingerprint.device_name == data["meta"]["gpu"] and (p := record.problem).layout == "tn"
+        if (p.in_dtype, p.epilogue, p.accumulation) == ("bf16", "", "fast") and (p.m, p.n, p.k) in timed
+    }
+    if not found:
+        return "None of these products has a shipped record."
+    ratios = {key: record.ratio for key, record in found.items()}
+    families = Counter(record.candidate.family for record in found.values())
+    slowest = min(ratios, key=lambda key: ratios[key])
+    return (
+        f"{len(found)} of these {len(timed)} products have a shipped record, of whichever family is fastest "
+        f"({', '.join(f'{name} {count}' for name, count in families.most_common())}): by their tunings "
+        f"{geometric_mean(ratios.values()):.3f} of `torch.mm`, the least {ratios[slowest]:.3f} "
+        f"({'x'.join(map(str, slowest))})."
+    )
