@@ -178,3 +178,21 @@ class TestLookup:
         found = {problem: lookup.find(problem) for problem in (PROBLEM, SMALL)}
         assert sorted(map(len, found.values())) == [0, 1]
         assert "skipped a shipped record" in caplog.text and "ratio" in caplog.text
+
+    def test_a_line_is_looked_into_when_it_is_asked_for(
+        self, home: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with Database.open("t.sqlite") as database:
+            for problem in (PROBLEM, SMALL):
+                database.confirm(problem, DEVICE, measurement(1.1), label="pp128x256")
+            (path,) = write_records(database.records(), home / "records")
+        whole = path.read_text()
+        path.write_text(whole.replace('"label": "', '"label": ', 1))
+        lookup = ShippedLookup()
+        assert lookup.warnings == [] and len(lookup) == 2
+        assert sorted(len(lookup.find(problem)) for problem in (PROBLEM, SMALL)) == [0, 1]
+        assert "skipped a shipped record" in caplog.text
+        path.write_text(whole[:-40])
+        assert "not a file of records" in "".join(ShippedLookup().warnings)
+        path.write_text(json.dumps(json.loads(whole), indent=2))
+        assert [len(ShippedLookup().find(problem)) for problem in (PROBLEM, SMALL)] == [1, 1]
