@@ -192,6 +192,8 @@ class TestLookup:
         assert lookup.warnings == [] and len(lookup) == 2
         assert sorted(len(lookup.find(problem)) for problem in (PROBLEM, SMALL)) == [0, 1]
         assert "skipped a shipped record" in caplog.text
+        path.write_text(whole.replace('"m": 4096', '"m": 4096e', 1))
+        assert "not a file of records" in "".join(ShippedLookup().warnings)
         path.write_text(whole[:-40])
         assert "not a file of records" in "".join(ShippedLookup().warnings)
         path.write_text(json.dumps(json.loads(whole), indent=2))

@@ -110,7 +110,11 @@ class ShippedLookup:
 _PROBLEM = tuple(field.name for field in fields(Problem))
 #: What `write_records` writes around the records of a file, and the line of one with its problem in it.
 _BEGIN, _BETWEEN, _END = '"records": [\n', ",\n", "\n ]\n}\n"
-_LINE = re.compile('  {"problem": ({' + ", ".join(rf'"{name}": [^,{{}}\n]+' for name in _PROBLEM) + "}), .*}")
+#: A value that needs no decoding to be sure that it can be decoded.
+_VALUE = r'(?:"[^"\\\x00-\x1f]*"|[1-9]\d{0,9})'
+_LINE = re.compile(
+    '  {"problem": (?P<problem>{' + ", ".join(f'"{name}": {_VALUE}' for name in _PROBLEM) + "}), .*}"
+)
 
 
 def _problem_text(key: Iterable[Any]) -> str:
@@ -126,7 +130,7 @@ def _undecoded(path: Path) -> tuple[dict[str, Fingerprint], list[tuple[str, str]
     text = read_text(path)
     head, _, body = text.partition(_BEGIN)
     matches = [_LINE.fullmatch(row) for row in body.removesuffix(_END).split(_BETWEEN)]
-    found = [(match[1], match[0]) for match in matches if match]
+    found = [(match["problem"], match[0]) for match in matches if match]
     if len(found) == len(matches) and body.endswith(_END):
         return _parts(f"{head}{_BEGIN}]}}")[0], found
     fingerprints, rows = _parts(text)
