@@ -154,7 +154,7 @@ def _read_file(path: Path, layer: str, mtime_ns: int, size: int) -> tuple[list[R
     records: list[Record] = []
     problems: list[str] = []
     try:
-        fingerprints, rows = _content(path)
+        fingerprints, rows = _parts(read_text(path))
     except BAD as error:
         return [], [_bad_file(path, error)]
     for position, row in enumerate(rows, 1):
@@ -172,12 +172,8 @@ def _paths(folder: Path) -> list[Path]:
         return []
 
 
-def _content(path: Path) -> tuple[dict[str, Fingerprint], list[Any]]:
-    """A file's fingerprints by name, and its rows as they are. Raises one of BAD."""
-    return _parts(read_text(path))
-
-
 def _parts(text: str) -> tuple[dict[str, Fingerprint], list[Any]]:
+    """A file's fingerprints by name, and its rows as they are. Raises one of BAD."""
     data = members(decoded(text), "it", ("format", "fingerprints", "records"))
     if data["format"] != FORMAT:
         raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
