@@ -2,6 +2,7 @@
 
     python -m benchmarks.campaign --budget 600          # on a GPU
     python -m benchmarks.campaign --budget 600 --again --rows 4096,2048     # the search has learned since
+    python -m benchmarks.campaign --budget 600 --kinds swiglu,fp8           # not plain bf16, but these
     python -m benchmarks.campaign --records db/records --lost benchmarks/results/h200/first_use.json
 
 The last one writes what was found beside what ships already, but for what gains under 1 %, and what lost when
@@ -21,6 +22,7 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from benchmarks.batch_invariance import KINDS
 from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -36,6 +38,8 @@ from tunegemm.tuning.tuner import Tuner
 LEAST = 1.01
 #: A product that was slower than that when it was measured again.
 LOST = 0.99
+#: Rows up to which logits are tuned: those of each sequence's last token.
+MOST_LOGITS_ROWS = 256
 
 METHOD = "Tuner.tune_all of one process, quick; seconds of wall time each"
 
@@ -52,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lost", type=Path, metavar="FILE", help="of benchmarks.first_use")
     parser.add_argument("--compiled-only", action="store_true", help="only kernels of the object store")
     parser.add_argument("--rows", help="M,... in place of the list's")
+    parser.add_argument("--kinds", default="bf16", help=f"of {', '.join(KINDS)}; default: %(default)s")
     parser.add_argument("--again", action="store_true", help="tune what has a shipped record, too")
     parser.add_argument("--db", type=Path, default=Path("campaign.sqlite"))
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
@@ -64,21 +69,36 @@ def main(arguments: list[str] | None = None) -> int:
             write_records(best([*read_shipped()[0], *found]), options.records)
             return 0
         rows = [int(m) for m in options.rows.split(",")] if options.rows else None
-        device = find_device(options.device)
-        run(list(products(rows)), device, options)
+        problems = [one for kind in options.kinds.split(",") for one in products(rows, kind)]
+        run(problems, find_device(options.device), options)
     except TunegemmError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def products(rows: list[int] | None = None) -> Iterator[Problem]:
-    """The list's products in the order in which they are tuned: all layers of the first rows, then others."""
+def products(rows: list[int] | None = None, kind: str = "bf16") -> Iterator[Problem]:
+    """The list's products in the order in which they are tuned: all layers of the first rows, then others.
+
+    kind: a key of `KINDS`. swiglu is of those layers alone whose half another layer of the model brings back
+    to where they came from. Raises TunegemmError for a kind that is none.
+    """
+    if kind not in KINDS:
+        raise TunegemmError(f"--kinds {kind}: use {', '.join(KINDS)}")
     listed = tomllib.loads(data_path("db", "products.toml").read_text(encoding="utf-8"))
-    layers = dict.fromkeys(layer for model_layers in listed["models"].values() for layer in model_layers)
+    layers: dict[str, None] = {}
+    for of_model in listed["models"].values():
+        layers |= dict.fromkeys(one for one in of_model if kind != "swiglu" or _down(one) in of_model)
+    logits = dict.fromkeys(listed["logits"].values()) if kind == "bf16" else {}
     for m in rows or listed["rows"]:
-        for layer in layers:
-            yield Problem.parse(f"{m}x{layer}")
+        for layer in layers | (logits if m <= MOST_LOGITS_ROWS else {}):
+            yield Problem.parse(f"{m}x{layer}", **KINDS[kind])
+
+
+def _down(layer: str) -> str:
+    """The layer after the product of a layer's two halves."""
+    out_features, _, in_features = layer.partition("x")
+    return f"{in_features}x{int(out_features) // 2}"
 
 
 def kept(records: list[Record], measured_again: Path | None) -> Iterator[Record]:
@@ -134,17 +154,10 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
                 "best": result.labels.get(best.candidate.digest, "") if best else "", "note": result.note,
                 "compiled_only": options.compiled_only,
             }  # fmt: skip
+            if epilogue := result.problem.epilogue:
+                row["epilogue"] = epilogue
             results.put(row)
-            print(
-                row["m"],
-                row["n"],
-                row["k"],
-                row["seconds"],
-                row["ratio"],
-                row["best"],
-                row["note"],
-                flush=True,
-            )
+            print(result.problem, row["seconds"], row["ratio"], row["best"], row["note"], flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.power_cap               # writes results/GPU/power_cap.json, some 15 s a product
     python -m benchmarks.power_cap --candidates  # the candidates alone; needs no GPU
+    python -m benchmarks.power_cap --kinds swiglu,fp8    # beside torch's own operations: power_cap_kinds.json
 
 Of our own kernels run those that ship compiled and that the model takes for the best, and the product's
 record. The slower ones go in rounds; what is left, one of ours, one of cuBLASLt's algorithms and torch.mm, is
@@ -20,17 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.batch_invariance import KINDS
 from benchmarks.large_kernels import Product, launches, object_of, roof_tflops
 from benchmarks.power_kernels import SHAPES
-from benchmarks.results import Results, geometric_mean, meta, results_path
+from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, MeasureError, TunegemmError
-from tunegemm.generate import families
+from tunegemm.generate import families, shortlist
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.policy import Policy
 from tunegemm.measure.race import Replay, SteadyState, race
+from tunegemm.serve.invariance import ranked
 from tunegemm.store.shipped import read_shipped
 
 if TYPE_CHECKING:
@@ -71,6 +74,11 @@ METHOD = (
     "each has the chip to itself, the second half timed: {stages}; of those the best of each kind and "
     "torch.mm {rounds} rounds of {turn_ms:.0f} ms, whose ratios, medians over the rounds, are given"
 )
+METHOD_OF_KINDS = (
+    "the product's record and the kind's kernels of db/invariant.toml, by the trees of db/order.json, beside "
+    "the operations that a user of torch would write; else as power_cap.json: {stages}, {rounds} rounds of "
+    "{turn_ms:.0f} ms"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,6 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.power_cap", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,...")
+    parser.add_argument("--kinds", default="", help=f"of {', '.join(KINDS)}; default: plain bf16")
     parser.add_argument("--budget", type=float, default=200, help="seconds; begin no product later than that")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0")
@@ -86,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         device = find_device(options.device)
-        problems = [Problem.parse(text) for text in options.shapes.split(",")]
+        problems = list(products(options.shapes.split(","), options.kinds.split(",")))
         if options.candidates:
             for problem in problems:
                 names = [families.get(one.family).label(one) for one in candidates(problem, device)]
@@ -99,12 +108,31 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def products(shapes: Sequence[str], kinds: Sequence[str]) -> Iterator[Problem]:
+    """Of each kind, or plain ones. Raises TunegemmError for a kind that is none."""
+    for kind in kinds:
+        if kind and kind not in KINDS:
+            raise TunegemmError(f"--kinds {kind}: use {', '.join(KINDS)}")
+        for shape in shapes:
+            yield Problem.parse(shape, **KINDS[kind or "bf16"])
+
+
 def candidates(problem: Problem, device: Device) -> list[Candidate]:
     """Our own: the product's record, then kernels by the model's rankings, each at the launch of the fewest
-    joules; clusters by GPC in groups of 8 as well, which the model does not see.
+    joules; clusters by GPC in groups of 8 as well, which the model does not see. Of fp8 and fused products
+    those that ship for the kind, by the trees.
 
     Raises ArtifactError where no compiled kernel is there.
     """
+    if not shortlist.takes(problem):
+        found = sorted(
+            ranked(problem, shortlist.of_the_class(problem), device), key=lambda one: -one.expected
+        )
+        return list(dict.fromkeys([*_of_records(problem, device), *(one.candidate for one in found)]))
+    return _by_joules(problem, device)
+
+
+def _by_joules(problem: Problem, device: Device) -> list[Candidate]:
     found = launches(problem, device)
     by_joules, by_cycles = found.best(found.mj), found.best(found.terms.total_us)
     ranks = {found.candidates[place].kernel: rank for rank, place in enumerate(by_cycles)}
@@ -141,15 +169,12 @@ def run(device: Device, problems: Sequence[Problem], options: argparse.Namespace
     stages = ", ".join(
         f"{s.own} + {s.library} {s.rounds} rounds of {s.turn_ms:.0f} ms" for s in STAGES
     )  # fmt: skip
-    method = METHOD.format(
-        joules=BY_JOULES,
-        kernels=KERNELS,
-        algorithms=ALGORITHMS,
-        stages=stages,
-        rounds=FINAL.rounds,
+    method = (METHOD_OF_KINDS if options.kinds else METHOD).format(
+        joules=BY_JOULES, kernels=KERNELS, algorithms=ALGORITHMS, stages=stages, rounds=FINAL.rounds,
         turn_ms=FINAL.turn_ms,
-    )
-    results = Results(results_path(options.out, device, "power_cap.json"), meta(device, method))
+    )  # fmt: skip
+    name = "power_cap_kinds.json" if options.kinds else "power_cap.json"
+    results = Results(results_path(options.out, device, name), meta(device, method))
     backend = CudaBackend(device)
     backend.open()
     roof = roof_tflops(device)
@@ -158,12 +183,13 @@ def run(device: Device, problems: Sequence[Problem], options: argparse.Namespace
             break
         begun = time.monotonic()
         row = measured(problem, device, backend)
-        row["share_of_roof"] = roof and round(row["tflops"]["own"] / roof, 4)
+        is_bf16 = problem.in_dtype == "bf16"
+        row["share_of_roof"] = round(row["tflops"]["own"] / roof, 4) if roof and is_bf16 else None
         row["seconds"] = round(time.monotonic() - begun, 2)
         results.summary = summary([*(r for r in results.rows if r is not results.find(row)), row])
         results.put(row)
         print(
-            f"{problem.shape}: {row['own']} at {row['ratio_to_torch']:.3f} of torch.mm and "
+            f"{problem}: {row['own']} at {row['ratio_to_torch']:.3f} of torch.mm and "
             f"{row['ratio_to_best_cublaslt'] or 0:.3f} of {row['cublaslt']}, {row['tflops']}, "
             f"{row['seconds']} s",
             flush=True,
@@ -174,7 +200,8 @@ def run(device: Device, problems: Sequence[Problem], options: argparse.Namespace
 def measured(problem: Problem, device: Device, backend: Backend) -> dict[str, Any]:
     """A product's row. Raises MeasureError where the device is lost, or none of our kernels runs."""
     product = Product(problem, device, backend)
-    library = [one for one in _algorithms(problem, device) if one != TORCH_MM][:ALGORITHMS]
+    plain = shortlist.takes(problem)
+    library = [one for one in _algorithms(problem, device) if plain and one != TORCH_MM][:ALGORITHMS]
     own = candidates(problem, device)
     runners: dict[Candidate, tuple[Replay, float]] = {TORCH_MM: product.replay(TORCH_MM)}
     failed: dict[str, str] = {}
@@ -201,12 +228,12 @@ def measured(problem: Problem, device: Device, backend: Backend) -> dict[str, An
         own, library = (sorted(kind, key=lambda one: statistics.median(us[one])) for kind in (own, library))
     last = [TORCH_MM, own[0], *library[:1]]
     samples = raced({one: runners[one] for one in last}, FINAL)
-    telemetry = _under(torch_mm, backend)
+    readings = {one: _under(runners[one][0], backend) for one in last}
     names = dict(zip(last, ("torch", "own", "cublaslt"), strict=False))
     ours = samples[own[0]]
     ratios = {names[one]: round(_ratio(samples[one], ours), 4) for one in last}
-    row = {
-        "m": problem.m, "n": problem.n, "k": problem.k,
+    identity = {"m": problem.m, "n": problem.n, "k": problem.k} if plain else problem_fields(problem)
+    row = identity | ({"epilogue": problem.epilogue} if problem.epilogue else {}) | {
         "own": _label(own[0]), "cublaslt": _label(library[0]) if library else None,
         "ratio_to_torch": ratios["torch"], "ratio_to_best_cublaslt": ratios.get("cublaslt"),
         "us": {names[one]: round(statistics.median(samples[one]), 3) for one in last},
@@ -214,7 +241,8 @@ def measured(problem: Problem, device: Device, backend: Backend) -> dict[str, An
             names[one]: round(problem.flops / statistics.median(samples[one]) / 1e6, 1) for one in last
         },
         "rounds": FINAL.rounds, "turn_ms": FINAL.turn_ms, "raced": counts,
-        "throttle_reasons": telemetry.get("throttle_reasons"), "failed": failed,
+        "power_w": {names[one]: readings[one].get("power_w") for one in last},
+        "throttle_reasons": readings[TORCH_MM].get("throttle_reasons"), "failed": failed,
     }  # fmt: skip
     del runners, torch_mm, product
     backend.release()

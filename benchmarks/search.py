@@ -1,7 +1,7 @@
 """Compares search strategies on recorded sweeps: how far behind the best is the best of the first candidates?
 
     python -m benchmarks.search                                   # results/h200/search.json
-    python -m benchmarks.search --recorded h100 --strategies random,model,quick --seeds 3
+    python -m benchmarks.search --recorded h100-drawn --strategies random,model,quick --seeds 3
 
 Every strategy may ask for the recorded candidates of one family and gets the recorded ratio to torch.mm; no
 GPU is used. *Regret* after a number of them is what their best lacks to the best of the whole sweep, as a
@@ -44,6 +44,8 @@ from tunegemm.search.sampler import quiet_optuna
 
 COUNTS = (8, 16, 32)
 STEADY = "-steady"
+#: Sweeps that everybody may replay, and those that only searches are compared on.
+FOLDERS = ("db/sweeps", "benchmarks/sweeps")
 #: Of the 20 and more strategies of kernel_tuner 1.5: its evolutionary ones, a local search, its Gaussian
 #: process, and the two that its authors had a language model write, which they report to be the best.
 OF_KERNEL_TUNER = (
@@ -107,7 +109,10 @@ def by_optuna(name: str, problem: Problem, values: Values, device: Device, seed:
 def by_kernel_tuner(
     name: str, problem: Problem, values: Values, device: Device, seed: int
 ) -> Iterator[Candidate]:
-    """Its simulation mode takes a file of all times, and returns what it asked for in that order."""
+    """Its simulation mode takes a file of all times, and returns what it asked for in that order.
+
+    Raises TunegemmError where it does not take the sweep: some strategies want more candidates.
+    """
     from kernel_tuner.interface import tune_cache
 
     lists = {parameter: listed for parameter, listed in value_lists(values).items() if len(listed) > 1}
@@ -126,10 +131,13 @@ def by_kernel_tuner(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cache.json"
         path.write_text(json.dumps(cache))
-        found, _ = tune_cache(
-            str(path), restrictions=[_recorded_only(list(lists), list(points))], strategy=name, seed=seed,
-            quiet=True, strategy_options={"max_fevals": max(COUNTS)}, objective="time",
-        )  # fmt: skip
+        try:
+            found, _ = tune_cache(
+                str(path), restrictions=[_recorded_only(list(lists), list(points))], strategy=name, seed=seed,
+                quiet=True, strategy_options={"max_fevals": max(COUNTS)}, objective="time",
+            )  # fmt: skip
+        except (TypeError, IndexError) as error:  # few candidates, or one without a neighbour
+            raise TunegemmError(f"kt-{name} does not take this sweep: {error}") from error
     yield from dict.fromkeys(points[tuple(one[p] for p in lists)] for one in found)
 
 
@@ -198,6 +206,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for timing in dict.fromkeys(row["timing"] for row in rows):
         for name in dict.fromkeys(row["strategy"] for row in rows):
             mine = [row for row in rows if (row["timing"], row["strategy"]) == (timing, name)]
+            if not mine:  # it takes none of these sweeps
+                continue
             one: dict[str, Any] = {"timing": timing, "strategy": name, "sweeps": len(mine)}
             for count in COUNTS:
                 values = sorted(value for row in mine for value in row["regret"][str(count)])
@@ -213,7 +223,11 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.search", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--recorded", default="h200", help="name of the recorded GPU (default: %(default)s)")
-    parser.add_argument("--sweeps", type=Path, help="folder of recorded GPUs (default: db/sweeps)")
+    parser.add_argument(
+        "--sweeps",
+        type=Path,
+        help=f"folder of recorded GPUs (default: where NAME is of {', '.join(FOLDERS)})",
+    )
     parser.add_argument("--family", default="cute_sm90")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: all")
     parser.add_argument(
@@ -237,10 +251,11 @@ def run(options: argparse.Namespace) -> None:
             raise TunegemmError(f"--strategies {name}: use {', '.join(STRATEGIES)}")
     rows: list[dict[str, Any]] = []
     told: dict[str, Any] = {}
+    root = _root(options)
     for recorded in (options.recorded, options.recorded + STEADY):
-        if recorded.endswith(STEADY) and not (_root(options.sweeps) / recorded).is_dir():
+        if recorded.endswith(STEADY) and not (root / recorded).is_dir():
             continue
-        replay = open_replay(recorded, root=options.sweeps)
+        replay = open_replay(recorded, root=root)
         for problem in replay.problems():
             sweep = replay.sweep(problem)
             values = recorded_values(sweep, options.family)
@@ -253,9 +268,13 @@ def run(options: argparse.Namespace) -> None:
             }  # fmt: skip
             for name in names:
                 seeds = range(min(options.seeds, _SEEDS.get(name, options.seeds)))
-                found = [
-                    regrets(STRATEGIES[name](problem, values, replay.device, seed), values) for seed in seeds
-                ]
+                try:
+                    found = [
+                        regrets(STRATEGIES[name](problem, values, replay.device, s), values) for s in seeds
+                    ]
+                except TunegemmError as error:
+                    print(f"{problem}: {error}", file=sys.stderr)
+                    continue
                 by_count = {
                     str(count): list(one) for count, one in zip(COUNTS, zip(*found, strict=True), strict=True)
                 }
@@ -279,8 +298,11 @@ def run(options: argparse.Namespace) -> None:
     print(f"written: {path}")
 
 
-def _root(sweeps: Path | None) -> Path:
-    return sweeps or Path(__file__).parents[1] / "db" / "sweeps"
+def _root(options: argparse.Namespace) -> Path:
+    """The folder that has the recorded GPU."""
+    roots = [Path(__file__).parents[1] / folder for folder in FOLDERS]
+    found = (root for root in roots if (root / options.recorded).is_dir())
+    return options.sweeps or next(found, roots[0])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.sweep --name h200 --shapes 4096x4096x4096 --shapes 512x6144x4096
     python -m benchmarks.sweep --compile 640                  # without a GPU, into TUNEGEMM_CACHE_DIR
-    python -m benchmarks.sweep --name h200-drawn --compiled-only --budget 400 --shapes drawn
+    python -m benchmarks.sweep --name h100-drawn --compiled-only --trials 700 --shapes drawn
 
 Every feasible kernel is measured at its model-best launch, and the whole launch grid on the leaders; with
 --compiled-only of the kernels that ship or are in the store. `--shapes drawn` are those of `DRAWN`. Where
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--shapes", action="append", default=[], help="a group, MxNxK, a regular expression, or: drawn"
     )
-    parser.add_argument("--trials", type=int, help="cut each sweep to so many candidates")
+    parser.add_argument("--trials", type=int, help="cut each sweep to so many candidates of a family")
     parser.add_argument("--compiled-only", action="store_true", help="only kernels that need no compiler")
     parser.add_argument(
         "--compile", type=int, metavar="N", help="measure nothing; compile N kernels by chance of either kind"

@@ -19,7 +19,9 @@ from benchmarks.tables import power
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.errors import TunegemmError
 from tunegemm.generate import energy, families
+from tunegemm.generate.shortlist import of_the_class
 from tunegemm.measure.race import Replay
 from tunegemm.store import packs
 
@@ -67,6 +69,19 @@ def test_candidates_have_the_record_and_the_fewest_joules(problem: Problem, devi
         own = record.problem == problem and record.candidate.family == "cute_sm90"
         if own and record.fingerprint.device_name == device.fingerprint.device_name:
             assert families.completed(record.candidate) == chosen[0]
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "fp8"])
+def test_other_kinds_take_what_ships_for_them(kind: str, device: Device) -> None:
+    (problem,) = power_cap.products(["4096x28672x4096"], [kind])
+    chosen = power_cap.candidates(problem, device)
+    assert {one.kernel for one in chosen} >= set(of_the_class(problem)), "and the product's record"
+    assert len(chosen) >= 10
+
+
+def test_a_kind_that_is_none_is_named() -> None:
+    with pytest.raises(TunegemmError, match="--kinds fp5: use bf16"):
+        next(power_cap.products(["8x8x8"], ["fp5"]))
 
 
 @with_kernels
@@ -222,6 +237,11 @@ def test_both_tables_are_of_their_files(tmp_path: Path) -> None:
     cap.put(row)
     assert json.loads(cap.path.read_text())["ratio_to_torch"] == pytest.approx((1.05 * 1.1) ** 0.5, abs=1e-4)
     assert "| geometric mean of 2 |  | 1.075 |  |" in power.power_cap(tmp_path)
+    assert "stored tiles" not in power.power_cap(tmp_path), "nothing metered"
+    roof = Results(tmp_path / "power_roof.json", {"gpu": "NVIDIA H200", "command": ""})
+    for name, tflops in (("none", 830.0), ("near 100 %, stores k 4096", 718.0), ("near 100 %", 733.0)):
+        roof.put({"label": name, "workload": name, "tflops": tflops})
+    assert "make 718 TFLOP/s" in (text := power.power_cap(tmp_path)) and "97.5% to 97.5%" in text
 
 
 class Takes:
