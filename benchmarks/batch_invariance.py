@@ -57,6 +57,13 @@ SAMPLED = (1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 65, 100, 127, 128, 129, 200, 256, 
 TIMED = (1, 16, 256, 4096)
 
 
+def of_kind(shape: str, name: str, kinds: Mapping[str, Mapping[str, Any]] = KINDS) -> Problem:
+    """A product by the name of its kind. Raises ProblemError for a kind that is none."""
+    if name not in kinds:
+        raise ProblemError(f"--kinds {name}: use {', '.join(kinds)}")
+    return Problem.parse(shape, **kinds[name])
+
+
 def larger(count: int = MORE, largest: int = LARGEST) -> list[int]:
     """So many M above those that are all tried, evenly in their logarithm; the last is the largest."""
     step = (largest / EVERY[-1]) ** (1 / count)
@@ -77,13 +84,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     options = parser.parse_args(arguments)
     try:
-        kinds = options.kinds.split(",")
-        if unknown := [name for name in kinds if name not in KINDS]:
-            raise ProblemError(f"kind {unknown[0]!r} is not known; use {', '.join(KINDS)}")
         problems = [
-            Problem.parse(f"{LARGEST}x{text}", **KINDS[name])
+            of_kind(f"{LARGEST}x{text}", name)
             for text in options.shapes.split(",")
-            for name in kinds
+            for name in options.kinds.split(",")
         ]
         return run(problems, find_device(options.device), options)
     except TunegemmError as error:

@@ -22,7 +22,7 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.batch_invariance import KINDS
+from benchmarks.batch_invariance import KINDS, of_kind
 from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -81,10 +81,8 @@ def products(rows: list[int] | None = None, kind: str = "bf16") -> Iterator[Prob
     """The list's products in the order in which they are tuned: all layers of the first rows, then others.
 
     kind: a key of `KINDS`. swiglu is of those layers alone whose half another layer of the model brings back
-    to where they came from. Raises TunegemmError for a kind that is none.
+    to where they came from. Raises ProblemError for a kind that is none.
     """
-    if kind not in KINDS:
-        raise TunegemmError(f"--kinds {kind}: use {', '.join(KINDS)}")
     listed = tomllib.loads(data_path("db", "products.toml").read_text(encoding="utf-8"))
     layers: dict[str, None] = {}
     for of_model in listed["models"].values():
@@ -92,7 +90,7 @@ def products(rows: list[int] | None = None, kind: str = "bf16") -> Iterator[Prob
     logits = dict.fromkeys(listed["logits"].values()) if kind == "bf16" else {}
     for m in rows or listed["rows"]:
         for layer in layers | (logits if m <= MOST_LOGITS_ROWS else {}):
-            yield Problem.parse(f"{m}x{layer}", **KINDS[kind])
+            yield of_kind(f"{m}x{layer}", kind)
 
 
 def _down(layer: str) -> str:

@@ -30,7 +30,7 @@ from zlib import crc32
 import torch
 
 from benchmarks.batch_invariance import KINDS as OTHERS
-from benchmarks.batch_invariance import product
+from benchmarks.batch_invariance import of_kind, product
 from benchmarks.interleave import interleave
 from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
@@ -130,10 +130,8 @@ def some(problems: list[Problem], count: int, seed: int) -> list[Problem]:
 
 def _of_kind(problem: Problem, name: str) -> Problem:
     """As torch takes it: rows of fp8 operands are multiples of 16 bytes."""
-    if name not in KINDS:
-        raise TunegemmError(f"--kinds {name}: use {', '.join(KINDS)}")
     n, k = (-(-extent // 16) * 16 for extent in (problem.n, problem.k))
-    return Problem.parse(f"{problem.m}x{n}x{k}", **KINDS[name])
+    return of_kind(f"{problem.m}x{n}x{k}", name, KINDS)
 
 
 def drawn(count: int, seed: int, most_rows: int = MOST_ROWS) -> list[Problem]:

@@ -98,8 +98,6 @@ def launches(problem: Problem, device: Device) -> Launches:
 
     Raises ArtifactError where no compiled kernel is there.
     """
-    if (pack := packs.shipped()) is None:
-        raise ArtifactError("no compiled kernels ship with this checkout; run `make kernels`")
     records, _ = read_shipped()
     large = (r.candidate for r in records if r.problem.m >= _LARGE_ROWS and shortlist.takes(r.problem))
     recorded = {c.kernel for c in large if families.get(c.family).compiled}
@@ -108,7 +106,7 @@ def launches(problem: Problem, device: Device) -> Launches:
         family = families.get(kernel.family)
         for order in ("gpc", "index"):
             launch = _with(shortlist.launched(problem, kernel), cluster_order=order)
-            if family.kernel_key(problem, launch, device) not in pack:
+            if packs.find(family.kernel_key(problem, launch, device)) is None:
                 continue
             in_each_order = (
                 _with(launch, swizzle_size=swizzle, raster_order=raster, l2_hint=hint)
@@ -117,6 +115,8 @@ def launches(problem: Problem, device: Device) -> Launches:
             )
             found += (one for one in in_each_order if family.check(problem, one, device).runs)
             break
+    if not found:
+        raise ArtifactError(f"{problem}: no compiled kernel that suits it; run `make kernels`")
     return _told(problem, tuple(dict.fromkeys(found)), device)
 
 

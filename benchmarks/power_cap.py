@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.batch_invariance import KINDS
+from benchmarks.batch_invariance import KINDS, of_kind
 from benchmarks.large_kernels import Product, launches, object_of, roof_tflops
 from benchmarks.power_kernels import SHAPES
-from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
+from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.power_cap", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,...")
-    parser.add_argument("--kinds", default="", help=f"of {', '.join(KINDS)}; default: plain bf16")
+    parser.add_argument("--kinds", default="bf16", help=f"of {', '.join(KINDS)}; default: %(default)s")
     parser.add_argument("--budget", type=float, default=200, help="seconds; begin no product later than that")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0")
@@ -95,7 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         device = find_device(options.device)
-        problems = list(products(options.shapes.split(","), options.kinds.split(",")))
+        kinds = options.kinds.split(",")
+        problems = [of_kind(shape, kind) for kind in kinds for shape in options.shapes.split(",")]
         if options.candidates:
             for problem in problems:
                 names = [families.get(one.family).label(one) for one in candidates(problem, device)]
@@ -106,15 +107,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def products(shapes: Sequence[str], kinds: Sequence[str]) -> Iterator[Problem]:
-    """Of each kind, or plain ones. Raises TunegemmError for a kind that is none."""
-    for kind in kinds:
-        if kind and kind not in KINDS:
-            raise TunegemmError(f"--kinds {kind}: use {', '.join(KINDS)}")
-        for shape in shapes:
-            yield Problem.parse(shape, **KINDS[kind or "bf16"])
 
 
 def candidates(problem: Problem, device: Device) -> list[Candidate]:
@@ -169,11 +161,12 @@ def run(device: Device, problems: Sequence[Problem], options: argparse.Namespace
     stages = ", ".join(
         f"{s.own} + {s.library} {s.rounds} rounds of {s.turn_ms:.0f} ms" for s in STAGES
     )  # fmt: skip
-    method = (METHOD_OF_KINDS if options.kinds else METHOD).format(
+    is_plain = options.kinds == "bf16"
+    method = (METHOD if is_plain else METHOD_OF_KINDS).format(
         joules=BY_JOULES, kernels=KERNELS, algorithms=ALGORITHMS, stages=stages, rounds=FINAL.rounds,
         turn_ms=FINAL.turn_ms,
     )  # fmt: skip
-    name = "power_cap_kinds.json" if options.kinds else "power_cap.json"
+    name = "power_cap.json" if is_plain else "power_cap_kinds.json"
     results = Results(results_path(options.out, device, name), meta(device, method))
     backend = CudaBackend(device)
     backend.open()
@@ -232,8 +225,9 @@ def measured(problem: Problem, device: Device, backend: Backend) -> dict[str, An
     names = dict(zip(last, ("torch", "own", "cublaslt"), strict=False))
     ours = samples[own[0]]
     ratios = {names[one]: round(_ratio(samples[one], ours), 4) for one in last}
-    identity = {"m": problem.m, "n": problem.n, "k": problem.k} if plain else problem_fields(problem)
-    row = identity | ({"epilogue": problem.epilogue} if problem.epilogue else {}) | {
+    row = {
+        "m": problem.m, "n": problem.n, "k": problem.k,
+        **({} if plain else {"dtype": problem.in_dtype, "epilogue": problem.epilogue}),
         "own": _label(own[0]), "cublaslt": _label(library[0]) if library else None,
         "ratio_to_torch": ratios["torch"], "ratio_to_best_cublaslt": ratios.get("cublaslt"),
         "us": {names[one]: round(statistics.median(samples[one]), 3) for one in last},

@@ -1,37 +1,59 @@
 """Large products at the cap without a GPU: what is chosen can be launched, and sums find what was planted.
 
-The kernels are those of `make kernels`.
+Its kernels are compiled where `make kernels` has not made them.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import large_kernels, power_cap, power_kernels
+from benchmarks.batch_invariance import of_kind
 from benchmarks.power_kernels import SHAPES
 from benchmarks.results import Results
 from benchmarks.tables import power
+from tests.support.processes import compile_workers
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
-from tunegemm.generate import energy, families
-from tunegemm.generate.shortlist import of_the_class
+from tunegemm.generate import energy, families, shortlist
+from tunegemm.generate.artifacts import ArtifactStore
+from tunegemm.generate.compile import CompilePool
 from tunegemm.measure.race import Replay
 from tunegemm.store import packs
 
 PROBLEMS = [Problem.parse(shape) for shape in SHAPES]
-with_kernels = pytest.mark.skipif(packs.shipped() is None, reason="no compiled kernels; run `make kernels`")
+#: Kernels of the list beside the records', so many that six launches of a product can be unlike.
+LISTED = 14
 
 
 @pytest.fixture(scope="module")
 def device() -> Device:
     return find_device("model:h200")
+
+
+@pytest.fixture(scope="module")
+def compiled(device: Device, shared_folder: Path) -> Iterator[None]:
+    """Kernels for large products, in a store: a checkout without `make kernels` has none."""
+    records = [r for r in power_cap.read_shipped()[0] if r.problem in PROBLEMS]
+    wanted = [families.completed(r.candidate) for r in records if r.candidate.family == "cute_sm90"]
+    listed = [one for one in shortlist.listed() if one.family == "cute_sm90" and one["tile_m"] >= 128]
+    wanted += [shortlist.launched(PROBLEMS[0], one) for one in listed[:LISTED]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUNEGEMM_CACHE_DIR", str(shared_folder / "large-kernels"))
+        with CompilePool(ArtifactStore(), shipped=packs.shipped(), workers=compile_workers()) as pool:
+            family = families.get("cute_sm90")
+            keys = [family.kernel_key(PROBLEMS[0], one, device) for one in wanted]
+            for future in [pool.submit("cute_sm90", key) for key in keys]:
+                assert future.result().artifact is not None, future.result().failure
+        yield
 
 
 def assert_launchable(problem: Problem, candidates: list[Candidate], device: Device) -> None:
@@ -41,7 +63,7 @@ def assert_launchable(problem: Problem, candidates: list[Candidate], device: Dev
         assert large_kernels.object_of(problem, candidate, device).is_file()
 
 
-@with_kernels
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("problem", PROBLEMS, ids=SHAPES)
 def test_six_unlike_launches_of_a_product(problem: Problem, device: Device) -> None:
     chosen = power_kernels.pairs(problem, device)
@@ -57,7 +79,7 @@ def test_six_unlike_launches_of_a_product(problem: Problem, device: Device) -> N
     assert {c.params.get("schedule") for c in chosen.candidates} >= {"cooperative", "pingpong"}
 
 
-@with_kernels
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("problem", PROBLEMS, ids=SHAPES)
 def test_candidates_have_the_record_and_the_fewest_joules(problem: Problem, device: Device) -> None:
     chosen = power_cap.candidates(problem, device)
@@ -73,18 +95,18 @@ def test_candidates_have_the_record_and_the_fewest_joules(problem: Problem, devi
 
 @pytest.mark.parametrize("kind", ["swiglu", "fp8"])
 def test_other_kinds_take_what_ships_for_them(kind: str, device: Device) -> None:
-    (problem,) = power_cap.products(["4096x28672x4096"], [kind])
+    problem = of_kind("4096x28672x4096", kind)
     chosen = power_cap.candidates(problem, device)
-    assert {one.kernel for one in chosen} >= set(of_the_class(problem)), "and the product's record"
+    assert {one.kernel for one in chosen} >= set(shortlist.of_the_class(problem)), "and the product's record"
     assert len(chosen) >= 10
 
 
 def test_a_kind_that_is_none_is_named() -> None:
     with pytest.raises(TunegemmError, match="--kinds fp5: use bf16"):
-        next(power_cap.products(["8x8x8"], ["fp5"]))
+        of_kind("8x8x8", "fp5")
 
 
-@with_kernels
+@pytest.mark.usefixtures("compiled")
 def test_at_the_models_clock_and_time_the_prediction_is_the_models(device: Device) -> None:
     chosen = power_kernels.pairs(PROBLEMS[0], device)
     table = large_kernels.table_of(device)

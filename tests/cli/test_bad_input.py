@@ -1,6 +1,6 @@
 """Bad input: one line on stderr that names value and remedy, exit code 2, no traceback.
 
-One test starts processes; the others run the commands in this one.
+A few tests start processes; the others run the commands in this one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from tests.support.commands import here, process
+from tests.support.processes import environment
 from tunegemm.describe.device import cuda_device_count
 from tunegemm.store import Database
 
@@ -158,10 +159,15 @@ def test_a_gpu_that_is_not_there() -> None:
     assert remedy in refused("tune", *SHAPE, "--devices", "0,99")
 
 
-@pytest.mark.skipif(cuda_device_count() > 0, reason="with a GPU it tunes")
+def without_gpu(*arguments: str | Path, code: int) -> CompletedProcess[str]:
+    """In a process that sees no GPU, whatever there is."""
+    return process(*arguments, code=code, env=environment(CUDA_VISIBLE_DEVICES=""))
+
+
 def test_ray_without_an_address_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert "--ray without an address or RAY_ADDRESS: no CUDA device here" in refused("tune", *SHAPE, "--ray")
+    line = refused("tune", *SHAPE, "--ray", run=without_gpu)
+    assert "--ray without an address or RAY_ADDRESS: no CUDA device here" in line
 
 
 def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +212,9 @@ def test_verifying_predictions(arguments: tuple[str, ...], named: str) -> None:
     assert named in refused("verify", *arguments)
 
 
-@pytest.mark.skipif(cuda_device_count() > 0, reason="there is a GPU here")
 def test_predictions_are_not_verified_without_a_gpu() -> None:
-    assert "no CUDA device here, and this measures; run it on a GPU" in refused(
-        "verify", "--predicted", *SHAPE
-    )
+    line = refused("verify", "--predicted", *SHAPE, run=without_gpu)
+    assert "no CUDA device here, and this measures; run it on a GPU" in line
 
 
 @pytest.mark.parametrize("digest", ["", "zz", "9" * 5000])

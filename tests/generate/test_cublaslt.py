@@ -127,10 +127,10 @@ def test_an_incomplete_record_is_refused_in_words() -> None:
         FAMILY.load(Problem(64, 64, 64), half, DEVICE, None)
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has brought the library")
 def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert FAMILY.unavailable() is None, "a torch for CPUs lacks nothing"
     monkeypatch.setattr(binding, "library", lambda: None)
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert FAMILY.unavailable() is None, "a torch for CPUs lacks nothing"
     with pytest.raises(ValueError, match="a torch for CPUs has no cuBLASLt; install one for CUDA"):
         FAMILY.load(Problem(64, 64, 64), ALGORITHM, DEVICE, None)
     monkeypatch.setattr("torch.version.cuda", "13.0")

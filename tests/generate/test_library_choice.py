@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from tests.support.processes import environment
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt import binding, names
 from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice, of_label
@@ -61,9 +64,13 @@ def test_a_label_has_the_same_as_torch_has_rows_and_columns() -> None:
     assert of_label("unknown: error") is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a library to ask")
-def test_without_a_gpu_nothing_is_known() -> None:
-    assert first_choice(Problem.parse("64x4096x4096"), 0) is None
+def test_before_torch_has_begun_on_a_gpu_nothing_is_known() -> None:
+    program = (
+        "from tunegemm.describe.problem import Problem\n"
+        "from tunegemm.generate.cublaslt.choice import first_choice\n"
+        "assert first_choice(Problem.parse('64x4096x4096'), 0) is None\n"
+    )
+    subprocess.run([sys.executable, "-c", program], env=environment(), check=True, timeout=120)
 
 
 @pytest.mark.gpu
