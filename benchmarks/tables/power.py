@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.results import geometric_mean
 from benchmarks.tables.reading import extents_of, load, machine_line, markdown_table, not_measured
 
 #: What the terms of `tunegemm.generate.energy` are called in a table.
@@ -136,6 +137,31 @@ def power_cap(results: Path) -> str:
     ]  # fmt: skip
     parts = [machine_line(data["meta"]), markdown_table(header, lines), _with_loads(results, data["rows"])]
     return "\n\n".join(filter(None, parts))
+
+
+def power_cap_kinds(results: Path) -> str:
+    """Our kernels beside torch's own operations, of fp8 and SwiGLU."""
+    name = "power_cap_kinds.json"
+    data = load(results, name)
+    if data is None:
+        return not_measured(results, name)
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        kind = f"{row['dtype']}, {row['epilogue']}" if row["epilogue"] else row["dtype"]
+        kinds.setdefault(kind, []).append(row)
+    lines = []
+    for kind, rows in kinds.items():
+        lines += [
+            [
+                kind, extents_of(row), f"`{row['own']}`", _number(row["ratio_to_torch"], 3),
+                *(_number(row["tflops"].get(one), 0) for one in ("own", "torch")),
+            ]
+            for row in rows
+        ]  # fmt: skip
+        mean = geometric_mean(row["ratio_to_torch"] for row in rows)
+        lines.append([kind, f"geometric mean of {len(rows)}", "", _number(mean, 3), "", ""])
+    header = ["kind", "product", "own", "times torch", "TFLOP/s, own", "torch"]
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
 
 
 def _with_loads(results: Path, rows: list[dict[str, Any]]) -> str:

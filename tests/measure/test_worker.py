@@ -215,7 +215,7 @@ def test_a_gpu_that_lowers_its_clocks_is_timed_in_steady_state() -> None:
     for outcome in outcomes:
         assert isinstance(outcome, Measurement)
         assert outcome.evidence[STEADY_MS] == 20.0
-        assert outcome.evidence["rounds"] == len(outcome.samples_us) == 3
+        assert outcome.evidence["rounds"] == len(outcome.samples_us) == 2, "it alone is left beside torch.mm"
     assert [o.evidence[STEADY_MS] for o in plain if isinstance(o, Measurement)] == [0.0], (
         "none were asked for"
     )

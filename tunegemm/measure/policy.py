@@ -39,10 +39,10 @@ class Policy:
     """Time for which the baseline is replayed before the rounds, so that clocks are those of lasting work."""
     steady_ms: float = 0.0
     """Of steady-state timing, for a GPU that has lowered its clocks: in each round a candidate runs alone for
-    so long, and the second half is timed. 0, or a GPU that holds its clocks: interleaved timing."""
-    steady_rounds: int = 7
+    so long, and all but its beginning is timed. 0, or a GPU that holds its clocks: interleaved timing."""
+    steady_rounds: int = 4
     """Rounds of steady-state timing, in place of `rounds`."""
-    steady_spread: float = 0.023
+    steady_spread: float = 0.015
     """In steady-state timing a candidate is dropped when its median after n rounds is slower than the
     leader's by more than `race_margin` and this fraction over the square root of n."""
     energy_ms: float = 0.0
@@ -70,17 +70,17 @@ SCREEN = Policy(rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, set
 
 #: The few that matter, and the figures that are stored. What a screen finds on a GPU at its power cap is few
 #: cycles at clocks that all share; in steady state each has clocks of its own, and what draws less power has
-#: higher ones (docs/decisions/0012-steady-state-at-the-power-cap.md). Turns of 160 ms: those of 80 ms lose
-#: 0.6 to 0.9 %. A round of one kernel differs by some 1 % from the next: two rounds by 2.3 % at most, mostly.
+#: higher ones (docs/decisions/0012-steady-state-at-the-power-cap.md). Turns of 320 ms, as the cap is kept by
+#: steps of 100 ms which overshoot: one of 160 ms differs from the kernel's next by 1.1 to 1.5 % (standard
+#: deviation), one of 320 ms by 0.4 to 0.7 % (docs/decisions/0023-turns-outlast-the-power-controller.md).
 FINAL = Policy(
     rounds=21, min_replay_ms=1.0, race_after=7, race_margin=0.02, settle_ms=300,
-    steady_ms=160, steady_rounds=7,
+    steady_ms=320, steady_rounds=4,
 )  # fmt: skip
 
-#: The same in a quick tuning, on a GPU that has just measured the screen. In steady state one turn differs
-#: from the next by 1.5 % (standard deviation in 41 races; H200, 2026-11-23). With that noise the winner of
-#: four rounds is 0.25 % behind the best of its race, of the five with a wider spread that were run before
-#: 0.22 %, of three 0.28 to 0.30 %; four take a fifth fewer turns than those five.
+#: The same in a quick tuning, on a GPU that has just measured the screen. Its two rounds of 320 ms are wrong
+#: by 0.7 % of a ratio, four of 160 ms by 1.4 %.
 QUICK_FINAL = replace(
-    FINAL, rounds=15, race_after=5, race_margin=0.005, settle_ms=100, steady_rounds=4, steady_spread=0.016
+    FINAL, rounds=15, race_after=5, race_margin=0.005, settle_ms=100,
+    steady_ms=240, steady_rounds=2, steady_spread=0.01,
 )  # fmt: skip

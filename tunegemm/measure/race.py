@@ -13,7 +13,9 @@ from tunegemm.measure.policy import Policy
 from tunegemm.measure.statistics import clearly_slower, slower_by
 
 #: Rounds of steady-state timing that a winner has at least.
-_FEWEST_STEADY = 3
+_FEWEST_STEADY = 2
+#: What of a turn in steady state is not timed; half of one that is shorter than twice that.
+_UNTIMED_MS = 80.0
 
 
 class Runner(Protocol):
@@ -38,21 +40,23 @@ class SteadyState:
     """A replay again and again, until the GPU runs at the clocks that this work alone leaves it; then timed.
 
     A GPU at its power cap lowers its clocks in steps of some 20 ms, and has a new work's after three of them
-    (H200, benchmarks/results/h200/turns-2026-11-22.json): the first half is not timed.
+    (H200, benchmarks/results/h200/turns-2026-11-22.json): the beginning is not timed.
     """
 
     replay: Replay
-    times: int
+    untimed: int
+    timed: int
     """Replays in a round."""
 
     @classmethod
     def of(cls, replay: Replay, replay_seconds: float, steady_ms: float) -> SteadyState:
         """As many replays as fill the time, two at least."""
-        return cls(replay, max(2, ceil(steady_ms * 1e-3 / replay_seconds)))
+        times = max(2, ceil(steady_ms * 1e-3 / replay_seconds))
+        untimed = min(times - times // 2, ceil(times * _UNTIMED_MS / steady_ms))
+        return cls(replay, untimed, times - untimed)
 
     def start(self) -> None:
-        timed = self.times // 2
-        self.replay.start(self.times - timed, timed)
+        self.replay.start(self.untimed, self.timed)
 
     def finish(self) -> float:
         return self.replay.finish()
@@ -100,13 +104,18 @@ def race(
 
 
 def _survivors(active: list[int], kept: int, samples: list[list[float]], policy: Policy) -> list[int]:
-    """All of `active` but those clearly slower than the fastest; the one in flight lacks its last sample."""
-    rounds = min(len(samples[index]) for index in active)
-    if rounds == 0:
+    """All of `active` but those clearly slower than the fastest. The one in flight lacks its last sample, so
+    that two compare by the rounds that both have.
+    """
+    timed = [index for index in active if samples[index]]
+    if not timed:
         return active
-    leader = min(active, key=lambda index: median(samples[index]))
+    leader = min(timed, key=lambda index: median(samples[index]))
 
     def is_slower(index: int) -> bool:
+        rounds = min(len(samples[index]), len(samples[leader]))
+        if rounds == 0:
+            return False
         mine, leading = samples[index][:rounds], samples[leader][:rounds]
         if policy.steady_ms:
             return slower_by(mine, leading) > policy.race_margin + policy.steady_spread / sqrt(rounds)

@@ -27,7 +27,7 @@ class Places:
     """Of the library's algorithms."""
 
 
-#: In interleaved timing a candidate costs milliseconds; in steady state 160 ms in each round. There two to
+#: In interleaved timing a candidate costs milliseconds; in steady state a turn in each round. There two to
 #: four of those that were screened hold the fastest to within 0 to 1.4 %. Of 35 winners among our own
 #: kernels 32 were one of the first three by what was expected, one the fourth, two the quickest (41
 #: products of an H200, 2026-11-23).
