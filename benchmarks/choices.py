@@ -253,7 +253,7 @@ def measure(
     telemetry = backend.telemetry()
     if top is None:
         telemetry, steady = _steady(
-            problem, chosen, rows, replays, near, ratios, count * passes, samples, backend
+            problem, chosen, rows, replays, near, ratios, count * passes, samples, backend, device
         )
     marks.append(time.monotonic())
     errors = _check(problem, sets, [launchers[number] for number in near[:2]], backend)
@@ -326,7 +326,7 @@ def _ratio(baseline: Sequence[float], own: Sequence[float]) -> float:
 def _steady(
     problem: Problem, chosen: shortlist.Choices, rows: Sequence[int], replays: Sequence[Replay],
     near: Sequence[int], ratios: Sequence[float], products: int, samples: Sequence[Sequence[float]],
-    backend: Backend,
+    backend: Backend, device: Device,
 ) -> tuple[dict[str, Any], list[list[float]]]:  # fmt: skip
     """The chip's clocks in lasting work, and the ratios of a few kernels where it lowers them."""
     if problem.m <= FEW_ROWS or not near:
@@ -340,10 +340,9 @@ def _steady(
     replays[1].finish()
     if not telemetry.get("throttle_reasons"):
         return telemetry, []
-    lasting = {
-        number: model.steady_ratio(chosen.candidate(problem, rows[number]), ratios[number]) for number in near
-    }
-    best = sorted(near, key=lambda number: -lasting[number])[:2]
+    candidates = {number: chosen.candidate(problem, rows[number]) for number in near}
+    lasting = model.steady_ratios(problem, {c: ratios[number] for number, c in candidates.items()}, device)
+    best = sorted(near, key=lambda number: -lasting[candidates[number]])[:2]
     picked = list(dict.fromkeys([near[0], *best]))[:3]
     runners = [
         SteadyState.of(replays[place], statistics.median(taken) * products * 1e-6, TURN_MS)

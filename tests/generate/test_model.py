@@ -8,6 +8,7 @@ import statistics
 import time
 import tomllib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -233,33 +234,53 @@ def test_cutting_k_pays_where_waves_are_badly_filled(h200: Device) -> None:
     assert (whole["tile_scheduler"], whole["split_k"]) == ("static", 1)
 
 
-def test_what_a_kernel_is_alone_is_told_better_than_by_its_ratio_at_shared_clocks() -> None:
+def test_what_a_kernel_is_alone_is_told_better_than_by_its_ratio_at_shared_clocks(h200: Device) -> None:
     """On the kernels of products at the power cap of an H200 that were timed both ways."""
     path = ROOT / "benchmarks" / "results" / "h200" / "turns-2026-11-22.json"
-    products: dict[tuple[Any, ...], list[tuple[float, float, float]]] = {}
+    products: dict[tuple[Problem, str], list[tuple[Candidate, float, float]]] = {}
     for row in json.loads(path.read_text())["rows"]:
-        named = re.match(r"(co|pp)(\d+)x(\d+)x\d+S? s\d+ c(\d)x(\d) ", row["label"])
-        if named is None or row["m"] <= 256:
-            continue
-        schedule = {"co": "cooperative", "pp": "pingpong"}[named[1]]
-        names = ("tile_m", "tile_n", "cluster_m", "cluster_n")
-        kernel = Candidate.make(
-            "cute_sm90", {"schedule": schedule, **dict(zip(names, map(int, named.groups()[1:]), strict=True))}
-        )
-        expected = model.steady_ratio(kernel, row["ratio_shared"])
-        key = tuple(row[name] for name in ("m", "n", "k", "layout"))
-        products.setdefault(key, []).append((row["ratio"], row["ratio_shared"], expected))
+        if row["m"] > 256 and (kernel := of_label(row["label"])) is not None:
+            problem = Problem.parse(f"{row['m']}x{row['n']}x{row['k']}")
+            products.setdefault((problem, row["layout"]), []).append(
+                (kernel, row["ratio"], row["ratio_shared"])
+            )
     assert len(products) >= 20
 
-    def left(column: int) -> float:
+    def left(ratios: Callable[[Problem, dict[Candidate, float]], dict[Candidate, float]]) -> float:
         """Root mean square of what remains, in log, of products' own means."""
         rest = []
-        for rows in products.values():
-            logs = [math.log(row[0] / row[column]) for row in rows]
+        for (problem, _), rows in products.items():
+            told = ratios(problem, {kernel: shared for kernel, _, shared in rows})
+            logs = [math.log(alone / told[kernel]) for kernel, alone, _ in rows]
             rest += [value - statistics.mean(logs) for value in logs]
         return math.sqrt(statistics.mean(value**2 for value in rest))
 
-    assert left(2) < 0.024 < 0.058 < left(1)
+    of_model = left(lambda problem, shared: model.steady_ratios(problem, shared, h200))
+    assert of_model < 0.023 < 0.058 < left(lambda _, shared: shared)
+
+
+def of_label(label: str) -> Candidate | None:
+    """The kernel of a label, as `tunegemm show` prints it; None of a library's algorithm."""
+    named = re.match(
+        r"(co|pp)(\d+)x(\d+)x(\d+)(S?) s(\d+) c(\d)x(\d) e(\d+) (sk )?(rm|rn) w(\d+) (gpc )?(\w+)", label
+    )
+    if named is None:
+        return None
+    schedule, tile_m, tile_n, tile_k, swap, stages, cluster_m, cluster_n, epi_n, stream = named.groups()[:10]
+    numbers = {
+        "tile_m": tile_m, "tile_n": tile_n, "tile_k": tile_k, "stages": stages, "cluster_m": cluster_m,
+        "cluster_n": cluster_n, "epi_n": epi_n,
+    }  # fmt: skip
+    words = {
+        "schedule": {"co": "cooperative", "pp": "pingpong"}[schedule],
+        "swap_ab": swap == "S",
+        "tile_scheduler": "stream_k" if stream else "static",
+    }
+    launch = {
+        "raster_order": {"rm": "along_m", "rn": "along_n"}[named[11]], "swizzle_size": int(named[12]),
+        "cluster_order": "gpc" if named[13] else "index", "ctas": named[14],
+    }  # fmt: skip
+    return Candidate.make("cute_sm90", {**words, **{n: int(v) for n, v in numbers.items()}}, launch)
 
 
 GATHERED = LAUNCHES | {"cluster_order": ("index", "gpc")}
@@ -305,6 +326,18 @@ def test_at_the_power_cap_clusters_of_a_gpc_take_neighbouring_tiles(h200: Device
     # A family that has no such width keeps to its own.
     narrow = GATHERED | {"swizzle_size": (1, 2, 4)}
     assert {order for order, _ in gathered(large, narrow)} == {"index"}
+
+
+def test_where_one_row_of_clusters_covers_a_product_neighbours_share_nothing(h200: Device) -> None:
+    """With few rows it costs 1 to 4 %; at 256x4096x14336 6 % are gained by two rows, 1 % lost by one."""
+    problem = Problem.parse("256x4096x14336")
+    rows = {"one": tile(128, 128, cluster=(2, 1)), "two": tile(128, 128, cluster=(1, 2))}
+    launches = GATHERED | {"l2_hint": ("none", "b_first")}
+    ranked = model.rank_kernels(problem, list(rows.values()), launches, h200)
+    found = {p.candidate.kernel: p.candidate["cluster_order"] for p in ranked}
+    assert found == {rows["one"]: "index", rows["two"]: "gpc"}
+    for prediction in ranked:
+        assert prediction == model.predict(problem, prediction.candidate, h200)
 
 
 def test_at_the_power_cap_l2_lets_go_of_what_a_group_of_tiles_does_not_share(h200: Device) -> None:
@@ -383,6 +416,8 @@ def test_a_ranking_says_of_each_kernel_what_a_prediction_of_its_launch_says(h200
         assert prediction == model.predict(problem, prediction.candidate, h200)
 
 
-def test_no_steady_ratio_without_a_tile() -> None:
+def test_no_steady_ratio_without_a_tile(h200: Device) -> None:
+    problem = Problem.parse("4096x4096x4096")
+    assert model.steady_ratios(problem, {}, h200) == {}
     with pytest.raises(SpaceError, match="tile"):
-        model.steady_ratio(TORCH_MM, 1.0)
+        model.steady_ratios(problem, {TORCH_MM: 1.0}, h200)

@@ -18,14 +18,18 @@ from tests.tuning.planted import (
     planted_tuner,
     trials_of,
 )
+from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
+from tunegemm.generate.artifacts import digest
+from tunegemm.generate.compile import Ready
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure import evidence
 from tunegemm.measure.outcome import Failure
 from tunegemm.store import Database
 from tunegemm.store.shipped import read_shipped
-from tunegemm.tuning.begin import known_failures, known_results, seeds_of, start_search
+from tunegemm.tuning.begin import few_new, known_failures, known_results, seeds_of, start_search
+from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.tuner import Tuner
 
 PLAIN = launches(kernels(64)[0])[0]
@@ -72,6 +76,31 @@ def test_only_what_was_screened_here_is_known(database: Database, tuner: Tuner) 
     (known,) = known_results(database, PROBLEM, DEVICE, tuner.kernels, [])
     assert known.candidate == screened and known.ratio == pytest.approx(10 / 9.0)
     assert known_failures(trials_of(tuner, capped()), tuner.kernels, []) == [PLAIN]
+
+
+def test_nothing_is_compiled_for_a_kernel_whose_like_is_there(tmp_path: Path) -> None:
+    """At 4096x4096x4096 the fastest shape was not measured: it was to be compiled with another epilogue, and
+    the search did not wait for that.
+    """
+    problem, kernels = Problem.parse("4096x4096x4096"), Kernels(DEVICE, ["cute_sm90"], tmp_path)
+    ranking = kernels.ranked(problem, "cute_sm90", most=64)
+    best = ranking.predictions[0]
+    names = ("schedule", "tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
+
+    def alike(one: Candidate) -> bool:
+        return all(one[name] == best.candidate[name] for name in names)
+
+    like = [p for p in ranking.predictions if alike(p.candidate)]
+    assert like[0] is best and len(like) > 2
+    close = next(p for p in like[1:] if max(p.total_us / best.total_us, p.steady_us / best.steady_us) < 1.01)
+    far = max(like, key=lambda p: p.total_us)
+    assert far.total_us > 1.01 * best.total_us
+    for there, is_skipped in ((close, True), (far, False)):
+        key = families.get("cute_sm90").kernel_key(problem, there.candidate, DEVICE)
+        ready = Ready(frozenset({digest(key)}))
+        ranked = few_new(kernels, problem, ranking, ready, is_first=True)
+        assert there.candidate in ranked and (best.candidate not in ranked) == is_skipped
+        assert 8 <= len(ranked) < 32
 
 
 DAMAGED = {

@@ -29,8 +29,9 @@ from tests.tuning.planted import (
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.generate import model
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.outcome import Measurement
+from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Job, Policy
 from tunegemm.store import Database
 from tunegemm.tuning.final import race
@@ -172,7 +173,7 @@ def test_at_the_power_cap_the_fastest_in_steady_state_wins(tuner: Tuner) -> None
     assert trials.is_throttled
     assert trials.leader is not None and trials.leader.candidate["tile_n"] == 16
     asked = len(measurer.asked)
-    result = race(trials, finalists(trials.screened, "quick", is_throttled=True), QUICK_FINAL)
+    result = race(trials, finalists(trials.screened, "quick", trials.lasting), QUICK_FINAL)
     assert tuner.database is not None
     record = tuner.database.best(PROBLEM, DEVICE.fingerprint)
     assert all(steady_ms == 0 for steady_ms, _ in measurer.asked[:asked])
@@ -194,8 +195,22 @@ def test_a_race_of_a_gpu_that_holds_its_clocks_is_no_steady_state(
     trials, screening = trials_of(tuner, measurer), replace(SCREEN, seed=0)
     screen(trials, *OWN)
     assert trials.is_throttled == screened_at_the_cap
-    race(trials, finalists(trials.screened, "quick", is_throttled=trials.is_throttled), QUICK_FINAL)
+    race(trials, finalists(trials.screened, "quick", trials.lasting), QUICK_FINAL)
     assert words(tuner) == {"screen", "race"}
+
+
+@pytest.mark.parametrize("at_the_cap", [True, False])
+def test_a_search_goes_by_what_is_expected_to_last(tuner: Tuner, at_the_cap: bool) -> None:
+    trials = trials_of(tuner, Timed(lambda c, _: 8.5 + c["tile_n"] / 64, is_throttled=lambda _: at_the_cap))
+    screen(trials, *OWN)
+    ratios = {c: m.ratio for c, m in trials.screened.items()}
+    failure = Failure(OWN[0], "wrong", "relative error 0.7 > 0.01")
+    values = dict(trials.worth(trials.screened.values()))
+    assert values[TORCH_MM] == 1.0 and list(trials.worth([failure])) == [(OWN[0], None)]
+    own = {c: ratio for c, ratio in ratios.items() if c != TORCH_MM}
+    expected = model.steady_ratios(PROBLEM, own, DEVICE)
+    assert values == ratios | (expected if at_the_cap else {})
+    assert trials.lasting == (expected if at_the_cap else None) and expected != own
 
 
 def test_a_short_screen_that_saw_no_cap_does_not_hide_it(tuner: Tuner) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,15 @@ import numpy as np
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
-from tunegemm.errors import SpaceError
 from tunegemm.generate.energy import Steady, steady
 from tunegemm.generate.terms import Columns, Floats, Terms, fits_l2, terms
 
-# In steady-state timing at the power cap: how a lead in interleaved timing shrinks, what it costs to fetch
-# operands from L2, and that two warpgroups work on tiles of their own. Fitted to our kernels that were timed
-# both ways on an H200 (benchmarks/results/h200/turns-2026-11-22.json), where m > 256: 2.3 % are left of 8 %.
-_STEADY_LEAD = 0.71
-_STEADY_FETCH = 9.0
-_STEADY_PINGPONG = 0.031
+# In steady-state timing at the power cap: what is left of a lead in interleaved timing, in which all kernels
+# share their clocks, and of the clock that each is told to have. Fitted to our kernels that were timed both
+# ways: 22 products of an H200 (benchmarks/results/h200/turns-2026-11-22.json), where 2.3 % are left of 6 %,
+# twelve more of an H200 (no file) and nine of an H100 (benchmarks/sweeps).
+_STEADY_LEAD = 0.8
+_STEADY_CLOCK = 0.45
 
 _TILE_GRID = ("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
 #: How a kernel goes through the grid.
@@ -148,20 +146,19 @@ def in_turn(ranked: Sequence[Prediction]) -> list[Prediction]:
     return list({id(prediction): prediction for prediction in both}.values())
 
 
-def steady_ratio(candidate: Candidate, ratio: float) -> float:
-    """What a kernel's ratio to the baseline in interleaved timing says of that in steady-state timing, at the
+def steady_ratios(
+    problem: Problem, ratios: Mapping[Candidate, float], device: Device
+) -> dict[Candidate, float]:
+    """What kernels' ratios to the baseline in interleaved timing say of those in steady-state timing, at the
     power cap: what draws more power runs at lower clocks. Good for ranking, for nothing else.
 
     Raises SpaceError for a candidate without a tile shape.
     """
-    params = candidate.params
-    if not {"tile_m", "tile_n"} <= params.keys():
-        raise SpaceError(f"the model ranks tiles, and {candidate} has none")
-    tile_m, tile_n = int(params["tile_m"]), int(params["tile_n"])
-    # Elements fetched from L2 for a multiply-add: CTAs of a cluster share what they read alike.
-    fetched = 1 / (tile_m * int(params.get("cluster_m", 1))) + 1 / (tile_n * int(params.get("cluster_n", 1)))
-    pingpong = params.get("schedule") == "pingpong"
-    return ratio**_STEADY_LEAD * exp(-_STEADY_FETCH * fetched - _STEADY_PINGPONG * pingpong)
+    found = predictions(problem, list(ratios), device)
+    return {
+        one.candidate: ratios[one.candidate] ** _STEADY_LEAD * (one.total_us / one.steady_us) ** _STEADY_CLOCK
+        for one in found
+    }
 
 
 def l2_hint(problem: Problem, kernel: Candidate) -> str:
@@ -214,8 +211,10 @@ def rank_kernels(
     columns, found, lasting = columns.take(order), found.take(order), lasting.take(order)
     hints = launch_values.get("l2_hint", ())
     if lasting.at_cap and all(v in launch_values.get(name, ()) for name, v in _GATHERED.items()):
-        columns, gathered = _gathered(problem, columns, device, may_stream="streamed" in hints)
-        chosen = [launch | changed for launch, changed in zip(chosen, gathered, strict=True)]
+        columns, chosen = _gathered(
+            problem, [kernels[number] for number in order], columns, chosen, device,
+            may_stream="streamed" in hints,
+        )  # fmt: skip
         found = terms(problem, columns, device)
         lasting = steady(problem, columns, found, device)
     ranked = []
@@ -229,23 +228,35 @@ def rank_kernels(
 
 
 def _gathered(
-    problem: Problem, columns: Columns, device: Device, *, may_stream: bool
-) -> tuple[Columns, list[dict[str, Value]]]:
+    problem: Problem, kernels: Sequence[Candidate], columns: Columns, launches: Sequence[dict[str, Value]],
+    device: Device, *, may_stream: bool,
+) -> tuple[Columns, list[dict[str, Value]]]:  # fmt: skip
     """Launches for the power cap, where bytes cost clock: clusters of a GPC take neighbouring tiles, in that
     raster order, with or without a hint to L2, in which each kernel is the fastest.
+
+    Where one row of clusters covers the product, neighbours share next to nothing: there it costs 1 to 4 %
+    (eleven products, an H100 and an H200, 2026-11-25), and the launches stay as they are.
     """
-    columns = columns.launched(swizzle=np.array(_GATHERED["swizzle_size"]), gathered=np.array(True))
+    shares = np.array([l2_hint(problem, kernel) == "none" for kernel in kernels])
+    gathered = columns.launched(swizzle=np.array(_GATHERED["swizzle_size"]), gathered=np.array(True))
     times = []
     for along_n, streamed in itertools.product((False, True), (False, True)[: 1 + may_stream]):
-        tried = columns.launched(along_n=np.array(along_n), streamed=np.array(streamed))
+        tried = gathered.launched(along_n=np.array(along_n), streamed=np.array(streamed))
         times.append(steady(problem, tried, terms(problem, tried, device), device).us)
     best = np.stack(times).argmin(axis=0)
     along_n, streamed = best > may_stream, (best % 2 == 1) & may_stream
-    launches: list[dict[str, Value]] = [
+    changed: list[dict[str, Value]] = [
         {**_GATHERED, "raster_order": "along_n" if n else "along_m"} | ({"l2_hint": "streamed"} if s else {})
         for n, s in zip(along_n.tolist(), streamed.tolist(), strict=True)
     ]
-    return columns.launched(along_n=along_n, streamed=streamed), launches
+    columns = columns.launched(
+        along_n=np.where(shares, along_n, columns.along_n),
+        swizzle=np.where(shares, gathered.swizzle, columns.swizzle),
+        gathered=np.where(shares, gathered.gathered, columns.gathered),
+        streamed=np.where(shares, streamed, columns.streamed),
+    )
+    chosen = zip(launches, changed, shares.tolist(), strict=True)
+    return columns, [launch | (new if does else {}) for launch, new, does in chosen]
 
 
 def _best_launches(

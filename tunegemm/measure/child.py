@@ -9,6 +9,7 @@ import queue
 import sys
 import threading
 import traceback
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,12 +24,15 @@ def main(descriptor: int, backend_name: str) -> None:
 
     backend_name: ``module:attribute`` of a Backend class.
     """
+    gc.disable()  # until all is imported: it would look through modules for 0.1 to 0.2 s
     connection = Connection(descriptor)
+    opening: Future[Open] = Future()
     requests: queue.Queue[Any] = queue.Queue()
 
     def receive() -> None:
         # A thread of its own, so that the process ends with its parent even while it hangs in a kernel.
         try:
+            opening.set_result(connection.recv())
             while True:
                 requests.put(connection.recv())
         except (EOFError, OSError):
@@ -37,9 +41,9 @@ def main(descriptor: int, backend_name: str) -> None:
     threading.Thread(target=receive, daemon=True).start()
     module, _, attribute = backend_name.partition(":")
     kind: type[Backend] = getattr(importlib.import_module(module), attribute)
-    kind.prepare()
-    opening: Open = requests.get()
-    backend = kind(opening.device)
+    kind.prepare(lambda: opening.result().device)
+    device = opening.result().device
+    backend = kind(device)
     try:
         backend.open(warm_up_s=0.0)  # each interleave lets the clocks settle
     except (TunegemmError, RuntimeError) as error:
@@ -47,8 +51,9 @@ def main(descriptor: int, backend_name: str) -> None:
         _leave()
     connection.send(Done())
     gc.freeze()  # modules and the like, which each later collection would look through in 0.2 s
+    gc.enable()
     try:
-        Session(opening.device, backend, connection.send).serve(requests.get)
+        Session(device, backend, connection.send).serve(requests.get)
     except Exception:  # a bug: its last line is for the parent, which does not wait for the interpreter's end
         traceback.print_exc()
     _leave()

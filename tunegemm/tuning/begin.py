@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate import families, model
 from tunegemm.generate.compile import Ready
 from tunegemm.measure.evidence import Evidence
@@ -29,6 +29,10 @@ RANKED: dict[Effort, int | None] = {"quick": 512, "full": None, "exhaustive": No
 #: Most kernels that a quick search compiles, of the first family and of each other one, and as many as it
 #: wants to know of it: it compiles more only where fewer are compiled already.
 _NEW, _WANTED = (8, 1), (20, 2)
+#: What kernels differ by in more than their ring and their epilogue; and by how much the model may think a
+#: kernel of the same shape slower for it to be measured in place of one that would have to be compiled.
+_SHAPE = ("schedule", "tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
+_AS_GOOD = 1.01
 #: Kernels compiled where nothing can be timed, to show that the model's best are real.
 _MODELLED = 16
 
@@ -60,7 +64,7 @@ def start_search(
     measured = trials.screened  # the library's, which the database may have by now
     known = known_results(trials.database, problem, device, kernels, library)
     trials.results += (known := [one for one in known if one.candidate not in measured])
-    values: list[tuple[Candidate, float | None]] = [(one.candidate, one.ratio) for one in known]
+    values = list(trials.worth(one.measurement for one in known))
     values += [(c, None) for c in known_failures(trials, kernels, library)]
     first_tries = seeds_of(trials.database, problem, device, kernels)
 
@@ -113,14 +117,35 @@ def few_new(
     ready: the kernels that have one; all are taken where it is None. is_first: whether the family is the one
     expected to win.
     """
-    ranked = [prediction.candidate for prediction in model.in_turn(ranking.predictions)]
+    ranked = model.in_turn(ranking.predictions)
     if ready is None:
-        return ranked
-    is_ready = {candidate: kernels.is_compiled(problem, candidate, ready) for candidate in ranked}
+        return [prediction.candidate for prediction in ranked]
+    is_ready = [kernels.is_compiled(problem, prediction.candidate, ready) for prediction in ranked]
+    siblings: dict[tuple[Value | None, ...], list[model.Prediction]] = {}
+    for prediction in itertools.compress(ranked, is_ready):
+        siblings.setdefault(_shape(prediction.candidate), []).append(prediction)
+
+    def is_new(prediction: model.Prediction) -> bool:
+        """Whether none of the same shape, as good by the model, needs no compiling."""
+        return not any(
+            one.total_us <= _AS_GOOD * prediction.total_us
+            and one.steady_us <= _AS_GOOD * prediction.steady_us
+            for one in siblings.get(_shape(prediction.candidate), ())
+        )
+
     place = 0 if is_first else 1
-    left = max(_NEW[place], _WANTED[place] - sum(is_ready.values()))
-    new = set(itertools.islice((candidate for candidate in ranked if not is_ready[candidate]), left))
-    return [candidate for candidate in ranked if is_ready[candidate] or candidate in new]
+    left = max(_NEW[place], _WANTED[place] - sum(is_ready))
+    unready = (one for one, has_object in zip(ranked, is_ready, strict=True) if not has_object)
+    new = {one.candidate for one in itertools.islice(filter(is_new, unready), left)}
+    return [
+        one.candidate
+        for one, has_object in zip(ranked, is_ready, strict=True)
+        if has_object or one.candidate in new
+    ]
+
+
+def _shape(candidate: Candidate) -> tuple[Value | None, ...]:
+    return tuple([candidate.params.get(name) for name in _SHAPE])
 
 
 def known_results(

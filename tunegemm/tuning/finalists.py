@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tunegemm.describe.space import Candidate
-from tunegemm.generate import model
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.measure.outcome import Measurement
 from tunegemm.search.budget import Effort
@@ -27,46 +26,46 @@ class Places:
     """Of the library's algorithms."""
 
 
-#: In interleaved timing a candidate costs milliseconds; in steady state a turn in each round. There two to
-#: four of those that were screened hold the fastest to within 0 to 1.4 %. Of 35 winners among our own
-#: kernels 32 were one of the first three by what was expected, one the fourth, two the quickest (41
-#: products of an H200, 2026-11-23).
+#: In interleaved timing a candidate costs milliseconds; in steady state a turn in each round. There the four
+#: of which most is expected, two launches of a kernel at most, lack 0.6 % of the fastest of 15 to 63 that
+#: were timed so, in the mean, and three of as many kernels 0.9 % (twelve products of an H200, nine of an
+#: H100, 2026-11-25; of either some 0.4 % is the luck of the fastest in three turns).
 _INTERLEAVED: Mapping[Effort, Places] = {
     "quick": Places(6, 2, 3), "full": Places(12, 4, 6), "exhaustive": Places(12, 4, 6),
 }  # fmt: skip
 _STEADY: Mapping[Effort, Places] = {
-    "quick": Places(3, 1, 1), "full": Places(12, 4, 3), "exhaustive": Places(12, 4, 3),
+    "quick": Places(4, 1, 1), "full": Places(12, 4, 3), "exhaustive": Places(12, 4, 3),
 }  # fmt: skip
 _LAUNCHES_PER_FINALIST = 2
 
 
-def finalists(screened: Measured, effort: Effort, *, is_throttled: bool) -> list[Candidate]:
+def finalists(
+    screened: Measured, effort: Effort, lasting: Mapping[Candidate, float] | None = None
+) -> list[Candidate]:
     """Those of which most is expected, those that took the least time, the library's best, and torch.mm.
 
-    is_throttled: the GPU is at its power cap, where the fastest by an interleaved screen need not be the
-    fastest in use: all share the clocks that their mixture leaves, so that a candidate which draws less power
-    gives what it gains to the others (docs/decisions/0012-steady-state-at-the-power-cap.md).
+    lasting: for a GPU at its power cap, what is expected there of each of our own candidates
+    (`tunegemm.generate.model.steady_ratios`). The fastest by an interleaved screen need not be the fastest in
+    use: all share the clocks that their mixture leaves, so that a candidate which draws less power gives what
+    it gains to the others (docs/decisions/0012-steady-state-at-the-power-cap.md).
 
     By time, too, since for some shapes torch.mm has two speeds, some 10 % apart, and keeps one for most
     interleaves throughout: a candidate that met the slow one leads by ratio
     (H200, benchmarks/results/h200/torch-modes-2026-11-22.json).
     """
-    places = (_STEADY if is_throttled else _INTERLEAVED)[effort]
+    places = (_INTERLEAVED if lasting is None else _STEADY)[effort]
     own, library = _by_ratio(screened)
-    if is_throttled:
-        expected = sorted(own, key=lambda m: -model.steady_ratio(m.candidate, m.ratio))
-        quickest, each = own, 1
+    if lasting is None:
+        expected, quickest = own, sorted(own, key=lambda m: m.median_us)
     else:
-        expected, quickest, each = own, sorted(own, key=lambda m: m.median_us), _LAUNCHES_PER_FINALIST
-    chosen = of_several_kernels(expected, places.own, each) + of_several_kernels(
-        quickest, places.quickest, each
-    )
+        expected, quickest = sorted(own, key=lambda m: -lasting[m.candidate]), own
+    chosen = [*_of_several_kernels(expected, places.own), *_of_several_kernels(quickest, places.quickest)]
     algorithms = [candidate for candidate in library if not is_torch(candidate)][: places.library]
     # torch.mm, too, where only families without it were asked for: it is the record when all of them lose.
     return [*dict.fromkeys([*chosen, *algorithms]), TORCH_MM] if screened else []
 
 
-def of_several_kernels(measurements: Iterable[Measurement], count: int, each: int) -> list[Candidate]:
+def _of_several_kernels(measurements: Iterable[Measurement], count: int) -> list[Candidate]:
     """The first candidates, but few launches of one kernel.
 
     They are often all in front together and would leave no room for others, which the screen's few rounds
@@ -76,7 +75,7 @@ def of_several_kernels(measurements: Iterable[Measurement], count: int, each: in
     launches: Counter[Candidate] = Counter()
     for candidate in (measurement.candidate for measurement in measurements):
         launches[candidate.kernel] += 1
-        if len(chosen) < count and launches[candidate.kernel] <= each:
+        if len(chosen) < count and launches[candidate.kernel] <= _LAUNCHES_PER_FINALIST:
             chosen.append(candidate)
     return chosen
 

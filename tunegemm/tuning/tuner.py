@@ -35,7 +35,7 @@ from tunegemm.tuning.begin import RANKED, few_new, rank_by_model, screened_befor
 from tunegemm.tuning.finalists import finalists
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult
-from tunegemm.tuning.trials import Measurer, Trials, speed
+from tunegemm.tuning.trials import Measurer, Trials
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
@@ -155,8 +155,7 @@ class Tuner:
                 ready=self._ready(problem, effort), effort=effort, limit=trials, seed=self._seed,
             )  # fmt: skip
             state.compile_ahead(search.planned_screen())
-            for outcome in measured:
-                search.tell(outcome.candidate, speed(outcome))
+            _tell(search, state, measured)
 
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
             # search learns how fast each candidate was.
@@ -171,14 +170,16 @@ class Tuner:
                     break
                 later = search.planned_launches() if hurried else []
                 state.compile_ahead([*batch, *later])
-                for outcome in state.evaluate(batch, SCREEN, stage=search.stage, hurried=hurried):
-                    search.tell(outcome.candidate, speed(outcome))
+                was_throttled = state.is_throttled
+                found = list(state.evaluate(batch, SCREEN, stage=search.stage, hurried=hurried))
+                # What was told before the clocks fell is told anew.
+                _tell(search, state, state.screened.values() if state.is_throttled > was_throttled else found)
             else:
                 list(state.evaluate(state.late(), SCREEN, stage=state.stage))
 
             # The best once more, in many rounds: at the power cap in steady state, as there a GPU slows each
             # kernel by what it draws. The winner becomes the record.
-            runners = finalists(state.screened, effort, is_throttled=state.is_throttled)
+            runners = finalists(state.screened, effort, state.lasting)
             return final.race(state, runners, self._final(effort))
         except KeyboardInterrupt:
             self.pool.drop_waiting()
@@ -334,6 +335,11 @@ class Tuner:
     def _compiled(self) -> Ready | None:
         """What alone may be tried; None for everything."""
         return self.pool.ready() if self.compiled_only else None
+
+
+def _tell(search: Portfolio, state: Trials, found: Iterable[Outcome]) -> None:
+    for candidate, value in state.worth(found):
+        search.tell(candidate, value)
 
 
 def tune(

@@ -9,6 +9,7 @@ import ctypes
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ class CpuBackend:
     """Real products on the CPU; the memory is made small so that few sets are made."""
 
     @classmethod
-    def prepare(cls) -> None:
+    def prepare(cls, device: Callable[[], Device]) -> None:
         pass
 
     def __init__(self, device: Device) -> None:
