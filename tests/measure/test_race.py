@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 
 from tunegemm.errors import MeasureError
 from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Policy
-from tunegemm.measure.race import SteadyState, race
+from tunegemm.measure.race import SteadyState, race, steady_race
 
 
 class Device:
@@ -138,59 +139,126 @@ def test_the_time_is_filled_whatever_a_replay_takes() -> None:
 
 def test_rounds_of_steady_state_timing_are_few() -> None:
     for preset in (FINAL, QUICK_FINAL):
-        policy = preset.in_steady_state()
-        assert policy.rounds == preset.steady_rounds < preset.rounds and policy.race_after == 1
-        assert policy.steady_ms >= 200, "two steps of the power controller"
+        assert 2 <= len(preset.steady_groups) < preset.rounds
+        assert 900 <= preset.steady_ms <= 1100, "a swing of the power controller"
     assert SCREEN.steady_ms == 0
 
 
 STEADY = Policy(
-    rounds=7, min_replay_ms=1, race_after=1, race_margin=0.01, steady_ms=160, steady_spread=0.02
+    rounds=99, min_replay_ms=1, race_after=1, race_margin=0.01, steady_ms=960, steady_spread=0.02,
+    steady_groups=(4,) * 7,
 )  # fmt: skip
 
 
-def test_in_steady_state_the_slow_go_after_each_round() -> None:
-    """More than 3 % after one round, 2.4 % after two, 1.8 % after all; the last one is in flight."""
-    _, samples = run([103.0, 103.0, 100.0, 100.5, 102.5, 104.0], STEADY)
-    assert [len(one) for one in samples] == [7, 7, 7, 7, 3, 1]
-    # In interleaved timing an interval decides, which 3 rounds do not have; and never the spread.
-    _, interleaved = run([103.0, 103.0, 100.0, 100.5], replace(STEADY, steady_ms=0, steady_spread=0.0))
-    assert [len(one) for one in interleaved] == [7] * 4
+class Turn:
+    """A replay of a millisecond, which says when it was timed and for how long."""
 
+    def __init__(self, device: Device, index: int) -> None:
+        self.device, self.index = device, index
 
-class Noisy(Replay):
-    """Another time each time, in turn."""
-
-    def __init__(self, device: Device, index: int, times: list[float]) -> None:
-        super().__init__(device, index)
-        self.times = times
+    def start(self, untimed: int = 0, timed: int = 1) -> None:
+        assert self.index not in self.device.in_flight
+        self.device.in_flight.append(self.index)
+        self.device.started.append((self.index, untimed, timed))
 
     def finish(self) -> float:
+        assert self.device.waited[-1] == self.index, "the one waited for was not announced"
+        assert self.device.in_flight.pop(0) == self.index
+        return self.device.times[self.index]
+
+
+def run_steady(
+    times: list[float], policy: Policy = STEADY, kept: int = 2
+) -> tuple[Device, list[list[float]]]:
+    device = Device(times)
+    turns = [(Turn(device, index), 1e-3) for index in range(len(times))]
+    samples = steady_race(turns, kept, policy, device.waited.append)
+    assert not device.in_flight
+    return device, samples
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "sizes"),
+    [(8, 4, [4, 4]), (7, 4, [3, 4]), (5, 4, [2, 3]), (4, 4, [4]), (9, 4, [3, 3, 3]), (2, 1, [1, 1])],
+)
+def test_a_round_lasts_as_long_for_each_group(count: int, most: int, sizes: list[int]) -> None:
+    """In it all take their turns three times in one order; or one has a turn that lasts all of it."""
+    policy = replace(STEADY, steady_groups=(most,))
+    device, samples = run_steady([float(i + 1) for i in range(count)], policy, kept=count)
+    assert samples == [[float(i + 1)] for i in range(count)]
+    started, seen = list(device.started), set()
+    for size in sizes:
+        times = 3 if size > 1 else 1
+        group, started = started[: size * times], started[size * times :]
+        order = [index for index, *_ in group]
+        assert order == order[:size] * times and len(set(order)) == size
+        assert sum(untimed + timed for _, untimed, timed in group) == pytest.approx(960, abs=size * times)
+        assert all(
+            untimed == pytest.approx(min(80, (untimed + timed) / 2), abs=1) for _, untimed, timed in group
+        )
+        seen |= set(order)
+    assert not started and seen == set(range(count))
+
+
+def test_a_swing_of_the_clocks_changes_no_order() -> None:
+    """As a power controller's: 5 %, with a period of a round, and half of that after each."""
+
+    class Swinging(Turn):
+        def finish(self) -> float:
+            _, untimed, timed = next(one for one in reversed(self.device.started) if one[0] == self.index)
+            started = self.device.started
+            before = sum(u + t for _, u, t in started[: started.index((self.index, untimed, timed))])
+            super().finish()
+            started[started.index((self.index, untimed, timed))] = (-1, untimed, timed)
+            at = [(before + untimed + ms) / 960 for ms in range(timed)]
+            return statistics.fmean(
+                self.device.times[self.index] * (1 + 0.05 * 0.5**t * math.cos(2 * math.pi * t)) for t in at
+            )
+
+    def spread(steady_groups: tuple[int, ...], count: int = 8) -> float:
+        device = Device([100.0] * count)
+        turns = [(Swinging(device, index), 1e-3) for index in range(count)]
+        policy = replace(STEADY, steady_groups=steady_groups)
+        samples = steady_race(turns, count, policy, device.waited.append)
+        return statistics.pstdev(one for (one,) in samples)
+
+    assert spread((1,)) < 0.3
+    assert spread((4,)) < 0.8
+    assert spread((1,), count=2) < spread((2,), count=2) < 1.0
+
+
+def test_in_steady_state_the_slow_go_after_each_round() -> None:
+    """More than 3 % after one round, 2.4 % after two, 1.8 % after all."""
+    _, samples = run_steady([103.0, 103.0, 100.0, 100.5, 102.5, 104.0])
+    assert [len(one) for one in samples] == [7, 7, 7, 7, 2, 1]
+    _, of_two = run_steady([103.0, 103.0, 100.0, 100.5, 100.2, 104.0], replace(STEADY, steady_left=2))
+    assert [len(one) for one in of_two] == [7, 7, 7, 1, 7, 1], "the fastest"
+
+
+class Noisy(Turn):
+    """Another time each round, in turn."""
+
+    def finish(self) -> float:
+        self.turns = getattr(self, "turns", -1) + 1
         super().finish()
-        self.times.append(self.times.pop(0))
-        return self.times[-1]
+        return [102.5, 99.0, 99.0, 99.0, 106.0, 99.0, 99.0][self.turns // 3]
 
 
 def test_in_steady_state_one_bad_round_is_no_reason_to_go() -> None:
     """Two rounds of a kernel differ by some 2 %: the spread bears that, the median what is worse later."""
     device = Device([103.0, 103.0, 100.0, 0.0])
-    replays = [*device.replays()[:3], Noisy(device, 3, [102.5, 99.0, 99.0, 99.0, 106.0, 99.0, 99.0])]
-    samples = race(replays, 2, STEADY, device.waited.append)
+    turns = [(one(device, index), 1e-3) for index, one in enumerate([Turn, Turn, Turn, Noisy])]
+    samples = steady_race(turns, 2, STEADY, device.waited.append)
     assert [len(one) for one in samples] == [7] * 4
 
 
 @pytest.mark.parametrize("rivals", [[130.0, 150.0], []])
 def test_in_steady_state_the_last_one_ends_the_race_after_two_rounds(rivals: list[float]) -> None:
-    _, samples = run([103.0, 103.0, 100.0, *rivals], STEADY)
+    _, samples = run_steady([103.0, 103.0, 100.0, *rivals])
     assert [len(one) for one in samples[:3]] == [2, 2, 2]
     assert [len(one) for one in samples[3:]] == [1] * len(rivals)
-    _, alone = run([103.0, 103.0], STEADY)
+    _, alone = run_steady([103.0, 103.0])
     assert [len(one) for one in alone] == [2, 2], "torch.mm itself"
-
-
-def test_what_races_torch_alone_in_interleaved_timing_has_all_rounds() -> None:
-    _, samples = run([103.0, 103.0, 100.0], replace(STEADY, steady_ms=0))
-    assert [len(one) for one in samples] == [7, 7, 7]
 
 
 def test_presets_and_bad_policies() -> None:

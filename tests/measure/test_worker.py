@@ -27,7 +27,7 @@ from tunegemm.measure.worker import Child, MeasureWorker
 BACKEND = "tests.support.planted.cpu_backend:CpuBackend"
 PROBLEM = Problem(256, 192, 64)
 QUICK = Policy(rounds=4, min_replay_ms=0.05, race_after=4, race_margin=0.5)
-STEADY = replace(QUICK, steady_ms=20.0, steady_rounds=3)
+STEADY = replace(QUICK, steady_ms=20.0, steady_groups=(2, 1, 1))
 
 
 @Epilogue.custom

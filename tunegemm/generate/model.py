@@ -28,6 +28,9 @@ from tunegemm.generate.terms import Columns, Floats, Terms, fits_l2, terms
 # twelve more of an H200 (no file) and nine of an H100 (benchmarks/sweeps).
 _STEADY_LEAD = 0.8
 _STEADY_CLOCK = 0.45
+#: Up to so many rows or columns memory bounds, not the clock: there the order of the ratios is the better one
+#: (three products, 2026-11-25).
+_STEADY_ABOVE = 256
 
 _TILE_GRID = ("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
 #: How a kernel goes through the grid.
@@ -155,6 +158,8 @@ def steady_ratios(
     Raises SpaceError for a candidate without a tile shape.
     """
     found = predictions(problem, list(ratios), device)
+    if min(problem.m, problem.n) <= _STEADY_ABOVE:
+        return dict(ratios)
     return {
         one.candidate: ratios[one.candidate] ** _STEADY_LEAD * (one.total_us / one.steady_us) ** _STEADY_CLOCK
         for one in found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
@@ -38,28 +37,27 @@ class Policy:
     settle_ms: float = 0.0
     """Time for which the baseline is replayed before the rounds, so that clocks are those of lasting work."""
     steady_ms: float = 0.0
-    """Of steady-state timing, for a GPU that has lowered its clocks: in each round a candidate runs alone for
-    so long, and all but its beginning is timed. 0, or a GPU that holds its clocks: interleaved timing."""
-    steady_rounds: int = 4
-    """Rounds of steady-state timing, in place of `rounds`."""
-    steady_spread: float = 0.015
+    """Of steady-state timing, for a GPU that has lowered its clocks: a round takes so long for each group of
+    candidates, which run alone in turn, and all but the beginning of a turn is timed. 0, or a GPU that holds
+    its clocks: interleaved timing."""
+    steady_groups: tuple[int, ...] = (4, 1, 1)
+    """Of steady-state timing, in place of `rounds`: the most candidates of a group in each round."""
+    steady_spread: float = 0.01
     """In steady-state timing a candidate is dropped when its median after n rounds is slower than the
     leader's by more than `race_margin` and this fraction over the square root of n."""
+    steady_left: int | None = None
+    """Most candidates that have more than one round in steady state; None for all that may win."""
     energy_ms: float = 0.0
     """Time over which the energy of each candidate that stays is metered after the rounds; 0: not at all."""
     seed: int = 0
     """Of the operands and of the order of rounds."""
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "min_replay_ms", "race_after", "interleave", "steady_rounds"):
+        for name in ("rounds", "min_replay_ms", "race_after", "interleave"):
             if getattr(self, name) <= 0:
                 raise MeasureError(f"policy {name}={getattr(self, name)}: must be positive")
         if not 0 < self.confidence < 1:
             raise MeasureError(f"policy confidence={self.confidence}: must be between 0 and 1")
-
-    def in_steady_state(self) -> Self:
-        """The same in steady-state timing: its rounds cost so much that the slow go after each."""
-        return replace(self, rounds=self.steady_rounds, race_after=1)
 
 
 #: Many candidates, to find the few that matter. Four captures of one kernel agree to 1 % with replays
@@ -70,17 +68,15 @@ SCREEN = Policy(rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, set
 
 #: The few that matter, and the figures that are stored. What a screen finds on a GPU at its power cap is few
 #: cycles at clocks that all share; in steady state each has clocks of its own, and what draws less power has
-#: higher ones (docs/decisions/0012-steady-state-at-the-power-cap.md). Turns of 320 ms, as the cap is kept by
-#: steps of 100 ms which overshoot: one of 160 ms differs from the kernel's next by 1.1 to 1.5 % (standard
-#: deviation), one of 320 ms by 0.4 to 0.7 % (docs/decisions/0023-turns-outlast-the-power-controller.md).
+#: higher ones (docs/decisions/0012-steady-state-at-the-power-cap.md). A round lasts as long as the swings of
+#: the power controller: then a sample differs from the kernel's next by 1 % (standard deviation) where four
+#: share a round, by 0.3 % where one has it alone (docs/decisions/0023-turns-outlast-the-power-controller.md).
 FINAL = Policy(
     rounds=21, min_replay_ms=1.0, race_after=7, race_margin=0.02, settle_ms=300,
-    steady_ms=320, steady_rounds=4,
+    steady_ms=950, steady_groups=(4, 1, 1),
 )  # fmt: skip
 
-#: The same in a quick tuning, on a GPU that has just measured the screen. Its two rounds of 320 ms are wrong
-#: by 0.7 % of a ratio, four of 160 ms by 1.4 %.
+#: The same in a quick tuning, on a GPU that has just measured the screen.
 QUICK_FINAL = replace(
-    FINAL, rounds=15, race_after=5, race_margin=0.005, settle_ms=100,
-    steady_ms=240, steady_rounds=2, steady_spread=0.01,
-)  # fmt: skip
+    FINAL, rounds=15, race_after=5, race_margin=0.005, settle_ms=100, steady_groups=(4, 4), steady_left=2
+)

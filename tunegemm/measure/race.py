@@ -1,12 +1,13 @@
-"""Interleaved rounds: everything is replayed once per round, and the clearly slow drop out."""
+"""Rounds, interleaved or in steady state: all have a sample of each, and the slow drop out."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from math import ceil, sqrt
-from statistics import median
+from statistics import fmean, median
 from typing import Protocol
 
 from tunegemm.measure.policy import Policy
@@ -16,6 +17,8 @@ from tunegemm.measure.statistics import clearly_slower, slower_by
 _FEWEST_STEADY = 2
 #: What of a turn in steady state is not timed; half of one that is shorter than twice that.
 _UNTIMED_MS = 80.0
+#: Turns of each in a round of steady-state timing, where it shares one with others.
+_TURNS = 3
 
 
 class Runner(Protocol):
@@ -96,11 +99,70 @@ def race(
             running, counted = index, True
         if round_index + 1 >= policy.race_after:
             active = _survivors(active, kept, samples, policy)
-        if policy.steady_ms and round_index + 1 >= _FEWEST_STEADY and len(active) <= kept + 1:
-            break  # of the one that is left no further round changes anything
     waiting_for(running)
     samples[running].append(replays[running].finish())
     return samples
+
+
+def steady_race(
+    timed: Sequence[tuple[Replay, float]], kept: int, policy: Policy, waiting_for: Callable[[int], None]
+) -> list[list[float]]:
+    """Samples as `race` gives them, of replays and the seconds that each takes, in steady state: each has
+    turns that are long enough for clocks of its own.
+
+    A GPU keeps its power cap by a control that swings, at first by several per cent, with a period of some
+    950 ms (docs/decisions/0023-turns-outlast-the-power-controller.md). So a round takes `policy.steady_ms`
+    for each group of replays, which take their turns three times in that time: a sample is the mean of three
+    turns at thirds of the swing, or of one turn that lasts all of it.
+    """
+    generator = random.Random(policy.seed)
+    samples: list[list[float]] = [[] for _ in timed]
+    active = list(range(len(timed)))
+    for round_index, size in enumerate(policy.steady_groups):
+        for group in _groups(generator.sample(active, len(active)), size):
+            for index, sample in zip(
+                group, _in_turn(timed, group, policy.steady_ms, waiting_for), strict=True
+            ):
+                samples[index].append(sample)
+        active = [*range(kept), *_near(active[kept:], samples, policy)]
+        if round_index + 1 >= _FEWEST_STEADY and len(active) <= kept + 1:
+            break  # of the one that is left no further round changes anything
+    return samples
+
+
+def _groups(order: Sequence[int], most: int) -> list[Sequence[int]]:
+    """In as few groups as there can be, all about as large."""
+    count = ceil(len(order) / most)
+    cuts = [len(order) * number // count for number in range(count + 1)]
+    return [order[first:last] for first, last in pairwise(cuts)]
+
+
+def _in_turn(
+    timed: Sequence[tuple[Replay, float]], group: Sequence[int], ms: float, waiting_for: Callable[[int], None]
+) -> list[float]:
+    """Of each of the group the mean of its turns. The next turn is enqueued before the last is waited for."""
+    turns = list(group) * (_TURNS if len(group) > 1 else 1)
+    runners = {index: SteadyState.of(*timed[index], ms / len(turns)) for index in group}
+    taken: dict[int, list[float]] = {index: [] for index in group}
+    for running, following in zip_longest([None, *turns], turns):
+        if running is not None:
+            waiting_for(running)
+        if following is not None:
+            runners[following].start()
+        if running is not None:
+            taken[running].append(runners[running].finish())
+    return [fmean(taken[index]) for index in group]
+
+
+def _near(active: Sequence[int], samples: list[list[float]], policy: Policy) -> list[int]:
+    """Of those that had all rounds, the ones that may be the fastest."""
+    if not active:
+        return []
+    leader = min(active, key=lambda index: median(samples[index]))
+    limit = policy.race_margin + policy.steady_spread / sqrt(len(samples[leader]))
+    behind = {index: slower_by(samples[index], samples[leader]) for index in active}
+    near = sorted((index for index in active if behind[index] <= limit), key=lambda index: behind[index])
+    return sorted(near[: policy.steady_left])
 
 
 def _survivors(active: list[int], kept: int, samples: list[list[float]], policy: Policy) -> list[int]:
@@ -117,8 +179,6 @@ def _survivors(active: list[int], kept: int, samples: list[list[float]], policy:
         if rounds == 0:
             return False
         mine, leading = samples[index][:rounds], samples[leader][:rounds]
-        if policy.steady_ms:
-            return slower_by(mine, leading) > policy.race_margin + policy.steady_spread / sqrt(rounds)
         return clearly_slower(mine, leading, policy.race_margin, policy.confidence)
 
     return [index for index in active if index < kept or not is_slower(index)]

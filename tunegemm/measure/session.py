@@ -24,7 +24,7 @@ from tunegemm.measure.backend import LONGEST_METERING, Backend, metered_mj, warm
 from tunegemm.measure.messages import Broken, Discover, Done, Measure, Result, Step
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement, Stage
 from tunegemm.measure.policy import Job, Policy
-from tunegemm.measure.race import Replay, Runner, SteadyState, race
+from tunegemm.measure.race import Replay, race, steady_race
 from tunegemm.measure.statistics import aa_noise
 
 #: Most products in one replay: more graph nodes cost more to instantiate than they gain in precision.
@@ -151,23 +151,17 @@ class Session:
         raced = [entry for entry in entries if entry.candidate != TORCH_MM]
         timed: list[tuple[Replay, float]] = [(replay, replay_seconds) for replay in replays]
         timed += [(entry.replay, entry.replay_seconds) for entry in raced]
-        runners: list[Runner] = [replay for replay, _ in timed]
+        # Two are in flight, and clocks fall: each may take twice what is planned.
         in_flight_seconds = 2 * max(seconds for _, seconds in timed)
-        if not is_steady:
-            policy = replace(policy, steady_ms=0.0)
+        in_flight_seconds += 4 * policy.steady_ms * 1e-3 if is_steady else 0.0
+
+        def waiting_for(number: int) -> None:
+            self._step(raced[number - 2].job if number >= 2 else None, "launch", in_flight_seconds)
+
+        if is_steady:
+            samples = steady_race(timed, len(replays), policy, waiting_for)
         else:
-            policy = policy.in_steady_state()
-            runners = [SteadyState.of(replay, seconds, policy.steady_ms) for replay, seconds in timed]
-            # Two are in flight, and clocks fall: each may take twice what is planned.
-            in_flight_seconds += 4 * policy.steady_ms * 1e-3
-        samples = race(
-            runners,
-            kept=len(replays),
-            policy=policy,
-            waiting_for=lambda i: self._step(
-                raced[i - 2].job if i >= 2 else None, "launch", in_flight_seconds
-            ),
-        )
+            samples = race([replay for replay, _ in timed], len(replays), policy, waiting_for)
         self._step(None, "launch", replay_seconds)
         after = self._telemetry_under(replays)
         bench.raced_at = time.monotonic()
@@ -180,7 +174,7 @@ class Session:
             "interleaved": len(entries),
             "seed": policy.seed,
             "settle_ms": policy.settle_ms,
-            STEADY_MS: policy.steady_ms if is_steady else 0.0,
+            STEADY_MS: round(policy.steady_ms / policy.steady_groups[-1]) if is_steady else 0.0,
             "aa_ratio": _median_ratio(samples[0], samples[1]),
         }
         samples_of = dict(zip((entry.job for entry in raced), samples[2:], strict=True))
