@@ -52,7 +52,7 @@ DRAWN = (
 _DRAWN_FOR = "4096x4096x4096", "64x4096x4096"
 #: Candidates of either order that are timed in steady state, and how.
 _STEADY_OF_EITHER = 32
-_STEADY = replace(FINAL, rounds=9, steady_groups=(4, 4), race_margin=10.0, interleave=2 * _STEADY_OF_EITHER)
+_STEADY = replace(FINAL, rounds=9, steady_groups=(8, 8), race_margin=10.0, interleave=2 * _STEADY_OF_EITHER)
 
 
 def main(arguments: list[str] | None = None) -> int:

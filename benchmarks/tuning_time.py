@@ -6,8 +6,10 @@
 Writes results/GPU/tuning_time.json. For each product two processes in empty folders, so that nothing of the
 user's and nothing that ships is used but the package: `cold_s` is the first one from its start to its end,
 imports included. The second has the kernels of the first and tries no others (`--compiled-only`): `first_s`
-from its start to its first measurement, imports included; `warm_s` its tuning but for the imports; `next_s`
-the same once more in that process. Each has an empty database. `measured` and `compiled` are of the first.
+from its start to its first measurement, imports included; `warm_s` its tuning but for its own imports;
+`ready_s` from its start until the process that measures has its imports, too, and a CUDA context;
+`searched_s`, which is `imports_s + warm_s - ready_s`, the tuning but for the imports of both; `next_s` the
+tuning once more in that process. Each has an empty database. `measured` and `compiled` are of the first.
 """
 
 from __future__ import annotations
@@ -38,9 +40,16 @@ METHOD = "wall time of processes of their own, quick; see benchmarks/tuning_time
 
 #: Prints times since the process was started (argv[4], by time.time()), and what was found.
 _PROCESS = """
-import json, sys, time
+import json, sys, threading, time
 from tunegemm.measure.worker import Child
 child = Child() if sys.argv[2].startswith("cuda") else None  # first of all, as the command does
+ready = []
+if child:  # its first message says that it has a device
+    def wait():
+        if child.connection.poll(60):
+            ready.append(time.time())
+
+    threading.Thread(target=wait, daemon=True).start()
 from pathlib import Path
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.outcome import Measurement
@@ -65,6 +74,7 @@ measured = [one for one in result.outcomes if isinstance(one, Measurement)]
 print(json.dumps(found | {
     "first_s": round(first[0] - started, 2) if first else None,
     "imports_s": round(imported - started, 2),
+    "ready_s": round(ready[0] - started, 2) if ready else None,
     "at_cap": any(one.is_steady for one in measured),
     "measured": len({one.candidate for one in measured}),
     "failed": len(result.outcomes) - len(measured),
@@ -113,6 +123,8 @@ def timed(problem: Problem, device: Device) -> dict[str, Any]:
         "next_s": warm["next_s"],
         "cold_s": round(cold_s, 2),
         "imports_s": warm["imports_s"],
+        "ready_s": warm["ready_s"],
+        "searched_s": round(warm["imports_s"] + warm["seconds"] - (warm["ready_s"] or warm["imports_s"]), 2),
         "measured": cold["measured"],
         "compiled": cold["compiled"],
         "ratio": cold["ratio"],

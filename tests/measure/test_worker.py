@@ -229,6 +229,17 @@ def test_a_cap_that_was_other_works_is_forgotten() -> None:
     assert outcome.evidence["throttle_reasons_before"] == []
 
 
+def test_a_pause_does_not_hide_a_cap() -> None:
+    """Full clocks are held for a while after one: what the problem's last race ended at counts."""
+    backend = "tests.support.planted.cpu_backend:RestedBackend"
+    with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=backend) as rested:
+        job = planted("good")
+        first, last = (one for policy in (QUICK, STEADY) for one in rested.measure(PROBLEM, [job], policy))
+    assert isinstance(first, Measurement) and isinstance(last, Measurement)
+    assert first.evidence["throttle_reasons"] and first.evidence[STEADY_MS] == 0.0
+    assert last.evidence[STEADY_MS] == 20.0
+
+
 def test_a_gpu_that_holds_its_clocks_is_not(worker: MeasureWorker) -> None:
     (outcome,) = worker.measure(PROBLEM, [planted("good")], STEADY)
     assert isinstance(outcome, Measurement) and outcome.evidence[STEADY_MS] == 0.0

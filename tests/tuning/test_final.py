@@ -214,11 +214,23 @@ def test_a_search_goes_by_what_is_expected_to_last(tuner: Tuner, at_the_cap: boo
 
 
 def test_a_short_screen_that_saw_no_cap_does_not_hide_it(tuner: Tuner) -> None:
-    throttled = [True, False, False]
-    trials = trials_of(tuner, Timed(lambda *_: 9.0, is_throttled=lambda _: throttled.pop(0)))
-    screen(trials)
+    throttled = [True]
+    trials = trials_of(tuner, Timed(lambda *_: 9.0, is_throttled=lambda _: throttled[-1]))
     screen(trials, *OWN)
+    throttled.append(False)
+    screen(trials, OWN[0])
+    screen(trials, OWN[1])
     assert trials.is_throttled
+
+
+def test_the_clocks_that_another_problem_left_are_no_cap_of_this_one(tuner: Tuner) -> None:
+    throttled = [True]
+    trials = trials_of(tuner, Timed(lambda *_: 9.0, is_throttled=lambda _: throttled[-1]))
+    screen(trials)
+    assert trials.is_throttled, "for all that is known"
+    throttled.append(False)
+    screen(trials, *OWN)
+    assert not trials.is_throttled and trials.lasting is None
 
 
 A, B = launches(kernels(32)[0])[0], launches(kernels(64)[0])[0]

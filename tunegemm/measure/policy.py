@@ -37,12 +37,12 @@ class Policy:
     settle_ms: float = 0.0
     """Time for which the baseline is replayed before the rounds, so that clocks are those of lasting work."""
     steady_ms: float = 0.0
-    """Of steady-state timing, for a GPU that has lowered its clocks: a round takes so long for each group of
-    candidates, which run alone in turn, and all but the beginning of a turn is timed. 0, or a GPU that holds
-    its clocks: interleaved timing."""
-    steady_groups: tuple[int, ...] = (4, 1, 1)
+    """Of steady-state timing, for a GPU that has lowered its clocks: a round takes so long for every four of
+    a group of candidates, which run alone in turn, and all but the beginning of a turn is timed. 0, or a GPU
+    that holds its clocks: interleaved timing."""
+    steady_groups: tuple[int, ...] = (8, 1, 1)
     """Of steady-state timing, in place of `rounds`: the most candidates of a group in each round."""
-    steady_spread: float = 0.01
+    steady_spread: float = 0.02
     """In steady-state timing a candidate is dropped when its median after n rounds is slower than the
     leader's by more than `race_margin` and this fraction over the square root of n."""
     steady_left: int | None = None
@@ -73,10 +73,10 @@ SCREEN = Policy(rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, set
 #: share a round, by 0.3 % where one has it alone (docs/decisions/0023-turns-outlast-the-power-controller.md).
 FINAL = Policy(
     rounds=21, min_replay_ms=1.0, race_after=7, race_margin=0.02, settle_ms=300,
-    steady_ms=950, steady_groups=(4, 1, 1),
+    steady_ms=950, steady_groups=(8, 1, 1),
 )  # fmt: skip
 
 #: The same in a quick tuning, on a GPU that has just measured the screen.
 QUICK_FINAL = replace(
-    FINAL, rounds=15, race_after=5, race_margin=0.005, settle_ms=100, steady_groups=(4, 4), steady_left=2
+    FINAL, rounds=15, race_after=5, race_margin=0.005, settle_ms=100, steady_groups=(8, 4), steady_left=2
 )

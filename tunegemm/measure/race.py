@@ -17,8 +17,9 @@ from tunegemm.measure.statistics import clearly_slower, slower_by
 _FEWEST_STEADY = 2
 #: What of a turn in steady state is not timed; half of one that is shorter than twice that.
 _UNTIMED_MS = 80.0
-#: Turns of each in a round of steady-state timing, where it shares one with others.
-_TURNS = 3
+#: Turns of each in a round of steady-state timing, where it shares one with others, and how many of those
+#: share a swing of the clocks: turns of 80 ms.
+_TURNS, _SHARE = 3, 4
 
 
 class Runner(Protocol):
@@ -112,8 +113,8 @@ def steady_race(
 
     A GPU keeps its power cap by a control that swings, at first by several per cent, with a period of some
     950 ms (docs/decisions/0023-turns-outlast-the-power-controller.md). So a round takes `policy.steady_ms`
-    for each group of replays, which take their turns three times in that time: a sample is the mean of three
-    turns at thirds of the swing, or of one turn that lasts all of it.
+    for each group of up to four replays, and twice that for up to eight. They take their turns three times
+    in that time: a sample is the mean of three turns at thirds of the swing, or of one that lasts all of it.
     """
     generator = random.Random(policy.seed)
     samples: list[list[float]] = [[] for _ in timed]
@@ -121,7 +122,9 @@ def steady_race(
     for round_index, size in enumerate(policy.steady_groups):
         for group in _groups(generator.sample(active, len(active)), size):
             for index, sample in zip(
-                group, _in_turn(timed, group, policy.steady_ms, waiting_for), strict=True
+                group,
+                _in_turn(timed, group, policy.steady_ms * ceil(len(group) / _SHARE), waiting_for),
+                strict=True,
             ):
                 samples[index].append(sample)
         active = [*range(kept), *_near(active[kept:], samples, policy)]

@@ -122,13 +122,16 @@ class Trials:
 
     @property
     def is_throttled(self) -> bool:
-        """Whether the GPU lowered its clocks for this problem in any screen.
+        """Whether the GPU lowered its clocks for this problem, for a third of what was screened.
 
         Not by the latest: the GPU cools while kernels compile, and a short screen is over before it is warm.
-        At 512x4096x14336 82 of 250 candidates saw no cap, the last ones among them (H200, 2026-11-22).
+        At 512x4096x14336 82 of 250 candidates saw no cap, the last ones among them (H200, 2026-11-22). Nor by
+        any: the first screen finds the clocks of what ran before. So 16x28672x4096, right after
+        2304x5120x5120, once had the finalists of a GPU at its cap and lost 7 % (H200, 2026-11-25).
         """
-        screens = (one.measurement for one in self.results if one.evidence is Evidence.SCREEN)
-        return self.device.is_real and any(one.evidence.get("throttle_reasons") for one in screens)
+        screens = [one.measurement for one in self.results if one.evidence is Evidence.SCREEN]
+        throttled = sum(bool(one.evidence.get("throttle_reasons")) for one in screens)
+        return self.device.is_real and throttled > 0 and 3 * throttled >= len(screens)
 
     @property
     def lasting(self) -> dict[Candidate, float] | None:

@@ -166,6 +166,19 @@ class RecoveringBackend(CpuBackend):
         return {"sm_clock_mhz": 1980, "throttle_reasons": ["sw_power_cap"] if self._reads == 1 else []}
 
 
+class RestedBackend(CpuBackend):
+    """A GPU that meets its power cap in each race, and has full clocks when the next one begins."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._reads = 0
+
+    def telemetry(self) -> dict[str, Any]:
+        self._reads += 1
+        at_cap = self._reads not in (1, 3)  # before the first race, and before the second one settled
+        return {"sm_clock_mhz": 1500, "throttle_reasons": ["sw_power_cap"] if at_cap else []}
+
+
 class BrokenBackend(CpuBackend):
     def open(self, *, warm_up_s: float = 0.0) -> None:
         raise RuntimeError("no CUDA-capable device is detected")
