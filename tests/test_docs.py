@@ -170,11 +170,11 @@ class TestBlocks:
             generate.peers(tmp_path)
 
     def test_tuning_time(self, generate: ModuleType, tmp_path: Path) -> None:
-        times = {"cold_s": 12.34, "first_s": 3.96, "warm_s": 1.04, "next_s": 0.6}
+        times = {"cold_s": 12.34, "first_s": 3.96, "warm_s": 1.94, "searched_s": 1.04, "next_s": 0.6}
         row = {"m": 64, "n": 64, "k": 128, "at_cap": True, "measured": 51, "compiled": 7, "ratio": 1.0123}
         (tmp_path / "tuning_time.json").write_text(json.dumps({"meta": {}, "rows": [row | times]}))
         table = generate.tuning_time(tmp_path)
-        assert "| 64x64x128 | at the cap | 12.3 | 4.0 | 1.0 | 0.6 | 51 | 7 | 1.012 |" in table
+        assert "| 64x64x128 | at the cap | 12.3 | 4.0 | 1.9 | 1.0 | 0.6 | 51 | 7 | 1.012 |" in table
 
     def test_tuning_many(self, generate: ModuleType, tmp_path: Path) -> None:
         own = {"mode": "without library"}
