@@ -69,8 +69,9 @@ SCREEN = Policy(rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, set
 #: The few that matter, and the figures that are stored. What a screen finds on a GPU at its power cap is few
 #: cycles at clocks that all share; in steady state each has clocks of its own, and what draws less power has
 #: higher ones (docs/decisions/0012-steady-state-at-the-power-cap.md). A round lasts as long as the swings of
-#: the power controller: then a sample differs from the kernel's next by 1 % (standard deviation) where four
-#: share a round, by 0.3 % where one has it alone (docs/decisions/0023-turns-outlast-the-power-controller.md).
+#: the power controller: then a sample differs from the kernel's others by 0.6 to 0.8 % (standard deviation)
+#: where kernels share it, by 0.3 % where one has it alone
+#: (docs/decisions/0023-turns-outlast-the-power-controller.md).
 FINAL = Policy(
     rounds=21, min_replay_ms=1.0, race_after=7, race_margin=0.02, settle_ms=300,
     steady_ms=950, steady_groups=(8, 1, 1),
