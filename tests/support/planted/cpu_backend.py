@@ -9,7 +9,7 @@ import ctypes
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -157,17 +157,7 @@ class ThrottledBackend(CpuBackend):
 class RecoveringBackend(CpuBackend):
     """A GPU that was at its power cap a moment before."""
 
-    def __init__(self, device: Device) -> None:
-        super().__init__(device)
-        self._reads = 0
-
-    def telemetry(self) -> dict[str, Any]:
-        self._reads += 1
-        return {"sm_clock_mhz": 1980, "throttle_reasons": ["sw_power_cap"] if self._reads == 1 else []}
-
-
-class RestedBackend(CpuBackend):
-    """A GPU that meets its power cap in each race, and has full clocks when the next one begins."""
+    throttled_reads: Container[int] = (1,)
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -175,8 +165,14 @@ class RestedBackend(CpuBackend):
 
     def telemetry(self) -> dict[str, Any]:
         self._reads += 1
-        at_cap = self._reads not in (1, 3)  # before the first race, and before the second one settled
-        return {"sm_clock_mhz": 1500, "throttle_reasons": ["sw_power_cap"] if at_cap else []}
+        at_cap = self._reads in self.throttled_reads
+        return {"sm_clock_mhz": 1980, "throttle_reasons": ["sw_power_cap"] if at_cap else []}
+
+
+class RestedBackend(RecoveringBackend):
+    """A GPU that meets its power cap in each of two races, and has full clocks when they begin."""
+
+    throttled_reads = (2, 4, 5)  # after the first race; when the second one settled, and after it
 
 
 class BrokenBackend(CpuBackend):
