@@ -150,21 +150,12 @@ STEADY = Policy(
 )  # fmt: skip
 
 
-class Turn:
+class Turn(Replay):
     """A replay of a millisecond, which says when it was timed and for how long."""
 
-    def __init__(self, device: Device, index: int) -> None:
-        self.device, self.index = device, index
-
     def start(self, untimed: int = 0, timed: int = 1) -> None:
-        assert self.index not in self.device.in_flight
-        self.device.in_flight.append(self.index)
-        self.device.started.append((self.index, untimed, timed))
-
-    def finish(self) -> float:
-        assert self.device.waited[-1] == self.index, "the one waited for was not announced"
-        assert self.device.in_flight.pop(0) == self.index
-        return self.device.times[self.index]
+        super().start(untimed, timed)
+        self.device.started[-1] = (self.index, untimed, timed)
 
 
 def run_steady(
@@ -273,6 +264,9 @@ def test_in_steady_state_the_last_one_ends_the_race_after_two_rounds(rivals: lis
 
 def test_presets_and_bad_policies() -> None:
     assert SCREEN.rounds < FINAL.rounds and FINAL.race_margin < SCREEN.race_margin
+    for groups in ((), (4, 0)):
+        with pytest.raises(MeasureError, match=r"policy steady_groups=\("):
+            replace(FINAL, steady_groups=groups)
     with pytest.raises(MeasureError, match="rounds=0"):
         Policy(rounds=0, min_replay_ms=1, race_after=1, race_margin=0.1)
     with pytest.raises(MeasureError, match=r"confidence=1\.5"):

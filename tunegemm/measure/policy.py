@@ -56,6 +56,10 @@ class Policy:
         for name in ("rounds", "min_replay_ms", "race_after", "interleave"):
             if getattr(self, name) <= 0:
                 raise MeasureError(f"policy {name}={getattr(self, name)}: must be positive")
+        if min(self.steady_groups, default=0) <= 0:
+            raise MeasureError(
+                f"policy steady_groups={self.steady_groups}: must be one or more, all positive"
+            )
         if not 0 < self.confidence < 1:
             raise MeasureError(f"policy confidence={self.confidence}: must be between 0 and 1")
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _BATCH = 32
 #: Seconds that a final race in steady-state timing takes, by effort. A search that has a budget leaves it so
 #: much, but no more than half.
-_STEADY_S = {"quick": 4.0, "full": 25.0, "exhaustive": 25.0}
+_STEADY_S = {"quick": 5.0, "full": 25.0, "exhaustive": 25.0}
 #: Seconds for which the energy of a finalist is metered: ten steps and more of NVML's meter.
 _ENERGY_MS = 1000.0
 
