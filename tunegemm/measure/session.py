@@ -41,7 +41,7 @@ _SLOWEST = 50
 #: 2026-11-25). More than this costs every tuning.
 _SETTLE_STEADY_MS = 900.0
 
-#: A screen that follows another one of the same problem so soon finds the clocks as that left them, and
+#: An interleave that follows another one of the same problem so soon finds the clocks as that left them, and
 #: settles for this part of the time.
 _WARM_S, _SETTLE_WARM = 0.3, 0.25
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 #: Part of a batch that a hurried search does not wait for. Of 365 s that an H200 took for 84 products it
 #: waited 49 s for one to four of 6 to 32 kernels (2026-11-23).
 _LATE = 0.25
-#: Seconds that what is still missing in the end is waited for.
-_MOMENT_S = 0.25
 
 
 class Measurer(Protocol):
@@ -136,8 +134,8 @@ class Trials:
 
     @property
     def lasting(self) -> dict[Candidate, float] | None:
-        """What is expected of our own screened candidates at the power cap; None for a GPU below it."""
-        if not self.is_throttled:
+        """What is expected of our own screened candidates at the power cap; None where it changes little."""
+        if not self.is_throttled or model.is_memory_bound(self.problem):
             return None
         own = {c: m.ratio for c, m in self.screened.items() if families.get(c.family).compiled}
         return model.steady_ratios(self.problem, own, self.device)
@@ -212,9 +210,8 @@ class Trials:
         yield from self._evaluate(missing, policy)
 
     def late(self) -> list[Candidate]:
-        """What no batch has waited for and is compiled by now, or in a moment. The others are given up."""
+        """What no batch has waited for and is compiled by now. The others are given up."""
         late, self._late = self._late, []
-        wait({future for one in late if (future := self._future(one))}, timeout=_MOMENT_S)
         return [candidate for candidate in late if self._is_ready(candidate)]
 
     def _slowest(self, candidates: Sequence[Candidate], most: int) -> list[Candidate]:

@@ -19,7 +19,7 @@ from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, ProblemError
-from tunegemm.generate import families
+from tunegemm.generate import families, model
 from tunegemm.generate.artifacts import ArtifactStore, Key
 from tunegemm.generate.compile import CompilePool, Ready, Urgency
 from tunegemm.generate.cublaslt import TORCH_MM
@@ -127,8 +127,12 @@ class Tuner:
         Raises ProblemError for a problem that the device's memory cannot hold, SpaceError for an effort, a
         number of trials or a budget that is not one.
         """
+        return self._tune(Request(problem, effort, trials, budget_seconds), on_progress)
+
+    def _tune(self, request: Request, on_progress: Callable[[Progress], None] | None) -> TuneResult:
+        problem, effort, trials = request.problem, request.effort, request.trials
         budget_for(effort, kernels=0, launches=0, trials=trials)  # what makes no sense is refused first
-        budget_s = checked_seconds(budget_seconds)
+        budget_s = checked_seconds(request.budget_seconds)
         deadline = time.monotonic() + budget_s
         state = self._begin(problem, on_progress)
         # A GPU's time is dear; a recording has none, and finds the same each time.
@@ -156,15 +160,16 @@ class Tuner:
             )  # fmt: skip
             state.compile_ahead(search.planned_screen())
             _tell(search, state, measured)
+            self._plan_following(request)
 
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
             # search learns how fast each candidate was.
             while batch := search.ask(_BATCH):
-                reserved_s = min(_STEADY_S[effort], budget_s / 2) if state.is_throttled else 0.0
+                reserved_s = min(_STEADY_S[effort], budget_s / 2) if state.lasting is not None else 0.0
                 if time.monotonic() >= deadline - reserved_s:
                     self.pool.drop_waiting()
                     state.note = (
-                        f"the budget of {budget_seconds:g} s ended the search after {state.measured} "
+                        f"the budget of {request.budget_seconds:g} s ended the search after {state.measured} "
                         "measurements; a larger one goes on"
                     )
                     break
@@ -180,7 +185,7 @@ class Tuner:
             # The best once more, in many rounds: at the power cap in steady state, as there a GPU slows each
             # kernel by what it draws. The winner becomes the record.
             runners = finalists(state.screened, effort, state.lasting)
-            return final.race(state, runners, self._final(effort))
+            return final.race(state, runners, self._final(problem, effort))
         except KeyboardInterrupt:
             self.pool.drop_waiting()
             return state.interrupted()
@@ -198,17 +203,7 @@ class Tuner:
         Kernels of the problem that follows are compiled while one is measured.
         """
         for request in requests:
-            if request.following is not None and self.device.is_real and not self.compiled_only:
-                following = request.following, request.effort, request.trials
-                self._planned[request.following] = self._ahead.submit(self._plan, *following, Urgency.NEXT)
-            result = self.tune(
-                request.problem,
-                effort=request.effort,
-                trials=request.trials,
-                budget_seconds=request.budget_seconds,
-                on_progress=on_progress,
-            )
-            yield result
+            yield (result := self._tune(request, on_progress))
             if result.interrupted:
                 return
 
@@ -232,7 +227,7 @@ class Tuner:
             feasible = [c for c in candidates if self.kernels.is_feasible(problem, c)]
             # All in one interleave: torch.mm, timed while they compile, would be the record if that ended.
             state.compile_ahead(feasible, wait=True)
-            return final.race(state, list(dict.fromkeys([*feasible, TORCH_MM])), self._final("full"))
+            return final.race(state, list(dict.fromkeys([*feasible, TORCH_MM])), self._final(problem, "full"))
         except KeyboardInterrupt:
             return state.interrupted()
         finally:
@@ -272,6 +267,13 @@ class Tuner:
         else:
             for family, key in ahead.result():
                 self.pool.submit(family, key, urgency=Urgency.IDLE)
+
+    def _plan_following(self, request: Request) -> None:
+        """In another thread, while the GPU measures: before that, it would take turns with this one."""
+        if request.following is not None and self.device.is_real and not self.compiled_only:
+            self._planned[request.following] = self._ahead.submit(
+                self._plan, request.following, request.effort, request.trials, Urgency.NEXT
+            )
 
     def _plan(
         self, problem: Problem, effort: Effort, trials: int | None, urgency: Urgency
@@ -323,8 +325,10 @@ class Tuner:
             expected=expected,
         )
 
-    def _final(self, effort: Effort) -> Policy:
-        return replace(QUICK_FINAL if effort == "quick" else FINAL, energy_ms=self._energy_ms)
+    def _final(self, problem: Problem, effort: Effort) -> Policy:
+        policy = QUICK_FINAL if effort == "quick" else FINAL
+        steady_ms = 0.0 if effort == "quick" and model.is_memory_bound(problem) else policy.steady_ms
+        return replace(policy, steady_ms=steady_ms, energy_ms=self._energy_ms)
 
     def _ready(self, problem: Problem, effort: Effort) -> Ready | None:
         """What a quick search prefers: the same before and after it began to compile. None for anything."""
