@@ -30,6 +30,7 @@ from tunegemm.measure.worker import Child, MeasureWorker
 from tunegemm.search import Portfolio, Search
 from tunegemm.search.budget import Effort, budget_for, checked_seconds, checked_seed
 from tunegemm.store import packs
+from tunegemm.store.layers import read_texts
 from tunegemm.tuning import final
 from tunegemm.tuning.begin import RANKED, few_new, rank_by_model, screened_before, start_search
 from tunegemm.tuning.finalists import finalists
@@ -152,6 +153,7 @@ class Tuner:
                 if not self.compiled_only:
                     self.pool.start()
                 self._begin_to_compile(problem, effort, trials)
+                read_texts()  # remembered for the search: a tenth of a second while the worker is busy
             library, measured = first.result()
             search = start_search(
                 state, self.kernels, library,
