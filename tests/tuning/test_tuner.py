@@ -40,10 +40,12 @@ from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.policy import SCREEN, Policy
 from tunegemm.measure.statistics import tie
+from tunegemm.search import Portfolio
 from tunegemm.search.budget import Effort
 from tunegemm.store import Database
 from tunegemm.tuning import trials as tuning_trials
 from tunegemm.tuning import tuner as tuning
+from tunegemm.tuning.begin import start_search
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.tuner import Tuner, open_device, open_gpu
 
@@ -410,6 +412,29 @@ def test_a_quick_search_measures_32_of_the_first_family_and_two_of_each_other(
     assert len({c.kernel for c in screened if c.family == "cute_sm90"}) <= 14 + 6
 
 
+@pytest.mark.parametrize(
+    ("shape", "effort", "is_steady"),
+    [
+        ("64x512x512", "quick", False),
+        ("512x64x512", "quick", False),
+        ("72x512x512", "quick", True),
+        ("64x512x512", "full", True),
+    ],
+)
+def test_a_quick_race_of_a_memory_bound_product_is_interleaved_at_the_cap(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, shape: str, effort: Effort, is_steady: bool
+) -> None:
+    measurer = capped()
+    monkeypatch.setattr(Tuner, "measurer_for", lambda *_: measurer)
+    with planted_tuner(DEVICE, cache=cache, families=["cute_sm90"]) as tuner:
+        result = tuner.tune(Problem.parse(shape), effort=effort, trials=12)
+    assert result.best is not None and result.best.is_steady == is_steady
+    (*screens, (steady_ms, finalists)) = measurer.asked
+    assert (steady_ms > 0) == is_steady and not any(steady for steady, _ in screens)
+    widths = [candidate["tile_n"] for candidate in finalists if candidate != TORCH_MM]
+    assert result.best.candidate["tile_n"] == (max if is_steady else min)(widths)
+
+
 def test_what_is_compiled_is_measured_while_the_rest_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -474,6 +499,7 @@ class TestFollowing:
 
             def noted(family: str, key: Key, *, urgency: Urgency = Urgency.NOW) -> Future[CompileResult]:
                 is_ahead = threading.current_thread().name.startswith("ahead")
+                assert begun or not is_ahead, "both are Python, and would take turns"
                 if urgency is Urgency.IDLE:
                     assert effort == "quick", "another one may ask for thousands"
                 elif is_ahead or is_next:
@@ -488,8 +514,13 @@ class TestFollowing:
                 is_next = True
                 yield Request(self.NEXT, effort, trials=12)
 
-            is_next = False
+            def begin(*arguments: Any, **options: Any) -> Portfolio:
+                begun.append(start_search(*arguments, **options))
+                return begun[-1]
+
+            is_next, begun = False, list[Portfolio]()
             monkeypatch.setattr(tuner.pool, "submit", noted)
+            monkeypatch.setattr(tuning, "start_search", begin)
             first, second = tuner.tune_all(requests())
         assert first.best is not None and second.best is not None
         return ahead, asked
