@@ -118,22 +118,20 @@ class Tuner:
         effort: Effort = "quick",
         trials: int | None = None,
         budget_seconds: float | None = None,
+        following: Problem | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> TuneResult:
         """Search for the problem's fastest kernel.
 
         effort, trials: how many candidates; see `tunegemm.search`. budget_seconds: no new batch after that;
-        the final race follows. Ctrl-C ends it early: the result says so, and everything measured is kept.
+        the final race follows. following: what is likely to be asked for next; its kernels are compiled
+        meanwhile. Ctrl-C ends it early: the result says so, and everything measured is kept.
 
         Raises ProblemError for a problem that the device's memory cannot hold, SpaceError for an effort, a
         number of trials or a budget that is not one.
         """
-        return self._tune(Request(problem, effort, trials, budget_seconds), on_progress)
-
-    def _tune(self, request: Request, on_progress: Callable[[Progress], None] | None) -> TuneResult:
-        problem, effort, trials = request.problem, request.effort, request.trials
         budget_for(effort, kernels=0, launches=0, trials=trials)  # what makes no sense is refused first
-        budget_s = checked_seconds(request.budget_seconds)
+        budget_s = checked_seconds(budget_seconds)
         deadline = time.monotonic() + budget_s
         state = self._begin(problem, on_progress)
         # A GPU's time is dear; a recording has none, and finds the same each time.
@@ -162,7 +160,10 @@ class Tuner:
             )  # fmt: skip
             state.compile_ahead(search.planned_screen())
             _tell(search, state, measured)
-            self._plan_following(request)
+            if following is not None and self.device.is_real and not self.compiled_only:
+                # Now, while the GPU measures: before, its thread would take turns with this one.
+                ahead = self._ahead.submit(self._plan, following, effort, trials, Urgency.NEXT)
+                self._planned[following] = ahead
 
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
             # search learns how fast each candidate was.
@@ -171,7 +172,7 @@ class Tuner:
                 if time.monotonic() >= deadline - reserved_s:
                     self.pool.drop_waiting()
                     state.note = (
-                        f"the budget of {request.budget_seconds:g} s ended the search after {state.measured} "
+                        f"the budget of {budget_seconds:g} s ended the search after {state.measured} "
                         "measurements; a larger one goes on"
                     )
                     break
@@ -205,7 +206,15 @@ class Tuner:
         Kernels of the problem that follows are compiled while one is measured.
         """
         for request in requests:
-            yield (result := self._tune(request, on_progress))
+            result = self.tune(
+                request.problem,
+                effort=request.effort,
+                trials=request.trials,
+                budget_seconds=request.budget_seconds,
+                following=request.following,
+                on_progress=on_progress,
+            )
+            yield result
             if result.interrupted:
                 return
 
@@ -270,13 +279,6 @@ class Tuner:
             for family, key in ahead.result():
                 self.pool.submit(family, key, urgency=Urgency.IDLE)
 
-    def _plan_following(self, request: Request) -> None:
-        """In another thread, while the GPU measures: before that, it would take turns with this one."""
-        if request.following is not None and self.device.is_real and not self.compiled_only:
-            self._planned[request.following] = self._ahead.submit(
-                self._plan, request.following, request.effort, request.trials, Urgency.NEXT
-            )
-
     def _plan(
         self, problem: Problem, effort: Effort, trials: int | None, urgency: Urgency
     ) -> list[tuple[str, Key]]:
@@ -329,7 +331,7 @@ class Tuner:
 
     def _final(self, problem: Problem, effort: Effort) -> Policy:
         policy = QUICK_FINAL if effort == "quick" else FINAL
-        steady_ms = 0.0 if effort == "quick" and model.is_memory_bound(problem) else policy.steady_ms
+        steady_ms = 0.0 if model.is_memory_bound(problem) else policy.steady_ms
         return replace(policy, steady_ms=steady_ms, energy_ms=self._energy_ms)
 
     def _ready(self, problem: Problem, effort: Effort) -> Ready | None:
