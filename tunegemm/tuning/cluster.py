@@ -320,19 +320,19 @@ def worker_tuner(location: str, workers: int | None = None, **options: Any) -> I
     from tunegemm.measure.worker import Child
     from tunegemm.store import Database
 
-    ray = import_ray()
-    own = ray.get_runtime_context().get_node_id()
-    gpus = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own)
-    share = max(1, default_workers() // max(1, int(gpus)))
-    device = find_device("cuda:0")
-    with (
-        Child() as child,  # it imports torch, and compilers the DSL, while other workers join
-        Database.open(location) as database,
-        Tuner(device, database, workers=workers or share, child=child, **options) as tuner,
-    ):
-        if not tuner.compiled_only:
-            tuner.pool.start()
-        yield tuner
+    with Child() as child:  # first of all: it imports torch, and compilers the DSL, while other workers join
+        ray = import_ray()
+        own = ray.get_runtime_context().get_node_id()
+        gpus = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own)
+        share = max(1, default_workers() // max(1, int(gpus)))
+        device = find_device("cuda:0")
+        with (
+            Database.open(location) as database,
+            Tuner(device, database, workers=workers or share, child=child, **options) as tuner,
+        ):
+            if not tuner.compiled_only:
+                tuner.pool.start()
+            yield tuner
 
 
 @contextmanager
@@ -343,9 +343,10 @@ def started_here(gpus: Sequence[int]) -> Iterator[None]:
     names = visible.split(",") if visible else [str(number) for number in range(max(gpus) + 1)]
     try:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in gpus)
+        # Ray starts a process for each CPU while it starts itself: one for each worker, which needs none.
         ray.init(
-            address="local", num_gpus=len(gpus), num_cpus=0, object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False, **_QUIET,
+            address="local", num_gpus=len(gpus), num_cpus=len(gpus),
+            object_store_memory=_OBJECT_STORE_BYTES, include_dashboard=False, **_QUIET,
         )  # fmt: skip
     finally:
         if visible is None:
