@@ -6,10 +6,11 @@
 Writes results/GPU/tuning_time.json. For each product two processes in empty folders, so that nothing of the
 user's and nothing that ships is used but the package: `cold_s` is the first one from its start to its end,
 imports included. The second has the kernels of the first and tries no others (`--compiled-only`): `first_s`
-from its start to its first measurement, imports included; `warm_s` its tuning but for its own imports;
-`ready_s` from its start until the process that measures has its imports, too, and a CUDA context;
-`searched_s`, which is `imports_s + warm_s - ready_s`, the tuning but for the imports of both; `next_s` the
-tuning once more in that process. Each has an empty database. `measured` and `compiled` are of the first.
+from its start to the first measurements of our own kernels, imports included (the library's algorithms are
+measured before); `warm_s` its tuning but for its own imports; `ready_s` from its start until the process that
+measures has its imports, too, and a CUDA context; `searched_s`, which is `imports_s + warm_s - ready_s`, the
+tuning but for the imports of both; `next_s` the tuning once more in that process. Each has an empty database.
+`measured` and `compiled` are of the first.
 """
 
 from __future__ import annotations
