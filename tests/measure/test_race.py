@@ -141,6 +141,7 @@ def test_rounds_of_steady_state_timing_are_few() -> None:
     for preset in (FINAL, QUICK_FINAL):
         assert 2 <= len(preset.steady_groups) < preset.rounds
         assert 900 <= preset.steady_ms <= 1100, "a swing of the power controller"
+        assert preset.settle_again == 1, "what is stored is of clocks that settled"
     assert SCREEN.steady_ms == 0
 
 

@@ -194,7 +194,7 @@ def test_a_replay_has_as_many_products_as_the_baselines(worker: MeasureWorker) -
 
 def test_the_device_works_before_it_is_timed(worker: MeasureWorker) -> None:
     """A screen right after another one of the same problem finds it at work already."""
-    policy = replace(QUICK, settle_ms=400)
+    policy = replace(QUICK, settle_ms=400, settle_again=0.25)
     problem = replace(PROBLEM, n=PROBLEM.n + 64)
     [_] = worker.measure(PROBLEM, [planted("good")], QUICK)
     began = time.monotonic()
@@ -205,6 +205,8 @@ def test_the_device_works_before_it_is_timed(worker: MeasureWorker) -> None:
         one for _ in range(4) for one in worker.measure(problem, [planted("good")], policy)
     ]  # a host may be late
     assert 100 in [one.evidence["settle_ms"] for one in again if isinstance(one, Measurement)]
+    [final] = worker.measure(problem, [planted("good")], replace(policy, settle_again=1.0))
+    assert isinstance(final, Measurement) and final.evidence["settle_ms"] == 400
 
 
 def test_a_gpu_that_lowers_its_clocks_is_timed_in_steady_state() -> None:

@@ -36,6 +36,9 @@ class Policy:
     """Most candidates in one interleave; further ones form another, with its own baseline."""
     settle_ms: float = 0.0
     """Time for which the baseline is replayed before the rounds, so that clocks are those of lasting work."""
+    settle_again: float = 1.0
+    """Part of `settle_ms` for an interleave that follows another one of the same problem at once, and finds
+    the clocks as that left them."""
     steady_ms: float = 0.0
     """Of steady-state timing, for a GPU that has lowered its clocks: a round takes so long for every four of
     a group of candidates, which run alone in turn, and all but the beginning of a turn is timed. 0, or a GPU
@@ -68,7 +71,7 @@ class Policy:
 #: as short as 1 ms (H200, 2026-11-20); what is 5 % slower in each of three rounds is out. Without settling a
 #: screen ends before the power cap is felt, where the order of kernels is another
 #: (docs/decisions/0011-clocks-settle-first.md).
-SCREEN = Policy(rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, settle_ms=100)
+SCREEN = Policy(rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, settle_ms=100, settle_again=0.25)
 
 #: The few that matter, and the figures that are stored. What a screen finds on a GPU at its power cap is few
 #: cycles at clocks that all share; in steady state each has clocks of its own, and what draws less power has

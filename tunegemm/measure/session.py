@@ -41,9 +41,8 @@ _SLOWEST = 50
 #: 2026-11-25). More than this costs every tuning.
 _SETTLE_STEADY_MS = 900.0
 
-#: An interleave that follows another one of the same problem so soon finds the clocks as that left them, and
-#: settles for this part of the time.
-_WARM_S, _SETTLE_WARM = 0.3, 0.25
+#: So soon after another interleave of the same problem one settles for `settle_again` of the time.
+_WARM_S = 0.3
 
 #: Slower than that many times the baseline's time, a candidate gets shorter replays.
 _SLOW = 2
@@ -145,8 +144,8 @@ class Session:
         if not entries:
             return
 
-        if not policy.steady_ms and time.monotonic() - bench.raced_at < _WARM_S:
-            policy = replace(policy, settle_ms=policy.settle_ms * _SETTLE_WARM)
+        if time.monotonic() - bench.raced_at < _WARM_S:
+            policy = replace(policy, settle_ms=policy.settle_ms * policy.settle_again)
         replay_seconds = self._replay_seconds(product_us, passes, bench)
         before, is_steady = self._settled(replays, policy, replay_seconds, bench.throttled)
         # torch.mm as a candidate is its second capture, which is raced anyway.
