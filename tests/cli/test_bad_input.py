@@ -6,10 +6,11 @@ A few tests start processes; the others run the commands in this one.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import CompletedProcess, run
 
 import pytest
 
@@ -168,6 +169,23 @@ def test_ray_without_an_address_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     line = refused("tune", *SHAPE, "--ray", run=without_gpu)
     assert "--ray without an address or RAY_ADDRESS: no CUDA device here" in line
+
+
+def test_a_service_at_rays_address_that_says_nothing() -> None:
+    """Ray would wait for ever. In a process of its own, which ends although that goes on."""
+    program = (
+        "import sys; from tunegemm.tuning import cluster; cluster._CONNECT_S = 2.0; "
+        "from tunegemm.cli import main; main()"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        words = [sys.executable, "-c", program, "tune", *SHAPE, "--ray", address]
+        done = run(words, env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"tunegemm: Ray address '{address}': a connection, but no answer of Ray's within 2 s"
+    )
 
 
 def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,9 @@ OpenTuner = Callable[[], AbstractContextManager[Tuner]]
 
 #: How long the head of a cluster may take to answer, and how long a GPU to become free when all wait for one.
 _REACH_S, _JOIN_S = 5.0, 120.0
+#: How long Ray may take to join a cluster. It waits for ever for a service that accepts a connection and says
+#: nothing (2.60).
+_CONNECT_S = 30.0
 #: How often a worker that has no news says so.
 _NEWS_S = 0.5
 #: How long workers may take to end after Ctrl-C. A compile takes 3 s, an interleave less.
@@ -387,8 +391,23 @@ def connected(address: str) -> Iterator[None]:
             f"Ray address {named!r} does not answer ({reason}); start it by `ray start --head`, or see "
             "there which address it says"
         ) from None
+    # In a thread, which is left where Ray never returns.
+    joined: Future[Any] = Future()
+
+    def join() -> None:
+        try:
+            joined.set_result(ray.init(address=named, **_QUIET))
+        except Exception as error:
+            joined.set_exception(error)
+
+    threading.Thread(target=join, name="join", daemon=True).start()
     try:
-        ray.init(address=named, **_QUIET)
+        joined.result(_CONNECT_S)
+    except TimeoutError:
+        raise ClusterError(
+            f"Ray address {named!r}: a connection, but no answer of Ray's within {_CONNECT_S:g} s; something "
+            "else may use that port: `ray start --head` says the address of a cluster"
+        ) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(
             f"Ray address {named!r}: {str(error).strip().splitlines()[0]}; run this on a host of "
