@@ -1,10 +1,10 @@
-"""What launchers share: operands that TMA refuses, as the kernel gets to see them, and lent memory."""
+"""What launchers share: operands that TMA refuses, as the kernel gets to see them."""
 
 import pytest
 import torch
 
 from tunegemm.describe.problem import Problem
-from tunegemm.generate.launching import Workspace, through_aligned_copies, tma_reader, tma_takes
+from tunegemm.generate.launching import through_aligned_copies, tma_reader, tma_takes
 from tunegemm.measure.operands import make_operands
 
 REFUSED = [
@@ -45,15 +45,6 @@ def test_one_matrix_for_a_batch_is_copied_once() -> None:
     launch(operands.a, operands.b[1].expand_as(operands.b), operands.out)
     assert seen[1].stride(0) == 0 and seen[1].data_ptr() % 16 == seen[1].stride(1) % 8 == 0
     assert torch.equal(seen[1], operands.b[1].expand_as(operands.b))
-
-
-def test_lent_memory_serves_every_stream() -> None:
-    workspace = Workspace(partial_bytes=512, counter_bytes=64, index=0)
-    assert workspace.num_bytes == 576
-    workspace.lend(4096)
-    assert workspace.addresses(0) == workspace.addresses(7) == (4096, 4608)
-    workspace.lend(1 << 20)
-    assert workspace.addresses(0) == (1 << 20, (1 << 20) + 512)
 
 
 def test_aligned_operands_are_not_copied() -> None:

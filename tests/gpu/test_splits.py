@@ -12,7 +12,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_sm90 import FAMILY, Division
 from tunegemm.generate.families import Launcher
-from tunegemm.generate.launching import Workspace
+from tunegemm.generate.workspace import Workspace
 
 pytestmark = pytest.mark.gpu
 

@@ -70,6 +70,20 @@ def primary_context(index: int) -> Iterator[Any]:
         _ask("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
+def ensure_context(index: int) -> bool:
+    """Gives a thread that has no context of CUDA's yet the device's primary one; whether it had none.
+
+    A thread has none before its first call of CUDA's runtime, and what launches by the driver or by cuBLASLt
+    fails there. Raises as `primary_context`.
+    """
+    current = ctypes.c_void_p()
+    _ask("cuCtxGetCurrent", ctypes.byref(current))
+    if current.value is not None:
+        return False
+    _ask("cuCtxSetCurrent", _primary_context(index))
+    return True
+
+
 @functools.cache
 def _primary_context(index: int) -> ctypes.c_void_p:
     """Retained for as long as the process lives: to make it takes some 0.2 s."""

@@ -28,8 +28,9 @@ from typing import Any
 
 from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.launching import AddressLaunch, Workspace
+from tunegemm.generate.launching import AddressLaunch
 from tunegemm.generate.ptxas import Resources, output_to, read_report
+from tunegemm.generate.workspace import Workspace
 
 FUNCTION_NAME = "tunegemm_gemm"
 """Exported symbol of every compiled object."""
@@ -228,7 +229,9 @@ def load_launch(
                 if swap:
                     a, b = b, a
                 stream = current_stream(index)
-                function(a, b, d, *fixed, *workspace.addresses(stream), *addresses, *words, stream)
+                partials, counters, memory = workspace.take(stream)
+                function(a, b, d, *fixed, partials, counters, *addresses, *words, stream)
+                del memory  # the launch is queued
 
         return launch
 

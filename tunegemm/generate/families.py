@@ -24,9 +24,9 @@ from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import SpaceError
 from tunegemm.generate.feasibility import Rule, Verdict, refusal
 from tunegemm.generate.launching import Launcher as Launcher
-from tunegemm.generate.launching import Workspace
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.sources import hash_of_code, kernel_sources
+from tunegemm.generate.workspace import Workspace
 
 GROUP = "tunegemm.families"
 """The group of entry points."""

@@ -14,10 +14,11 @@ from tunegemm.describe.problem import Problem, swapped_dtype
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import ArtifactError
 from tunegemm.generate.feasibility import Rule, Verdict, apply_rules, epilogue
-from tunegemm.generate.launching import Launcher, Workspace
+from tunegemm.generate.launching import Launcher
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.generate.tiles import majors
+from tunegemm.generate.workspace import Workspace, exceeded_workspace
 from tunegemm.resources import data_path
 
 Key = Mapping[str, str | int | bool]
@@ -186,7 +187,11 @@ class Generator:
         return next(filter(None, (package.missing() for package in packages)), None)
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        return apply_rules(self.rules, problem, candidate, device)
+        verdict = apply_rules(self.rules, problem, candidate, device)
+        if not verdict.runs or not candidate.launch_params:  # a kernel alone asks for nothing yet
+            return verdict
+        reason = exceeded_workspace(self.workspace(problem, candidate, device))
+        return verdict if reason is None else Verdict("workspace", reason)
 
     def kernel_key(self, problem: Problem, candidate: Candidate, device: Device) -> Key:
         config = self.config_of(problem, candidate)  # flat: dataclasses.asdict takes 20 us to copy nothing

@@ -1,4 +1,4 @@
-"""What launchers share: where their operands are, and the device memory that a launch needs beside them."""
+"""What launchers share: where their operands are, and copies of those that a kernel cannot read there."""
 
 from __future__ import annotations
 
@@ -298,61 +298,3 @@ def _word_reader(problem: Problem, operand: Operand) -> Callable[[Any, list[int]
         words += [address, leading, step]
 
     return read
-
-
-#: Bytes of which a lent workspace starts at a multiple, as what cudaMalloc gives does: kernels read partial
-#: sums in vectors of 16, Triton's descriptors lie at 128, and cuBLAS wants 256.
-WORKSPACE_ALIGNMENT = 256
-
-
-class Workspace:
-    """Device memory of a launcher: what a launch writes before it reads it, as split-K's fp32 partial sums;
-    then counters, which start as zeros and are zeros again when a launch ends.
-
-    Kernels on one stream follow each other and share it; each stream has its own. During a capture it is a
-    temporary of the graph as torch's own are: from the graph's pool, which lives as long as the graph, and
-    free for the captured launches that follow. Were it kept, a model's graph would hold one for each product.
-
-    A caller may lend memory of its own. All launches then share it, whatever their stream: they must follow
-    each other.
-    """
-
-    def __init__(self, partial_bytes: int, counter_bytes: int, index: int) -> None:
-        import torch
-
-        self.partial_bytes = partial_bytes
-        self.counter_bytes = counter_bytes
-        self._place = f"cuda:{index}"
-        self._lent: tuple[int, int] | None = None
-        self._by_stream: dict[int, tuple[int, int, torch.Tensor]] = {}
-        self._capturing = torch.cuda.is_current_stream_capturing
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of what may be lent."""
-        return self.partial_bytes + self.counter_bytes
-
-    def lend(self, address: int | None) -> None:
-        """Use `num_bytes` at an address from now on, whose counters are zeros; None: use its own memory."""
-        self._lent = None if address is None else (address, address + self.partial_bytes)
-
-    def addresses(self, stream: int) -> tuple[int, int]:
-        """Where partial sums and zeroed counters are, for a launch that comes next on the current stream."""
-        if self._lent is not None:
-            return self._lent
-        if self._capturing():
-            memory = self._allocate()  # replays zero its counters, too
-            return memory.data_ptr(), memory.data_ptr() + self.partial_bytes
-        found = self._by_stream.get(stream)
-        if found is None:
-            memory = self._allocate()
-            start = memory.data_ptr()
-            found = self._by_stream.setdefault(stream, (start, start + self.partial_bytes, memory))
-        return found[:2]
-
-    def _allocate(self) -> torch.Tensor:
-        import torch
-
-        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._place)
-        memory[self.partial_bytes :].zero_()
-        return memory

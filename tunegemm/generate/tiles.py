@@ -11,7 +11,7 @@ from typing import Any
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem, default_out_dtype, swapped_dtype
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.launching import Workspace
+from tunegemm.generate.workspace import Workspace
 
 _SWAP_MAX_M = 128
 _MIN_K_TILES_PER_SPLIT = 4

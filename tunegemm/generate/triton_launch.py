@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.describe.device import Device
+from tunegemm.describe.driver import ensure_context, primary_context
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, Workspace, tma_reader
+from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, tma_reader
 from tunegemm.generate.tiles import seen_by_kernel
 from tunegemm.generate.triton_object import Header, TensorMap, read_object
+from tunegemm.generate.workspace import Workspace
 
 #: (address, extents, strides) of a tensor map: both in elements, outermost first; the last stride is 1.
 View = tuple[int, Sequence[int], Sequence[int]]
@@ -50,12 +52,13 @@ def load(artifact: Path, index: int) -> Kernel:
 class Kernel:
     """A loaded kernel."""
 
-    def __init__(self, header: Header, function: Any, context: Any) -> None:
+    def __init__(self, header: Header, function: Any, index: int) -> None:
+        """index: of the device."""
         from cuda.bindings import driver
 
         self.header = header
         self._function = function
-        self._context = context
+        self._index = index
         self._launch = driver.cuLaunchKernel
         self._success = driver.CUresult.CUDA_SUCCESS
 
@@ -66,15 +69,9 @@ class Kernel:
             self._function, ctas, 1, 1, header.threads, 1, 1, header.smem_bytes, stream, arguments.address, 0
         )
         if result != self._success:
-            if result.name != "CUDA_ERROR_INVALID_CONTEXT" or int(_call("cuCtxGetCurrent")):
+            if result.name != "CUDA_ERROR_INVALID_CONTEXT" or not ensure_context(self._index):
                 raise RuntimeError(f"cuLaunchKernel: {result.name}")
-            self.ensure_context()
             self.launch(ctas, stream, arguments)
-
-    def ensure_context(self) -> None:
-        """Give a thread that has not used CUDA yet the device's context: tensor maps want one."""
-        if not int(_call("cuCtxGetCurrent")):
-            _call("cuCtxSetCurrent", self._context)
 
 
 class Arguments:
@@ -148,13 +145,14 @@ def load_launcher(
             if swap:
                 a, b = b, a
             stream = current_stream(index)
-            memory = (0, 0) if workspace is None else workspace.addresses(stream)
-            key = (a, b, d, *memory)
+            partials, counters, memory = (0, 0, None) if workspace is None else workspace.take(stream)
+            key = (a, b, d, partials, counters)
             found = kept.get(key)
             if found is None:
-                kernel.ensure_context()
+                ensure_context(index)  # tensor maps want one
                 found = kept.keep(key, arguments(*key))
             kernel.launch(ctas, stream, found)
+            del memory  # the launch is queued
 
         return launch
 
@@ -225,16 +223,11 @@ def _load(content: bytes, index: int) -> Kernel:
     from cuda.bindings import driver
 
     header, cubin = read_object(content)
-    _call("cuInit", 0)
-    context = _call("cuDevicePrimaryCtxRetain", _call("cuDeviceGet", index))
-    _call("cuCtxPushCurrent", context)
-    try:
+    with primary_context(index):
         function = _call("cuModuleGetFunction", _call("cuModuleLoadData", cubin), header.entry.encode())
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _call("cuFuncSetAttribute", function, attribute, header.smem_bytes)
-    finally:
-        _call("cuCtxPopCurrent")
-    return Kernel(header, function, context)
+    return Kernel(header, function, index)
 
 
 @functools.cache

@@ -17,8 +17,8 @@ from tunegemm.generate.artifacts import Artifact, ArtifactStore
 from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.families import Launcher
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.generate.launching import WORKSPACE_ALIGNMENT, Workspace
 from tunegemm.generate.ptxas import Resources
+from tunegemm.generate.workspace import WORKSPACE_ALIGNMENT, Workspace
 from tunegemm.measure.operands import torch_dtype
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Operation:
                 if lent is not None:
                     lent[memory.partial_bytes :].zero_()
                 else:
-                    memory.addresses(torch.cuda.current_stream().cuda_stream)  # lacking memory is heard now
+                    memory.take(torch.cuda.current_stream().cuda_stream)  # lacking memory is heard now
             if self._launch is None:
                 path = self._artifact.path if self._artifact else None
                 self._launch = self._family.load(self.problem, self.candidate, self.device, path, memory)

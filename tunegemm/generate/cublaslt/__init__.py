@@ -15,8 +15,9 @@ from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import CompileError
 from tunegemm.generate.feasibility import FEASIBLE, Rule, Verdict, apply_rules
-from tunegemm.generate.launching import Launcher, Workspace
+from tunegemm.generate.launching import Launcher
 from tunegemm.generate.ptxas import Resources
+from tunegemm.generate.workspace import Workspace, exceeded_workspace
 from tunegemm.resources import data_path
 
 #: What names one algorithm of cuBLASLt.
@@ -111,7 +112,11 @@ class CublasLt:
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
         """Whether the library has such a kernel. What it makes of one problem it says at `load`."""
-        return FEASIBLE if is_torch(candidate) else apply_rules(RULES, problem, candidate, device)
+        if is_torch(candidate):
+            return FEASIBLE
+        if reason := exceeded_workspace(self.workspace(problem, candidate, device)):
+            return Verdict("workspace", reason)
+        return apply_rules(RULES, problem, candidate, device)
 
     def discover(self, problem: Problem, device: Device) -> list[Candidate]:
         """torch.mm and the algorithms that the library names for the problem; on a real device only.

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tunegemm.describe.driver import ensure_context
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
 from tunegemm.generate.cublaslt.operands import Matrix, Strides, column_major
 
@@ -139,6 +140,7 @@ def handle(device_index: int) -> c_void_p:
     import torch
 
     with torch.cuda.device(device_index):
+        ensure_context(device_index)  # torch would warn of a thread without one
         return c_void_p(torch.cuda.current_blas_handle())
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 from ctypes import byref, c_float, c_size_t, c_void_p
 from typing import TYPE_CHECKING, Any, cast
 
+from tunegemm.describe.driver import ensure_context
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.cublaslt import binding
 from tunegemm.generate.cublaslt.binding import LibraryError, Plan
 from tunegemm.generate.cublaslt.names import name_of, number_of
 from tunegemm.generate.cublaslt.operands import Strides, packed_strides
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, Workspace
+from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher
+from tunegemm.generate.workspace import Workspace
 
 if TYPE_CHECKING:
     import torch
@@ -70,17 +72,21 @@ def launcher(
         # What does not change is converted once. `byref` keeps what it points to.
         description, of_first, of_second, _, of_out = (pointer(one.value) for one in plan.descriptors)
         alpha, beta, chosen = byref(_ALPHA), byref(_BETA), byref(algorithm)
-        nowhere, room = pointer(None), c_size_t.from_param(int(candidate["workspace_bytes"]))
+        room = c_size_t.from_param(int(candidate["workspace_bytes"]))
 
         def launch(a: int, b: int, out: int) -> None:
             stream = current_stream(device_index)
-            memory = nowhere if workspace is None else pointer(workspace.addresses(stream)[0])
+            address, _, memory = (None, 0, None) if workspace is None else workspace.take(stream)
             first, second = (b, a) if first_is_b else (a, b)
             to = pointer(out)
-            status = matmul(
+            given = (
                 handle, description, alpha, pointer(first), of_first, pointer(second), of_second,
-                beta, to, of_out, to, of_out, chosen, memory, room, pointer(stream),
+                beta, to, of_out, to, of_out, chosen, pointer(address), room, pointer(stream),
             )  # fmt: skip
+            status = matmul(*given)
+            if status and ensure_context(device_index):
+                status = matmul(*given)
+            del memory  # the launch is queued
             if status:
                 raise RuntimeError(f"{label(candidate)}: {binding.status_name(status)}")
 

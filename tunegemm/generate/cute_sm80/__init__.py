@@ -15,9 +15,10 @@ from tunegemm.generate.cute_object import compile_object, load_launch, toolchain
 from tunegemm.generate.cute_sm80.config import KernelConfig
 from tunegemm.generate.cute_sm80.rules import RULES, config_of
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
-from tunegemm.generate.launching import AddressLauncher, Launcher, Workspace, operand_reader
+from tunegemm.generate.launching import AddressLauncher, Launcher, operand_reader
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, split_workspace
+from tunegemm.generate.workspace import Workspace
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:

@@ -19,7 +19,6 @@ from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
 from tunegemm.generate.launching import (
     AddressLauncher,
     Launcher,
-    Workspace,
     through_aligned_copies,
     tma_reader,
     tma_takes,
@@ -35,6 +34,7 @@ from tunegemm.generate.tiles import (
     streams,
     tile_count,
 )
+from tunegemm.generate.workspace import Workspace
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:

@@ -11,9 +11,10 @@ from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator
 from tunegemm.generate.gluon_wgmma.build import compile_kernel
 from tunegemm.generate.gluon_wgmma.config import KernelConfig
 from tunegemm.generate.gluon_wgmma.rules import RULES, config_of
-from tunegemm.generate.launching import Launcher, Workspace
+from tunegemm.generate.launching import Launcher
 from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, seen_by_kernel, tile_count
 from tunegemm.generate.triton_object import toolchain
+from tunegemm.generate.workspace import Workspace
 
 
 def grid(problem: Problem, candidate: Candidate, device: Device) -> int:

@@ -17,7 +17,6 @@ from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
 from tunegemm.generate.launching import (
     AddressLauncher,
     Launcher,
-    Workspace,
     operand_reader,
     words_reader,
 )
@@ -25,6 +24,7 @@ from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.skinny.config import KernelConfig
 from tunegemm.generate.skinny.rules import RULES, config_of
 from tunegemm.generate.tiles import persistent_grid, split_workspace
+from tunegemm.generate.workspace import Workspace
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:

@@ -10,10 +10,11 @@ from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import half_operands
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator, Key, config_maker
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, Workspace, operand_reader
+from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, operand_reader
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.tiles import tile_count
 from tunegemm.generate.triton_object import toolchain
+from tunegemm.generate.workspace import Workspace
 
 FOLDER = Path(__file__).parent
 #: Elements of 16 bytes.

@@ -1,0 +1,278 @@
+"""Whether threads that share streams get their own products, of every family and reduction.
+
+    python -m benchmarks.threads                # 1,000,000 calls or a little more
+    python -m benchmarks.threads --calls 50000
+
+Eight threads call `tunegemm.matmul`, each with operands of its own and one weight, on one stream or on four,
+without and with a ninth thread that captures the product in CUDA graphs and replays them. Every result is
+compared, bit by bit, with that of the same operands computed alone. Writes results/GPU/threads.json: a row
+`{family, reduction, threads, streams, captures, calls, wrong}` for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dispatch import place
+from benchmarks.results import Results, meta, results_path
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import TunegemmError
+
+THREADS = 8
+#: Calls of a thread between two comparisons.
+AT_ONCE = 50
+METHOD = (
+    f"{THREADS} threads, operands of their own, {AT_ONCE} calls between comparisons; a result is wrong where "
+    "a bit differs from the product of its operands computed alone"
+)
+
+_CUTE = {
+    "schedule": "cooperative", "tile_m": 64, "tile_n": 64, "tile_k": 64, "stages": 6, "cluster_m": 1,
+    "cluster_n": 1, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
+}  # fmt: skip
+_CUTE_LAUNCH = {
+    "raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "reduction": "pairs",
+    "l2_hint": "none", "cluster_order": "index",
+}  # fmt: skip
+_STREAMED = {"tile_scheduler": "stream_k", "tile_m": 128, "stages": 5}
+_SKINNY = {
+    "tile_m": 8, "tile_n": 16, "tile_k": 512, "warps_n": 1, "warps_k": 8, "stages": 4, "vector_bytes": 16,
+    "ctas_per_sm": 1,
+}  # fmt: skip
+_GLUON = {
+    "schedule": "multistage", "tile_m": 64, "tile_n": 128, "tile_k": 64, "stages": 6, "warps": 4,
+    "instr_n": 256, "lhs_in_registers": False, "occupancy": 1, "swap_ab": False,
+}  # fmt: skip
+_TRITON = {
+    "schedule": "pipelined", "tile_m": 64, "tile_n": 64, "tile_k": 64, "stages": 4, "warps": 4, "epi_n": 64,
+    "swap_ab": False,
+}  # fmt: skip
+_SM80 = {
+    "tile_m": 64, "tile_n": 64, "tile_k": 32, "stages": 4, "warps_m": 2, "warps_n": 2, "atoms_n": 2,
+    "smem_swizzle": 2, "vector_bytes": 16, "ctas_per_sm": 1, "acc_dtype": "fp32",
+}  # fmt: skip
+_ORDER = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, and how the sums of its k splits meet."""
+
+    family: str
+    reduction: str
+    problem: Problem
+    candidate: Candidate
+
+
+def cases(device: Device) -> list[Case]:
+    """One kernel of each family and way to add k splits; of the library those that it names here."""
+    small, few, wide = Problem(64, 512, 2048), Problem(8, 512, 4096), Problem(640, 1024, 1024)
+    made = [
+        Case(family, reduction, problem, Candidate.make(family, kernel, launch))
+        for family, reduction, problem, kernel, launch in (
+            ("cute_sm90", "none", small, _CUTE, _CUTE_LAUNCH),
+            ("cute_sm90", "pairs", small, _CUTE, _CUTE_LAUNCH | {"split_k": 4}),
+            ("cute_sm90", "second_kernel", small, _CUTE,
+             _CUTE_LAUNCH | {"split_k": 4, "reduction": "second_kernel"}),
+            ("cute_sm90", "stream_k pairs", wide, _CUTE | _STREAMED, _CUTE_LAUNCH),
+            ("cute_sm90", "stream_k second_kernel", wide, _CUTE | _STREAMED,
+             _CUTE_LAUNCH | {"reduction": "second_kernel"}),
+            ("skinny", "none", few, _SKINNY, {"ctas": "all", "split_k": 1}),
+            ("skinny", "last_cta", few, _SKINNY, {"ctas": "all", "split_k": 2}),
+            ("gluon_wgmma", "none", small, _GLUON, _ORDER),
+            ("triton_tma", "none", small, _TRITON, _ORDER | {"split_k": 1}),
+            ("triton_tma", "last_cta", small, _TRITON, _ORDER | {"split_k": 4}),
+            ("cute_sm80", "none", small, _SM80, _ORDER | {"split_k": 1}),
+            ("cute_sm80", "last_cta", small, _SM80, _ORDER | {"split_k": 4}),
+        )
+    ]  # fmt: skip
+    return made + _of_library(Problem(128, 576, 7168), device)
+
+
+def _of_library(problem: Problem, device: Device) -> list[Case]:
+    """cuBLASLt's first algorithm without k splits, and the first of each way that it has to add them."""
+    from tunegemm.generate import families
+    from tunegemm.generate.cublaslt import is_torch
+
+    found: dict[str, Candidate] = {}
+    for candidate in families.get("cublaslt").discover(problem, device):
+        if is_torch(candidate):
+            continue
+        splits = candidate["split_k"] != 1
+        found.setdefault(str(candidate["reduction_scheme"]).lower() if splits else "none", candidate)
+    return [Case("cublaslt", reduction, problem, one) for reduction, one in sorted(found.items())]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 1 where a result was wrong, 2 for bad input or no GPU."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.threads", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--calls", type=int, default=1_000_000, help="of all rows together, at least")
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args(arguments)
+    try:
+        device = find_device(options.device)
+        results = Results(results_path(options.out, device, "threads.json"), meta(device, METHOD))
+        with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
+            place(Path(folder))
+            wrong = run(device, options.calls, results)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 1 if wrong else 0
+
+
+def run(device: Device, calls: int, results: Results) -> int:
+    """Writes the rows; how many results were wrong."""
+    compiled = cases(device)
+    for case in compiled:
+        prepare(case, device)
+    settings = [(streams, captures) for streams in (1, 4) for captures in (False, True)]
+    each = -(-calls // (len(compiled) * len(settings) * THREADS * AT_ONCE)) * AT_ONCE
+    rows, total = [], 0
+    for case in compiled:
+        trial = Trial(case, device)
+        for streams, captures in settings:
+            wrong = trial.wrong(each, streams, captures)
+            row = {
+                "m": case.problem.m, "n": case.problem.n, "k": case.problem.k, "dtype": case.problem.in_dtype,
+                "label": trial.label, "family": case.family, "reduction": case.reduction,
+                "threads": THREADS, "streams": streams, "captures": captures, "calls": each * THREADS,
+                "wrong": wrong,
+            }  # fmt: skip
+            total += wrong
+            rows.append(row)
+            print(f"{case.family} {case.reduction}, {streams} streams, captures {captures}: {wrong} wrong of "
+                  f"{each * THREADS}", flush=True)  # fmt: skip
+    results.rows = []
+    results.summary = {"calls": sum(row["calls"] for row in rows), "wrong": total}
+    results.put(*rows)
+    print(results.summary)
+    return total
+
+
+def prepare(case: Case, device: Device) -> None:
+    """Compiles a case's kernel into the user's store."""
+    import tunegemm
+
+    operation = tunegemm.Operation(case.problem, case.candidate, device)
+    verdict = operation.can_implement()
+    if not verdict:
+        raise TunegemmError(f"{case.family} {case.reduction}: {verdict}; give another kernel in `cases`")
+    operation.compile()
+
+
+class Trial:
+    """A kernel served alone: every product of its problem is launched by it."""
+
+    def __init__(self, case: Case, device: Device) -> None:
+        import torch
+
+        import tunegemm
+        from tunegemm.generate import families
+        from tunegemm.serve import api
+        from tunegemm.serve.dispatcher import Dispatcher
+        from tunegemm.serve.planning import Planner
+        from tunegemm.serve.snapshot import Snapshot
+        from tunegemm.store.record import Record
+
+        source = families.kernel_source_hash(case.family)
+        record = Record(
+            case.problem, case.candidate, device.fingerprint, ratio=1.2, confirmed=True, kernel_source=source
+        )
+        served = Dispatcher(Planner(read=lambda: Snapshot([record])))
+        api.serve_by(served)
+        self.label = families.get(case.family).label(case.candidate)
+        self._place = device.spec
+        m, n, k = case.problem.m, case.problem.n, case.problem.k
+        made = {"dtype": torch.bfloat16, "device": self._place}
+        torch.manual_seed(0)
+        self._weight = torch.randn(n, k, **made)
+        self._inputs = [torch.randn(m, k, **made) for _ in range(THREADS + 1)]
+        self._multiply = tunegemm.matmul
+        self._expected = [self._product(x).clone() for x in self._inputs]
+        for x, result in zip(self._inputs, self._expected, strict=True):
+            exact = x.float() @ self._weight.t().float()
+            if float((exact - result.float()).norm() / exact.norm()) > 5e-3:
+                raise TunegemmError(f"{self.label} is wrong alone, on {case.problem}")
+        self._planner, self._case = served.planner, case
+        self._check_served()
+
+    def _check_served(self) -> None:
+        plans = self._planner.state.plans.values()
+        if not plans or any(plan is None or plan.record is None for plan in plans):
+            raise TunegemmError(f"{self.label} does not serve {self._case.problem}")
+
+    def _product(self, x: Any) -> Any:
+        return self._multiply(x, self._weight.t())
+
+    def wrong(self, calls: int, streams: int, captures: bool) -> int:
+        """Of so many calls of each thread; those of graphs beside count where they are wrong."""
+        import torch
+
+        made = [torch.cuda.Stream(self._place) for _ in range(streams)] if streams > 1 else [None]
+        counted = torch.zeros(THREADS + 1, dtype=torch.int64, device=self._place)
+        torch.cuda.synchronize()
+        errors: list[BaseException] = []
+        begin, end = threading.Barrier(THREADS + captures), threading.Event()
+
+        def work(index: int) -> None:
+            x, expected = self._inputs[index], self._expected[index]
+            with torch.cuda.stream(made[index % len(made)]):
+                begin.wait()
+                for _ in range(calls // AT_ONCE):
+                    results = torch.stack([self._product(x) for _ in range(AT_ONCE)])
+                    counted[index] += (results != expected).flatten(1).any(1).sum()
+
+        def capture() -> None:
+            x, expected = self._inputs[-1], self._expected[-1]
+            stream = torch.cuda.Stream(self._place)
+            begin.wait()
+            with torch.cuda.stream(stream):
+                while not end.is_set():
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                        results = [self._product(x) for _ in range(4)]
+                    for _ in range(8):
+                        graph.replay()
+                        counted[-1] += (torch.stack(results) != expected).flatten(1).any(1).sum()
+                    stream.synchronize()
+
+        def guarded(task: Any, *arguments: Any) -> None:
+            try:
+                task(*arguments)
+            except BaseException as error:
+                errors.append(error)
+                begin.abort()
+
+        workers = [threading.Thread(target=guarded, args=(work, index)) for index in range(THREADS)]
+        beside = threading.Thread(target=guarded, args=(capture,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for worker in [*workers, *([beside] if captures else [])]:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            end.set()
+            if captures:
+                beside.join()
+        torch.cuda.synchronize()
+        if errors:
+            raise errors[0]
+        self._check_served()
+        return int(counted.sum())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
