@@ -33,6 +33,10 @@ WordsOf = Callable[[Sequence["torch.Tensor"], Sequence[float]], Sequence[int] | 
 _MAX_MADE = 1024
 
 
+def never_unloaded() -> None:
+    """The `keep` of a launcher whose kernel lives for as long as the process in any case."""
+
+
 class AddressLauncher:
     """A `Launcher` whose launches take addresses, once the strides of its operands are known.
 
@@ -55,6 +59,9 @@ class AddressLauncher:
         self._make = make
         self._read_words = read_words
         self._made: dict[tuple[Any, ...], AddressLaunch] = {}
+        if keep := getattr(make, "keep", None):
+            self.keep = keep
+            """Lets the kernel live for as long as the process, also without its launchers."""
 
     def of(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> AddressLaunch:
         """The launch for operands with the strides of these; addresses must be as aligned as theirs.
@@ -162,6 +169,8 @@ def through_aligned_copies(problem: Problem, launch: Launcher) -> Launcher:
         if target is not out:
             out.copy_(target)
 
+    if keep := getattr(launch, "keep", None):
+        launch_on_copies.keep = keep  # type: ignore[attr-defined]
     return launch_on_copies
 
 

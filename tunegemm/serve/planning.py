@@ -11,10 +11,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -27,7 +25,7 @@ import torch
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning, one_line
+from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, one_line
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.launching import AddressLauncher, words_binder
@@ -36,7 +34,8 @@ from tunegemm.serve.forms import LINEAR, RECORDED, Form
 from tunegemm.serve.guards import allocation, capturing, deterministic
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.library import absorbed
-from tunegemm.serve.modes import Mode, read_compile, read_mode, read_policy
+from tunegemm.serve.modes import Mode, read_compile, read_mode, read_policy, read_summary
+from tunegemm.serve.notices import Notices, weight_of
 from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
 from tunegemm.serve.plans import Compiling, Plan, State, expanding, views_of_operands
@@ -52,8 +51,11 @@ if TYPE_CHECKING:
     from tunegemm.generate.compile import CompilePool
     from tunegemm.serve.feedback import Feedback
 
-#: Keys kept before all plans are dropped: a bound for programs whose shapes never repeat.
-MAX_PLANS = 65536
+#: Keys whose plans are kept; then the older half is dropped: some 4 kB each, of programs whose shapes never
+#: repeat.
+MAX_PLANS = 4096
+#: Policies whose plans are kept for when they come back.
+MAX_POLICIES = 4
 #: Seconds between looks at whether another process has published records.
 LOOK_SECONDS = 5.0
 
@@ -87,6 +89,7 @@ class Planner:
         self._compiler = BackgroundCompiler(self._serve_compiled, pool)
         self.state = State()
         """What is known under the policy of now. Replaced as a whole, so that it is read without a lock."""
+        self.notices = Notices()
         self._others: dict[Policy, State] = {}
         """Of policies that were left: plans are kept for when one comes back."""
         self._mode: Mode | None = None
@@ -101,6 +104,7 @@ class Planner:
         with self.lock:
             self._others.clear()
             self.state = State(self.state.policy)
+            self.notices.forget()
 
     @property
     def policy(self) -> Policy:
@@ -118,8 +122,10 @@ class Planner:
             if policy != before.policy and self._mode == "off":
                 self.state = State(policy)
             elif policy != before.policy:
-                self._others[before.policy] = before
                 known = self._others.pop(policy, None)
+                self._others[before.policy] = before
+                if len(self._others) > MAX_POLICIES:
+                    del self._others[next(iter(self._others))]
                 self.state = State(policy, before.snapshot, before.modified) if known is None else known
             return before.policy
 
@@ -171,6 +177,7 @@ class Planner:
                     state,
                     f"a product of {tuple(a.shape)} and {tuple(b.shape)} is captured before it was computed "
                     f"once, and is torch's in this CUDA graph: {state.policy} does not hold. Call it first",
+                    about=("captured", tuple(b.shape), b.dtype),
                 )
             return state, None
         with self.lock:
@@ -182,11 +189,7 @@ class Planner:
                 composed = plan is None and not form.is_plain and form.kind != RECORDED
                 if composed and self._has_tuned_product(state, form, a, b):
                     state.of_tuned_products.add(key)
-            if len(state.plans) >= MAX_PLANS:
-                state.plans.clear()
-                state.of_tuned_products.clear()
-                state.waiting.clear()
-                state.forget_checks()
+            state.make_room(MAX_PLANS)
             state.plans[key] = plan
             untuned, state.untuned = state.untuned, None
         if untuned is None or self._mode != "online" or not self._tune_online(state, key, *untuned):
@@ -239,7 +242,7 @@ class Planner:
             new = State(old.policy)
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
-            new.devices, new.warned = old.devices, old.warned
+            new.devices = old.devices
             self.state = new
         return self.state
 
@@ -266,17 +269,22 @@ class Planner:
         operands = _described(form, a, b, out)
         if isinstance(operands, Refusal):
             if operands.reason and name:
-                self._warn(state, f"{operands.reason}; {_who(name)} falls back to torch")
+                about = "refused", tuple(b.shape), b.stride(), b.dtype, form.text
+                self._warn(state, f"{operands.reason}; {_who(name)} falls back to torch", about)
             return None
         problem = operands.problem
+        weight = weight_of(problem)
         shapes = views_of_operands(problem, form, tensors, a.ndim > len(operands.views[0]))
         if shapes is None:
             return None
         if a.device.type != self.device_type:
             self._warn(
                 state,
-                f"{problem} on {a.device.type}: {_who(name)} falls back to torch. "
-                + _advice(problem, "On a CUDA device, tune it with"),
+                lambda: (
+                    f"{problem} on {a.device.type}: {_who(name)} falls back to torch. "
+                    + _advice(problem, "On a CUDA device, tune it with")
+                ),
+                about=("device", a.device.type, *weight),
             )
             return None
         prepared = self._prepared(state, problem, a.device, name)
@@ -286,7 +294,8 @@ class Planner:
             return None
         if prepared.tma and operands.tma_refusal:
             if name:
-                self._warn(state, f"{problem}: {operands.tma_refusal}; {_who(name)} falls back to torch")
+                text = f"{problem}: {operands.tma_refusal}; {_who(name)} falls back to torch"
+                self._warn(state, text, ("unaligned", *weight))
             return None
         if prepared.packed and not operands.packed:
             return None
@@ -302,7 +311,8 @@ class Planner:
                     seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
                     words = words_binder(problem, form.join(seen, numbers))
             except ValueError as error:
-                self._warn(state, f"{problem}: {one_line(error)}; {_who(name)} falls back to torch")
+                text = f"{problem}: {one_line(error)}; {_who(name)} falls back to torch"
+                self._warn(state, text, ("strides", *weight))
                 return None
         if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
             launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
@@ -446,12 +456,14 @@ class Planner:
         why: what the last of the selection's options lacks, or why there are none.
         """
         answer = self._compiled(state, problem, selection.options, known, index)
+        weight = known.name, *weight_of(problem)
         if answer.kernel:
             if state.policy.replaces_torch:
                 self._warn(
                     state,
                     f"{problem} on {known.name}: its kernel is compiled in the background, and torch "
                     f"computes it meanwhile: {state.policy} does not hold until then",
+                    about=("compiled", *weight),
                 )
             return
         if not selection.options and state.snapshot is not None:
@@ -471,12 +483,17 @@ class Planner:
                 state,
                 f"a kernel that is predicted to be faster than torch cannot run on {known.name}: {why}; "
                 "products like that fall back to torch",
+                about=("predicted", why),
             )
         elif selection.options or (selection.advises_tuning and self._mode != "online"):
+            self.notices.untuned(problem)
             self._warn(
                 state,
-                f"{problem} on {known.name}: {why}; {_who(name)} falls back to torch. "
-                + _advice(problem, "Tune it with"),
+                lambda: (
+                    f"{problem} on {known.name}: {why}; {_who(name)} falls back to torch. "
+                    + _advice(problem, "Tune it with")
+                ),
+                about=("untuned", *weight),
             )
 
     def _compiled(
@@ -550,6 +567,7 @@ class Planner:
             f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "
             f"({one_line(error)}); tunegemm falls back to torch"
             + (" until it is compiled here" if answer.kernel else ""),
+            about=("launch", tuple(b.shape), b.dtype),
         )
 
     def _begin(self) -> None:
@@ -561,13 +579,14 @@ class Planner:
         with self.lock:
             if self._mode is None:
                 self._compiler.is_on = read_compile(warn)
+                if read_summary(warn):
+                    self.notices.sum_up()
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))
 
-    def _warn(self, state: State, message: str) -> None:
-        if message not in state.warned:
-            state.warned.add(message)
-            warnings.warn(message, TunegemmWarning, stacklevel=_callers_level())
+    def _warn(self, state: State, message: str | Callable[[], str], about: Hashable = None) -> None:
+        """about: of what there is one warning; None: of this message."""
+        self.notices.warn(message if about is None else about, message)
 
 
 def _advice(problem: Problem, words: str) -> str:
@@ -588,14 +607,6 @@ def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor |
 
 def _who(name: str) -> str:
     return f"tunegemm.{name}" if name else "tunegemm"
-
-
-def _callers_level() -> int:
-    """The `stacklevel` at which warnings.warn, called by our caller, names the user's line."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tunegemm.serve"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 _planners: weakref.WeakSet[Planner] = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +102,6 @@ class State:
         self.modified = modified
         self.devices: dict[int, Device | None] = {}
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
-        self.warned: set[str] = set()
         self.of_tuned_products: set[tuple[Any, ...]] = set()
         """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
         self.untuned: tuple[Problem, Device] | None = None
@@ -110,6 +110,16 @@ class State:
         """Where `prepared` has none yet."""
         self.waiting: dict[tuple[Problem, int], set[tuple[Any, ...]]] = {}
         """Keys of plans that fall back to torch until then."""
+
+    def make_room(self, most: int) -> None:
+        """Forgets the older half of the plans, and of what they are made of, if there are so many."""
+        for kept in (self.plans, self.prepared):
+            if len(kept) >= most:
+                for key in list(itertools.islice(kept, len(kept) // 2 + 1)):
+                    del kept[key]
+                self.of_tuned_products.intersection_update(self.plans)
+                self.waiting.clear()
+                self.forget_checks()
 
     def wait_for(self, kernel: str, failed: Plan) -> None:
         """A launch failed whose kernel is compiled now: plans of the same kernel are torch's until then."""

@@ -197,8 +197,7 @@ class SlowPath:
                 (plan.device.index or 0) if plan is not None and plan.guarded else -1,
             )
         if len(state.earlier) >= MAX_PLANS:
-            state.recent.clear()
-            state.earlier.clear()
+            state.forget_checks()
         a, b = tensors[:2]
         place = b.data_ptr() | form.place | (0 if out is None else 2)
         state.recent[place] = state.earlier[place, a.numel()] = recent
