@@ -86,20 +86,20 @@ class Dispatcher:
             known = recent is not None and recent.check(a, b, out)
         if not known:
             recent = self._earlier(place, a, b) if out is None else self._earlier(place, a, b, out)
+        if recent is None or (recent.trains and grad_enabled()):
+            return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
+        if recent.at is None:  # torch's, in whatever mode
+            if time.monotonic() < self.planner.next_look:
+                return by_torch(_PLAIN_FORMS[kind], a, b, (), (), out)
+            return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
         if (
-            recent is None
-            or (recent.trains and grad_enabled())
-            or dispatch_modes()
+            dispatch_modes()
             or deterministic()
             or forward_ad._current_level >= 0
             or (recent.index >= 0 and recent.index != current_device())
         ):
             return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
         plan, at = recent.plan, recent.at
-        if plan is None or at is None:
-            if time.monotonic() < self.planner.next_look:
-                return by_torch(_PLAIN_FORMS[kind], a, b, (), (), out)
-            return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
         try:
             if out is None:
                 result = self._empty(*plan.output)
@@ -139,20 +139,20 @@ class Dispatcher:
         recent = self.planner.state.recent.get(place)
         if recent is None or not recent.check(*everything):
             recent = self._earlier(place, *everything)
+        if recent is None or (recent.trains and grad_enabled()):
+            return self._slowly(form, a, b, tensors, numbers, out)
+        if recent.at is None:  # torch's, in whatever mode
+            if time.monotonic() < self.planner.next_look:
+                return by_torch(form, a, b, tensors, numbers, out)
+            return self._slowly(form, a, b, tensors, numbers, out)
         if (
-            recent is None
-            or (recent.trains and grad_enabled())
-            or dispatch_modes()
+            dispatch_modes()
             or deterministic()
             or forward_ad._current_level >= 0
             or (recent.index >= 0 and recent.index != current_device())
         ):
             return self._slowly(form, a, b, tensors, numbers, out)
         plan, at = recent.plan, recent.at
-        if plan is None or at is None:
-            if time.monotonic() < self.planner.next_look:
-                return by_torch(form, a, b, tensors, numbers, out)
-            return self._slowly(form, a, b, tensors, numbers, out)
         words = () if plan.words is None else plan.words(tensors, numbers)
         try:
             if words is None:

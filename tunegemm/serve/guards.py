@@ -45,7 +45,7 @@ def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor
     dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
     """
     for tensor in tensors:
-        if (tensor.requires_grad and grad_enabled()) or tensor.is_neg() or tensor.is_conj():
+        if (tensor.requires_grad and grad_enabled()) or is_lazy(tensor):
             return False
     return (
         not (grad_enabled() and (a.requires_grad or b.requires_grad))
@@ -54,8 +54,13 @@ def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor
         and functorch_level() is None
         and not tracing()
         and forward_ad._current_level < 0
-        and not (a.is_neg() or b.is_neg())
+        and not (a.is_neg() or b.is_neg() or a._is_zerotensor() or b._is_zerotensor())  # see `is_lazy`
     )
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether memory does not hold the values: negated or conjugated views, and zeros without memory."""
+    return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
 
 
 def only_checks_operators() -> bool:

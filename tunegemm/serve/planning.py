@@ -269,7 +269,8 @@ class Planner:
                 self._warn(state, f"{operands.reason}; {_who(name)} falls back to torch")
             return None
         problem = operands.problem
-        shapes = views_of_operands(problem, form, tensors, a.ndim > len(operands.views[0]))
+        folded = a.ndim > len(operands.views[0])
+        shapes = views_of_operands(problem, form, tensors, operands.out_shape, folded)
         if shapes is None:
             return None
         if a.device.type != self.device_type:
@@ -329,6 +330,8 @@ class Planner:
             taken = ()  # `SlowPath` adds it itself then: torch's call with a bias is a product of its own
         if taken or (form.kind == LINEAR and b.ndim != 2):
             return False
+        if a.dtype is torch.float16 and form.epilogue.steps != ("relu",):
+            return False  # sums that leave its range may come back by what follows
         index = a.device.index or 0
         known, right = state.devices.get(index), b.t() if form.kind == LINEAR else b
         whole, operands = _described(form, a, right, None), describe(a, right)
