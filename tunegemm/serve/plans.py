@@ -47,6 +47,8 @@ class Plan:
     """What `at` takes for the operands of an epilogue; None where there are none, or `at` is."""
     operand_views: tuple[tuple[int, ...], ...] = ()
     """Shapes of an epilogue's tensors as the kernel sees them."""
+    reduces: bool = False
+    """Whether it is an algorithm of the library that torch's settings of reductions may forbid."""
     problem: Problem | None = field(default=None, compare=False)
     record: Record | None = field(default=None, compare=False)
     """What its kernel was recorded for, or predicted."""
@@ -219,8 +221,8 @@ def views_of_operands(
 ) -> tuple[tuple[int, ...], ...] | None:
     """Shapes in which a kernel sees an epilogue's tensors; None where they are not what it takes.
 
-    out_shape: of the result, which matrices have. folded: whether leading dimensions are rows of the kernel's product: what is one for each row of torch's
-    is then no vector.
+    out_shape: of the result, which matrices have. folded: whether leading dimensions are rows of the kernel's
+    product: what is one for each row of torch's is then no vector.
     """
     if not form.epilogue.is_defined:
         return None

@@ -82,6 +82,7 @@ class SlowPath:
                 below |= tensor.data_ptr() % MAX_ALIGNMENT
             key: tuple[Any, ...] = (
                 form, low & -low, below & -below, a.dtype is torch.float32 and guards.tf32_allowed(),
+                guards.REDUCTIONS.get(a.dtype, bool)(),
                 a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device,
             )  # fmt: skip
             for tensor in others:
@@ -188,8 +189,10 @@ class SlowPath:
             return
         recent = state.checked.get(key)
         if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
+            allowed = guards.reductions_allowed(tensors[0].dtype)
+            reduces = not all(allowed) if plan is None else plan.reduces
             recent = state.checked[key] = Recent(
-                guards.check_of(tensors),
+                guards.check_of(tensors, reductions=reduces),
                 plan,
                 plan.at if plan is not None else None,
                 form.kind != RECORDED and any(tensor.requires_grad for tensor in tensors),

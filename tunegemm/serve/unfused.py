@@ -151,22 +151,23 @@ def _taken(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, An
     if not _is_own(form, a) or _is_fp8(a):
         return ()
     if taken == ("bias_n",):
-        is_vector = named["bias"].ndim == 1
-        is_one = form.kind == LINEAR or (is_vector and ((a.ndim > 1 and b.ndim == 2) or a.ndim == b.ndim == 3))
-        return taken if is_one else ()
+        if form.kind == LINEAR:
+            return taken
+        is_one = (a.ndim > 1 and b.ndim == 2) or a.ndim == b.ndim == 3
+        return taken if is_one and named["bias"].ndim == 1 else ()
     return taken if a.ndim == b.ndim and a.ndim in (2, 3) else ()
 
 
 def _one_call(
     form: Form, a: Any, b: Any, taken: tuple[str, ...], named: dict[str, Any], out: Any, dtype: Any = None
 ) -> Any:
-    """The product and these steps by one call of torch. dtype: of fp8 operands' product, if not the form's."""
+    """The product and these steps by one call of torch. dtype: of an fp8 product, if not the form's."""
     given = {} if out is None else {"out": out}
+    if form.kind == LINEAR and out is None and taken in ((), ("bias_n",)):
+        return linear(a, b, named["bias"] if taken else None)
     if not taken:
-        return linear(a, b) if form.kind == LINEAR and out is None else torch.matmul(a, _right(form, b), **given)
+        return torch.matmul(a, _right(form, b), **given)
     if taken == ("bias_n",):
-        if form.kind == LINEAR and out is None:
-            return linear(a, b, named["bias"])
         return added(a, _right(form, b), named["bias"], out)
     if taken[0].startswith("scale"):
         return torch._scaled_mm(
