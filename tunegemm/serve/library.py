@@ -96,8 +96,9 @@ def is_sum(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, dimen
     if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
         return False
     result = (*a.shape[:-1], b.shape[-1])[dimensions - c.ndim :]
-    if not all(x in (1, y) for x, y in zip(c.shape, result, strict=True)):
-        return False
+    for extent, wanted in zip(c.shape, result, strict=True):
+        if extent not in (1, wanted):
+            return False
     return beta != 0 or (
         c.dtype == a.dtype
         and c.device == a.device

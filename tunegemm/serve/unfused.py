@@ -43,7 +43,7 @@ def torchs(form: Form) -> Call:
         return {LINEAR: _linear, BMM: _bmm}.get(form.kind, _matmul)
     if form.kind == LINEAR and form.text == "bias_n" and form.out_dtype is None:
         return _linear_with_bias
-    return partial(unfused, form)
+    return partial(_scaled if form.kind == SCALED_MM else unfused, form)
 
 
 def _nothing(a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> None:
@@ -64,6 +64,16 @@ def _linear(a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], ou
 
 def _linear_with_bias(a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
     return linear(a, b, *tensors)
+
+
+def _scaled(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
+    if a.dtype == torch.int8:  # of which torch has the product alone
+        return unfused(form, a, b, tensors, numbers, out)
+    scale_a, scale_b, *bias = tensors
+    fast = form.accumulation == "fast"
+    return torch._scaled_mm(
+        a, b, scale_a, scale_b, bias=bias[0] if bias else None, out_dtype=form.out_dtype, use_fast_accum=fast
+    )
 
 
 def unfused(
@@ -146,8 +156,8 @@ def _taken(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, An
     if taken[0].startswith("scale"):
         if not _is_fp8(a):
             return ()
-        bf16 = form.out_dtype is torch.bfloat16 or taken[0] == "scale_tensor"
-        return taken if form.kind == SCALED_MM or (bf16 and takes_fp8(a, _right(form, b))) else ()
+        is_scaled = form.out_dtype is torch.bfloat16 or taken[0] == "scale_tensor"
+        return taken if is_scaled and takes_fp8(a, _right(form, b)) else ()
     if not _is_own(form, a) or _is_fp8(a):
         return ()
     if taken == ("bias_n",):
@@ -212,8 +222,6 @@ def _wide(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, Any
     right, steps = _right(form, b), list(steps)
     if a.dtype == torch.int8:
         value = _of_int8(a, right).float()
-    elif not _is_fp8(a):
-        value = _in_fp32(a, right)
     elif takes_fp8(a, right):
         scales = [a.new_ones((), dtype=torch.float32)] * 2
         if steps[:1] == ["scale_tensor"]:
@@ -222,8 +230,8 @@ def _wide(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, Any
         value = torch._scaled_mm(
             a, right, *scales, out_dtype=torch.float32, use_fast_accum=form.accumulation == "fast"
         )
-    else:  # bf16 holds every fp8 number
-        value = _in_fp32(a.to(torch.bfloat16), right.to(torch.bfloat16))
+    else:
+        value = _in_fp32(a, right)
     _check_pairs(form, a, b, value)
     return _after(form, value, steps, named, torch.float32)
 
@@ -303,10 +311,12 @@ def _of_int8(a: Any, b: Any) -> Any:
 
 
 def _in_fp32(a: Any, b: Any) -> Any:
-    """The product of 16-bit operands as it was summed.
+    """The product of operands of up to 16 bits as it was summed.
 
     torch has that on a GPU, of matrices and batches, without derivatives; elsewhere it is a product of fp32.
     """
+    if _is_fp8(a) and _is_fp8(b):
+        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)  # which holds every fp8 number
     if a.dtype != b.dtype:
         return torch.matmul(a, b)  # which refuses them
     differentiates = guards.grad_enabled() and (a.requires_grad or b.requires_grad)
