@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 import tunegemm
 from tunegemm.describe.problem import Problem
@@ -30,14 +31,18 @@ OURS: dict[str, Callable[..., Any]] = {
 }
 
 #: Relative to the largest value: what 16 bits leave of sums in another order.
-BOUNDS = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+BOUNDS = {torch.float32: 5e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-def operators(names: tuple[str, ...]) -> list[Any]:
+def operators(names: tuple[str, ...]) -> dict[str, list[Any]]:
     """PyTorch's `OpInfo`s of these names, but for one that is there for its size. Takes seconds to import."""
     from torch.testing._internal.common_methods_invocations import op_db
 
-    return [op for op in op_db if op.name in names and op.variant_test_name != "triton_optimized"]
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for op in op_db:
+        if op.name in found and op.variant_test_name != "triton_optimized":
+            found[op.name].append(op)
+    return found
 
 
 class StandIn:
@@ -158,3 +163,94 @@ def strange_operands(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]
     found["other dtype's row"] = found["other dtype"][0]
     found["integers"] = found["4x4"].to(torch.int64)
     return found
+
+
+def enabled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call and its backward pass under `tunegemm.enable`."""
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        tunegemm.enable()
+        return call(*arguments, **keywords)
+
+    return run
+
+
+class Comparison:
+    """Counts cases and those that were served, and collects what differs.
+
+    kernel: whose `calls` can be cleared, and are true once a kernel was launched.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.cases = self.served = 0
+        self.differs: list[str] = []
+
+    def run(self, name: str, call: Callable[..., Any], *given: Any, expected: Outcome, grad: bool) -> None:
+        """Twice, as what is done with a `b` again is another way through dispatch."""
+        self.kernel.calls.clear()
+        for _ in range(2):
+            result = outcome_of(call, *given, grad=grad)
+            tunegemm.disable()
+            bound = BOUNDS[expected.results[0].dtype] if expected.results else 0.0
+            if found := difference(expected, result, bound):
+                self.differs.append(f"{name}: {found}")
+        self.cases += 1
+        self.served += bool(self.kernel.calls)
+
+
+def compare(
+    kernel: Any, device: str, op: Any, dtype: torch.dtype, most: int | None = None, cast: bool = False
+) -> Comparison:
+    """Samples of an operator, by torch, under `enable`, and by our function of that name.
+
+    most: how many, about, by default all. cast: under autocast to bf16.
+    """
+    found = Comparison(kernel)
+    samples = list(op.sample_inputs(device, dtype, requires_grad=False))
+    samples += [each.sample_input for each in op.error_inputs(device)] if op.error_inputs_func else []
+    step = max(1, len(samples) // most) if most else 1
+    for number, sample in enumerate(samples[::step]):
+        given = (sample.input, *sample.args), sample.kwargs
+        for grad in (False, True):
+            if grad and dtype not in op.supported_backward_dtypes(device):
+                continue
+            with torch.autocast(device, torch.bfloat16, enabled=cast):
+                expected = outcome_of(op.op, *given, grad=grad)
+                name = f"sample {number * step}, grad {grad}"
+                found.run(f"{name}, enabled", enabled(op.op), *given, expected=expected, grad=grad)
+                if op.name in OURS:
+                    found.run(f"{name}, ours", OURS[op.name], *given, expected=expected, grad=grad)
+    return found
+
+
+def check(found: Comparison, share: float) -> None:
+    assert not found.differs, "\n".join(found.differs)
+    assert found.served >= share * found.cases, f"{found.served} of {found.cases} served"
+
+
+def agree(kernel: Any, call: Callable[..., Any], ours: Any, *given: Any, **keywords: Any) -> bool:
+    """Whether it was served; fails where the outcome is another than torch's."""
+    expected = outcome_of(call, given, keywords)
+    bound = BOUNDS.get(expected.results[0].dtype, 0.0) if expected.results else 0.0
+    was_served = False
+    for way in (enabled(call), *([ours] if ours else [])):
+        kernel.calls.clear()
+        result = outcome_of(way, given, keywords)
+        tunegemm.disable()
+        found = difference(expected, result, bound)
+        shown = [(tuple(each.shape), each.stride(), each.dtype) for each in given]
+        assert not found, f"{way} of {shown}, {keywords}: {found}"
+        was_served |= bool(kernel.calls)
+    return was_served
+
+
+PAIRS = {
+    "mm": (torch.mm, None),
+    "bmm": (torch.bmm, tunegemm.bmm),
+    "matmul": (torch.matmul, tunegemm.matmul),
+    "linear": (functional.linear, tunegemm.linear),
+}
+
+
+SECOND = ("4x4", "4", "1x4", "4x3", "0x4", "1x4x4", "2x4x4", "2x4x3", "other dtype", "negated", "1x2x4x4")
