@@ -5,9 +5,9 @@
 
 Tunes the shape, its batch of four, half its M and three fused products of it into a temporary database and
 object store, calls torch and tunegemm alternately, and writes results/GPU/dispatch.json: a row
-`{call, torch_us, tunegemm_us, ratio}` for each call, last those that find no kernel, `ratio_to_torch_mm` of the
-first, `worst_fall_back` of the last without those under `enable`, `breakdown_us` of the parts of our own call,
-and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch, `first_call_ms` with
+`{call, torch_us, tunegemm_us, ratio}` for each call, last those that find no kernel, `ratio_to_torch_mm` of
+the first, `worst_fall_back` of the last without those under `enable`, `breakdown_us` of the parts of our own
+call, and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch, `first_call_ms` with
 `records` in the database and its parts, warm and cold, and `bytes_per_record`.
 """
 

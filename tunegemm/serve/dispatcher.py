@@ -88,7 +88,8 @@ class Dispatcher:
             recent = self._earlier(place, a, b) if out is None else self._earlier(place, a, b, out)
         if recent is None or (recent.trains and grad_enabled()):
             return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
-        if recent.at is None:  # torch's, in whatever mode
+        plan, at = recent.plan, recent.at
+        if plan is None or at is None:  # torch's, in whatever mode
             if time.monotonic() < self.planner.next_look:
                 return by_torch(_PLAIN_FORMS[kind], a, b, (), (), out)
             return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
@@ -99,7 +100,6 @@ class Dispatcher:
             or (recent.index >= 0 and recent.index != current_device())
         ):
             return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
-        plan, at = recent.plan, recent.at
         try:
             if out is None:
                 result = self._empty(*plan.output)
@@ -141,7 +141,8 @@ class Dispatcher:
             recent = self._earlier(place, *everything)
         if recent is None or (recent.trains and grad_enabled()):
             return self._slowly(form, a, b, tensors, numbers, out)
-        if recent.at is None:  # torch's, in whatever mode
+        plan, at = recent.plan, recent.at
+        if plan is None or at is None:  # torch's, in whatever mode
             if time.monotonic() < self.planner.next_look:
                 return by_torch(form, a, b, tensors, numbers, out)
             return self._slowly(form, a, b, tensors, numbers, out)
@@ -152,7 +153,6 @@ class Dispatcher:
             or (recent.index >= 0 and recent.index != current_device())
         ):
             return self._slowly(form, a, b, tensors, numbers, out)
-        plan, at = recent.plan, recent.at
         words = () if plan.words is None else plan.words(tensors, numbers)
         try:
             if words is None:

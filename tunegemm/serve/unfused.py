@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from tunegemm.errors import ProblemError
@@ -223,12 +224,12 @@ def _wide(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, Any
     if a.dtype == torch.int8:
         value = _of_int8(a, right).float()
     elif takes_fp8(a, right):
-        scales = [a.new_ones((), dtype=torch.float32)] * 2
+        scale_a = scale_b = a.new_ones((), dtype=torch.float32)
         if steps[:1] == ["scale_tensor"]:
-            scales = [named["scale_a"], named["scale_b"]]
+            scale_a, scale_b = named["scale_a"], named["scale_b"]
             steps.pop(0)
         value = torch._scaled_mm(
-            a, right, *scales, out_dtype=torch.float32, use_fast_accum=form.accumulation == "fast"
+            a, right, scale_a, scale_b, out_dtype=torch.float32, use_fast_accum=form.accumulation == "fast"
         )
     else:
         value = _in_fp32(a, right)
@@ -332,7 +333,7 @@ def _in_fp32(a: Any, b: Any) -> Any:
 
 
 def _is_transformed() -> bool:
-    return guards.functorch_level() is not None or guards.forward_ad._current_level >= 0
+    return guards.functorch_level() is not None or forward_ad._current_level >= 0
 
 
 def _into(out: Any, value: Any) -> Any:
