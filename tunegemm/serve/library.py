@@ -93,11 +93,13 @@ def is_sum(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, dimen
     """
     if not rank(a) == rank(b) == dimensions >= rank(c):
         return False
-    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+    left, right, extents = a.shape, b.shape, c.shape
+    if left[-1] != right[-2] or (dimensions == 3 and left[0] != right[0]):
         return False
-    result = (*a.shape[:-1], b.shape[-1])[dimensions - c.ndim :]
-    for extent, wanted in zip(c.shape, result, strict=True):
-        if extent not in (1, wanted):
+    place = dimensions
+    for extent in reversed(extents):
+        place -= 1
+        if extent != 1 and extent != (right[-1] if place == dimensions - 1 else left[place]):
             return False
     return beta != 0 or (
         c.dtype == a.dtype
