@@ -83,14 +83,8 @@ for m in (3, 700, 12):
 @pytest.mark.parametrize("asked", ["1", "0", ""])
 def test_a_program_that_asks_for_it_gets_a_summary(asked: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", _PROGRAM]
-    run = subprocess.run(
-        command,
-        env=environment(TUNEGEMM_SUMMARY=asked),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    given = {"env": environment(TUNEGEMM_SUMMARY=asked), "timeout": 60}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, **given)
     lines = [line for line in run.stderr.splitlines() if line.startswith("tunegemm:")]
     if asked != "1":
         assert not lines

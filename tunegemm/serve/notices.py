@@ -97,8 +97,8 @@ class _Rows:
 def weight_of(problem: Problem) -> tuple[Hashable, ...]:
     """What of a problem does not depend on how many rows or entries of a batch there are."""
     return (
-        problem.n, problem.k, problem.alignment, problem.in_dtype, problem.out_dtype, problem.a_major, problem.b_major,
-        problem.out_major, problem.epilogue, problem.accumulation,
+        problem.n, problem.k, problem.alignment, problem.in_dtype, problem.out_dtype, problem.accumulation,
+        problem.a_major, problem.b_major, problem.out_major, problem.epilogue,
     )  # fmt: skip
 
 
