@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,10 +116,14 @@ class TestTuneFrom:
         from tunegemm.describe.workload.products import Kind
 
         kind = Kind(4096, 4096, 4096, 1, "bf16", "bf16", "k", "k", "n", 16)
-        small = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16, "addmm", "matrix")
+        small = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16)
+        in_place = replace(small, op="addmm", bias="matrix", refusal="in place, as none is served")
         fp32 = Kind(64, 64, 64, 1, "fp32", "fp32", "k", "k", "n", 16)
         path = tmp_path / "shapes.json"
-        products = Product(kind, 10, timed=10, median_us=200.0), Product(small, 1000), Product(fp32, 5)
+        products = (
+            Product(kind, 10, timed=10, median_us=200.0), Product(small, 1000), Product(fp32, 5),
+            Product(in_place, 9),
+        )  # fmt: skip
         Workload(products).write(path)
         return str(path)
 
@@ -133,7 +138,7 @@ class TestTuneFrom:
         assert (
             "Expected saving: " in run.stdout and "replayed, not measured here; nothing stored" in run.stdout
         )
-        assert "512x6144x4096 bf16 tn +" in run.stdout and "tuned as the plain product" in run.stdout
+        assert "Left out: addmm 512x6144x4096: in place, as none is served" in run.stdout
         assert "Left out: mm 64x64x64: input dtype 'fp32' has no kernels" in run.stdout
 
     def test_a_budget_that_ends(self, shapes: str) -> None:

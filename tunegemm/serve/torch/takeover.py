@@ -12,7 +12,7 @@ from tunegemm.errors import ProblemError
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR, RECORDED, form_of
 from tunegemm.serve.guards import tf32_allowed
-from tunegemm.serve.library import OPERATORS, addmm_steps, scale_steps
+from tunegemm.serve.library import OPERATORS, addmm_steps, call_of, scale_steps
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
 from tunegemm.serve.torch.fx import node_of
@@ -44,9 +44,10 @@ def enable() -> Takeover:
     """From now on ATen's products of CUDA tensors run the tuned kernel where one is recorded.
 
     Of the whole process: ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``, ``baddbmm``,
-    ``nn.Linear``, ``torch._scaled_mm`` and ``_int_mm``, eager, under autograd (all three products) and
-    autocast, in the output of torch.compile, and in CUDA graphs captured meanwhile. ``with
-    tunegemm.enable():`` ends with its block, a call by itself with `disable`. Blocks may be nested.
+    ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``, eager, under
+    autograd (all three products) and autocast, in the output of torch.compile, and in CUDA graphs captured
+    meanwhile. ``with tunegemm.enable():`` ends with its block, a call by itself with `disable`. Blocks may be
+    nested.
     Meanwhile every product that falls back to torch costs a look-up more. Raises TunegemmError when this
     torch cannot replace its kernels.
     """
@@ -124,6 +125,20 @@ def _scaling(kernel: Any) -> Callable[..., Any]:
     return serve
 
 
+def _scaling_by_recipe(kernel: Any) -> Callable[..., Any]:
+    """For ``_scaled_mm_v2``, which torch.nn.functional.scaled_mm calls, and this with ``out``."""
+
+    def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        call = call_of("_scaled_mm_v2", arguments, keywords)
+        if not call.refusal:
+            result = api.dispatcher.fused(call.form, call.a, call.b, call.tensors, call.numbers, call.out)
+            if result is not None:
+                return result
+        return kernel.call_boxed(keyset, *arguments, **keywords)
+
+    return serve
+
+
 def _of_int8(kernel: Any) -> Callable[..., Any]:
     """For ``_int_mm``, and this with ``out``."""
     form = form_of(RECORDED, "", torch.int32)
@@ -144,7 +159,7 @@ def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
     """What makes the function in the place of an operator's kernel, by what the operator computes."""
     operator = OPERATORS[name]
     if any("scale_tensor" in steps for steps in operator.absorbs):
-        return _scaling
+        return _scaling_by_recipe if name == "_scaled_mm_v2" else _scaling
     if operator.absorbs:
         return _adding
     return _of_int8 if name == "_int_mm" else _plain
