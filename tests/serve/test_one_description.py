@@ -7,6 +7,7 @@ be torch's, whatever is recorded.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -215,3 +216,59 @@ def test_it_is_recorded_as_what_it_asks_for(group, serve, monkeypatch, tmp_path:
         if called != problems:
             wrong.append(f"{case.name}: recorded {[*map(str, problems)]}, asked for {[*map(str, called)]}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.skipif(not hasattr(functional, "scaled_mm"), reason="public since torch 2.10")
+class TestPublicScaledMm:
+    """`torch.nn.functional.scaled_mm`, beyond what is recorded of it above."""
+
+    @pytest.fixture
+    def problem(self) -> Problem:
+        return Problem(
+            M, N, K, in_dtype="fp8_e4m3", epilogue="scale_rowwise", accumulation="two_level"
+        )  # fmt: skip
+
+    def call(
+        self, a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
+    ) -> torch.Tensor:
+        by_rows = functional.ScalingType.RowWise
+        result: torch.Tensor = functional.scaled_mm(a, b, rows, by_rows, columns, by_rows)
+        return result
+
+    @pytest.fixture
+    def given(self) -> tuple[torch.Tensor, ...]:
+        a, b = matrix(M, K, dtype=FP8[0]), matrix(K, N, dtype=FP8[0], transposed=True)
+        return a, b, torch.linspace(0.5, 2, M)[:, None], torch.linspace(1, 3, N)[None]
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+    def test_compiled(self, serve, kernel, monkeypatch, problem, given, backend: str) -> None:
+        torch.compiler.reset()
+        expected = self.call(*given)
+        prepared = Prepared(kernel.of(problem), tma=True)
+        serve_with(monkeypatch, serve(problem, prepared=prepared))
+        compiled = torch.compile(self.call, backend=backend, fullgraph=True)
+        with tunegemm.enable():
+            result = compiled(*given)
+        assert kernel.calls, "torch computed it"
+        torch.testing.assert_close(result, expected, rtol=2e-2, atol=1e-2)
+
+    def test_fake_tensors(self, given) -> None:
+        from torch._subclasses import FakeTensorMode
+
+        with FakeTensorMode() as mode, tunegemm.enable():
+            result = self.call(*map(mode.from_tensor, given))
+        assert result.shape == (M, N) and result.dtype == BF16
+
+    def test_other_recipes_are_torchs(self, serve, kernel, monkeypatch, problem, given) -> None:
+        serve_with(monkeypatch, serve(problem, prepared=Prepared(kernel.of(problem), tma=True)))
+        a, b, *_ = given
+        blocks = functional.ScalingType.BlockWise1x128
+        outcomes = []
+        for context in (contextlib.nullcontext, tunegemm.enable):
+            with context():
+                try:
+                    functional.scaled_mm(a, b, torch.ones(M, 1), blocks, torch.ones(1, N), blocks)
+                    outcomes.append("computed")
+                except (RuntimeError, ValueError, NotImplementedError) as error:
+                    outcomes.append(str(error).splitlines()[0])
+        assert outcomes[0] == outcomes[1] and not kernel.calls

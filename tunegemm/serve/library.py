@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +28,6 @@ _IN_PLACE = "in place, as tunegemm.enable serves none"
 _OF_ANOTHER_DTYPE = "with an out_dtype, as tunegemm.enable serves none"
 _OTHER_SCALES = "scales that no kernel has: kernels have one for each operand, or one for each row and column"
 
-#: Arguments after the operands.
-_SCALED_MM = ("scale_a", "scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")
-_SCALED_MM_V2 = (
-    "scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b", "swizzle_b", "bias", "out_dtype",
-    "contraction_dim", "use_fast_accum",
-)  # fmt: skip
 #: Values of ATen's ScalingType (ATen/BlasBackend.h).
 _TENSOR_WISE, _ROW_WISE = 0, 1
 
@@ -167,11 +162,17 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Ca
     return Call(form_of(RECORDED, text), a, b, tensors, numbers, out, refusal)
 
 
+@cache
+def _names(name: str) -> list[str]:
+    """Of an operator's arguments after its operands. The last ones may be missing from a call."""
+    return [each.name for each in getattr(torch.ops.aten, name).default._schema.arguments][2:]
+
+
 def _scaled(
     name: str, a: torch.Tensor, b: torch.Tensor, more: Sequence[Any]
 ) -> tuple[str, tuple[torch.Tensor, ...], torch.dtype | None, bool]:
     """Epilogue, tensors of it, output dtype and whether sums are kept fast; no epilogue for other scales."""
-    given = dict(zip(_SCALED_MM if name == "_scaled_mm" else _SCALED_MM_V2, more, strict=False))
+    given = dict(zip(_names(name), more, strict=False))
     scales, bias = (given["scale_a"], given["scale_b"]), given.get("bias")
     if name == "_scaled_mm":
         text = scale_steps(a, b, *scales, bias is not None) if given.get("scale_result") is None else ""
