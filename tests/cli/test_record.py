@@ -47,6 +47,22 @@ def test_a_script(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shapes.json", "train.py"]
 
 
+def test_what_no_kernel_is_called_for_is_said(tmp_path: Path) -> None:
+    """And a program of such products alone is not told to tune them."""
+    more = "for _ in range(3):\n    torch.mm(a, b).addmm_(a, b)\n"
+    run = process("record", "--", sys.executable, script(tmp_path, PROGRAM + more), "2", cwd=tmp_path)
+    assert "2 products, 8 calls in 1 processes" in run.stderr
+    assert (
+        "1 of them, 3 calls, are torch's whatever is tuned, the first because: addmm 8x24x16: in place"
+        in (run.stderr)
+    )
+    assert "tunegemm tune --from shapes.json" in run.stderr
+    alone = script(tmp_path, "import torch\ntorch.ones(8, 16) @ torch.ones(16, 24)\n")
+    run = process("record", "--", sys.executable, alone, cwd=tmp_path)
+    assert "mm 8x24x16: fp32 operands have kernels where tf32 is allowed" in run.stderr
+    assert "Tune them" not in run.stderr
+
+
 def test_its_exit_code_and_what_came_before_an_exception(tmp_path: Path) -> None:
     failing = script(tmp_path, PROGRAM + "raise SystemExit(7)")
     process("record", "--out", "a.json", sys.executable, failing, "2", cwd=tmp_path, code=7)

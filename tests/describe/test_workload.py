@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.problem import OUTPUT_DTYPES, Problem, operand_dtypes
 from tunegemm.describe.workload import Demand, Product, Workload, demands, merge, read, read_all
 from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import WorkloadError
+from tunegemm.generate import families
 
 KIND = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16)
 SMALL = replace(KIND, m=16)
@@ -321,6 +322,48 @@ class TestCutlass:
         path.write_text(json.dumps([CUTLASS | change, CUTLASS]))
         found, refused = read(path)
         assert len(found) == 1 and named in refused[0]
+
+
+#: What TunableOp and CUTLASS write for ours.
+TUNABLE_NAMES = {
+    "bf16": "BFloat16", "fp16": "Half", "tf32": "tf32", "fp32": "float", "fp8_e4m3": "Float8_e4m3fn",
+    "fp8_e5m2": "Float8_e5m2",
+}  # fmt: skip
+CUTLASS_NAMES = {
+    "bf16": "bf16", "fp16": "f16", "tf32": "tf32", "fp32": "f32", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2",
+    "int8": "s8", "int32": "s32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("in_dtype", OUTPUT_DTYPES)
+def test_every_dtype_that_has_kernels_is_read(tmp_path: Path, in_dtype: str) -> None:
+    """Of both tools' files, into every output; and some family has kernels of it."""
+    a, b = operand_dtypes(in_dtype)
+    for out_dtype in OUTPUT_DTYPES[in_dtype]:
+        names = {
+            "dtype_a": CUTLASS_NAMES[a],
+            "dtype_b": CUTLASS_NAMES[b],
+            "dtype_d": CUTLASS_NAMES[out_dtype],
+        }
+        path = tmp_path / "problems.json"
+        path.write_text(json.dumps([CUTLASS | names]))
+        ((demand,), refused) = read(path)
+        assert demand.problem == Problem.parse("64x64x64", dtype=in_dtype, out_dtype=out_dtype)
+        assert not refused and not families.refusal_by_all(demand.problem)
+        if not in_dtype.startswith("fp8"):
+            continue
+        path.write_text(
+            f"ScaledGemmTunableOp_{TUNABLE_NAMES[a]}_{TUNABLE_NAMES[b]}_{TUNABLE_NAMES[out_dtype]}_TN,"
+            "tn_64_64_64_ld_64_64_64_rw_0_bias_None\n"
+        )
+        found, refused = read(path)
+        assert {(demand.problem.in_dtype, demand.problem.out_dtype) for demand in found} == {
+            (in_dtype, out_dtype)
+        }
+        assert not refused and not families.refusal_by_all(found[0].problem)
+    if in_dtype in TUNABLE_NAMES and not in_dtype.startswith("fp8"):
+        path.write_text(f"GemmTunableOp_{TUNABLE_NAMES[in_dtype]}_TN,tn_64_64_64\n")
+        assert read(path) == ([Demand(Problem.parse("64x64x64", dtype=in_dtype), 1)], [])
 
 
 class TestSeveralFiles:
