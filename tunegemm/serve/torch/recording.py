@@ -47,7 +47,7 @@ _WRITE_EVERY_S = 3.0
 _OF_PROBLEM = (
     "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
 )  # fmt: skip
-_BEYOND_KERNELS = "torch broadcasts or converts what it adds or scales by, or its result; no kernel does"
+_BEYOND_KERNELS = "torch broadcasts, converts or resizes a tensor of it; no kernel does"
 
 _Key = tuple[Any, ...]
 
