@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -12,7 +13,7 @@ from tunegemm.errors import ProblemError
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR, RECORDED, form_of
 from tunegemm.serve.guards import tf32_allowed
-from tunegemm.serve.library import OPERATORS, addmm_steps, call_of, scale_steps
+from tunegemm.serve.library import OPERATORS, addmm_steps, call_of
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
 from tunegemm.serve.torch.fx import node_of
@@ -103,33 +104,11 @@ def _adding(kernel: Any) -> Callable[..., Any]:
     return serve
 
 
-def _scaling(kernel: Any) -> Callable[..., Any]:
-    """For ``_scaled_mm``, and this with ``out``."""
-
-    def serve(
-        keyset: Any, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
-        bias: torch.Tensor | None = None, scale_result: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None, use_fast_accum: bool = False, **keywords: Any,
-    ) -> Any:  # fmt: skip
-        text = scale_steps(a, b, scale_a, scale_b, bias is not None)
-        if text and scale_result is None:
-            form = form_of(RECORDED, text, out_dtype, "fast" if use_fast_accum else "two_level")
-            tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
-            result = api.dispatcher.fused(form, a, b, tensors, (), keywords.get("out"))
-            if result is not None:
-                return result
-        return kernel.call_boxed(
-            keyset, a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, **keywords
-        )
-
-    return serve
-
-
-def _scaling_by_recipe(kernel: Any) -> Callable[..., Any]:
-    """For ``_scaled_mm_v2``, which torch.nn.functional.scaled_mm calls, and this with ``out``."""
+def _scaling(kernel: Any, name: str) -> Callable[..., Any]:
+    """For ``_scaled_mm``, and ``_scaled_mm_v2``, which torch.nn.functional.scaled_mm calls; with ``out``."""
 
     def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
-        call = call_of("_scaled_mm_v2", arguments, keywords)
+        call = call_of(name, arguments, keywords)
         if not call.refusal:
             result = api.dispatcher.fused(call.form, call.a, call.b, call.tensors, call.numbers, call.out)
             if result is not None:
@@ -159,7 +138,7 @@ def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
     """What makes the function in the place of an operator's kernel, by what the operator computes."""
     operator = OPERATORS[name]
     if any("scale_tensor" in steps for steps in operator.absorbs):
-        return _scaling_by_recipe if name == "_scaled_mm_v2" else _scaling
+        return partial(_scaling, name=name)
     if operator.absorbs:
         return _adding
     return _of_int8 if name == "_int_mm" else _plain
