@@ -173,7 +173,8 @@ def _scaled(
 ) -> tuple[str, tuple[torch.Tensor, ...], torch.dtype | None, bool]:
     """Epilogue, tensors of it, output dtype and whether sums are kept fast; no epilogue for other scales."""
     given = dict(zip(_names(name), more, strict=False))
-    scales, bias = (given["scale_a"], given["scale_b"]), given.get("bias")
+    scales: tuple[Any, ...] = given["scale_a"], given["scale_b"]
+    bias = given.get("bias")
     if name == "_scaled_mm":
         text = scale_steps(a, b, *scales, bias is not None) if given.get("scale_result") is None else ""
     else:

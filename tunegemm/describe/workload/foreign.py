@@ -77,7 +77,7 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Demand], list[str]]:
     for path in paths:
         of_file, lines = _read(path)
         found += of_file
-        refused += [f"{path}: {line}" for line in lines] if len(paths) > 1 else lines
+        refused += [f"{path}: {reason}" for reason in lines] if len(paths) > 1 else lines
     if not found:
         first = f", the first because: {refused[0]}" if refused else ""
         where = ", ".join(map(str, paths))
@@ -116,7 +116,8 @@ def _collect(
     understand: Callable[[Any], Iterable[Problem]], entries: Iterable[tuple[str, Any]]
 ) -> tuple[list[Demand], list[str]]:
     """Each entry's problems, and what `understand` raises of the others."""
-    found, refused = [], []
+    found: list[Demand] = []
+    refused = []
     for place, entry in entries:
         try:
             found += [Demand(problem, 1) for problem in understand(entry)]
