@@ -175,10 +175,12 @@ def _scaled(
     given = dict(zip(_names(name), more, strict=False))
     scales: tuple[Any, ...] = given["scale_a"], given["scale_b"]
     bias = given.get("bias")
-    if name == "_scaled_mm":
-        text = scale_steps(a, b, *scales, bias is not None) if given.get("scale_result") is None else ""
-    else:
+    if name != "_scaled_mm":
         text, scales = _recipe_steps(a, b, given)
+    elif given.get("scale_result") is None:
+        text = scale_steps(a, b, scales[0], scales[1], bias is not None)
+    else:
+        text = ""
     tensors = () if not text else scales if bias is None else (*scales, bias)
     return text, tensors, given.get("out_dtype"), bool(given.get("use_fast_accum", False))
 
@@ -191,7 +193,7 @@ def _recipe_steps(
     scales = (*given["scale_a"], *given["scale_b"])
     if len(scales) != 2 or given.get("contraction_dim") or any(given["swizzle_a"]) or any(given["swizzle_b"]):
         return "", ()
-    text = scale_steps(a, b, *scales, given.get("bias") is not None)
+    text = scale_steps(a, b, scales[0], scales[1], given.get("bias") is not None)
     if recipes == ([_TENSOR_WISE], [_TENSOR_WISE]):
         return (text, scales) if text.startswith("scale_tensor") else ("", ())
     rows = scales[0].shape == (a.shape[0], 1) and scales[1].shape == (1, b.shape[1])
