@@ -24,6 +24,7 @@ from tests.support.serving import BF16, serve_with
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read
 from tunegemm.errors import WorkloadError
+from tunegemm.generate.launching import words_reader
 from tunegemm.serve.launchers import Prepared
 
 M, N, K, L = 32, 48, 64, 3
@@ -199,6 +200,8 @@ def test_it_is_recorded_as_what_it_asks_for(group, serve, monkeypatch, tmp_path:
 
     def prepare(record, device):
         def launch(a, b, out, *operands):
+            if record.problem.fused.words:
+                words_reader(record.problem)(operands)  # as the families' launchers do
             called.append(record.problem)
             value, fused = (a.double() @ b.double()).float(), record.problem.fused
             named = dict(zip((each.name for each in fused.operands), operands, strict=True))

@@ -20,6 +20,8 @@ class Named(NamedTuple):
     """The product, its problem among it."""
     shapes: tuple[tuple[int, ...], ...]
     """In which a kernel sees the tensors of the epilogue."""
+    words_refusal: str
+    """Why our own kernels cannot read these; empty where they can."""
 
 
 def named(
@@ -36,14 +38,22 @@ def named(
     shapes = views_of_operands(problem, form, tensors, a.ndim > len(operands.views[0]))
     if shapes is None:
         return Refusal("")
-    if problem.fused.words:
-        seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-        numbers = [0.0] * (len(problem.fused.operands) - len(seen))
-        try:
-            words_reader(problem)(form.join(seen, numbers))
-        except ValueError as error:
-            return Refusal(str(error))
-    return Named(operands, shapes)
+    return Named(operands, shapes, _words_refusal(operands, form, tensors, shapes))
+
+
+def _words_refusal(
+    operands: Operands, form: Form, tensors: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
+) -> str:
+    problem = operands.problem
+    if not problem.fused.words:
+        return ""
+    seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+    numbers = [0.0] * (len(problem.fused.operands) - len(seen))
+    try:
+        words_reader(problem)(form.join(seen, numbers))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:

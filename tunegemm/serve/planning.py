@@ -278,7 +278,7 @@ class Planner:
             if asked.reason and name:
                 self._warn(state, f"{asked.reason}; {_who(name)} falls back to torch")
             return None
-        operands, shapes = asked
+        operands, shapes = asked.operands, asked.shapes
         problem = operands.problem
         if a.device.type != self.device_type:
             self._warn(

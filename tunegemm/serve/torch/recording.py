@@ -313,7 +313,7 @@ class _Interception:
         What no kernel of ours may compute counts as those functions.
         """
         right = b.t() if form.kind == LINEAR and b.ndim == 2 else b
-        if self._is_apart() or isinstance(named(form, a, right, tensors, out), Refusal):
+        if self._is_apart() or _refusal(named(form, a, right, tensors, out)):
             return compute()
         return self._count(_Asked(form.name(a), form), a, right, tensors, out, compute)
 
@@ -429,6 +429,11 @@ _interception = _Interception()
 os.register_at_fork(after_in_child=_interception.forget)
 
 
+def _refusal(found: Named | Refusal) -> str:
+    """Why it is torch's; empty where a kernel may compute it."""
+    return (found.reason or _BEYOND_KERNELS) if isinstance(found, Refusal) else found.words_refusal
+
+
 def _activation(name: str, keywords: dict[str, Any]) -> str:
     """What ATen's operator applies."""
     if name != "_addmm_activation":
@@ -447,11 +452,11 @@ def _kind(asked: _Asked, found: Named | Refusal, a: torch.Tensor, b: torch.Tenso
         "epilogue": asked.form.text,
         "accumulation": asked.form.accumulation,
     }
-    if isinstance(found, Named) and not asked.refusal:
+    reason = asked.refusal or _refusal(found)
+    if isinstance(found, Named) and not reason:
         return Kind(**{name: getattr(found.operands.problem, name) for name in _OF_PROBLEM}, **words)
     a_major = _mode(a, row_mode="m", column_mode="k", prefer="k")
     b_major = _mode(b, row_mode="k", column_mode="n", prefer="k")
-    reason = asked.refusal or (found.reason if isinstance(found, Refusal) else "") or _BEYOND_KERNELS
     return Kind(
         m=a.shape[-2],
         n=b.shape[-1],
