@@ -16,9 +16,10 @@ import torch
 
 from tunegemm.describe.workload.products import OWN_ACTIVATION
 from tunegemm.serve.forms import RECORDED, Form, form_of
+from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import num_elements, rank
 
-_ADDS = (("bias_n",), ("beta_c",), ("alpha", "beta_c"))
+_ADDS = (("alpha",), ("bias_n",), ("alpha", "bias_n"), ("beta_c",), ("alpha", "beta_c"))
 _SCALES = (
     ("scale_tensor",), ("scale_rowwise",), ("scale_tensor", "bias_n"), ("scale_rowwise", "bias_n"),
 )  # fmt: skip
@@ -30,6 +31,8 @@ _OTHER_SCALES = "scales that no kernel has: kernels have one for each operand, o
 
 #: Values of ATen's ScalingType (ATen/BlasBackend.h).
 _TENSOR_WISE, _ROW_WISE = 0, 1
+#: Rows and columns of B that torch's fp8 product takes come in multiples of so many.
+_FP8_UNIT = 16
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def absorbed(steps: Sequence[str]) -> tuple[str, ...]:
 def addmm_steps(
     c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
 ) -> tuple[str, tuple[torch.Tensor, ...], tuple[float, ...]]:
-    """The epilogue of ``beta * c + alpha * a @ b`` and its operands.
+    """The epilogue of ``beta * c + alpha * a @ b`` and its operands, of which `is_sum` holds.
 
     Whether C has a shape that a kernel takes is for dispatch to say: torch has more, which it broadcasts.
     Raises TypeError for a C that is not a tensor and for what is not a number, RuntimeError for a C without
@@ -84,28 +87,44 @@ def addmm_steps(
     """
     first, scalars = ("", ()) if alpha == 1 else ("alpha+", (_float(alpha),))
     dimensions = rank(c)
-    if beta == 0 and _is_addend(c, a, b):
+    if beta == 0:
         return first[:-1], (), scalars
     if beta == 1:
         if dimensions == 1:
             return first + "bias_n", (c,), scalars
         # As Inductor expands a row, or a user gives one.
-        if dimensions == a.ndim == 2 and (c.stride(0) == 0 or c.shape[0] == 1 != a.shape[0]):
+        if dimensions == a.ndim == 2 and (c.shape[0] == 1 != a.shape[0] or 0 == c.stride(0) < c.shape[0]):
             return first + "bias_n", (c[0],), scalars
     return first + "beta_c", (c,), (*scalars, _float(beta))
+
+
+def is_sum(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, dimensions: int) -> bool:
+    """Whether torch takes these operands of ``beta * c + a @ b``, as matrices (2) or batches (3), and what is
+    asked is the sum alone.
+
+    A C that beta 0 leaves unread is looked at by torch all the same: its dtype, its gradient, its class.
+    Raises TypeError for what is not a tensor.
+    """
+    if not rank(a) == rank(b) == dimensions >= rank(c):
+        return False
+    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        return False
+    result = (*a.shape[:-1], b.shape[-1])[dimensions - c.ndim :]
+    for extent, wanted in zip(c.shape, result, strict=True):
+        if extent not in (1, wanted):
+            return False
+    return beta != 0 or (
+        c.dtype == a.dtype
+        and c.device == a.device
+        and type(c) in PLAIN
+        and not (c.requires_grad and torch.is_grad_enabled())
+    )
 
 
 def _float(number: float) -> float:
     if isinstance(number, str):  # of which float() would read some
         raise TypeError(f"{number!r} is not a number")
     return float(number)
-
-
-def _is_addend(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether torch would take a C that is not read."""
-    shape = (*a.shape[:-1], b.shape[-1])[-c.ndim :] if c.ndim else ()
-    fits = len(shape) == c.ndim and all(x in (1, y) for x, y in zip(c.shape, shape, strict=True))
-    return fits and c.dtype == a.dtype and c.device == a.device
 
 
 def scale_steps(
@@ -122,6 +141,26 @@ def scale_steps(
     if scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]):
         return "scale_rowwise+bias_n" if bias else "scale_rowwise"
     return ""
+
+
+def takes_fp8(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether torch multiplies these fp8 operands as they lie, on a GPU."""
+    return (
+        a.ndim == b.ndim == 2
+        and a.dtype.itemsize == b.dtype.itemsize == 1
+        and a.is_floating_point()
+        and a.stride(1) == 1
+        and b.stride(0) == 1
+        and not (b.shape[0] % _FP8_UNIT or b.shape[1] % _FP8_UNIT)
+        and not a.dtype == b.dtype == torch.float8_e5m2
+    )
+
+
+def _has_scales(text: str, a: torch.Tensor, out_dtype: torch.dtype | None) -> bool:
+    """Whether torch scales fp8 products so on a GPU: by rows into bf16 only, and without a bias into fp32."""
+    if not a.is_cuda or out_dtype is torch.bfloat16:
+        return True
+    return text == "scale_tensor" or (text == "scale_tensor+bias_n" and out_dtype is not torch.float32)
 
 
 class Call(NamedTuple):
@@ -147,7 +186,11 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Ca
     if operator.absorbs == _SCALES:
         text, tensors, out_dtype, is_fast = _scaled(name, a, b, more)
         form = form_of(RECORDED, text, out_dtype, "fast" if is_fast else "two_level")
-        return Call(form, a, b, tensors, (), out, refusal or ("" if text else _OTHER_SCALES))
+        if not text:
+            refusal = _OTHER_SCALES
+        elif not (takes_fp8(a, b) and _has_scales(text, a, out_dtype)):
+            refusal = "torch has no such product of fp8 operands on a GPU"
+        return Call(form, a, b, tensors, (), out, refusal)
     if name == "_int_mm":
         return Call(form_of(RECORDED, "", torch.int32), a, b, (), (), out, refusal)
     text = ""

@@ -35,7 +35,8 @@ def named(
     if isinstance(operands, Refusal):
         return operands
     problem = operands.problem
-    shapes = views_of_operands(problem, form, tensors, a.ndim > len(operands.views[0]))
+    folded = a.ndim > len(operands.views[0])
+    shapes = views_of_operands(problem, form, tensors, operands.out_shape, folded)
     if shapes is None:
         return Refusal("")
     return Named(operands, shapes, _words_refusal(operands, form, tensors, shapes))

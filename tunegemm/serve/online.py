@@ -220,4 +220,5 @@ def _measuring(device: Device) -> AbstractContextManager[Measure]:
 def _tune(problem: Problem, device: Device, budget_seconds: float) -> None:
     from tunegemm.tuning.tuner import tune
 
-    tune(problem, device=device, budget_seconds=budget_seconds)
+    if tune(problem, device=device, budget_seconds=budget_seconds).interrupted:
+        raise KeyboardInterrupt  # of a command it is the end; here it is for the user's program

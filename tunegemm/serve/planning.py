@@ -29,11 +29,11 @@ from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning, one_line
 from tunegemm.generate import families
-from tunegemm.generate.cublaslt import is_torch
+from tunegemm.generate.cublaslt import is_torch, reduces_in_16_bits, splits_k
 from tunegemm.generate.launching import AddressLauncher, words_binder
 from tunegemm.serve.background import Answer, BackgroundCompiler, make_pool
 from tunegemm.serve.forms import LINEAR, RECORDED, Form
-from tunegemm.serve.guards import allocation, capturing, deterministic
+from tunegemm.serve.guards import REDUCTIONS, allocation, capturing, deterministic, reductions_allowed
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.library import absorbed
 from tunegemm.serve.modes import Mode, read_compile, read_mode, read_policy
@@ -300,6 +300,9 @@ class Planner:
             return None
         if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
             return None
+        reduces = prepared.record is not None and splits_k(prepared.record.candidate)
+        if reduces and not _may_reduce(problem, prepared, a.dtype):
+            return None
         at, words, launch, views = None, None, prepared.launch, operands.views
         example = a.new_empty(operands.out_shape, dtype=form.out_dtype_of(a)) if out is None else out
         if isinstance(prepared.launch, AddressLauncher) and not example.data_ptr() % ALIGNMENT:
@@ -325,6 +328,7 @@ class Planner:
             self.device_type == "cuda" and torch.cuda.device_count() > 1,
             words,
             shapes,
+            reduces and a.dtype in REDUCTIONS,
             problem,
             prepared.record,
         )
@@ -337,6 +341,8 @@ class Planner:
             taken = ()  # `SlowPath` adds it itself then: torch's call with a bias is a product of its own
         if taken or (form.kind == LINEAR and b.ndim != 2):
             return False
+        if a.dtype is torch.float16 and form.epilogue.steps != ("relu",):
+            return False  # sums that leave its range may come back by what follows
         index = a.device.index or 0
         known, right = state.devices.get(index), b.t() if form.kind == LINEAR else b
         whole, operands = described(form, a, right, None), describe(a, right)
@@ -576,6 +582,13 @@ class Planner:
         if message not in state.warned:
             state.warned.add(message)
             warnings.warn(message, TunegemmWarning, stacklevel=_callers_level())
+
+
+def _may_reduce(problem: Problem, prepared: Prepared, dtype: torch.dtype) -> bool:
+    """Whether torch's settings let its library add up what its splits of k give, as this algorithm does."""
+    in_16_bits, splits = reductions_allowed(dtype)
+    assert prepared.record is not None
+    return splits and (in_16_bits or not reduces_in_16_bits(problem, prepared.record.candidate))
 
 
 def _advice(problem: Problem, words: str) -> str:

@@ -47,6 +47,8 @@ class Plan:
     """What `at` takes for the operands of an epilogue; None where there are none, or `at` is."""
     operand_views: tuple[tuple[int, ...], ...] = ()
     """Shapes of an epilogue's tensors as the kernel sees them."""
+    reduces: bool = False
+    """Whether it is an algorithm of the library that torch's settings of reductions may forbid."""
     problem: Problem | None = field(default=None, compare=False)
     record: Record | None = field(default=None, compare=False)
     """What its kernel was recorded for, or predicted."""
@@ -211,12 +213,16 @@ def is_apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def views_of_operands(
-    problem: Problem, form: Form, tensors: Sequence[torch.Tensor], folded: bool
+    problem: Problem,
+    form: Form,
+    tensors: Sequence[torch.Tensor],
+    out_shape: tuple[int, ...],
+    folded: bool,
 ) -> tuple[tuple[int, ...], ...] | None:
     """Shapes in which a kernel sees an epilogue's tensors; None where they are not what it takes.
 
-    folded: whether leading dimensions are rows of the kernel's product: what is one for each row of torch's
-    is then no vector.
+    out_shape: of the result, which matrices have. folded: whether leading dimensions are rows of the kernel's
+    product: what is one for each row of torch's is then no vector.
     """
     if not form.epilogue.is_defined:
         return None
@@ -229,7 +235,7 @@ def views_of_operands(
         if operand.kind == "scalar":
             fits = tensor.numel() == 1
         elif operand.kind == "matrix":
-            fits = tensor.ndim > 1 and tensor.shape[-1] == shape[-1] and 0 not in tensor.stride()
+            fits = tensor.ndim > 1 and tuple(tensor.shape) == out_shape and 0 not in tensor.stride()
         elif operand.name in ("scale_a", "scale_b"):  # (m, 1) and (1, n), as torch has them
             fits = tensor.ndim == 2
         else:

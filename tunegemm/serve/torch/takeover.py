@@ -10,10 +10,11 @@ from typing import Any, Self
 import torch
 
 from tunegemm.errors import ProblemError
+from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR, RECORDED, form_of
 from tunegemm.serve.guards import tf32_allowed
-from tunegemm.serve.library import OPERATORS, addmm_steps, call_of
+from tunegemm.serve.library import OPERATORS, addmm_steps, call_of, is_sum
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
 from tunegemm.serve.torch.fx import node_of
@@ -69,13 +70,22 @@ def disable() -> None:
         replacements.remove("takeover")
 
 
-def _plain(kernel: Any) -> Callable[..., Any]:
+# What each function lets through is what torch computes: operands that it refuses are its own to refuse.
+
+
+def _plain(kernel: Any, dimensions: int) -> Callable[..., Any]:
     """For ``mm(a, b)`` and ``bmm(a, b)``, and these with ``out``."""
 
     def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any) -> Any:
         # Overloads with further arguments (`out_dtype`) are torch's, and dtypes that have no kernels.
-        if _is_served_dtype(a) and not more and (not keywords or (len(keywords) == 1 and "out" in keywords)):
-            if a.ndim == 3 and a.shape[0] == 1 and not keywords:  # as einsum writes a single product
+        if (
+            _is_served_dtype(a)
+            and not more
+            and a.ndim == b.ndim == dimensions
+            and (dimensions == 2 or a.shape[0] == b.shape[0])
+            and (not keywords or (len(keywords) == 1 and "out" in keywords))
+        ):
+            if dimensions == 3 and a.shape[0] == 1 and not keywords:  # as einsum writes a single product
                 result = api.dispatcher.recorded(a[0], b[0])
                 result = None if result is None else result[None]
             else:
@@ -87,14 +97,18 @@ def _plain(kernel: Any) -> Callable[..., Any]:
     return serve
 
 
-def _adding(kernel: Any) -> Callable[..., Any]:
+def _adding(kernel: Any, dimensions: int) -> Callable[..., Any]:
     """For ``addmm(c, a, b, *, beta, alpha)`` and ``baddbmm``, and these with ``out``."""
 
     def serve(
         keyset: Any, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any
     ) -> Any:
-        if not more and _is_served_dtype(a):  # with more there is an `out_dtype`
-            text, tensors, numbers = addmm_steps(c, a, b, keywords.get("beta", 1), keywords.get("alpha", 1))
+        beta, alpha = keywords.get("beta", 1), keywords.get("alpha", 1)
+        if not more and _is_served_dtype(a) and is_sum(c, a, b, beta, dimensions):  # more: an `out_dtype`
+            try:
+                text, tensors, numbers = addmm_steps(c, a, b, beta, alpha)
+            except TypeError:  # of a complex number
+                return kernel.call_boxed(keyset, c, a, b, **keywords)
             form, out = form_of(RECORDED, text), keywords.get("out")
             result = api.dispatcher.fused(form, a, b, tensors, numbers, out)
             if result is not None:
@@ -123,10 +137,17 @@ def _of_int8(kernel: Any) -> Callable[..., Any]:
     form = form_of(RECORDED, "", torch.int32)
 
     def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, **keywords: Any) -> Any:
-        result = api.dispatcher.fused(form, a, b, (), (), keywords.get("out"))
+        result = None
+        if a.dtype == b.dtype == torch.int8 and a.ndim == b.ndim == 2 and _has_int8_extents(a, b):
+            result = api.dispatcher.fused(form, a, b, (), (), keywords.get("out"))
         return kernel.call_boxed(keyset, a, b, **keywords) if result is None else result
 
     return serve
+
+
+def _has_int8_extents(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether torch multiplies such matrices on a GPU; elsewhere it does all."""
+    return not a.is_cuda or (a.shape[0] >= INT8_LEAST_ROWS and not (a.shape[1] % 8 or b.shape[1] % 8))
 
 
 def _is_served_dtype(a: torch.Tensor) -> bool:
@@ -136,12 +157,12 @@ def _is_served_dtype(a: torch.Tensor) -> bool:
 
 def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
     """What makes the function in the place of an operator's kernel, by what the operator computes."""
-    operator = OPERATORS[name]
+    operator, dimensions = OPERATORS[name], 3 if name.endswith("bmm") else 2
     if any("scale_tensor" in steps for steps in operator.absorbs):
         return partial(_scaling, name=name)
     if operator.absorbs:
-        return _adding
-    return _of_int8 if name == "_int_mm" else _plain
+        return partial(_adding, dimensions=dimensions)
+    return _of_int8 if name == "_int_mm" else partial(_plain, dimensions=dimensions)
 
 
 _SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served}
