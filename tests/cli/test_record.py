@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,22 @@ def test_a_script(tmp_path: Path) -> None:
     assert calls(tmp_path / "shapes.json") == {"8x24x16": 3}
     assert json.loads((tmp_path / "shapes.json").read_text())["program"] == program
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shapes.json", "train.py"]
+
+
+def test_what_no_kernel_is_called_for_is_said(tmp_path: Path) -> None:
+    """And a program of such products alone is not told to tune them."""
+    more = "for _ in range(3):\n    torch.mm(a, b).addmm_(a, b)\n"
+    run = process("record", "--", sys.executable, script(tmp_path, PROGRAM + more), "2", cwd=tmp_path)
+    assert "2 products, 8 calls in 1 processes" in run.stderr
+    assert (
+        "1 of them, 3 calls, are torch's whatever is tuned, the first because: addmm 8x24x16: in place"
+        in (run.stderr)
+    )
+    assert "tunegemm tune --from shapes.json" in run.stderr
+    alone = script(tmp_path, "import torch\ntorch.ones(8, 16) @ torch.ones(16, 24)\n")
+    run = process("record", "--", sys.executable, alone, cwd=tmp_path)
+    assert "mm 8x24x16: fp32 operands have kernels where tf32 is allowed" in run.stderr
+    assert "Tune them" not in run.stderr
 
 
 def test_its_exit_code_and_what_came_before_an_exception(tmp_path: Path) -> None:
@@ -115,10 +132,14 @@ class TestTuneFrom:
         from tunegemm.describe.workload.products import Kind
 
         kind = Kind(4096, 4096, 4096, 1, "bf16", "bf16", "k", "k", "n", 16)
-        small = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16, "addmm", "matrix")
+        small = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16)
+        in_place = replace(small, op="addmm", bias="matrix", refusal="in place, as none is served")
         fp32 = Kind(64, 64, 64, 1, "fp32", "fp32", "k", "k", "n", 16)
         path = tmp_path / "shapes.json"
-        products = Product(kind, 10, timed=10, median_us=200.0), Product(small, 1000), Product(fp32, 5)
+        products = (
+            Product(kind, 10, timed=10, median_us=200.0), Product(small, 1000), Product(fp32, 5),
+            Product(in_place, 9),
+        )  # fmt: skip
         Workload(products).write(path)
         return str(path)
 
@@ -133,7 +154,7 @@ class TestTuneFrom:
         assert (
             "Expected saving: " in run.stdout and "replayed, not measured here; nothing stored" in run.stdout
         )
-        assert "512x6144x4096 bf16 tn +" in run.stdout and "tuned as the plain product" in run.stdout
+        assert "Left out: addmm 512x6144x4096: in place, as none is served" in run.stdout
         assert "Left out: mm 64x64x64: input dtype 'fp32' has no kernels" in run.stdout
 
     def test_a_budget_that_ends(self, shapes: str) -> None:

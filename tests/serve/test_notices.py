@@ -1,4 +1,4 @@
-"""What is said of products that torch computes: once for each weight, whatever the rows, and in sum at the end."""
+"""What is said of products that torch computes: once for each weight, and in sum at the end."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 import tunegemm
 from tunegemm.cli import (
+    commands,
     db,
     doctor,
     explain,
@@ -95,7 +96,7 @@ def _prepare_output() -> None:
         log.propagate = False
 
 
-app = typer.Typer(
+app = commands.App(
     cls=OneLineErrors,
     add_completion=True,
     pretty_exceptions_enable=False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options
+from tunegemm.cli import commands, options
 from tunegemm.cli.options import UsageError
 from tunegemm.files import descriptor
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tunegemm.store.exchange import Report
     from tunegemm.store.formats import Format
 
-app = typer.Typer(help="Exchange and merge tuning databases.", rich_markup_mode=None)
+app = commands.App(help="Exchange and merge tuning databases.", rich_markup_mode=None)
 
 FORMATS = ("json", "csv", "parquet")
 FormatName = Annotated[

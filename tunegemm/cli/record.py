@@ -91,6 +91,8 @@ def _run(program: list[str], parts: str) -> int:
 
 
 def _summary(workload: Workload, out: Path) -> str:
+    from tunegemm.describe.workload import demands
+
     calls = sum(product.calls for product in workload.products)
     text = (
         f"{len(workload.products)} products, {calls} calls in {workload.processes} processes, in {out.name}"
@@ -100,7 +102,11 @@ def _summary(workload: Workload, out: Path) -> str:
         text += f"; {only_captured} were only captured, and are weighted by that"
     if workload.unknown_replays:
         text += f"; {workload.unknown_replays} replays of CUDA graphs captured before are not counted"
-    if workload.products:
+    if own := [product for product in workload.products if not demands([product])[0]]:
+        count, calls = len(own), sum(product.weight for product in own)
+        _, (why, *_) = demands(own)
+        text += f"; {count} of them, {calls} calls, are torch's whatever is tuned, the first because: {why}"
+    if len(own) < len(workload.products):
         shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
         text += f". Tune them: {command_line('tune', {'from': shown, 'budget': '10m'})}"
     return text

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from tunegemm.cli import options
+from tunegemm.cli import commands, options
 from tunegemm.describe.command import command_line, tune_command
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.workload import read
+from tunegemm.describe.workload import read_all
 from tunegemm.report.text import clean, to_json
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Effort(StrEnum):
     exhaustive = "exhaustive"
 
 
-class Command(TyperCommand):
+class Command(commands.Command):
     """Lets `--ray` stand without an address; an option of Typer's takes a value always or never."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -58,12 +57,13 @@ class Command(TyperCommand):
 def command(
     asked_for: list[Problem],
     context: typer.Context,
-    from_file: Annotated[
-        Path | None,
+    from_files: Annotated[
+        list[Path] | None,
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON.",
+            help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON. "
+            "May be repeated, as for a file of each rank: calls of the same product add up.",
         ),
     ] = None,
     effort: Annotated[
@@ -129,15 +129,15 @@ def command(
     ] = False,
 ) -> None:
     """Find and remember the fastest kernel for each shape, or for the products of a program."""
-    if bool(asked_for) == (from_file is not None):
+    if bool(asked_for) == bool(from_files):
         raise options.UsageError(
             "give either --shape or --from: --shape 4096x4096x4096, or --from shapes.json"
         )
-    if from_file is not None:
+    if from_files:
         of_shapes = {"dtype", "out_dtype", "layout", "alignment", "epilogue", "accumulation", "with_backward"}
         if given := [flag for name, flag in given_options(context).items() if name in of_shapes]:
             raise options.UsageError(f"{', '.join(given)} with --from: the file says that of each product")
-    demands, refused = read(from_file) if from_file is not None else ([], [])
+    demands, refused = read_all(from_files) if from_files else ([], [])
     problems: dict[Problem, Problem] = {}  # each with the first that asks for it
     for forward in asked_for:
         for problem in (forward, *(forward.backward() if with_backward else ())):

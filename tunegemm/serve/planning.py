@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -35,10 +35,11 @@ from tunegemm.serve.guards import REDUCTIONS, allocation, capturing, determinist
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.library import absorbed
 from tunegemm.serve.modes import Mode, read_compile, read_mode, read_policy, read_summary
+from tunegemm.serve.naming import described, named
 from tunegemm.serve.notices import Notices, weight_of
 from tunegemm.serve.online import OnlineTuning
-from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
-from tunegemm.serve.plans import Compiling, Plan, State, expanding, views_of_operands
+from tunegemm.serve.operands import ALIGNMENT, Refusal, describe, seen_as
+from tunegemm.serve.plans import Compiling, Plan, State, expanding
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.selection import Selection, read_rivals, select
 from tunegemm.serve.snapshot import Snapshot, read_snapshot
@@ -50,6 +51,9 @@ from tunegemm.store.validity import Grade
 if TYPE_CHECKING:
     from tunegemm.generate.compile import CompilePool
     from tunegemm.serve.feedback import Feedback
+
+#: Of a form, a, b, the epilogue's tensors, an output and torch's way to compute it all.
+Observe: TypeAlias = Callable[[Form, Any, Any, Sequence[Any], Any, Callable[[], Any]], Any]
 
 #: Keys whose plans are kept; then the older half is dropped: some 4 kB each, of programs whose shapes never
 #: repeat.
@@ -97,6 +101,8 @@ class Planner:
         """When it is time to look whether records were published."""
         self.allocate: Any = allocation(device_type)
         """Of (shape, strides, dtype): where outputs come from."""
+        self.observe: Observe | None = None
+        """Who computes products while torch does, and writes down what they would have asked for."""
         _planners.add(self)
 
     def refresh(self) -> None:
@@ -129,18 +135,22 @@ class Planner:
                 self.state = State(policy, before.snapshot, before.modified) if known is None else known
             return before.policy
 
-    def suspend(self) -> Callable[[], None]:
-        """From now on torch computes every product, until the function that is returned is called."""
+    def suspend(self, observe: Observe | None = None) -> Callable[[], None]:
+        """From now on torch computes every product, until the function that is returned is called.
+
+        observe: computes them meanwhile, all but those below autograd, by the function that it is given last.
+        """
         if self._mode is None:
             self._begin()
         with self.lock:
             mode, self._mode = self._mode, "off"
             before = self._others[self.state.policy] = self.state
             self.state = State(before.policy, before.snapshot, before.modified)
+            self.observe = observe
 
         def resume() -> None:
             with self.lock:
-                self._mode = mode
+                self._mode, self.observe = mode, None
                 policy = self.state.policy
                 self.state = self._others.pop(policy) if policy in self._others else State(policy)
 
@@ -266,18 +276,15 @@ class Planner:
             return None
         if form.kind == LINEAR:
             b = b.t()
-        operands = _described(form, a, b, out)
-        if isinstance(operands, Refusal):
-            if operands.reason and name:
+        asked = named(form, a, b, tensors, out)
+        if isinstance(asked, Refusal):
+            if asked.reason and name:
                 about = "refused", tuple(b.shape), b.stride(), b.dtype, form.text
-                self._warn(state, f"{operands.reason}; {_who(name)} falls back to torch", about)
+                self._warn(state, f"{asked.reason}; {_who(name)} falls back to torch", about)
             return None
+        operands, shapes = asked.operands, asked.shapes
         problem = operands.problem
         weight = weight_of(problem)
-        folded = a.ndim > len(operands.views[0])
-        shapes = views_of_operands(problem, form, tensors, operands.out_shape, folded)
-        if shapes is None:
-            return None
         if a.device.type != self.device_type:
             self._warn(
                 state,
@@ -348,7 +355,7 @@ class Planner:
             return False  # sums that leave its range may come back by what follows
         index = a.device.index or 0
         known, right = state.devices.get(index), b.t() if form.kind == LINEAR else b
-        whole, operands = _described(form, a, right, None), describe(a, right)
+        whole, operands = described(form, a, right, None), describe(a, right)
         if isinstance(whole, Refusal) or isinstance(operands, Refusal) or known is None:
             return False
         if form.out_dtype not in (None, a.dtype) or state.snapshot is None:
@@ -372,7 +379,7 @@ class Planner:
         if self.is_off or deterministic():
             return False
         with self.lock, torch.inference_mode(False), torch.no_grad():
-            operands = _described(form, a, b, None)
+            operands = described(form, a, b, None)
             if isinstance(operands, Refusal):
                 return False
             state, name = self.state, form.name(a)
@@ -608,15 +615,6 @@ def _advice(problem: Problem, words: str) -> str:
     if reason := families.refusal_by_all(problem):
         return f"It can have no tuned kernel: {reason}"
     return f"{words}: {tune_command(problem)}"
-
-
-def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:
-    """What the form asks for of ``a @ b``."""
-    if not form.text and form.out_dtype is None:
-        return describe(a, b, out)
-    return describe(
-        a, b, out, out_dtype=form.out_dtype_of(a), epilogue=form.text, accumulation=form.accumulation
-    )
 
 
 def _who(name: str) -> str:

@@ -50,7 +50,7 @@ class SlowPath:
     ) -> Any:
         """As `Dispatcher.fused`."""
         planner, kind = self._planner, form.kind
-        if planner.is_off:
+        if planner.is_off and planner.observe is None:
             return by_torch(form, a, b, tensors, numbers, out)
         are_plain = type(a) in PLAIN and type(b) in PLAIN
         for tensor in tensors:
@@ -74,6 +74,11 @@ class SlowPath:
             return by_torch(form, a, b, tensors, numbers, out)
         if out is not None and (type(out) not in PLAIN or guards.is_lazy(out)):
             return by_torch(form, a, b, tensors, numbers, out)
+        if planner.observe is not None:
+            if kind == RECORDED:
+                return None
+            computed = partial(by_torch, form, a, b, tensors, numbers, out)
+            return planner.observe(form, a, b, tensors, out, computed)
         others = tensors if out is None else (*tensors, out)
         try:
             low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT

@@ -14,7 +14,7 @@ from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR, RECORDED, form_of
 from tunegemm.serve.guards import tf32_allowed
-from tunegemm.serve.library import OPERATORS, addmm_steps, is_sum, scale_steps, takes_fp8
+from tunegemm.serve.library import OPERATORS, addmm_steps, call_of, is_sum
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
 from tunegemm.serve.torch.fx import node_of
@@ -46,9 +46,10 @@ def enable() -> Takeover:
     """From now on ATen's products of CUDA tensors run the tuned kernel where one is recorded.
 
     Of the whole process: ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``, ``baddbmm``,
-    ``nn.Linear``, ``torch._scaled_mm`` and ``_int_mm``, eager, under autograd (all three products) and
-    autocast, in the output of torch.compile, and in CUDA graphs captured meanwhile. ``with
-    tunegemm.enable():`` ends with its block, a call by itself with `disable`. Blocks may be nested.
+    ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``, eager, under
+    autograd (all three products) and autocast, in the output of torch.compile, and in CUDA graphs captured
+    meanwhile. ``with tunegemm.enable():`` ends with its block, a call by itself with `disable`. Blocks may be
+    nested.
     Meanwhile every product that falls back to torch costs a look-up more. Raises TunegemmError when this
     torch cannot replace its kernels.
     """
@@ -117,24 +118,16 @@ def _adding(kernel: Any, dimensions: int) -> Callable[..., Any]:
     return serve
 
 
-def _scaling(kernel: Any) -> Callable[..., Any]:
-    """For ``_scaled_mm``, and this with ``out``."""
+def _scaling(kernel: Any, name: str) -> Callable[..., Any]:
+    """For ``_scaled_mm``, and ``_scaled_mm_v2``, which torch.nn.functional.scaled_mm calls; with ``out``."""
 
-    def serve(
-        keyset: Any, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
-        bias: torch.Tensor | None = None, scale_result: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None, use_fast_accum: bool = False, **keywords: Any,
-    ) -> Any:  # fmt: skip
-        text = scale_steps(a, b, scale_a, scale_b, bias is not None)
-        if scale_result is None and text and takes_fp8(a, b) and _has_scales(text, a, out_dtype):
-            form = form_of(RECORDED, text, out_dtype, "fast" if use_fast_accum else "two_level")
-            tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
-            result = api.dispatcher.fused(form, a, b, tensors, (), keywords.get("out"))
+    def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        call = call_of(name, arguments, keywords)
+        if not call.refusal:
+            result = api.dispatcher.fused(call.form, call.a, call.b, call.tensors, call.numbers, call.out)
             if result is not None:
                 return result
-        return kernel.call_boxed(
-            keyset, a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, **keywords
-        )
+        return kernel.call_boxed(keyset, *arguments, **keywords)
 
     return serve
 
@@ -157,13 +150,6 @@ def _has_int8_extents(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not a.is_cuda or (a.shape[0] >= INT8_LEAST_ROWS and not (a.shape[1] % 8 or b.shape[1] % 8))
 
 
-def _has_scales(text: str, a: torch.Tensor, out_dtype: torch.dtype | None) -> bool:
-    """Whether torch scales fp8 products so on a GPU: by rows into bf16 only, and without a bias into fp32."""
-    if not a.is_cuda or out_dtype is torch.bfloat16:
-        return True
-    return text == "scale_tensor" or (text == "scale_tensor+bias_n" and out_dtype is not torch.float32)
-
-
 def _is_served_dtype(a: torch.Tensor) -> bool:
     # A program that is served as a whole is to hear of shapes to be tuned, not of every fp32 product.
     return a.dtype in DTYPES or (a.dtype is torch.float32 and tf32_allowed())
@@ -173,7 +159,7 @@ def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
     """What makes the function in the place of an operator's kernel, by what the operator computes."""
     operator, dimensions = OPERATORS[name], 3 if name.endswith("bmm") else 2
     if any("scale_tensor" in steps for steps in operator.absorbs):
-        return _scaling
+        return partial(_scaling, name=name)
     if operator.absorbs:
         return partial(_adding, dimensions=dimensions)
     return _of_int8 if name == "_int_mm" else partial(_plain, dimensions=dimensions)
