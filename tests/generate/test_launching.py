@@ -84,7 +84,8 @@ def test_nothing_is_stored_beyond_a_view_of_the_output(problem: Problem, gap: in
         lines = to if rows else to.mT
         extent = -(-lines.shape[-1] // unit) * unit
         room = lines.untyped_storage().nbytes() // lines.element_size() - lines.storage_offset()
-        last = sum((size - 1) * step for size, step in zip(lines.shape[:-1], lines.stride()[:-1], strict=True))
+        steps = zip(lines.shape[:-1], lines.stride()[:-1], strict=True)
+        last = sum((size - 1) * step for size, step in steps)
         assert last + extent <= room, "beyond the memory"
         lines.as_strided((*lines.shape[:-1], extent), lines.stride(), lines.storage_offset()).fill_(1.0)
 
