@@ -51,7 +51,7 @@ class Job:
 
 
 def cubin_of(content: bytes) -> bytes:
-    """The machine code for the GPU in a compiled object: an ELF file within it. ValueError unless it is one."""
+    """The machine code for the GPU in a compiled object: an ELF file in it. ValueError unless it has one."""
     found = []
     at = content.find(b"\x7fELF")
     while at >= 0:
