@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.numerics import POISON, room_of
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.launching import through_aligned_copies, tma_reader, tma_takes
-from tunegemm.measure.operands import make_operands, torch_dtype
+from tunegemm.measure.operands import make_operands
 
 REFUSED = [
     Problem.parse("33x24x17"),
@@ -55,28 +56,13 @@ RAGGED = [
 ]
 
 
-def room_of(problem: Problem, gap: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory that is poisoned, and an output in it whose lines begin at multiples of 16 bytes."""
-    rows = problem.out_major == "n"
-    lines, extent = (problem.m, problem.out_n) if rows else (problem.out_n, problem.m)
-    dtype = torch_dtype(problem.out_dtype)
-    unit = 16 // dtype.itemsize
-    pitch = -(-extent // unit) * unit + gap * unit
-    # The last line ends where memory does.
-    size = problem.batch * lines * pitch - (pitch - extent)
-    memory = torch.full((size,), 7.0).to(dtype)
-    shape, strides = (problem.batch, lines, extent), (lines * pitch, pitch, 1)
-    out = memory.as_strided(shape[problem.batch == 1 :], strides[problem.batch == 1 :])
-    return memory, out if rows else out.mT
-
-
 @pytest.mark.parametrize("gap", [0, 1])
 @pytest.mark.parametrize("problem", RAGGED, ids=str)
 def test_nothing_is_stored_beyond_a_view_of_the_output(problem: Problem, gap: int) -> None:
     """By a kernel that stores whole units of 16 bytes of a line, as TMA does."""
     assert not tma_takes(problem)
     operands = make_operands(replace(problem, alignment=0), torch.device("cpu"), 0)
-    memory, out = room_of(problem, gap)
+    memory, out = room_of(problem, gap, "cpu")
     rows, unit = problem.out_major == "n", 16 // out.element_size()
 
     def kernel(a: torch.Tensor, b: torch.Tensor, to: torch.Tensor, *_: torch.Tensor) -> None:
@@ -91,7 +77,7 @@ def test_nothing_is_stored_beyond_a_view_of_the_output(problem: Problem, gap: in
 
     through_aligned_copies(problem, kernel)(operands.a, operands.b, out)
     assert bool((out.float() == 1).all()), "the result"
-    assert int((memory.float() != 7).sum()) == out.numel(), "wrote outside its output"
+    assert int((memory.float() != POISON).sum()) == out.numel(), "wrote outside its output"
 
 
 def test_an_output_of_whole_units_is_written_in_place() -> None:
