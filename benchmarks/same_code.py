@@ -153,17 +153,16 @@ def _compile_here(asked: Path, answered: Path, workers: int) -> None:
     answered.write_text(json.dumps(answers))
 
 
-def rekey(same: Mapping[str, bool]) -> tuple[int, int]:
-    """Give shipped records whose kernels are the same the hash of today's sources. How many got it, and how
-    many did not. same: by the key of a job.
+def rekey(same: Mapping[str, bool], folder: Path) -> tuple[int, int]:
+    """Give a folder's records whose kernels are the same the hash of today's sources. How many got it, and
+    how many did not. same: by the key of a job.
     """
     from tunegemm.generate.families import kernel_source_hash
-    from tunegemm.resources import data_path
     from tunegemm.store.shipped import read_shipped, write_records
 
     changed = left = 0
     records = []
-    for record in read_shipped()[0]:
+    for record in read_shipped(folder)[0]:
         today = kernel_source_hash(record.candidate.family)
         if record.kernel_source == today:
             records.append(record)
@@ -171,7 +170,7 @@ def rekey(same: Mapping[str, bool]) -> tuple[int, int]:
         holds = same.get(_key(record.problem, record.candidate), False)
         changed, left = changed + holds, left + (not holds)
         records.append(replace(record, kernel_source=today) if holds else record)
-    write_records(records, data_path("db", "records"))
+    write_records(records, folder)
     return changed, left
 
 
@@ -210,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             job.key: one == other or re.search(given.judged, job.name) is not None
             for job, one, other in zip(jobs, before, after, strict=True)
         }
-        changed, left = rekey(same)
+        changed, left = rekey(same, here / "db" / "records")
         print(f"{changed} records are of today's sources now, {left} are not: measure these anew")
     return 1 if lines else 0
 
