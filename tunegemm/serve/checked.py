@@ -72,7 +72,7 @@ class Checked:
         check_operands(self._problem.fused, operands)
         given = (a, b, out, *(operands[index] for index in self._tensors))
         try:
-            key = tuple((one.shape, one.stride(), one.dtype, one.device) for one in given)
+            key: tuple[Any, ...] = tuple((one.shape, one.stride(), one.dtype, one.device) for one in given)
             if len(given) < 3 + len(operands):
                 key += tuple(map(type, operands))
         except (AttributeError, TypeError):
