@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from tunegemm.describe.problem import Problem
@@ -111,8 +111,17 @@ def _key(problem: Problem, candidate: Candidate) -> str:
     return json.dumps(dict(key), sort_keys=True)
 
 
-def compiled(tree: Path, jobs: Sequence[Job], workers: int) -> list[str]:
-    """Of each kernel as a source tree compiles it the hash of its cubin, or why there is none."""
+class Compiled(NamedTuple):
+    """What a source tree makes of kernels."""
+
+    codes: list[str]
+    """Of each the hash of its cubin, or why there is none."""
+    sources: dict[str, str]
+    """By the name of a family the hash of its kernels' sources."""
+
+
+def compiled(tree: Path, jobs: Sequence[Job], workers: int) -> Compiled:
+    """By a source tree's own modules."""
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "jobs.json"), Path(folder, "answers.json")
         asked.write_text(json.dumps([asdict(job) for job in jobs]))
@@ -120,8 +129,7 @@ def compiled(tree: Path, jobs: Sequence[Job], workers: int) -> list[str]:
             [sys.executable, "-P", __file__, _OBJECTS, str(asked), str(answered), str(workers)],
             env=os.environ | {"PYTHONPATH": str(tree)}, cwd=folder, check=True,
         )  # fmt: skip
-        found: list[str] = json.loads(answered.read_text())
-        return found
+        return Compiled(**json.loads(answered.read_text()))
 
 
 def _compile_here(asked: Path, answered: Path, workers: int) -> None:
@@ -150,12 +158,17 @@ def _compile_here(asked: Path, answered: Path, workers: int) -> None:
                 answers.append(f"does not compile: {result.failure}")
             else:
                 answers.append(hashlib.sha256(cubin_of(Path(result.artifact.path).read_bytes())).hexdigest())
-    answered.write_text(json.dumps(answers))
+    names = sorted({job.family for job in jobs})
+    sources = {name: families.kernel_source_hash(name) for name in names}
+    answered.write_text(json.dumps({"codes": answers, "sources": sources}))
 
 
-def rekey(same: Mapping[str, bool], folder: Path) -> tuple[int, int]:
+def rekey(same: Mapping[str, bool], sources: Mapping[str, str], folder: Path) -> tuple[int, int]:
     """Give a folder's records whose kernels are the same the hash of today's sources. How many got it, and
-    how many did not. same: by the key of a job.
+    how many did not.
+
+    same: by the key of a job. sources: by the family, of the tree that it was compared with: a record of
+    others says nothing of either.
     """
     from tunegemm.generate.families import kernel_source_hash
     from tunegemm.store.shipped import read_shipped, write_records
@@ -167,7 +180,8 @@ def rekey(same: Mapping[str, bool], folder: Path) -> tuple[int, int]:
         if record.kernel_source == today:
             records.append(record)
             continue
-        holds = same.get(_key(record.problem, record.candidate), False)
+        holds = record.kernel_source == sources.get(record.candidate.family)
+        holds = holds and same.get(_key(record.problem, record.candidate), False)
         changed, left = changed + holds, left + (not holds)
         records.append(replace(record, kernel_source=today) if holds else record)
     write_records(records, folder)
@@ -202,14 +216,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = random.Random(0).sample(jobs, min(given.sample, len(jobs)))
     here = Path(__file__).resolve().parents[1]
     before, after = (compiled(tree.resolve(), jobs, given.workers) for tree in (given.before, here))
-    lines = list(_lines(jobs, before, after))
+    lines = list(_lines(jobs, before.codes, after.codes))
     print(*lines, f"{len(jobs) - len(lines)} of {len(jobs)} kernels are the same to the byte", sep="\n")
     if given.rekey:
         same = {
             job.key: one == other or re.search(given.judged, job.name) is not None
-            for job, one, other in zip(jobs, before, after, strict=True)
+            for job, one, other in zip(jobs, before.codes, after.codes, strict=True)
         }
-        changed, left = rekey(same, here / "db" / "records")
+        changed, left = rekey(same, before.sources, here / "db" / "records")
         print(f"{changed} records are of today's sources now, {left} are not: measure these anew")
     return 1 if lines else 0
 

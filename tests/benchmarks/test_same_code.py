@@ -41,10 +41,13 @@ def test_records_of_the_same_kernels_get_todays_hash(tmp_path: Path) -> None:
     old = [replace(record, kernel_source="0" * 16) for record in chosen]
     write_records(old, tmp_path)
     before = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert rekey({}, tmp_path) == (0, len(old))
+    sources = dict.fromkeys(("cute_sm90", "skinny", "gluon_wgmma", "triton_tma"), "0" * 16)
+    everything = {job.key: True for job in shipped()}
+    assert rekey({}, sources, tmp_path) == (0, len(old))
+    assert rekey(everything, dict.fromkeys(sources, "1" * 16), tmp_path) == (0, len(old)), "of other sources"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
     jobs = {job.key: job.family == "skinny" for job in shipped()}
-    changed, left = rekey(jobs, tmp_path)
+    changed, left = rekey(jobs, sources, tmp_path)
     after = read_shipped(tmp_path)[0]
     skinny = [record for record in after if record.candidate.family == "skinny"]
     assert (changed, left) == (len(skinny), len(old) - len(skinny)) and changed > 0 and left > 0
