@@ -217,9 +217,17 @@ def are_apart(plan: Plan, a: int, b: int, out: int) -> bool:
 
 
 def is_apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether an output lies in no storage of an epilogue's tensors."""
-    storage = out.untyped_storage().data_ptr()
-    return all(tensor.untyped_storage().data_ptr() != storage for tensor in tensors)
+    """Whether an output's storage shares no memory with those of an epilogue's tensors. Two storages may:
+    memory that came by DLPack or a buffer has a new one each time.
+    """
+    storage = out.untyped_storage()
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    for tensor in tensors:
+        other = tensor.untyped_storage()
+        address = other.data_ptr()
+        if address < end and start < address + other.nbytes():
+            return False
+    return True
 
 
 def views_of_operands(
