@@ -16,6 +16,7 @@ from tunegemm.errors import DatabaseError
 from tunegemm.measure.outcome import Failure
 from tunegemm.resources import data_path
 from tunegemm.store import Database
+from tunegemm.store.connection import is_same, resolve
 from tunegemm.store.exchange import dump, load, merge
 from tunegemm.store.formats import Format, read, write
 
@@ -223,3 +224,32 @@ class TestMerge:
         for into in (a, str(tmp_path / "symbolic"), str(tmp_path / "hard")):
             with pytest.raises(DatabaseError, match="cannot be merged into itself"):
                 merge([a], into)
+
+    @pytest.mark.parametrize("name", ["itself", "relative", "symbolic", "hard"])
+    def test_not_into_a_later_source_and_nothing_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        a, b = self.make(tmp_path / "a.sqlite", 1.2, 1), self.make(tmp_path / "b.sqlite", 1.1, 1, OTHER)
+        (tmp_path / "symbolic").symlink_to(b)
+        (tmp_path / "hard").hardlink_to(b)
+        into = {"itself": b, "relative": "./b.sqlite"}.get(name, str(tmp_path / name))
+        before = Path(b).read_bytes()
+        with pytest.raises(DatabaseError, match=r"cannot be merged into itself; name another --into"):
+            merge([a, b], into)
+        assert Path(b).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("postgresql://me@host/db", "postgres://you:secret@HOST:5432/db?sslmode=require", True),
+        ("postgresql://localhost/db", "postgresql+psycopg://127.0.0.1/db", True),
+        ("postgresql://host/db", "postgresql:///db?host=host", True),
+        ("postgresql://host/db", "postgresql://host/other", False),
+        ("postgresql://host/db", "postgresql://host:5433/db", False),
+        ("postgresql://host/db", "db", False),
+    ],
+)
+def test_a_servers_database_has_several_names(one: str, other: str, same: bool) -> None:
+    assert is_same(resolve(one), resolve(other)) == same

@@ -16,10 +16,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from sqlalchemy import URL, Select, select
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from tunegemm.describe.device import Fingerprint
@@ -30,6 +29,7 @@ from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.outcome import Failure, Measurement, Stage
 from tunegemm.store import publishing
 from tunegemm.store.checks import BAD, candidate_of, check_roofline, one_line, times_of, typed
+from tunegemm.store.connection import display, is_same, resolve
 from tunegemm.store.database import Database
 from tunegemm.store.lookup import UNREADABLE, checked_candidate, checked_fingerprint
 from tunegemm.store.models import (
@@ -223,16 +223,18 @@ def _batches(entries: Iterable[T]) -> Iterator[list[T]]:
 def merge(sources: Sequence[str], into: str) -> Report:
     """Load several databases into one, which is created when missing.
 
-    Raises DatabaseError when one cannot be read, before anything is written.
+    Raises DatabaseError when one cannot be read, or is the target by whatever name, before anything is
+    written.
     """
     opened: list[Database] = []
+    place = resolve(into)
     try:
         opened += [Database.open(source, read_only=True) for source in sources]
+        if any(is_same(source.location, place) for source in opened):
+            raise DatabaseError(f"{display(place)}: cannot be merged into itself; name another --into")
         total = Report()
         with Database.open(into) as target:
             for source in opened:
-                if _same(source.location, target.location):
-                    raise DatabaseError(f"{target.name}: cannot be merged into itself; name another --into")
                 report = load(target, dump(source), origin=source.name)
                 total.added, total.known = total.added + report.added, total.known + report.known
                 total.skipped += [f"{source.name}: {line}" for line in report.skipped]
@@ -241,11 +243,6 @@ def merge(sources: Sequence[str], into: str) -> Report:
     finally:
         for database in opened:
             database.close()
-
-
-def _same(one: Path | URL, other: Path | URL) -> bool:
-    """Whether two names are of one database: the files may be links to each other."""
-    return one == other or (isinstance(one, Path) and isinstance(other, Path) and one.samefile(other))
 
 
 @dataclass(frozen=True)
