@@ -12,7 +12,9 @@ import pytest
 
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, RESOURCES, measurement
 from tunegemm.describe.problem import OUTPUT_DTYPES, Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError
+from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
 from tunegemm.resources import data_path
 from tunegemm.store import Database
@@ -28,10 +30,8 @@ OTHER = KERNEL.with_launch(swizzle_size=8)
 def source(tmp_path: Path) -> Iterator[Database]:
     """Two problems, a failure, and a record that changed hands."""
     with Database.open(tmp_path / "source.sqlite") as database:
-        tiled = replace(
-            KERNEL,
-            compile_params=tuple(sorted({"tile_m": 128, "tile_n": 256, "tile_k": 64, "stages": 4}.items())),
-        )
+        deeper = Candidate.make(KERNEL.family, dict(KERNEL.compile_params) | {"stages": 4})
+        tiled = deeper.with_launch(**dict(KERNEL.launch_params) | {"swizzle_size": 2})
         database.publish(PROBLEM, DEVICE, measurement(1.02, tiled), resources=RESOURCES, label="first")
         database.publish(PROBLEM, DEVICE, Failure(OTHER, "timeout", "no answer within 10 s"))
         database.confirm(PROBLEM, DEVICE, measurement(1.05, OTHER), label="second, raced")
@@ -74,7 +74,7 @@ def test_every_dtype_comes_back(tmp_path: Path, target: Database, in_dtype: str,
     problems = [replace(fast, accumulation=kind) for kind in kinds]
     with Database.open(tmp_path / "dtypes.sqlite") as source:
         for problem in problems:
-            source.confirm(problem, DEVICE, measurement(1.05))
+            source.confirm(problem, DEVICE, measurement(1.05, TORCH_MM, relative_error=0.0))
         write(dump(source), path := tmp_path / f"export.{format}", format)
     load(target, read(path, format), origin="colleague")
     assert sorted(record.problem for record in target.records()) == sorted(problems)

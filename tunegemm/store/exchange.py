@@ -24,11 +24,12 @@ from sqlalchemy.orm import Session
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError, DatabaseError
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.outcome import Failure, Measurement, Stage
 from tunegemm.store import publishing
-from tunegemm.store.checks import BAD, candidate_of, check_roofline, one_line, times_of, typed
+from tunegemm.store.checks import BAD, candidate_of, check_roofline, objection, one_line, times_of, typed
 from tunegemm.store.connection import display, is_same, resolve
 from tunegemm.store.database import Database
 from tunegemm.store.lookup import UNREADABLE, checked_candidate, checked_fingerprint
@@ -273,7 +274,7 @@ def parse(row: Any) -> Parsed:
         line(_given(row, name, ""), name, longest) for name, longest in widths.items()
     )
     problem, fingerprint = typed(Problem, row.get("problem")), typed(Fingerprint, row.get("fingerprint"))
-    outcome = _outcome(row, problem, fingerprint)
+    outcome = _outcome(row, problem, fingerprint, source)
     resources = None if row.get("resources") is None else _resources(row["resources"])
     at = moment(row.get("measured_at"), "measured_at")
     return Parsed(id_, label, source, origin, policy or SCREEN, problem, fingerprint, outcome, resources, at)
@@ -285,7 +286,7 @@ def _given(row: Row, name: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def _outcome(row: Row, problem: Problem, fingerprint: Fingerprint) -> Measurement | Failure:
+def _outcome(row: Row, problem: Problem, fingerprint: Fingerprint, source: str) -> Measurement | Failure:
     candidate = candidate_of(row.get("candidate"))
     if row["kind"] == "failure":
         if row.get("stage") not in list(get_args(Stage)):
@@ -303,6 +304,10 @@ def _outcome(row: Row, problem: Problem, fingerprint: Fingerprint) -> Measuremen
         )
     error, noise = (number(row.get(name), name, 0, 1e6) for name in ("relative_error", "noise"))
     measurement = Measurement(candidate, samples_us, baseline_us, error, noise, evidence)
+    if source == kernel_source_hash(candidate.family):  # others are history: nothing launches them
+        figures = {"ratio": measurement.ratio, "relative_error": error}
+        if wrong := objection(problem, candidate, fingerprint, **figures):
+            raise BadValueError(printable(wrong, 200))
     check_roofline(problem, fingerprint, measurement.median_us, measurement.baseline_median_us)
     return measurement
 
