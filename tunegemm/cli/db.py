@@ -171,7 +171,7 @@ def layers_command() -> None:
         "system": data_path("db", "records"),
         "pack": ", ".join(str(pack.folder) for pack in packs.loaded([])) or "none: see `tunegemm load`",
         "user": user_location(),
-        "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite in this folder",
+        "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite of yours in this folder",
     }
     for layer, place in places.items():
         options.say(f"{layer:8} {counts[layer]:6} records  {place}")

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunegemm.errors import ArtifactError
-from tunegemm.files import cause
+from tunegemm.files import cause, foreign
 from tunegemm.generate.ptxas import Resources
 
 Key = Mapping[str, str | int | bool]
@@ -193,10 +193,7 @@ class ArtifactStore:
 
 
 def _refuse_foreign(path: Path, status: os.stat_result) -> None:
-    if status.st_uid not in (os.getuid(), 0):
-        raise ArtifactError(f"{path}: owned by another user (uid {status.st_uid}); delete it and tune again")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = f"{stat.S_IMODE(status.st_mode):04o}"
-        raise ArtifactError(
-            f"{path}: writable by other users (mode {mode}); chmod go-w, and check what is in it"
-        )
+    if why := foreign(path, status, (os.getuid(), 0)):
+        is_ours = status.st_uid in (os.getuid(), 0)
+        remedy = "chmod go-w, and check what is in it" if is_ours else "delete it and tune again"
+        raise ArtifactError(f"{why}; {remedy}")

@@ -16,6 +16,7 @@ from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.families import Launcher
 from tunegemm.generate.launching import tma_takes
 from tunegemm.serve.operands import ALIGNMENT
+from tunegemm.store.checks import record_objection
 
 if TYPE_CHECKING:
     from tunegemm.store.record import Record
@@ -81,8 +82,8 @@ def find_object(record: Record, device: Device) -> Path | None:
     family = families.get(candidate.family)
     if (missing := family.unavailable(launching=True)) is not None:
         raise ArtifactError(missing)
-    if not (verdict := family.check(problem, candidate, device)).runs:
-        raise ArtifactError(f"its record cannot run here: {verdict}")
+    if wrong := record_objection(record, device):
+        raise ArtifactError(f"its record cannot run here: {wrong}")
     if not family.compiled:
         return None
     from tunegemm.store import packs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -65,7 +64,7 @@ class Operation:
         """Whether the kernel can be compiled and launched for the problem on the device, or why not."""
         if (missing := self._family.unavailable()) is not None and self._family.compiled:
             return Verdict("unavailable", missing)
-        if (wrong := self._wrong_parameter()) is not None:
+        if wrong := families.wrong_parameter(self.candidate):
             return Verdict("parameters", wrong)
         return self._family.check(self.problem, self.candidate, self.device)
 
@@ -166,29 +165,6 @@ class Operation:
         """The launcher's."""
         self._ensure_feasible()
         return self._family.workspace(self.problem, self.candidate, self.device)
-
-    def _wrong_parameter(self) -> str | None:
-        """A parameter that the candidate lacks, one that it does not know, or a value that none has.
-
-        A library names its kernels itself.
-        """
-        if not self._family.compiled:
-            return None
-        space = families.load_space(self._family.name)
-        for table, given, values in (
-            ("compile", self.candidate.compile_params, space.compile_values),
-            ("launch", self.candidate.launch_params, space.launch_values),
-        ):
-            for name, value in given:
-                if name not in values:
-                    near = ", ".join(difflib.get_close_matches(name, values, n=1) or values)
-                    return f"{name!r} is not a {table} parameter of {self._family.name}; use {near}"
-                if (allowed := families.expected(self._family.name, name, value)) is not None:
-                    return f"{table} parameter {name!r} is {value!r}; {allowed}"
-            if missing := [name for name in values if name not in self.candidate.params]:
-                listed = ", ".join(map(str, values[missing[0]]))
-                return f"{table} parameter {missing[0]!r} is missing; use one of {listed}"
-        return None
 
     def _lent(self, workspace: torch.Tensor, memory: Workspace) -> torch.Tensor:
         """The bytes that a launch uses of a caller's workspace, or an OperationError that says why not."""

@@ -321,8 +321,8 @@ class Planner:
                 if problem.fused.words:
                     seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
                     words = words_binder(problem, form.join(seen, numbers))
-            except ValueError as error:
-                text = f"{problem}: {one_line(error)}; {_who(name)} falls back to torch"
+            except Exception as error:  # what another package's launcher raises is not known here
+                text = f"{problem}: {_named(error)}; {_who(name)} falls back to torch"
                 self._warn(state, text, ("strides", *weight))
                 return None
         if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
@@ -427,21 +427,28 @@ class Planner:
             return None
         if state.snapshot is None:
             state.snapshot = self._snapshot(state, name)
-        selection = select(
-            state.snapshot,
-            problem,
-            known,
-            near=self._mode != "exact",
-            policy=state.policy,
-            rivals=self._rivals,
-        )
+        try:
+            selection = select(
+                state.snapshot,
+                problem,
+                known,
+                near=self._mode != "exact",
+                policy=state.policy,
+                rivals=self._rivals,
+            )
+        except Exception as error:  # likewise
+            self._warn(
+                state,
+                f"{problem}: its records cannot be read ({_named(error)}); {_who(name)} falls back to torch",
+            )
+            return None
         why = selection.why
         for record in selection.options:
             try:
                 with torch.cuda.device(index) if self.device_type == "cuda" else nullcontext():
                     found = self._prepare(record, state.policy.device(known))
-            except (TunegemmError, ValueError, RuntimeError) as error:
-                why = one_line(error)
+            except Exception as error:  # what a foreign record's family raises is not known here
+                why = _named(error)
                 continue
             found = replace(found, ratio=record.ratio, record=record)
             if selection.outcome == "near":
@@ -518,7 +525,10 @@ class Planner:
         if capturing(torch.device(self.device_type, index)):
             return answer
         for record in options:
-            answer = self._compiler.ask(record, device)
+            try:
+                answer = self._compiler.ask(record, device)
+            except Exception as error:  # likewise
+                answer = Answer(failure=_named(error))
             if answer.kernel:
                 state.compiling[problem, index] = Compiling(answer.kernel, record.ratio)
             if answer.kernel or answer.refusal:
@@ -615,6 +625,13 @@ def _advice(problem: Problem, words: str) -> str:
     if reason := families.refusal_by_all(problem):
         return f"It can have no tuned kernel: {reason}"
     return f"{words}: {tune_command(problem)}"
+
+
+def _named(error: Exception) -> str:
+    """One line of an error; of one that is not ours its name, too, as the text of a KeyError says little."""
+    line = one_line(error)
+    is_known = isinstance(error, TunegemmError | ValueError | RuntimeError) or line == type(error).__name__
+    return line if is_known else f"{type(error).__name__}: {line}"
 
 
 def _who(name: str) -> str:

@@ -6,6 +6,7 @@ What is special about SQLite or PostgreSQL is here, but for the two forms of INS
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from tunegemm.errors import DatabaseError
 from tunegemm.files import cause, impossible, kind
-from tunegemm.store.locations import project_location, user_location
+from tunegemm.store.locations import project_location, refused_project, user_location
 from tunegemm.untrusted import shown
+
+_log = logging.getLogger(__name__)
 
 #: How long a statement waits for others' transactions. One publication takes a millisecond; of eight writers
 #: on two busy cores the unluckiest waited 5 s (benchmarks/database.py).
@@ -43,6 +46,8 @@ _WRITES = "tunegemm_writes"
 def resolve(location: str | Path | None) -> Path | URL:
     """A file's path or a server's URL; without a location the narrowest layer that there is."""
     if location is None:
+        if refused := refused_project():
+            _log.warning(refused)
         location = project_location() or user_location()
     if isinstance(location, str) and "://" in location:
         try:
@@ -74,6 +79,26 @@ def resolve(location: str | Path | None) -> Path | URL:
         raise DatabaseError(
             f"database {str(location)!r}: {reason}; give the full path of a file that is or can be there"
         ) from None
+
+
+def is_same(one: Path | URL, other: Path | URL) -> bool:
+    """Whether two locations are of one database. Files may be links to each other, or missing; a server's URL
+    has a user and options, which do not change what it names.
+    """
+    if isinstance(one, URL) or isinstance(other, URL):
+        return isinstance(one, URL) and isinstance(other, URL) and _on_server(one) == _on_server(other)
+    try:
+        return one == other or one.samefile(other)
+    except OSError:
+        return False
+
+
+def _on_server(url: URL) -> tuple[str, str, str]:
+    """Host, port and name of a database."""
+    host, port = (url.query.get(name) or given for name, given in (("host", url.host), ("port", url.port)))
+    name = str(host or "localhost").lower().strip("[]")
+    is_here = name in ("localhost", "127.0.0.1", "::1")
+    return "localhost" if is_here else name, str(port or 5432), url.database or url.username or ""
 
 
 def connect(location: Path | URL, *, read_only: bool) -> Engine:

@@ -65,7 +65,13 @@ def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> s
 def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """An algorithm of the library is named by all of its attributes."""
     missing = [name for name in ALGORITHM_PARAMETERS if name not in candidate.params]
-    return f"parameter {missing[0]!r} of the algorithm is missing" if missing else None
+    if missing:
+        return f"parameter {missing[0]!r} of the algorithm is missing"
+    numbers = [
+        (name, value) for name in ALGORITHM_PARAMETERS if not isinstance(value := candidate[name], str)
+    ]
+    wrong = [name for name, value in numbers if type(value) is not int or not 0 <= value < 2**31]
+    return f"parameter {wrong[0]!r} of the algorithm is not a whole number from 0 on" if wrong else None
 
 
 def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> str | None:
