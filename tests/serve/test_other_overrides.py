@@ -1,4 +1,4 @@
-"""Other libraries that replace ATen's products while tunegemm stands before them: vLLM, FlagGems and the like.
+"""Other libraries that replace ATen's products while tunegemm stands before them: vLLM, FlagGems.
 
 Theirs is what torch computes by then: it goes on, is counted, and may begin and end at any time.
 """

@@ -1,8 +1,8 @@
 """Python functions before ATen's kernels of matrix products.
 
-`torch.library` puts them at the dispatch key ``BackendSelect``, which every call passes right above its kernel
-and at which no product has a kernel of its own: below autograd, autocast, functorch and torch.compile, so
-that nothing is traced or run differently, and for all threads, that of the backward pass, too. Inductor's
+`torch.library` puts them at the dispatch key ``BackendSelect``, which every call passes right above its
+kernel and at which no product has a kernel of its own: below autograd, autocast, functorch and torch.compile,
+so that nothing is traced or run differently, and for all threads, that of the backward pass, too. Inductor's
 output passes it as well (`extern_kernels.mm`). What is below is looked up by torch at each call. So the
 kernels that other libraries put in the place of ATen's (vLLM's batch invariance, FlagGems) may come and go
 meanwhile: theirs is what a product falls back to, theirs are counted, and ours is in nobody's way.
