@@ -1,9 +1,9 @@
 """Signals that reach a command which runs a program: it outlives them, and the program gets each once.
 
-A terminal, a batch system and ``kill -- -GROUP`` send a signal to all processes of a group: the program has it
-then. What is sent to this process alone, as to the first one of a container, is meant for the program and is
-handed on. Nothing in a signal says which it was. So a *witness* waits in the same group: what it got, too, was
-sent to all.
+A terminal, a batch system and ``kill -- -GROUP`` send a signal to all processes of a group: the program has
+it then. What is sent to this process alone, as to the first one of a container, is meant for the program and
+is handed on. Nothing in a signal says which it was. So a *witness* waits in the same group: what it got, too,
+was sent to all.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any, Self
 #: Signals that cannot be caught, that stop and go on, that are ignored unless asked for, and those of errors
 #: and timers of a process's own.
 _OTHERS = {
-    "SIGKILL", "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGCONT", "SIGCHLD", "SIGURG", "SIGWINCH", "SIGSEGV",
-    "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGPIPE", "SIGALRM", "SIGVTALRM", "SIGPROF",
+    "SIGKILL", "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGCONT", "SIGCHLD", "SIGURG", "SIGWINCH",
+    "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGPIPE", "SIGALRM",
+    "SIGVTALRM", "SIGPROF",
 }  # fmt: skip
 #: How long the witness may take to say that it got a signal, too.
 _WITNESS_S = 1.0
-#: The system makes one of two equal signals that come before the first is handled: for how long what the witness
-#: got stands for a further one of ours, and for how long it is kept until ours is handled.
+#: The system makes one of two equal signals that come before the first is handled: for how long what the
+#: witness got stands for a further one of ours, and for how long it is kept until ours is handled.
 _AT_ONCE_S, _STALE_S = 0.1, 2.0
 
 _WITNESS = """
@@ -65,7 +66,8 @@ class Signals:
         try:
             self._witness = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _WITNESS, str(os.getpid()), *map(str, self._numbers)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0, cwd="/",
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+                cwd="/",
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
