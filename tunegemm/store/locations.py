@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tunegemm.resources import user_path
+
 _FILE_NAME = "tunegemm.sqlite"
 
 
@@ -22,6 +24,4 @@ def project_location() -> str | None:
 
 def user_location() -> Path:
     """Where the user's layer is, whether or not the file exists."""
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("tunegemm")) / _FILE_NAME
+    return user_path("data") / _FILE_NAME
