@@ -110,7 +110,7 @@ def one_line(error: BaseException | str, limit: int = 300) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """What was raised and where, such as ``KeyError at planning.py:12``: the same for each time it happens."""
+    """What was raised and where, such as ``KeyError at planning.py:12``: the same each time it happens."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         place = f" at {trace.tb_frame.f_code.co_filename.rpartition('/')[2]}:{trace.tb_lineno}"

@@ -347,8 +347,8 @@ def _driver_version() -> str:
     return ""
 
 
-#: NVML_CLOCK_SM of nvml.h.
-_CLOCK_SM = 1
+#: NVML_CLOCK_SM and NVML_TEMPERATURE_GPU of nvml.h.
+_CLOCK_SM, _TEMPERATURE_GPU = 1, 0
 
 
 class TelemetryReader:
@@ -377,7 +377,7 @@ class TelemetryReader:
         return Telemetry(
             sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
             power_w=None if (mw := self._ask("nvmlDeviceGetPowerUsage")) is None else mw / 1000,
-            temperature_c=self._ask("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU),
+            temperature_c=self._ask("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
             throttle_reasons=self._throttle_reasons(),
         )
 

@@ -191,7 +191,9 @@ def _order() -> Expects:
     try:
         return order_of(data_path("db", "order.json"))
     except (TunegemmError, OSError) as error:
-        warnings.warn(f"{one_line(error)}; kernels are taken in the model's order", TunegemmWarning, stacklevel=2)
+        warnings.warn(
+            f"{one_line(error)}; kernels are taken in the model's order", TunegemmWarning, stacklevel=2
+        )
         return lambda table: -table[:, OF_ORDER.index("log_us")]
 
 

@@ -1,4 +1,4 @@
-"""How long reading may wait for others, such as for a database's lock: dispatch has one deadline over it all."""
+"""How long reading may wait for others, as for a database's lock: dispatch has one deadline over it all."""
 
 from __future__ import annotations
 
