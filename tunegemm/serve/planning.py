@@ -242,7 +242,10 @@ class Planner:
             return self.state
         self.next_look = time.monotonic() + LOOK_SECONDS
         old = self.state
-        if old.snapshot is not None and self._modified() != old.modified:
+        changed = False
+        with self._guarded(old):
+            changed = old.snapshot is not None and self._modified() != old.modified
+        if changed:
             new = State(old.policy)
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
@@ -505,9 +508,11 @@ class Planner:
                 f"a kernel that is predicted to be faster than torch cannot run on {known.name}: {why}; "
                 "products like that fall back to torch",
             )
-        elif state.snapshot is not None and state.snapshot.warnings:
-            pass  # it may have a record in what could not be read
-        elif selection.options or (selection.advises_tuning and self._mode != "online"):
+        elif selection.options or (
+            selection.advises_tuning
+            and self._mode != "online"
+            and not (state.snapshot is not None and state.snapshot.warnings)  # which may have its record
+        ):
             self._warn(
                 state,
                 f"{problem} on {known.name}: {why}; {_who(name)} falls back to torch. "

@@ -84,8 +84,8 @@ class ShippedLookup:
             paths = _paths(data_path("db", "records"))
         except OSError as error:  # copied without its data: zip, PyInstaller, vendored
             self.warnings.append(
-                f"{error.strerror or error}; install tunegemm from its wheel, or bundle its data "
-                "(PyInstaller: --collect-data tunegemm)"
+                f"{error}; install tunegemm from its wheel, or bundle all its files "
+                "(PyInstaller: --collect-all tunegemm)"
             )
             return
         for path in paths:
