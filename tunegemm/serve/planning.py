@@ -18,7 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -243,7 +243,7 @@ class Planner:
         self.next_look = time.monotonic() + LOOK_SECONDS
         old = self.state
         changed = False
-        with self._guarded(old):
+        with suppress(Exception):  # `_snapshot` has said so
             changed = old.snapshot is not None and self._modified() != old.modified
         if changed:
             new = State(old.policy)
