@@ -69,6 +69,9 @@ class Signals:
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
                 cwd="/",
             )  # fmt: skip
+        except OSError:
+            self._restore()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         return self
@@ -76,10 +79,13 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._restore()
         self._witness.kill()
         self._witness.communicate()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def run(self, start: Callable[[], subprocess.Popen[Any]]) -> int:
         """Starts a program and waits for it: its exit code, negative for one that a signal ended."""

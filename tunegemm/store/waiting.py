@@ -52,5 +52,10 @@ def in_time(function: Callable[[], T], late: Callable[[T], None]) -> T:
     try:
         return answer.result(left_s(math.inf))
     except TimeoutError:
-        answer.add_done_callback(lambda answer: answer.exception() or late(answer.result()))
+
+        def end(answer: Future[T]) -> None:
+            if answer.exception() is None:
+                late(answer.result())
+
+        answer.add_done_callback(end)
         raise

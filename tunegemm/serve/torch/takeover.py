@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -159,7 +158,6 @@ _SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if opera
 class TunedLinear(torch.nn.Linear):
     """`torch.nn.Linear` by `tunegemm.linear`: what `patch` makes of one. Has nothing of its own to store."""
 
-    @functools.wraps(torch.nn.Linear.forward)  # whose source is what torch.jit.script compiles
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if _is_compiling():
             return api.linear(input, self.weight, self.bias)
@@ -175,6 +173,10 @@ class TunedLinear(torch.nn.Linear):
             return api.dispatcher.fused(api.WITH_BIAS, input, weight, (bias,))
         except TypeError:
             return node_of(api.linear, (input, weight, bias))
+
+
+# Its source is what torch.jit.script compiles.
+TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-defined]
 
 
 def patch(model: torch.nn.Module) -> int:
