@@ -135,3 +135,12 @@ def one_line(error: BaseException | str, limit: int = 300) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def raised(error: BaseException) -> str:
+    """What was raised and where, such as ``KeyError at planning.py:12``: the same each time it happens."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        place = f" at {trace.tb_frame.f_code.co_filename.rpartition('/')[2]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return type(error).__name__ + place

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,6 +101,82 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert calls(tmp_path / "shapes.json") == {"8x24x16": 2}
+
+
+COUNTING = """
+import os, pathlib, signal, time, torch
+log = open("heard", "a", buffering=1)
+for number in map(int, pathlib.Path("numbers").read_text().split()):
+    signal.signal(number, lambda number, _: print(number, file=log))
+a = torch.ones(8, 8)
+a @ a
+open("ready", "w").close()
+while not os.path.exists("end"):
+    time.sleep(0.05)
+a @ a
+"""
+SENT = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN]
+
+
+def recorded_group(folder: Path, text: str) -> subprocess.Popen[bytes]:
+    """`tunegemm record` in a process group of its own, once its program is ready."""
+    run = subprocess.Popen(
+        [*TUNEGEMM, "record", "--", sys.executable, script(folder, text)],
+        cwd=folder, stderr=subprocess.PIPE, start_new_session=True, env=os.environ | {"TMPDIR": str(folder)},
+    )  # fmt: skip
+    until((folder / "ready").exists)
+    return run
+
+
+def test_a_program_gets_each_signal_once_and_its_recording_is_kept(tmp_path: Path) -> None:
+    """Those sent to the group, and those sent to `tunegemm record` alone."""
+    (tmp_path / "numbers").write_text(" ".join(str(int(number)) for number in SENT))
+    run, sent = recorded_group(tmp_path, COUNTING), []
+
+    def heard() -> list[int]:
+        return [int(line) for line in (tmp_path / "heard").read_text().split()]
+
+    for number in SENT:
+        for send in (os.killpg, os.kill):
+            send(run.pid, number)
+            sent.append(int(number))
+            until(lambda: len(heard()) >= len(sent), seconds=20)
+            time.sleep(0.2)
+    time.sleep(1.5)  # longer than it waits to hand a signal on
+    assert heard() == sent
+    (tmp_path / "end").touch()
+    run.communicate(timeout=60)
+    assert run.returncode == 0 and calls(tmp_path / "shapes.json") == {"8x8x8": 2}
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_group_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """By a signal that the program does not handle, and once more while its recording is written."""
+    run = recorded_group(tmp_path, PROGRAM.replace("sys.argv[1]", "2") + WAITING)
+    until(lambda: any(calls(part) for part in tmp_path.glob("tunegemm-record-*/[!.]*.json")))
+    os.killpg(run.pid, number)
+    for _ in range(20):
+        if run.poll() is not None:
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, number)
+        time.sleep(0.05)
+    run.communicate(timeout=60)
+    # The program's code (Python's own after SIGINT is 130), unless all was written when the last signal came.
+    assert run.returncode in (128 + number, -number)
+    assert calls(tmp_path / "shapes.json") == {"8x24x16": 2}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tunegemm-record-")]
+
+
+WAITING = "open('ready', 'w').close(); import signal; signal.alarm(100); signal.pause()"
+
+
+def test_without_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.mkdtemp", none)
+    assert "TMPDIR" in here("record", "true", code=2, cwd=tmp_path).stderr
 
 
 def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunegemm.cli import options
+from tunegemm.cli.signals import Signals
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
 from tunegemm.files import cause, check_target, read_text
@@ -33,8 +34,6 @@ def command(
     ] = Path("shapes.json"),
 ) -> None:
     """Run a program and record the matrix products of its Python processes: `-- python train.py`."""
-    from tunegemm.describe.workload import Workload, merge
-
     try:
         out = out.absolute()
         if not out.parent.is_dir():
@@ -42,51 +41,61 @@ def command(
         check_target(out, WorkloadError)
     except OSError as error:  # a deleted working directory, or a folder that one may not search
         raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
-    with tempfile.TemporaryDirectory(prefix="tunegemm-record-") as parts:
-        code = _run(program, parts)
-        found = []
-        for part in sorted(Path(parts).glob("[!.]*.json")):
-            workload, refused = Workload.from_document(decoded(read_text(part)), str(part))
-            found.append(workload)
-            options.say(*(f"tunegemm: left out: {line}" for line in refused), err=True)
+    with Signals() as signals, _folder() as parts:
+        code = _run(program, parts, signals)
+        _write(program, parts, out)
+    raise typer.Exit(code)
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """For what each process writes."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="tunegemm-record-")
+    except OSError as error:
+        raise WorkloadError(f"no temporary folder: {cause(error, 'name one in TMPDIR')}") from None
+
+
+def _write(program: list[str], parts: str, out: Path) -> None:
+    """Adds up what the processes wrote."""
+    from tunegemm.describe.workload import Workload, merge
+
+    found = []
+    for part in sorted(Path(parts).glob("[!.]*.json")):
+        workload, refused = Workload.from_document(decoded(read_text(part)), str(part))
+        found.append(workload)
+        options.say(*(f"tunegemm: left out: {line}" for line in refused), err=True)
     if not found:
         options.say(
             "tunegemm: nothing recorded: no Python process of the command imported torch with tunegemm "
             "installed beside it (python -I, -E and -S turn recording off, too)",
             err=True,
         )
-    else:
-        workload = merge(found, program)
-        try:
-            workload.write(out)
-        except WorkloadError as error:  # the program may have run for hours
-            kept = Path(tempfile.mkdtemp(prefix="tunegemm-record-"), out.name)
-            workload.write(kept)
-            raise WorkloadError(f"{error}; what was recorded is in {kept}") from None
+        return
+    workload = merge(found, program)
+    try:
+        workload.write(out)
+    except WorkloadError as error:  # the program may have run for hours
+        kept = Path(tempfile.mkdtemp(prefix="tunegemm-record-"), out.name)
+        workload.write(kept)
+        raise WorkloadError(f"{error}; what was recorded is in {kept}") from None
+    with suppress(OSError):  # of a terminal that is gone
         options.say(f"tunegemm: {_summary(workload, out)}", err=True)
-    raise typer.Exit(code)
 
 
-def _run(program: list[str], parts: str) -> int:
+def _run(program: list[str], parts: str, signals: Signals) -> int:
     """The command's exit code; 128 and more for one that a signal ended, as in a shell."""
     path = os.pathsep.join(filter(None, [str(_START), os.environ.get("PYTHONPATH", "")]))
     environment = os.environ | {"PYTHONPATH": path, "TUNEGEMM_RECORD_PARTS": parts}
-    try:
-        process = subprocess.Popen(program, env=environment)
-    except OSError as error:
-        raise options.UsageError(
-            f"{program[0]}: {error.strerror}; a script runs as: tunegemm record -- python {program[0]}"
-        ) from None
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        while True:
-            try:
-                code = process.wait()
-                break
-            except KeyboardInterrupt:  # the terminal told the program, too: it decides how it ends
-                continue
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+    def start() -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(program, env=environment)
+        except OSError as error:
+            raise options.UsageError(
+                f"{program[0]}: {error.strerror}; a script runs as: tunegemm record -- python {program[0]}"
+            ) from None
+
+    code = signals.run(start)
     return code if code >= 0 else 128 - code
 
 

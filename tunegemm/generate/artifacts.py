@@ -21,6 +21,7 @@ from pathlib import Path
 from tunegemm.errors import ArtifactError
 from tunegemm.files import cause, foreign
 from tunegemm.generate.ptxas import Resources
+from tunegemm.resources import user_path
 
 Key = Mapping[str, str | int | bool]
 
@@ -49,9 +50,7 @@ class ArtifactStore:
         is_package: it lies in the package, whose owner may write the code that runs here anyway, so that the
         objects' owner is not asked for.
         """
-        import platformdirs  # dispatch of a library's kernels does without
-
-        root = root or os.environ.get("TUNEGEMM_CACHE_DIR") or platformdirs.user_cache_dir("tunegemm")
+        root = root or os.environ.get("TUNEGEMM_CACHE_DIR") or user_path("cache")
         self.root = Path(root) / "objects"
         self._is_package = is_package
 

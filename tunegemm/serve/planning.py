@@ -9,13 +9,14 @@ back to torch.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,7 +26,7 @@ import torch
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, one_line
+from tunegemm.errors import TunegemmError, TunegemmWarning, one_line, raised
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch, reduces_in_16_bits, splits_k
 from tunegemm.generate.launching import AddressLauncher, words_binder
@@ -47,6 +48,7 @@ from tunegemm.serve.worth import least_ratio
 from tunegemm.store.layers import modified
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade
+from tunegemm.store.waiting import within
 
 if TYPE_CHECKING:
     from tunegemm.generate.compile import CompilePool
@@ -62,6 +64,10 @@ MAX_PLANS = 4096
 MAX_POLICIES = 4
 #: Seconds between looks at whether another process has published records.
 LOOK_SECONDS = 5.0
+#: How long what records are read of may keep a product waiting in all, such as for a database's lock.
+READ_SECONDS = 2.0
+
+_log = logging.getLogger(__name__)
 
 
 class Planner:
@@ -194,7 +200,8 @@ class Planner:
             state = self._look() if known else self.state
             if key in state.plans:
                 return state, state.plans[key]
-            with torch.inference_mode(False), torch.no_grad():
+            plan = None
+            with torch.inference_mode(False), torch.no_grad(), self._guarded(state):
                 plan = self._make_plan(state, key, form, a, b, tensors, numbers, out)
                 composed = plan is None and not form.is_plain and form.kind != RECORDED
                 if composed and self._has_tuned_product(state, form, a, b):
@@ -248,7 +255,10 @@ class Planner:
             return self.state
         self.next_look = time.monotonic() + LOOK_SECONDS
         old = self.state
-        if old.snapshot is not None and self._modified() != old.modified:
+        changed = False
+        with suppress(Exception):  # `_snapshot` has said so
+            changed = old.snapshot is not None and self._modified() != old.modified
+        if changed:
             new = State(old.policy)
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
@@ -418,8 +428,33 @@ class Planner:
         """The launcher of the problem's record, or None after a warning that says why there is none."""
         index = device.index or 0
         if (problem, index) not in state.prepared:
-            state.prepared[problem, index] = self._search(state, problem, index, name)
+            found = None
+            with within(READ_SECONDS), self._guarded(state):
+                found = self._search(state, problem, index, name)
+            state.prepared[problem, index] = found
         return state.prepared[problem, index]
+
+    @contextmanager
+    def _guarded(self, state: State) -> Iterator[None]:
+        """Whatever is raised inside, by our own mistake, too, costs a product its kernel and draws one
+        warning: then torch computes it, or raises its own error."""
+        try:
+            yield
+        except TunegemmWarning:  # which the user has made an error
+            raise
+        except Exception as error:
+            _log.debug("planning failed", exc_info=error)
+            state.untuned = None
+            known = state.snapshot is not None and state.snapshot.warnings
+            if known and isinstance(error, OSError):
+                return  # what could not be read was said
+            if (what := raised(error)) not in state.warned:
+                state.warned.add(what)
+                self._warn(
+                    state,
+                    f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such "
+                    "products. Logging of `tunegemm` at level DEBUG has the traceback",
+                )
 
     def _search(self, state: State, problem: Problem, index: int, name: str) -> Prepared | None:
         known = self._device(state, index, name)
@@ -434,7 +469,8 @@ class Planner:
                 known,
                 near=self._mode != "exact",
                 policy=state.policy,
-                rivals=self._rivals,
+                # Databases that cannot be read are not waited for again.
+                rivals=self._rivals if not state.snapshot.warnings else lambda problem: (),
             )
         except Exception as error:  # likewise
             self._warn(
@@ -506,7 +542,11 @@ class Planner:
                 "products like that fall back to torch",
                 about=("predicted", why),
             )
-        elif selection.options or (selection.advises_tuning and self._mode != "online"):
+        elif selection.options or (
+            selection.advises_tuning
+            and self._mode != "online"
+            and not (state.snapshot is not None and state.snapshot.warnings)  # which may have its record
+        ):
             self.notices.untuned(problem)
             self._warn(
                 state,
@@ -555,21 +595,23 @@ class Planner:
         if index not in state.devices:
             try:
                 state.devices[index] = self._find(f"{self.device_type}:{index}")
-            except DeviceError as error:
+            except Exception as error:  # of the driver or NVML, too
                 state.devices[index] = None
                 self._warn(state, f"{one_line(error)}; {_who(name)} falls back to torch there")
         return state.devices[index]
 
     def _snapshot(self, state: State, name: str) -> Snapshot:
-        state.modified = self._modified()
         self.next_look = time.monotonic() + LOOK_SECONDS
         try:
-            snapshot = self._read()
-        except DatabaseError as error:
+            state.modified = self._modified()
+            with within(READ_SECONDS):
+                snapshot = self._read()
+        except Exception as error:
+            _log.debug("records cannot be read", exc_info=error)
             self._warn(state, f"{one_line(error)}; {_who(name)} falls back to torch for every product")
-            return Snapshot()
-        for warning in snapshot.warnings:
-            self._warn(state, f"{warning}; {_who(name)} goes on without its records")
+            return Snapshot(warnings=[one_line(error)])
+        if snapshot.warnings:
+            self._warn(state, f"{'; '.join(snapshot.warnings)}; {_who(name)} goes on without its records")
         return snapshot
 
     def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
@@ -581,7 +623,8 @@ class Planner:
             known = state.devices.get(index)
             if plan.problem is not None and plan.record is not None and known is not None:
                 # A driver that is older than a shipped kernel says so at its launch.
-                answer = self._compiled(state, plan.problem, (plan.record,), known, index)
+                with self._guarded(state):
+                    answer = self._compiled(state, plan.problem, (plan.record,), known, index)
             if answer.kernel:
                 state.wait_for(answer.kernel, plan)
             state.plans[key] = None

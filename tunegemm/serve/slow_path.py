@@ -117,7 +117,7 @@ class SlowPath:
             increment_version(result)
         try:
             launch_plan(plan, a, b.t() if kind == LINEAR else b, result, form, tensors, numbers)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             planner.drop(state, key, plan, a, b, error)
             return by_torch(form, a, b, tensors, numbers, out)
         if form.writes:

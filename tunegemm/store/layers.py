@@ -11,6 +11,7 @@ What is tuned is written to the narrowest: `Database.open()` without a location.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tunegemm.errors import DatabaseError
 from tunegemm.store import packs
 from tunegemm.store.locations import project_location, refused_project, user_location
+from tunegemm.store.waiting import in_time
 
 if TYPE_CHECKING:
     from tunegemm.store.database import Database
@@ -41,7 +43,7 @@ def modified() -> tuple[tuple[int, int], ...]:
         if location is not None and "://" not in str(location):
             for suffix in ("", "-wal"):  # what was published last is in the write-ahead log
                 try:
-                    facts = Path(f"{location}{suffix}").stat()
+                    facts = Path(f"{os.path.realpath(location)}{suffix}").stat()
                     found.append((facts.st_size, facts.st_mtime_ns))
                 except OSError:
                     found.append((0, 0))
@@ -95,14 +97,21 @@ def of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
 def _of_database(
     read: Callable[[Database], T], layer: str, location: Path | str, warnings: list[str]
 ) -> list[T]:
+    from tunegemm.store.connection import display, resolve
     from tunegemm.store.database import Database  # brings SQLAlchemy
 
+    def opened() -> Database:
+        return Database.open(location, read_only=True, layer=layer)
+
     try:
-        with Database.open(location, read_only=True, layer=layer) as database:
+        with in_time(opened, Database.close) if "://" in str(location) else opened() as database:
             return [read(database)]
     except DatabaseError as error:
         warnings.append(str(error))
-        return []
+    except TimeoutError:
+        name = display(resolve(location))
+        warnings.append(f"{name}: no answer in time; check the address, and that the server runs")
+    return []
 
 
 def _databases(warnings: list[str]) -> list[tuple[str, Path | str]]:

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from tunegemm.files import foreign
+from tunegemm.resources import user_path
 
 _FILE_NAME = "tunegemm.sqlite"
 #: What SQLite reads beside a database.
@@ -39,9 +40,7 @@ def refused_project() -> str:
 
 def user_location() -> Path:
     """Where the user's layer is, whether or not the file exists."""
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("tunegemm")) / _FILE_NAME
+    return user_path("data") / _FILE_NAME
 
 
 def _found() -> Path | None:

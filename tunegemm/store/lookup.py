@@ -19,6 +19,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError, TunegemmError
 from tunegemm.store.record import Record
 from tunegemm.store.schema import FASTEST, SCHEMA_VERSION, VERSION_TABLE
+from tunegemm.store.waiting import left_s
 from tunegemm.untrusted import shown
 
 #: A problem as the tuple of its fields, as rows have it.
@@ -28,6 +29,9 @@ problem_fields: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(field.name f
 UNREADABLE = (
     TunegemmError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
+
+#: How long a lock is waited for.
+_BUSY_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +133,8 @@ def read_file(location: str | Path, layer: str) -> Lookup | None:
         path = Path(location).expanduser()
         if not path.is_file():  # opening a pipe would wait for ever
             return None
-        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro", uri=True)) as connection:
+        name = f"file:{quote(os.fsencode(path))}?mode=ro"
+        with closing(sqlite3.connect(name, uri=True, timeout=left_s(_BUSY_S))) as connection:
             connection.execute("BEGIN")  # all queries see one state of the database
             if connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() != [
                 (SCHEMA_VERSION,)

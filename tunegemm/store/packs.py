@@ -33,7 +33,7 @@ from tunegemm.errors import BadValueError, PackError
 from tunegemm.files import cause, kind, replacing
 from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key, digest
 from tunegemm.generate.families import kernel_source_hash
-from tunegemm.resources import data_path
+from tunegemm.resources import data_path, user_path
 from tunegemm.store.checks import one_line, record_objection
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped
@@ -110,9 +110,7 @@ class Pack:
 
 def user_folder() -> Path:
     """Where `tunegemm load` puts packs."""
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("tunegemm")) / "packs"
+    return user_path("data") / "packs"
 
 
 def loaded(warnings: list[str]) -> list[Pack]:
@@ -128,7 +126,7 @@ def loaded(warnings: list[str]) -> list[Pack]:
         try:
             pack = opening()
             found[pack.name] = pack
-        except PackError as error:
+        except (PackError, OSError) as error:
             warnings.append(str(error))
     return list(found.values())
 

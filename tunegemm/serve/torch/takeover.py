@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
 import torch
+from torch.nn import functional as F  # noqa: F401 - torch.jit.script looks for it here, see `TunedLinear`
 
 from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
@@ -188,28 +190,59 @@ class TunedLinear(torch.nn.Linear):
             return node_of(api.linear, (input, weight, bias))
 
 
+# Its source is what torch.jit.script compiles.
+TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-defined]
+
+
 def patch(model: torch.nn.Module) -> int:
     """Lets a model's linear layers call `tunegemm.linear`; the number of layers that now do and did not.
 
     Of `torch.nn.Linear` itself; subclasses keep their own ways. Only the class of a layer changes, to a
     subclass of `torch.nn.Linear`: parameters, their sharing, hooks, `state_dict`, copying and pickling stay
-    as they are. Patch before torch.compile: torch 2.11 does not notice that the class changed, and what it
-    compiled before stays torch's.
+    as they are, and torch.jit.script compiles what it does of `torch.nn.Linear`. Patch before torch.compile:
+    torch 2.11 does not notice that the class changed, and what it compiled before stays torch's.
     """
-    return _reclass(model, torch.nn.Linear, TunedLinear)
+    _check_model(model)
+    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    for layer in layers:
+        layer.__class__ = TunedLinear
+    return len(layers)
 
 
 def unpatch(model: torch.nn.Module) -> int:
-    """Undoes `patch`; the number of layers that are torch's again."""
-    return _reclass(model, TunedLinear, torch.nn.Linear)
+    """Undoes `patch`; the number of layers that are torch's again.
+
+    Of those, too, whose class a tool has derived meanwhile, as FSDP2 and parametrizations do: it is made
+    anew, derived from `torch.nn.Linear`.
+    """
+    _check_model(model)
+    layers = [module for module in model.modules() if _is_tuned(type(module))]
+    for layer in layers:
+        layer.__class__ = _untuned(type(layer))
+    return len(layers)
 
 
-def _reclass(model: torch.nn.Module, before: type, after: type) -> int:
+def _check_model(model: torch.nn.Module) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ProblemError(
             f"model {model!r:.40} is not a torch.nn.Module; give the model whose layers are meant"
         )
-    layers = [module for module in model.modules() if type(module) is before]
-    for layer in layers:
-        layer.__class__ = after
-    return len(layers)
+
+
+def _is_tuned(kind: type) -> bool:
+    """Whether a class is `TunedLinear`, or what was derived of it at run time: a class that its module has by
+    its name is somebody's own."""
+    if kind is TunedLinear:
+        return True
+    derived = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind
+    return derived and any(_is_tuned(base) for base in kind.__bases__)
+
+
+def _untuned(kind: type) -> type:
+    """The same class as it would have been derived of `torch.nn.Linear`. A new one each time: what is taken
+    from the class of one layer, as when its parametrization is removed, is not another's."""
+    if kind is TunedLinear:
+        return torch.nn.Linear
+    bases = tuple(_untuned(base) if _is_tuned(base) else base for base in kind.__bases__)
+    content = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__.replace(TunedLinear.__name__, torch.nn.Linear.__name__), bases, content)
