@@ -4,6 +4,7 @@
     python -m benchmarks.same_code /tmp/before            # every kernel that ships: twice a second of a core
     python -m benchmarks.same_code /tmp/before --rekey    # and says so in db/records
     python -m benchmarks.same_code /tmp/before --kernels 'relu|amax' --sample 12
+    python -m benchmarks.same_code /tmp/before --rekey --judged 'residual'   # these, too, by a measurement
 
 Either tree compiles a kernel from a problem and a candidate, and the cubins are compared byte by byte:
 compilers give the same bytes for the same source. `--rekey` gives the records of kernels that are the same
@@ -206,6 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rekey", action="store_true", help="write the hash of today's sources into db/records"
     )
+    parser.add_argument(
+        "--judged", metavar="REGEX", help="names of kernels that differ, and were measured to be as fast"
+    )
     given = parser.parse_args(arguments)
     if not (given.before / "tunegemm").is_dir():
         parser.error(
@@ -220,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(*lines, f"{len(jobs) - len(lines)} of {len(jobs)} kernels are the same to the byte", sep="\n")
     if given.rekey:
         same = {
-            job.key: one == other or re.search(given.judged, job.name) is not None
+            job.key: one == other or bool(given.judged and re.search(given.judged, job.name))
             for job, one, other in zip(jobs, before.codes, after.codes, strict=True)
         }
         changed, left = rekey(same, before.sources, here / "db" / "records")

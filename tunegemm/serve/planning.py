@@ -448,13 +448,13 @@ class Planner:
             known = state.snapshot is not None and state.snapshot.warnings
             if known and isinstance(error, OSError):
                 return  # what could not be read was said
-            if (what := raised(error)) not in state.warned:
-                state.warned.add(what)
-                self._warn(
-                    state,
-                    f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such "
-                    "products. Logging of `tunegemm` at level DEBUG has the traceback",
-                )
+            what = raised(error)
+            self._warn(
+                state,
+                f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such products. "
+                "Logging of `tunegemm` at level DEBUG has the traceback",
+                about=("planning", what),
+            )
 
     def _search(self, state: State, problem: Problem, index: int, name: str) -> Prepared | None:
         known = self._device(state, index, name)
