@@ -27,6 +27,7 @@ from tunegemm.cli import (
     verify,
 )
 from tunegemm.errors import TunegemmError
+from tunegemm.extras import lack
 from tunegemm.untrusted import shown
 
 #: Exit codes: 0 done, 1 done but nothing usable came of it, 2 bad input, 130 interrupted by Ctrl-C.
@@ -49,6 +50,10 @@ class OneLineErrors(TyperGroup):
             code = super().main(*args, **extra | {"standalone_mode": False})
         except TunegemmError as error:
             _fail(str(error))
+        except ModuleNotFoundError as error:
+            if (lacking := lack(error)) is None:
+                raise
+            _fail(str(lacking))
         except OSError as error:  # the working directory was deleted, a disk does not answer
             _fail(f"{error.filename or 'the working directory'}: {error.strerror or error}")
         except _UsageProblem as error:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from tunegemm import extras
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -81,8 +82,10 @@ class Tuner:
         energy: meter the finalists' energy, too, a second each.
         child: a measuring process that was started before the device was known.
 
-        Raises SpaceError for a family or a seed that is not one, DeviceError for a family of no use here.
+        Raises SpaceError for a family or a seed that is not one, DeviceError for a family of no use here,
+        ExtraError where only what serves is installed.
         """
+        extras.require("tune")
         self.device, self.database = device, database
         store = ArtifactStore(cache)
         self.kernels = Kernels(device, families, store.root.with_name("kernels"))
@@ -364,6 +367,7 @@ def tune(
     On a real device the results are published into `database`, by default the user's. Arguments and errors
     are those of `Tuner.tune`.
     """
+    extras.require("tune")
     from tunegemm.store import Database
     from tunegemm.store.rows import require
 
