@@ -88,7 +88,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+#: Its blocks tune: they compile for a quarter of a minute.
+_TUNES = ROOT / "docs" / "guide" / "tuning.md"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, marks=[pytest.mark.slow] if path == _TUNES else []) for path in DOCUMENTS],
+    ids=lambda path: path.stem,
+)
 def test_python_blocks_run(document: Path, installed: dict[str, str], tmp_path: Path) -> None:
     import torch
 

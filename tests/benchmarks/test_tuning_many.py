@@ -82,6 +82,7 @@ def test_rows_say_what_the_database_has(tmp_path: Path) -> None:
     assert tuning_many.found(path, started, is_one_gpu=False)[0]["seconds"] is None
 
 
+@pytest.mark.slow
 def test_the_command_is_interrupted_after_its_budget(listed: Path) -> None:
     """Nothing of a recording is stored, so that no product counts as reached."""
     assert tuning_many.main(arguments(listed, "--budget", "9", "--without-library")) == 0

@@ -72,6 +72,7 @@ def test_its_exit_code_and_what_came_before_an_exception(tmp_path: Path) -> None
     assert calls(tmp_path / "a.json") == {"8x24x16": 2}
 
 
+@pytest.mark.slow
 def test_processes_of_a_shell(tmp_path: Path) -> None:
     """Not a Python program: whatever Python it starts is recorded, forked children of it, too."""
     forking = script(
