@@ -130,6 +130,7 @@ print(online.attempt(Problem(64, 64, 64), find_device("model:h200")), online.war
     assert done.stdout.startswith("False tuning 64x64x64") and "'tunegemm[tune]'" in done.stdout, done
 
 
+@pytest.mark.slow  # starts the command three times
 def test_commands_that_need_more_say_so_in_one_line(tmp_path: Path) -> None:
     """With the command line alone, as a host that serves may have it."""
     code = """

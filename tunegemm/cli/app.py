@@ -22,6 +22,7 @@ from tunegemm.cli import (
     pack,
     record,
     report,
+    shapes,
     space,
     tune,
     verify,
@@ -131,6 +132,7 @@ def root(
 app.command("tune", cls=tune.Command)(options.of_problems(tune.command, required=False))
 # What follows the program's name is the program's.
 app.command("record", context_settings={"allow_interspersed_args": False})(record.command)
+app.command("shapes")(shapes.command)
 app.command("leaderboard")(leaderboard.command)
 app.command("verify")(verify.command)
 app.command("pack")(pack.pack_command)
