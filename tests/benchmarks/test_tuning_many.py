@@ -109,6 +109,7 @@ def test_a_command_that_fails_is_said_so(
     assert document(listed)[f"{mode}, devices 7"]["exit_code"] == 2
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_run_is_a_row_with_its_reason() -> None:
     row = tuning_many.peer("quack", FIRST, open_device("replay:h200"), 5)
     assert row["seconds"] is None and row["process_s"] > 0 and "replay:h200" in row["skipped"]

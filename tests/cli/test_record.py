@@ -255,6 +255,7 @@ class TestTuneFrom:
         run = here("tune", "--from", str(path), "--device", "model:h200", code=1)
         assert "Left out: 200000x200000x200000 bf16 tn: operands and output of 240 GB > 141 GB" in run.stdout
 
+    @pytest.mark.slow
     def test_json(self, shapes: str) -> None:
         run = here("tune", "--from", shapes, *self.OPTIONS, "--json")
         documents = [json.loads(line) for line in run.stdout.splitlines()]

@@ -243,6 +243,7 @@ def test_quantised_layers_are_scaled(tmp_path: Path, config: dict[str, Any], exp
         (compressed(by("channel", "int", 4), None), "its weights alone are quantised"),
         (compressed(by("block"), by("group")), "of groups or blocks"),
         (compressed(by("tensor"), by("tensor", "int")), "neither fp8 nor int8"),
+        (compressed({"type": []}, {"strategy": {}}, ignore=[1, None], targets=3), "neither fp8 nor int8"),
     ],
 )
 def test_what_has_no_kernels_is_left_out(tmp_path: Path, config: dict[str, Any], reason: str) -> None:

@@ -162,11 +162,8 @@ def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str
     usual, config = Arithmetic(plain, plain, ""), model.quantization
     if not config or config.get("quant_method") == "mxfp4":  # which is of experts alone
         return lambda _: usual
-    patterns = [
-        str(one)
-        for name in ("modules_to_not_convert", "ignore", "ignored_layers")
-        for one in (config.get(name) if isinstance(config.get(name), list) else ())
-    ]
+    lists = (config.get(name) for name in ("modules_to_not_convert", "ignore", "ignored_layers"))
+    patterns = [one for each in lists for one in _texts(each)]
     groups = _groups(config, plain)
 
     def of(linear: Linear) -> Arithmetic | str:
@@ -192,6 +189,10 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
     return False
 
 
+def _texts(value: Any) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+
+
 def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arithmetic | str]]:
     """How the modules of each group are computed: patterns, and their arithmetic or why it has no kernels."""
     method, everything = config.get("quant_method"), ["Linear"]
@@ -204,7 +205,7 @@ def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arit
         return [(everything, Arithmetic("fp8_e4m3", plain, scales))]
     if method == "compressed-tensors" and isinstance(groups := config.get("config_groups"), dict):
         return [
-            ([str(one) for one in group.get("targets") or everything], _compressed(group, plain))
+            (_texts(group.get("targets")) or everything, _compressed(group, plain))
             for group in groups.values()
             if isinstance(group, dict)
         ]
@@ -215,11 +216,11 @@ def _compressed(group: Mapping[str, Any], plain: str) -> Arithmetic | str:
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict) or not isinstance(inputs, dict):
         return "its weights alone are quantised, which has no kernels"
-    formats = {(one.get("type"), one.get("num_bits")) for one in (weights, inputs)}
-    dtype = {("float", 8): "fp8_e4m3", ("int", 8): "int8"}.get(formats.pop())
+    formats = {f"{one.get('type')} {one.get('num_bits')}" for one in (weights, inputs)}
+    dtype = {"float 8": "fp8_e4m3", "int 8": "int8"}.get(formats.pop())
     if dtype is None or formats:
         return "its numbers are neither fp8 nor int8, which has no kernels"
-    strategies = {weights.get("strategy"), inputs.get("strategy")}
+    strategies = {str(one.get("strategy")) for one in (weights, inputs)}
     if strategies <= {"tensor", "channel", "token"}:
         return Arithmetic(dtype, plain, "scale_tensor" if strategies == {"tensor"} else "scale_rowwise")
     return "its scales are of groups or blocks, which have no kernels"

@@ -105,9 +105,11 @@ def _attention(
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     pairs = config.number("num_key_value_heads", heads)
     size = config.number("head_dim", head or hidden // heads)
-    of_kv = {"split": "columns", "units": pairs, "shared": True}
     q = Linear(f"{at}.self_attn.q_proj", heads * size, hidden, bias, "columns", heads)
-    k, v = (Linear(f"{at}.self_attn.{name}_proj", pairs * size, hidden, bias, **of_kv) for name in "kv")
+    k, v = (
+        Linear(f"{at}.self_attn.{name}_proj", pairs * size, hidden, bias, "columns", pairs, shared=True)
+        for name in "kv"
+    )
     o = Linear(f"{at}.self_attn.o_proj", hidden, heads * size, out_bias, "depth", heads)
     return [Layer("qkv", (q, k, v), is_one), Layer("o", (o,))]
 
