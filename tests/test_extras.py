@@ -32,18 +32,21 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 """
 
-#: Products as on an H200, but for the launch: of CPU tensors, planned by what ships and by a user's database.
+#: Products as on an H200, but for the launch: of CPU tensors, planned by a record.
 _SERVES = """
-import dataclasses
 import torch
 torch._C._cuda_getCurrentRawStream = lambda index: 0  # a CPU build of torch has none
 import tunegemm
 from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.planning import Planner
 from tunegemm.serve.torch import ops
-from tunegemm.store.shipped import read_shipped
+from tunegemm.serve.snapshot import Snapshot, read_snapshot
+from tunegemm.store.record import Record
 served = []
 def prepare(record, device):
     from tunegemm.serve.launchers import Prepared
@@ -51,10 +54,13 @@ def prepare(record, device):
         served.append(record.candidate.family)
         out.copy_(a.float() @ b.float())
     return Prepared(kernel, tma=True)
-device = find_device("model:h200")  # with the software under which its records were measured
-recorded = next(one for one in read_shipped()[0] if one.fingerprint.device_name == device.name)
-device = dataclasses.replace(device, fingerprint=recorded.fingerprint)
-api.serve_by(Dispatcher(Planner(device_type="cpu", find=lambda spec: device, prepare=prepare)))
+device = find_device("model:h200")
+def read():
+    assert len(read_snapshot()) > 100  # what ships
+    problem, candidate = Problem(512, 6144, 4096), Candidate.make("cute_sm90", {"tile_m": 128})
+    known = {"ratio": 1.1, "kernel_source": kernel_source_hash("cute_sm90"), "layer": ""}
+    return Snapshot([Record(problem, candidate, device.fingerprint, **known)])
+api.serve_by(Dispatcher(Planner(device_type="cpu", read=read, find=lambda spec: device, prepare=prepare)))
 ops.DEVICE_TYPE = "cpu"
 half = {"dtype": torch.bfloat16}
 a, weight = torch.ones(512, 4096, **half), torch.ones(6144, 4096, **half)

@@ -13,7 +13,7 @@ import pytest
 from tunegemm.describe.workload import read
 from tunegemm.describe.workload.engines import ENGINES, Shapes, shapes
 from tunegemm.describe.workload.models import FAMILIES, read_model
-from tunegemm.describe.workload.products import Kind, Workload
+from tunegemm.describe.workload.products import Workload
 from tunegemm.errors import WorkloadError
 
 _SMALL = {
@@ -266,9 +266,6 @@ def test_modules_that_are_not_quantised(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.skipif(
-    "epilogue" not in Kind.__dataclass_fields__, reason="the file's products have no scales in this version"
-)
 def test_tune_reads_the_problems(tmp_path: Path) -> None:
     shapes_of(tmp_path, attention_bias=True, quantization_config={"quant_method": "fbgemm_fp8"})
     shapes(read_model(str(tmp_path)), "vllm", rows=[64]).workload.write(tmp_path / "shapes.json")
