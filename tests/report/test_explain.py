@@ -13,7 +13,7 @@ import tunegemm
 from tests.serve.test_neighbours import kernel
 from tests.support.commands import here
 from tests.support.recorded import fill, recorded_device
-from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.device import Device, cuda_device_count
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
 from tunegemm.generate.artifacts import ArtifactStore
@@ -103,15 +103,17 @@ def test_a_kernel_without_an_object_is_said_to_be_torchs(
     assert "but torch computes it" in str(found)
 
 
-def test_tensors_and_the_command_line_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunegemm.tuning.tuner.open_device", lambda spec=None: find_device("model:h200"))
-    a, b = torch.empty(96, 4096, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.bfloat16).t()
+def test_tensors_and_the_command_line_say_the_same() -> None:
+    """Without a device named, too: without a GPU both tell of the recorded one, whose records serve it."""
+    a, b = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(6144, 4096, dtype=torch.bfloat16).t()
     found = tunegemm.explain(a, b)
-    assert found.problem == Problem(96, 4096, 4096)
-    command = ("explain", "--shape", "96x4096x4096", "--device", "model:h200")
+    assert found.problem == Problem(512, 6144, 4096)
+    command = ("explain", "--shape", "512x6144x4096")
     assert here(*command).stdout == f"{found}\n"
+    if not cuda_device_count():
+        assert found.outcome == "hit" and found.record is not None and found.record.confirmed
     fused = tunegemm.explain(a, b, epilogue="bias_n+gelu", out_dtype=torch.float32)
-    assert fused.problem == Problem(96, 4096, 4096, out_dtype="fp32", epilogue="bias_n+gelu")
+    assert fused.problem == Problem(512, 6144, 4096, out_dtype="fp32", epilogue="bias_n+gelu")
     assert "--out-dtype fp32 --layout tn --epilogue bias_n+gelu" in fused.change
     assert json.loads(here(*command, "--json").stdout) == [json.loads(json.dumps(found.asdict()))]
 

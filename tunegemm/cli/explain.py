@@ -22,15 +22,16 @@ def command(
             help="Explain this candidate, not the record's. What is not given is its space's first value.",
         ),
     ] = None,
-    device: options.AnalysedDevice = None,
+    device: options.DeviceSpec = None,
     db: options.OneDatabase = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
     """Show the roofline of a shape, of a tile, and which kernel tunegemm.matmul would use."""
     from tunegemm.report.explain import candidate_of, explain_problem
+    from tunegemm.tuning.tuner import open_device
 
     chosen = candidate_of(candidate) if candidate is not None else None
-    opened = options.open_analysed(device)
+    opened = open_device(device)
     if opened.is_real and chosen is None:
         import torch
 

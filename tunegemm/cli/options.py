@@ -34,11 +34,6 @@ DeviceSpec = Annotated[
         help="cuda:N, replay:h200 (recorded) or model:h200. Default: cuda:0, or replay:h200 without a GPU.",
     ),
 ]
-#: For commands that time nothing.
-AnalysedDevice = Annotated[
-    str | None,
-    typer.Option("--device", metavar="SPEC", help="Default: cuda:0, or model:h200 without a GPU."),
-]
 #: For commands that measure and have no use for a recorded or modelled device.
 GpuSpec = Annotated[
     str | None,
@@ -152,14 +147,6 @@ def of_problems(command: Callable[..., None], *, required: bool = True) -> Calla
     named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*shared.values(), *own)]
     run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
     return run
-
-
-def open_analysed(spec: str | None) -> Device:
-    """An `AnalysedDevice`: without a name the first GPU, or the H200's known limits, for nothing is timed."""
-    from tunegemm.describe.device import cuda_device_count, find_device
-    from tunegemm.tuning.tuner import open_device
-
-    return open_device(spec) if spec is not None or cuda_device_count() else find_device("model:h200")
 
 
 def require_memory(device: Device, problems: Iterable[Problem]) -> None:

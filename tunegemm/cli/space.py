@@ -27,16 +27,17 @@ def command(
     family: Annotated[
         str | None, typer.Option("--family", metavar="NAME[,NAME]", help="Kernel families. Default: all.")
     ] = None,
-    device: options.AnalysedDevice = None,
+    device: options.DeviceSpec = None,
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
     from tunegemm.generate import families
     from tunegemm.report.census import take_census
+    from tunegemm.tuning.tuner import open_device
 
     names = options.parse_families(family) or families.NAMES
     spaces = [families.load_space(name) for name in names]
-    opened = options.open_analysed(device)
+    opened = open_device(device)
     options.require_memory(opened, problems)
     counts = [take_census(space, problem, opened) for problem in problems for space in spaces]
     if format is Format.json:
