@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -257,6 +259,17 @@ def stdout_console() -> Console:
 def stderr_console() -> Console:
     """For what is said beside the result: progress, notes, warnings."""
     return _console(stderr=True)
+
+
+def page(console: Console, parts: Sequence[Any]) -> None:
+    """Prints on a terminal, through the user's pager what is longer than its screen."""
+    lines = sum(len(console.render_lines(part)) for part in parts)
+    if lines < console.height or not (sys.stdin.isatty() and console.is_terminal):
+        console.print(*parts, sep="\n")
+        return
+    os.environ.setdefault("LESS", "FRX")  # colours, and no pager for less than a screen
+    with console.pager(styles="PAGER" not in os.environ):
+        console.print(*parts, sep="\n")
 
 
 def _console(**how: Any) -> Console:

@@ -168,7 +168,7 @@ def command(
         options.require_memory(tuning.device, problems)
         if not (named or tuning.device.is_real or as_json):
             wanted = [*problems, *(demand.problem for demand in demands)]
-            log.print(clean(without_gpu(tuning.device, wanted), 2000), soft_wrap=True)
+            log.print(clean(without_gpu(tuning.device, wanted, how["families"]), 2000))
         if demands:
             lacking = {demand.problem: tuning.device.lacks_memory(demand.problem) for demand in demands}
             ended = tune_program(
@@ -270,16 +270,21 @@ def open_pool(
     return stack.enter_context(cluster.Pool(opening)), database
 
 
-def without_gpu(device: Device, problems: Sequence[Problem]) -> str:
+def without_gpu(device: Device, problems: Sequence[Problem], families: Sequence[str] | None = None) -> str:
     """What a replayed tuning is worth: which times are known, and that nothing is stored."""
-    from tunegemm.measure.replay import open_replay
+    from tunegemm.measure.replay import ReplayMeasurer, open_replay
 
-    recorded = set(open_replay(device.spec).problems())
-    unknown = [problem for problem in problems if problem not in recorded]
+    recording = ReplayMeasurer(open_replay(device.spec))
+    unknown = []
+    for problem in problems:
+        known = recording.recorded(problem)
+        if not known or (families is not None and not any(c.family in families for c in known)):
+            unknown.append(problem)
+    of = f" of {', '.join(families)}" if families is not None else ""
     times = f"times come from a recorded {device.name} ({device.spec})"
     if unknown:
         which = str(unknown[0]) if len(problems) == 1 else f"{len(unknown)} of {len(problems)} products"
-        ranked = f"no time was recorded of {which}: a model ranks the kernels"
+        ranked = f"no time{of} was recorded for {which}: a model ranks the kernels"
         times = ranked if len(unknown) == len(problems) else f"{times}; {ranked}"
     return (
         f"No CUDA GPU here: candidates are really compiled for {device.architecture.compile_target}; "

@@ -245,7 +245,9 @@ class Tuner:
             self.pool.drop_waiting()
 
     def measurer_for(self, problem: Problem) -> Measurer | None:
-        """The worker of a real device; a recording when it has the problem; else None."""
+        """The worker of a real device; a recording when it has times of the families for the problem; else
+        None.
+        """
         if self.device.is_real:
             if self._measurer is None:
                 self._measurer = self._resources.enter_context(MeasureWorker(self.device, child=self._child))
@@ -254,7 +256,8 @@ class Tuner:
             return None
         if self._measurer is None:
             self._measurer = ReplayMeasurer(open_replay(self.device.spec))
-        return self._measurer if self._measurer.recorded(problem) else None
+        recorded = self._measurer.recorded(problem) or ()
+        return self._measurer if any(c.family in self.kernels.families for c in recorded) else None
 
     def _begin_with_library(
         self, state: Trials, measurer: Measurer, at_once: bool
