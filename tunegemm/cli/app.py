@@ -21,6 +21,7 @@ from tunegemm.cli import (
     pack,
     record,
     report,
+    run,
     space,
     tune,
     verify,
@@ -125,6 +126,7 @@ def root(
 app.command("tune", cls=tune.Command)(options.of_problems(tune.command, required=False))
 # What follows the program's name is the program's.
 app.command("record", context_settings={"allow_interspersed_args": False})(record.command)
+app.command("run", context_settings={"allow_interspersed_args": False})(run.command)
 app.command("leaderboard")(leaderboard.command)
 app.command("verify")(verify.command)
 app.command("pack")(pack.pack_command)

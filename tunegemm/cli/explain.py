@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunegemm.cli import options
 from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
+
+if TYPE_CHECKING:
+    from tunegemm.report.explain import Explanation
 
 
 def command(
@@ -27,6 +30,18 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
     """Show the roofline of a shape, of a tile, and which kernel tunegemm.matmul would use."""
+    with options.working("looking up what dispatch would launch"):
+        found = _explained(problems, device, candidate, db)
+    if as_json:
+        typer.echo(to_json([explanation.asdict() for explanation in found]))
+        return
+    for explanation in found:
+        options.say(*str(explanation).splitlines(), hang=12)
+
+
+def _explained(
+    problems: list[Problem], device: str | None, candidate: str | None, db: str | None
+) -> list[Explanation]:
     from tunegemm.report.explain import candidate_of, explain_problem
     from tunegemm.tuning.tuner import open_device
 
@@ -37,9 +52,4 @@ def command(
 
         with suppress(RuntimeError):  # no memory for a context: predictions have wider margins then
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's library is asked as in a program
-    found = [explain_problem(problem, opened, candidate=chosen, database=db) for problem in problems]
-    if as_json:
-        typer.echo(to_json([explanation.asdict() for explanation in found]))
-        return
-    for explanation in found:
-        options.say(*str(explanation).splitlines())
+    return [explain_problem(problem, opened, candidate=chosen, database=db) for problem in problems]

@@ -46,7 +46,7 @@ def command(
         typer.Option(
             "--device",
             metavar="NAME",
-            help="A GPU by its name or a part of it, or all. Default: the one here, or that with most shapes.",
+            help="A GPU by its name or a part of it, or all. Default: the one here, or that of most rows.",
         ),
     ] = None,
     sort: Annotated[
@@ -66,7 +66,7 @@ def command(
     if family is not None:
         options.parse_families(family)
     if sort is not Sort.problem and shapes:
-        raise options.UsageError(f"--sort {sort} with --shape: a shape's kernels are in the order of evidence")
+        raise options.UsageError(f"--sort {sort} with --shape: kernels of a shape stand by evidence")
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, problems_of
     from tunegemm.report.stored import of_all_layers
     from tunegemm.store import Database

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -244,16 +248,41 @@ def parse_families(text: str | None) -> tuple[str, ...] | None:
     return names
 
 
-def say(*lines: object, err: bool = False) -> None:
-    """Prints each as one line, whatever the names in it hold (`report.text.clean`). err: on stderr."""
+def say(*lines: object, err: bool = False, hang: int = 0) -> None:
+    """Prints each as one line, whatever the names in it hold (`report.text.clean`); on a terminal as several
+    that end between words, all but the first `hang` columns in; but a command whole. err: on stderr.
+    """
+    stream = sys.stderr if err else sys.stdout
+    width = shutil.get_terminal_size().columns if stream.isatty() else 0
     for line in lines:
-        typer.echo(clean(line, _LONGEST_LINE), err=err)
+        text = clean(line, _LONGEST_LINE)
+        if len(text) > width > hang + 20 and not text.lstrip().startswith("tunegemm "):
+            text = textwrap.fill(
+                text, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False
+            )
+        typer.echo(text, err=err)
+
+
+def say_command(lead: str, command: str, *, err: bool = False) -> None:
+    """A command to copy: whole and alone on its line, under the words that lead to it."""
+    say(lead, f"  {command}", err=err)
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Says on a terminal what takes a while, until it is done; what it gives changes the words."""
+    console = stderr_console()
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status(f"{what} ...") as status:
+        yield lambda now: status.update(f"{clean(now)} ...")
 
 
 def stdout_console() -> Console:
     """For tables. A pipe or a log has no width of its own: there nothing is cut to 80 columns."""
     console = _console(stderr=False)
-    return console if console.is_terminal else _console(stderr=False, width=160)
+    return console if console.is_terminal else _console(file=_Lines(sys.stdout), width=160)
 
 
 def stderr_console() -> Console:
@@ -270,6 +299,20 @@ def page(console: Console, parts: Sequence[Any]) -> None:
     os.environ.setdefault("LESS", "FRX")  # colours, and no pager for less than a screen
     with console.pager(styles="PAGER" not in os.environ):
         console.print(*parts, sep="\n")
+
+
+class _Lines(io.TextIOBase):
+    """Takes the blanks off the ends of lines, with which a table fills its last column."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(re.sub(r" +(?=\n)", "", text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 def _console(**how: Any) -> Console:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options
+from tunegemm.cli import options, program
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
 from tunegemm.files import cause, check_target, read_text
@@ -20,12 +17,9 @@ from tunegemm.untrusted import decoded
 if TYPE_CHECKING:
     from tunegemm.describe.workload import Workload
 
-#: Holds the `sitecustomize` that begins the recording in each Python process.
-_START = Path(__file__).parent.parent / "serve" / "torch" / "start"
-
 
 def command(
-    program: Annotated[
+    words: Annotated[
         list[str], typer.Argument(metavar="COMMAND...", help="The program and its arguments, after `--`.")
     ],
     out: Annotated[
@@ -43,7 +37,7 @@ def command(
     except OSError as error:  # a deleted working directory, or a folder that one may not search
         raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
     with tempfile.TemporaryDirectory(prefix="tunegemm-record-") as parts:
-        code = _run(program, parts)
+        code = program.run(words, program.attached(TUNEGEMM_RECORD_PARTS=parts), "record")
         found = []
         for part in sorted(Path(parts).glob("[!.]*.json")):
             workload, refused = Workload.from_document(decoded(read_text(part)), str(part))
@@ -56,7 +50,7 @@ def command(
             err=True,
         )
     else:
-        workload = merge(found, program)
+        workload = merge(found, words)
         try:
             workload.write(out)
         except WorkloadError as error:  # the program may have run for hours
@@ -65,29 +59,6 @@ def command(
             raise WorkloadError(f"{error}; what was recorded is in {kept}") from None
         options.say(f"tunegemm: {_summary(workload, out)}", err=True)
     raise typer.Exit(code)
-
-
-def _run(program: list[str], parts: str) -> int:
-    """The command's exit code; 128 and more for one that a signal ended, as in a shell."""
-    path = os.pathsep.join(filter(None, [str(_START), os.environ.get("PYTHONPATH", "")]))
-    environment = os.environ | {"PYTHONPATH": path, "TUNEGEMM_RECORD_PARTS": parts}
-    try:
-        process = subprocess.Popen(program, env=environment)
-    except OSError as error:
-        raise options.UsageError(
-            f"{program[0]}: {error.strerror}; a script runs as: tunegemm record -- python {program[0]}"
-        ) from None
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        while True:
-            try:
-                code = process.wait()
-                break
-            except KeyboardInterrupt:  # the terminal told the program, too: it decides how it ends
-                continue
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return code if code >= 0 else 128 - code
 
 
 def _summary(workload: Workload, out: Path) -> str:

@@ -39,7 +39,12 @@ def command(
     spaces = [families.load_space(name) for name in names]
     opened = open_device(device)
     options.require_memory(opened, problems)
-    counts = [take_census(space, problem, opened) for problem in problems for space in spaces]
+    counts = []
+    with options.working("counting candidates") as now:
+        for problem in problems:
+            for space in spaces:
+                now(f"counting {space.size:,} candidates of {space.family} for {problem}")
+                counts.append(take_census(space, problem, opened))
     if format is Format.json:
         typer.echo(to_json([count.asdict() for count in counts]))
         return

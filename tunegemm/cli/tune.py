@@ -19,13 +19,14 @@ import typer
 from typer.core import TyperCommand
 
 from tunegemm.cli import options
-from tunegemm.describe.command import command_line, tune_command
+from tunegemm.describe.command import command_line
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read
-from tunegemm.report.text import clean, to_json
+from tunegemm.report.text import clean, counted, significant, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from tunegemm.describe.device import Device
     from tunegemm.describe.space import Candidate
@@ -168,7 +169,7 @@ def command(
         options.require_memory(tuning.device, problems)
         if not (named or tuning.device.is_real or as_json):
             wanted = [*problems, *(demand.problem for demand in demands)]
-            log.print(clean(without_gpu(tuning.device, wanted, how["families"]), 2000))
+            options.say(without_gpu(tuning.device, wanted, how["families"]), err=True)
         if demands:
             lacking = {demand.problem: tuning.device.lacks_memory(demand.problem) for demand in demands}
             ended = tune_program(
@@ -182,15 +183,20 @@ def command(
                 trials=trials,
                 as_json=as_json,
             )
+            if not (tuning.device.is_real or as_json or ended):
+                say_gpu_command(context, [])
             raise typer.Exit(ended)
         requests = [
             Request(one, (effort or Effort.quick).value, trials, budget_seconds, following)
             for one, following in itertools.zip_longest(problems, list(problems)[1:])
         ]
         found, cut, unfinished = 0, [], set(problems)
-        view = stack.enter_context(ProgressView(log))
+        results: list[TuneResult] = []
+        view = ProgressView(log, total=len(requests), budget_s=budget_seconds)
+        stack.enter_context(view)
         for result in tuning.tune_all(requests, None if as_json else loading_pandas(view.update)):
             found += result.best is not None or bool(result.predictions)
+            results.append(result)
             with view.ended(result.problem):
                 if as_json:
                     typer.echo(to_json(result_document(result), indent=None))
@@ -198,7 +204,8 @@ def command(
                     # Nothing was tried: the reason is all there is to say, also beside a JSON document.
                     options.say(f"tunegemm: {result.note}", err=True)
                 elif not as_json:
-                    show_result(out, result, top, where=display(database.location) if database else "")
+                    stored = display(database.location) if database else ""
+                    show_result(out, result, top, stored, budget_seconds)
             if result.interrupted:
                 cut.append(result)
             else:
@@ -206,8 +213,12 @@ def command(
         if cut:
             left = {problems[problem] for problem in unfinished}
             again = resume_command(context, [problem for problem in asked_for if problem in left])
-            log.print(clean(interruption(cut, again), 2000), soft_wrap=True)
+            options.say_command(f"{interruption(cut)} Go on with:", again, err=True)
             raise typer.Exit(130)
+        if not as_json and len(results) > 1:
+            out.print(results_table(results))
+        if found and not (as_json or tuning.device.is_real):
+            say_gpu_command(context, asked_for)
     if found < len(problems):
         raise typer.Exit(1)
 
@@ -327,24 +338,30 @@ def tune_program(
                 log.print(clean(progress_line(standing, told, len(plan))), soft_wrap=True)
     if not as_json:
         out.print(savings_table(list(current.values())))
-        for line in closing_lines(list(current.values()), refused):
-            out.print(clean(line), soft_wrap=True)
+        options.say(*closing_lines(list(current.values()), refused))
     if interrupted:
         log.print("Interrupted: what was measured is kept; the same command goes on.")
         return 130
     return 0 if any(s.result and (s.result.best or s.result.predictions) for s in current.values()) else 1
 
 
-def show_result(console: Console, result: TuneResult, top: int, *, where: str) -> None:
+def show_result(
+    console: Console, result: TuneResult, top: int, where: str, budget_seconds: float | None
+) -> None:
     """The leaderboard of one tuning, what failed, and how to use the winner."""
     board = leaderboard(result)
     if not board.frame.empty:
         console.print(board.table(top, width=console.width))
     note = f"Note: {result.note}." if result.note and not result.predictions else ""
-    closing = [note, failure_line(result), usage_line(result, where)]
+    over_s = result.seconds - (budget_seconds or result.seconds)
+    if over_s > 1:
+        note += (
+            f" {over_s:.0f} s over the budget: what is being compiled and the final race are not cut short."
+        )
+    closing = [note.strip(), failure_line(result), verdict_line(result, where)]
     for line in [failure_line(result)] if result.interrupted else closing:
         if line:
-            console.print(clean(line, 2000), soft_wrap=True)
+            options.say(line)
 
 
 def leaderboard(result: TuneResult) -> Leaderboard:
@@ -372,27 +389,69 @@ def failure_line(result: TuneResult) -> str:
     return f"Failed: {'; '.join(parts)}" if parts else ""
 
 
-def usage_line(result: TuneResult, where: str) -> str:
-    """The one line that says what the result is good for; empty when there was no time to try anything."""
-    problem, seconds = result.problem, f"{result.seconds:.1f} s"
-    if result.best is None and not result.predictions:
+def verdict_line(result: TuneResult, where: str) -> str:
+    """What won, by how much, and what `matmul` calls from now on; empty without time to try anything."""
+    from tunegemm.generate.cublaslt import is_torch
+
+    problem, best, seconds = result.problem, result.best, f"{result.seconds:.1f} s"
+    if best is None and not result.predictions:
         if not result.outcomes:
             return ""
         return f"No candidate for {problem} could be used, after {seconds}: see `tunegemm doctor`."
+    if best is None:
+        first = result.predictions[0].candidate
+        return (
+            f"{problem}: the model puts {result.labels.get(first.digest, first)} first. A model only ranks; "
+            f"nothing was timed or stored. {seconds}, {counted(result.compiled, 'kernel')} compiled."
+        )
+    if is_torch(best.candidate):
+        won = "no kernel is faster than torch.mm beyond the noise"
+    else:
+        times = f"{significant(best.median_us)} us, torch.mm {significant(best.baseline_median_us)} us"
+        won = f"{result.labels.get(best.candidate.digest, best.candidate)} wins, {best.ratio:.3f} x torch.mm"
+        won += f" ({times})" if best.baseline_us else ""
+        won += ", which is within the noise" if best.ratio < 1 + best.noise else ""
     if result.source == "measured":
-        return f"Tuned in {seconds}: tunegemm.matmul(a, b) now uses this kernel for {problem} (from {where})."
-    seconds += f", {result.compiled} kernels compiled"
-    origin = (
-        "replayed, not measured here" if result.source == "replayed" else "a model's ranking, no measurement"
-    )
-    return (
-        f"Done in {seconds} ({origin}; nothing stored). On your GPU: {tune_command(problem)} "
-        "measures and stores it for tunegemm.matmul(a, b)."
-    )
+        calls = "torch.mm" if is_torch(best.candidate) else "it"
+        use = f"tunegemm.matmul(a, b) now calls {calls} for this product (from {where})"
+    else:
+        use = f"replayed from a recorded {result.device.name}: nothing was measured or stored here"
+    return f"{problem}: {won}; {use}. {seconds}, {counted(result.compiled, 'kernel')} compiled."
 
 
-def interruption(results: Sequence[TuneResult], again: str) -> str:
-    """What interrupted tunings kept, and the command that goes on."""
+def results_table(results: Sequence[TuneResult]) -> Table:
+    """The winner of each of several products."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Products tuned", title_justify="left")
+    for heading in ("product", "ratio", "fastest", "us", "torch.mm us"):
+        table.add_column(heading, justify="left" if heading in ("product", "fastest") else "right")
+    for result in results:
+        row = [clean(result.problem)]
+        if (best := result.best) is not None:
+            label = result.labels.get(best.candidate.digest, str(best.candidate))
+            row += [f"{best.ratio:.3f}", clean(label), significant(best.median_us)]
+            row.append(significant(best.baseline_median_us) if best.baseline_us else "")
+        elif result.predictions:
+            first = result.predictions[0].candidate
+            row += ["", clean(f"{result.labels.get(first.digest, first)} (model)"), "", ""]
+        else:
+            row += ["", "none", "", ""]
+        table.add_row(*map(Text, row))
+    return table
+
+
+def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> None:
+    """The same command, as it measures on a GPU."""
+    given = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
+    given |= {"shape": [problem.shape for problem in asked_for], "device": None, "db": None}
+    options.say_command("On your GPU this measures, and stores it for tunegemm.matmul:",
+                        command_line("tune", {"shape": None} | given))  # fmt: skip
+
+
+def interruption(results: Sequence[TuneResult]) -> str:
+    """What interrupted tunings kept."""
     from tunegemm.measure.outcome import Measurement
 
     measured = {
@@ -401,8 +460,7 @@ def interruption(results: Sequence[TuneResult], again: str) -> str:
         for outcome in result.outcomes
         if isinstance(outcome, Measurement) and result.source == "measured"
     }
-    kept = f"{len(measured)} measured candidates are kept" if measured else "nothing to keep"
-    return f"Interrupted: {kept}. Go on with: {again}"
+    return f"Interrupted: {counted(len(measured), 'measured candidate')} kept."
 
 
 def resume_command(context: typer.Context, remaining: list[Problem]) -> str:

@@ -6,7 +6,6 @@ A rule reads a few parameters: whole columns of candidates that agree in those h
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +52,7 @@ class Grid:
         )
 
     def rejected(self, rules: Sequence[Rule], problem: Problem, device: Device) -> np.ndarray:
-        """For each candidate the place of the first rule that rejects it; that behind the last where none does.
+        """For each candidate the place of the first rule that rejects it; their number where none does.
 
         As with `apply_rules`, a rule is asked only about what those before it let pass.
         """
@@ -101,4 +100,3 @@ def _combinations(values: Mapping[str, Sequence[Value]]) -> dict[str, np.ndarray
     sizes = [len(listed) for listed in values.values()]
     whole = np.indices(sizes, dtype=np.int16).reshape(len(sizes), -1)
     return dict(zip(values, whole, strict=True))
-

@@ -205,10 +205,11 @@ def _refusal_to_write(folder: Path) -> str:
     return ""
 
 
-#: Variables that users set; `serve.torch.recording` hands the last one to child processes.
+#: Variables that users set; `record` and `run` hand the last two to child processes.
 _VARIABLES = (
-    "TUNEGEMM_CACHE_DIR", "TUNEGEMM_COMPILE", "TUNEGEMM_DB", "TUNEGEMM_MODE", "TUNEGEMM_ONLINE_BUDGET",
-    "TUNEGEMM_PACK", "TUNEGEMM_POLICY", "TUNEGEMM_RECORD_PARTS",
+    "TUNEGEMM_CACHE_DIR", "TUNEGEMM_COMPILE", "TUNEGEMM_DB", "TUNEGEMM_ENABLE", "TUNEGEMM_MODE",
+    "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK", "TUNEGEMM_POLICY", "TUNEGEMM_ENABLE_PARTS",
+    "TUNEGEMM_RECORD_PARTS",
 )  # fmt: skip
 
 
@@ -225,7 +226,7 @@ def _environment() -> Check:
         if name.startswith("TUNEGEMM_") and name not in _VARIABLES:
             words = [known.removeprefix("TUNEGEMM_") for known in _VARIABLES]
             near = difflib.get_close_matches(name.removeprefix("TUNEGEMM_"), words, 1)
-            hint = f"did you mean TUNEGEMM_{near[0]}?" if near else f"known are {', '.join(_VARIABLES[:-1])}"
+            hint = f"did you mean TUNEGEMM_{near[0]}?" if near else f"known are {', '.join(_VARIABLES[:-2])}"
             warnings.append(f"{name} is not known; {hint}")
     if warnings:
         return Check("dispatch", "note", "; ".join(warnings), "these have no effect: correct or unset them")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import tunegemm
 from tunegemm.describe.device import Fingerprint
@@ -72,7 +72,7 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
         forest=lambda winner: _forest(winner, limits),
         significant=significant,
         heat=charts.heat_class,
-        told=charts.trial_told,
+        told=lambda trial: Markup(escape(charts.trial_told(trial))),  # of several lines, which are kept
         roofline=Markup(charts.inline_roofline(evidence)),
         named=len(winners) <= charts.NAMED_MARKS,
         replayed=any(details.sequence != details.trials for details in evidence.details),

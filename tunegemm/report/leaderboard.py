@@ -89,9 +89,10 @@ class Leaderboard:
     """One or two sentences: where the times come from, and what was left out."""
     frame: pandas.DataFrame = field(compare=False)
     """The rows. Columns of one problem: ``rank``, ``tie`` (closer to the first of its rank than the noise),
-    ``problem``, ``ratio_to_torch_mm``, ``candidate`` (its label), ``median_us``, ``torch_mm_us`` (torch's time
-    in the same rounds), ``tflops``, ``percent_of_roofline``, ``spread_percent``, ``family``, ``device``, ``evidence`` (``screen``
-    to ``final``; the better comes first), ``chosen`` (what is dispatched),
+    ``problem``, ``ratio_to_torch_mm``, ``candidate`` (its label), ``median_us``, ``torch_mm_us`` (torch's
+    time in the same rounds), ``tflops``, ``percent_of_roofline``, ``spread_percent``, ``family``,
+    ``device``, ``evidence`` (``screen`` to ``final``; the better comes first), ``chosen`` (what is
+    dispatched),
     ``origin`` (what it was imported from).
     A modelled one has ``predicted_us`` in place of all figures, since a model only ranks."""
 
@@ -448,7 +449,7 @@ def _how_to_read(rows: pandas.DataFrame) -> str:
         return ""
     noise = max(NOISE_FLOOR, rows["noise"].max())
     note = (
-        "Compare ratios: each is to torch.mm in the same rounds, and times of other rounds are of other clocks. "
+        "Compare ratios: each is to torch.mm in the same rounds; times of other rounds are of other clocks. "
         f"= marks ties: closer than the noise, here up to {100 * noise:.1f} %."
     )
     found = Counter(map(Evidence, by_evidence(rows)["level"]))

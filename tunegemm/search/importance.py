@@ -80,13 +80,20 @@ def _shares(trials: list[tuple[dict[str, Value], float]]) -> dict[str, float]:
         study.add_trials(
             [
                 trial(
-                    number=0, trial_id=0, state=optuna.trial.TrialState.COMPLETE, value=value,
-                    datetime_start=began, datetime_complete=began,
-                    params={name: places[name][params[name]] for name in lists}, distributions=distributions,
-                    user_attrs={}, system_attrs={}, intermediate_values={},
+                    number=0,
+                    trial_id=0,
+                    state=optuna.trial.TrialState.COMPLETE,
+                    value=value,
+                    datetime_start=began,
+                    datetime_complete=began,
+                    params={name: places[name][params[name]] for name in lists},
+                    distributions=distributions,
+                    user_attrs={},
+                    system_attrs={},
+                    intermediate_values={},
                 )
                 for params, value in trials
-            ]  # fmt: skip
+            ]
         )
         shares = optuna.importance.get_param_importances(
             study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
@@ -96,7 +103,7 @@ def _shares(trials: list[tuple[dict[str, Value], float]]) -> dict[str, float]:
 
 @functools.cache
 def _given_trial() -> Any:
-    """Optuna's trial, which the study takes as it is given: to copy thousands takes most of a report's time."""
+    """Optuna's trial, which a study takes as it is: to copy thousands takes most of a report's time."""
     import optuna
 
     class Given(optuna.trial.FrozenTrial):
