@@ -302,7 +302,7 @@ class TestDoctor:
             connection.execute("UPDATE measurements SET ratio = -1 WHERE id = 3")
             connection.execute("UPDATE measurements SET evidence = '[1]' WHERE id = 4")
         found = check("database")
-        assert found.status == "note" and "3 damaged row(s)" in found.detail
+        assert found.status == "note" and "3 damaged rows" in found.detail
         for said in ("measurements 2: samples_us", "measurements 3: ratio -1", "measurements 4: evidence"):
             assert said in found.detail
 

@@ -44,7 +44,8 @@ def test_what_was_served_is_counted(
     torch.mm(a, b)
     assert len(kernel.calls) == 3
     found = counts.served()
-    assert (found.products, found.served, found.calls, found.served_calls) == (2, 1, 4, 3)
+    # What the stand-in of a kernel multiplies in fp32 is torch's, once a call.
+    assert (found.products, found.served, found.calls, found.served_calls) == (3, 1, 7, 3)
     counts.clear()
     assert counts.served().calls == 0
 

@@ -38,9 +38,7 @@ def command(
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of A and B. Default: any.")] = None,
     out_dtype: Annotated[str | None, typer.Option("--out-dtype", help="Of D. Default: any.")] = None,
     layout: Annotated[str | None, typer.Option("--layout", help="tn, tt, nn or nt. Default: any.")] = None,
-    family: Annotated[
-        str | None, typer.Option("--family", help="Only this kernel family. Default: all.")
-    ] = None,
+    families: options.Families = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -63,8 +61,7 @@ def command(
     """Print a shape's measured candidates, or the best of every shape."""
     wanted = options.problem_filter(shape, dtype, layout, out_dtype)
     shapes = options.parse_shapes(shape)
-    if family is not None:
-        options.parse_families(family)
+    names = options.parse_families(families)
     if sort is not Sort.problem and shapes:
         raise options.UsageError(f"--sort {sort} with --shape: kernels of a shape stand by evidence")
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, problems_of
@@ -73,27 +70,31 @@ def command(
     from tunegemm.store.leaders import leaders
 
     # Of a large database every shape's best is read, and nothing else.
-    narrow = not shapes and family is None
+    narrow = not shapes and names is None
 
     def read(database: Database) -> pandas.DataFrame:
         if narrow:
             return leaders(database, VENDOR_FAMILY)
         chosen = [problem for problem in database.problems() if wanted(problem)]
-        return database.frame(chosen[0] if len(chosen) == 1 else None, family=family)
+        return database.frame(chosen[0] if len(chosen) == 1 else None)
 
     if db is None:
-        frame, warnings = of_all_layers(read, family=family)
+        frame, warnings = of_all_layers(read)
         place = "the layers of this folder"
     else:
         with Database.open(db, read_only=True) as database:
             frame, warnings, place = read(database), [], database.name
     options.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
+    if names is not None:
+        frame = frame[frame["family"].isin(names)]
     measured = problems_of(frame)
     problems = [problem for problem in measured if wanted(problem)]
     missing = [text for text in shapes if text not in {problem.shape for problem in problems}]
     if missing or not problems:
-        words = [*missing[:1], *filter(None, (dtype, out_dtype, layout, family))]
-        raise options.UsageError(_nothing(place, words, measured, missing, dtype, out_dtype, layout, family))
+        words = [*missing[:1], *filter(None, (dtype, out_dtype, layout, families))]
+        raise options.UsageError(
+            _nothing(place, words, measured, missing, dtype, out_dtype, layout, families)
+        )
     frame = _of(problems, frame)
     frame, others = _of_device(frame, device)
     problems = problems_of(frame)

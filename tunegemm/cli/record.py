@@ -12,10 +12,14 @@ from tunegemm.cli import options, program
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
 from tunegemm.files import cause, check_target, read_text
+from tunegemm.report.text import clean, counted, significant
 from tunegemm.untrusted import decoded
 
 if TYPE_CHECKING:
-    from tunegemm.describe.workload import Workload
+    from tunegemm.describe.workload import Demand, Workload
+
+#: Products that are named at the end.
+_COSTLIEST = 10
 
 
 def command(
@@ -58,20 +62,57 @@ def command(
             workload.write(kept)
             raise WorkloadError(f"{error}; what was recorded is in {kept}") from None
         options.say(f"tunegemm: {_summary(workload, out)}", err=True)
+        if workload.products:
+            _show_costliest(workload)
+            shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
+            command_ = command_line("tune", {"from": shown, "budget": "10m"})
+            options.say_command("Tune them where they lose most:", command_, err=True)
     raise typer.Exit(code)
+
+
+def _show_costliest(workload: Workload) -> None:
+    """The products that cost most, and what is known of them, on stderr."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from tunegemm.describe.workload import demands
+    from tunegemm.generate.cublaslt import is_torch
+    from tunegemm.serve.snapshot import read_snapshot
+    from tunegemm.tuning.tuner import open_device
+
+    device, snapshot = open_device(), read_snapshot()
+
+    def cost_us(demand: Demand) -> float:
+        return demand.calls * (demand.call_us or device.roofline_us(demand.problem))
+
+    found = sorted(demands(workload.products)[0], key=cost_us, reverse=True)
+    whole = sum(map(cost_us, found)) or 1.0
+    which = f"The {_COSTLIEST} costliest of them" if len(found) > _COSTLIEST else "They"
+    timed = "" if all(demand.call_us for demand in found) else ", by the roofline where no GPU timed them"
+    table = Table(title=f"{which}, and the records for {device.name}{timed}", title_justify="left")
+    table.title_style = ""
+    for heading in ("product", "calls", "% of time", "us a call", "record"):
+        table.add_column(heading, justify="left" if heading in ("product", "record") else "right")
+    for demand in found[:_COSTLIEST]:
+        record = snapshot.find(demand.problem, device.fingerprint)
+        known = "none" if record is None else f"{record.ratio:.3f} x torch.mm"
+        if record is not None and is_torch(record.candidate):
+            known = "torch.mm is fastest"
+        share = f"{100 * cost_us(demand) / whole:.1f}"
+        cells = (str(demand.problem), f"{demand.calls:,}", share, significant(demand.call_us or 0.0), known)
+        table.add_row(*(Text(clean(cell)) for cell in cells))
+    options.stderr_console().print(table)
 
 
 def _summary(workload: Workload, out: Path) -> str:
     calls = sum(product.calls for product in workload.products)
     text = (
-        f"{len(workload.products)} products, {calls} calls in {workload.processes} processes, in {out.name}"
+        f"{counted(len(workload.products), 'product')}, {counted(calls, 'call')} in "
+        f"{counted(workload.processes, 'process')}, in {out.name}"
     )
     only_captured = sum(1 for product in workload.products if not product.calls)
     if only_captured:
         text += f"; {only_captured} were only captured, and are weighted by that"
     if workload.unknown_replays:
         text += f"; {workload.unknown_replays} replays of CUDA graphs captured before are not counted"
-    if workload.products:
-        shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
-        text += f". Tune them: {command_line('tune', {'from': shown, 'budget': '10m'})}"
-    return text
+    return f"{text}."

@@ -24,19 +24,17 @@ class Format(StrEnum):
 
 def command(
     problems: list[Problem],
-    family: Annotated[
-        str | None, typer.Option("--family", metavar="NAME[,NAME]", help="Kernel families. Default: all.")
-    ] = None,
+    families: options.Families = None,
     device: options.DeviceSpec = None,
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
-    from tunegemm.generate import families
+    from tunegemm.generate import families as known
     from tunegemm.report.census import take_census
     from tunegemm.tuning.tuner import open_device
 
-    names = options.parse_families(family) or families.NAMES
-    spaces = [families.load_space(name) for name in names]
+    names = options.parse_families(families) or known.NAMES
+    spaces = [known.load_space(name) for name in names]
     opened = open_device(device)
     options.require_memory(opened, problems)
     counts = []

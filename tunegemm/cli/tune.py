@@ -8,7 +8,7 @@ import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from enum import StrEnum
@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from tunegemm.cli import options
+from tunegemm.cli import help, options
 from tunegemm.describe.command import command_line
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read
@@ -46,7 +45,7 @@ class Effort(StrEnum):
     exhaustive = "exhaustive"
 
 
-class Command(TyperCommand):
+class Command(help.Command):
     """Lets `--ray` stand without an address; an option of Typer's takes a value always or never."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -87,8 +86,20 @@ def command(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0,
-    families: Annotated[
-        str | None, typer.Option("--families", metavar="A,B", help="Kernel families to try. Default: all.")
+    families: options.Families = None,
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            "--kernels", metavar="REGEX", help="Only generated kernels whose label has a match, as ^pp128x."
+        ),
+    ] = None,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--candidate",
+            metavar="FAMILY[,NAME=VALUE]",
+            help="Instead of a search: race this one beside torch.mm and the record; may be repeated.",
+        ),
     ] = None,
     device: options.DeviceSpec = None,
     devices: Annotated[
@@ -124,6 +135,12 @@ def command(
         bool, typer.Option("--energy", help="Meter the finalists' energy, a second each, for min_energy.")
     ] = False,
     top: Annotated[int, options.count_option("--top", "Rows to print per shape.")] = 10,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="Print a line for each shape and nothing else.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Print all rows, and each candidate that failed.")
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON document per shape, one per line, and nothing else."),
@@ -134,6 +151,10 @@ def command(
         raise options.UsageError(
             "give either --shape or --from: --shape 4096x4096x4096, or --from shapes.json"
         )
+    if quiet and (verbose or as_json):
+        raise options.UsageError(f"--quiet and {'--verbose' if verbose else '--json'}: give one of them")
+    if candidate and (of_search := search_options(context)):
+        raise options.UsageError(f"{', '.join(of_search)} with --candidate, which searches nothing")
     if from_file is not None:
         of_shapes = {"dtype", "out_dtype", "layout", "alignment", "epilogue", "accumulation", "with_backward"}
         if given := [flag for name, flag in given_options(context).items() if name in of_shapes]:
@@ -150,7 +171,7 @@ def command(
     gpus = options.parse_gpus(devices) if devices is not None else ()
     how: dict[str, Any] = {
         "families": options.parse_families(families), "workers": workers, "seed": seed,
-        "compiled_only": compiled_only, "energy": energy,
+        "compiled_only": compiled_only, "energy": energy, "matching": options.parse_pattern(kernels),
     }  # fmt: skip
     with ExitStack() as stack:
         if ray is None and len(gpus) <= 1 and (device is None or device.startswith("cuda")):
@@ -158,6 +179,7 @@ def command(
         from tunegemm.cli.progress import ProgressView
         from tunegemm.store.connection import display
         from tunegemm.tuning.progress import Request
+        from tunegemm.tuning.tuner import Tuner
 
         out, log = options.stdout_console(), options.stderr_console()
         tuning: Tuner | Pool
@@ -167,7 +189,7 @@ def command(
         else:
             tuning, database = open_tuner(stack, f"cuda:{gpus[0]}" if gpus else device, problems, db, how)
         options.require_memory(tuning.device, problems)
-        if not (named or tuning.device.is_real or as_json):
+        if not (named or tuning.device.is_real or as_json or quiet):
             wanted = [*problems, *(demand.problem for demand in demands)]
             options.say(without_gpu(tuning.device, wanted, how["families"]), err=True)
         if demands:
@@ -182,6 +204,7 @@ def command(
                 effort=effort.value if effort is not None else None,
                 trials=trials,
                 as_json=as_json,
+                quiet=quiet,
             )
             if not (tuning.device.is_real or as_json or ended):
                 say_gpu_command(context, [])
@@ -194,7 +217,13 @@ def command(
         results: list[TuneResult] = []
         view = ProgressView(log, total=len(requests), budget_s=budget_seconds)
         stack.enter_context(view)
-        for result in tuning.tune_all(requests, None if as_json else loading_pandas(view.update)):
+        if candidate:
+            if not isinstance(tuning, Tuner):
+                raise options.UsageError("--candidate is raced on one GPU; give --device cuda:N")
+            made = race_named(tuning, list(problems), candidate)
+        else:
+            made = tuning.tune_all(requests, None if as_json or quiet else loading_pandas(view.update))
+        for result in made:
             found += result.best is not None or bool(result.predictions)
             results.append(result)
             with view.ended(result.problem):
@@ -205,7 +234,7 @@ def command(
                     options.say(f"tunegemm: {result.note}", err=True)
                 elif not as_json:
                     stored = display(database.location) if database else ""
-                    show_result(out, result, top, stored, budget_seconds)
+                    show_result(out, result, None if verbose else top, stored, budget_seconds, quiet, verbose)
             if result.interrupted:
                 cut.append(result)
             else:
@@ -215,9 +244,9 @@ def command(
             again = resume_command(context, [problem for problem in asked_for if problem in left])
             options.say_command(f"{interruption(cut)} Go on with:", again, err=True)
             raise typer.Exit(130)
-        if not as_json and len(results) > 1:
+        if not (as_json or quiet) and len(results) > 1:
             out.print(results_table(results))
-        if found and not (as_json or tuning.device.is_real):
+        if found and not (as_json or quiet or tuning.device.is_real):
             say_gpu_command(context, asked_for)
     if found < len(problems):
         raise typer.Exit(1)
@@ -316,13 +345,14 @@ def tune_program(
     from tunegemm.cli.savings import closing_lines, progress_line, savings_table
     from tunegemm.tuning.program import spend, standings
 
-    as_json = how.pop("as_json")
+    as_json, quiet = how.pop("as_json"), how.pop("quiet")
     plan = standings(demands, tuning.device)
     current = {standing.demand.problem: standing for standing in plan}
     interrupted = False
     with ExitStack() as stack:
         # In a log each product gets the one line below; on a terminal the bar shows what happens meanwhile.
-        view = stack.enter_context(ProgressView(log)) if log.is_terminal and not as_json else None
+        silent = as_json or quiet or not log.is_terminal
+        view = None if silent else stack.enter_context(ProgressView(log))
         for standing in spend(tuning, plan, on_progress=view.update if view else None, **how):
             current[standing.demand.problem] = standing
             assert standing.result is not None
@@ -333,7 +363,7 @@ def tune_program(
                 document = result_document(standing.result)
                 facts = {"calls": standing.demand.calls, "saving_s": standing.saving_s}
                 typer.echo(to_json(document | facts, indent=None))
-            else:
+            elif not quiet:
                 told = sum(each.result is not None for each in current.values())
                 log.print(clean(progress_line(standing, told, len(plan))), soft_wrap=True)
     if not as_json:
@@ -345,10 +375,41 @@ def tune_program(
     return 0 if any(s.result and (s.result.best or s.result.predictions) for s in current.values()) else 1
 
 
+def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) -> Iterator[TuneResult]:
+    """A race of the candidates that a command line names, beside torch.mm and the record there is."""
+    from tunegemm.report.explain import candidate_of
+
+    candidates = [candidate_of(text) for text in named]
+    for problem in problems:
+        for one in candidates:
+            verdict = tuner.kernels.check(problem, one)
+            if not verdict:
+                raise options.UsageError(f"--candidate {one} cannot run {problem}: {verdict}")
+        known = tuner.database.best(problem, tuner.device.fingerprint) if tuner.database is not None else None
+        yield tuner.race(problem, [*candidates, *([known.candidate] if known is not None else [])])
+
+
+def search_options(context: typer.Context) -> list[str]:
+    """The given options that say how to search."""
+    of_search = {"from_file", "effort", "trials", "budget", "families", "kernels", "compiled_only"}
+    return [flag for name, flag in given_options(context).items() if name in of_search]
+
+
 def show_result(
-    console: Console, result: TuneResult, top: int, where: str, budget_seconds: float | None
+    console: Console,
+    result: TuneResult,
+    top: int | None,
+    where: str,
+    budget_seconds: float | None,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """The leaderboard of one tuning, what failed, and how to use the winner."""
+    if quiet:
+        options.say(verdict_line(result, where))
+        return
+    if verbose:
+        options.say(*each_failure(result))
     board = leaderboard(result)
     if not board.frame.empty:
         console.print(board.table(top, width=console.width))
@@ -376,6 +437,14 @@ def leaderboard(result: TuneResult) -> Leaderboard:
     return Leaderboard.from_outcomes(
         problem, device, result.outcomes, labels, source=result.source, best=best
     )
+
+
+def each_failure(result: TuneResult) -> list[str]:
+    """A line for each candidate that failed."""
+    from tunegemm.measure.outcome import Failure
+
+    failures = [outcome for outcome in result.outcomes if isinstance(outcome, Failure)]
+    return [f"Failed: {result.label(one.candidate)}: {one.stage}: {one.reason}" for one in failures]
 
 
 def failure_line(result: TuneResult) -> str:

@@ -16,7 +16,7 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import ArtifactError, DeviceError, ProblemError, SpaceError
+from tunegemm.errors import ArtifactError, DeviceError, ProblemError, SpaceError, named_arguments
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
@@ -240,6 +240,7 @@ class Explanation:
             yield "change", self.change
 
 
+@named_arguments
 def explain(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -33,8 +33,8 @@ def markdown(text: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 kernel``, ``2 kernels``, ``3 entries``."""
-    plural = f"{noun[:-1]}ies" if noun.endswith("try") else f"{noun}s"
+    """``1 kernel``, ``2 kernels``, ``3 processes``."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"
 
 

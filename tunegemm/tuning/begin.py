@@ -238,6 +238,8 @@ def without_kernels(problem: Problem, kernels: Kernels, *, only_compiled: bool) 
         return f"{problem} can have no kernel: {reason}"
     if only_compiled:
         return f"no kernel for {problem} is compiled; leave out --compiled-only"
+    if kernels.matching is not None:
+        return f"no kernel for {problem} has a label that {kernels.matching!r} matches, and is feasible"
     return f"no kernel for {problem} is feasible; `tunegemm space` names the rules that reject them"
 
 
