@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "docs" / "quickstart.md",
+    ROOT / "docs" / "reference" / "python.md",
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
 ]
 

@@ -35,11 +35,7 @@ def _examples() -> dict[str, Examples]:
     """Those of the test modules beside this one, and of a plug-in those of its module `examples`."""
     names = [f"tests.generate.{module.name}" for module in pkgutil.iter_modules(tests.generate.__path__)]
     names = [name for name in names if name.rpartition(".")[2].startswith("test_") and name != __name__]
-    packages = [
-        type(families.get(name)).__module__ for name in families.NAMES if name not in families.SHIPPED
-    ]
-    packages += [name for name in families.NAMES if name not in families.SHIPPED]
-    names += [f"{package}.examples" for package in packages]
+    names += [f"{point.module}.examples" for point in importlib.metadata.entry_points(group=families.GROUP)]
     found = {}
     for name in names:
         if name.startswith("tests.") or _is_there(name):

@@ -93,6 +93,6 @@ def test_mm_is_torchs_where_nothing_is_tuned() -> None:
 
     a = torch.arange(12.0).reshape(3, 4)
     assert torch.equal(tunegemm.mm(a, a.t()), torch.mm(a, a.t()))
-    with pytest.raises(RuntimeError, match="2D|matrices|matrix"):
+    with pytest.raises(RuntimeError, match=r"2D|matrices|matrix"):
         tunegemm.mm(a[None], a.t())
     assert issubclass(tunegemm.TunegemmWarning, UserWarning)

@@ -33,6 +33,8 @@ _ASSETS = Path(__file__).parent / "assets"
 #: Rows of the table and of the failures; the roofline and the figures at the top count all.
 MOST_ROWS, MOST_REASONS = 2_000, 100
 
+#: Trials of a search that are listed, the fastest.
+MOST_TRIALS = 300
 #: The fields of a fingerprint that are not the device itself.
 _SOFTWARE = [field.name for field in fields(Fingerprint) if field.name not in ("device_name", "sm_count")]
 
@@ -125,6 +127,8 @@ def _shape(details: Details) -> dict[str, Any]:
         "raced": len(tried) < len(details.sequence),
         "convergence": Markup(charts.inline_convergence(details)),
         "gap": analysis.gap(details),
+        "parallel": Markup(charts.inline_parallel(details)),
+        "listed": sorted(enumerate(tried, 1), key=lambda one: -one[1].ratio)[:MOST_TRIALS],
         "importances": analysis.importances(details.trials),
         "grids": grids,
         "top": max(tiles, key=lambda trial: trial.ratio, default=None),

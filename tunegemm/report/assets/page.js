@@ -88,6 +88,27 @@ for (const mark of all("[data-tip]")) {
   mark.addEventListener("blur", () => hush(mark));
 }
 addEventListener("keydown", event => { if (event.key === "Escape") tip.hidden = true; });
+// The dots of a search are one path: the nearest to the pointer tells what its row of the table says.
+for (const figure of all("svg[data-dots]")) {
+  const rows = new Map(all("[data-trial]", figure.closest("figure")).map(row => [row.dataset.trial, row]));
+  const dots = figure.dataset.dots.split(" ").filter(Boolean).map(dot => dot.split(/[:,]/));
+  const leave = () => { tip.hidden = true; for (const row of rows.values()) row.classList.remove("hot"); };
+  figure.addEventListener("mousemove", event => {
+    const box = figure.getBoundingClientRect();
+    const apart = ([, x, y]) => Math.hypot(box.left + x * box.width / 100 - event.clientX, box.top + y * box.height / 100 - event.clientY);
+    const near = dots.filter(([trial]) => rows.has(trial)).sort((a, b) => apart(a) - apart(b))[0];
+    leave();
+    if (!near || apart(near) > 14) return;
+    const row = rows.get(near[0]);
+    const [number, ratio, us, kernel] = all("td", row).map(cell => cell.textContent.trim());
+    tip.textContent = `${kernel}\n${ratio} \u00d7 torch.mm, ${us} \u00b5s, trial ${number}`;
+    tip.hidden = false;
+    row.classList.add("hot");
+    tip.style.left = `${Math.min(Math.max(8, event.clientX - tip.offsetWidth / 2), innerWidth - tip.offsetWidth - 8) + scrollX}px`;
+    tip.style.top = `${box.top + near[2] * box.height / 100 - tip.offsetHeight - 12 + scrollY}px`;
+  });
+  figure.addEventListener("mouseleave", leave);
+}
 // One stop of the Tab key per figure; arrows go from mark to mark.
 for (const figure of all("[data-marks]")) {
   const marks = all("[data-tip]", figure);
