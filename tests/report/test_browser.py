@@ -123,6 +123,33 @@ def test_marks_explain_themselves_to_keyboard_and_mouse(page: Browser) -> None:
     assert "\u00d7 torch.mm" in page.evaluate(tip)
 
 
+def test_a_searchs_dots_tell_what_their_row_says(page: Browser) -> None:
+    shape = "document.querySelector('.shape:not([hidden])')"
+    spot = page.evaluate(
+        f"(figure => {{ figure.scrollIntoView({{behavior: 'instant', block: 'center'}});"
+        "const box = figure.getBoundingClientRect(), [, x, y] = figure.dataset.dots.split(' ')[9].split(/[:,]/);"
+        "return [box.left + x * box.width / 100 + 2, box.top + y * box.height / 100 + 2]; })"
+        f"({shape}.querySelector('svg[data-dots]'))"
+    )
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0], y=spot[1])
+    tip = page.evaluate("document.getElementById('tip').textContent")
+    trial = tip.rpartition("trial ")[2]
+    row = page.evaluate(f"[...{shape}.querySelector('[data-trial=\"{trial}\"]').cells].map(c => c.innerText)")
+    kernel, figures = tip.split("\n")
+    assert row[0] == trial and figures.startswith(f"{row[1]} \u00d7 torch.mm, {row[2]} ")
+    assert kernel and page.evaluate(f"{shape}.querySelector('tr.hot').dataset.trial") == trial
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+    assert page.evaluate("document.getElementById('tip').hidden")
+
+
+def test_labels_of_kernels_are_on_one_line_and_a_tip_has_several(page: Browser) -> None:
+    page.evaluate("document.querySelector('.shape:not([hidden]) details').open = true")
+    heights = page.evaluate("[...document.querySelectorAll('td .mono')].map(e => e.getClientRects().length)")
+    assert set(heights) - {0} == {1}
+    tips = page.evaluate("[...document.querySelectorAll('.heat [data-tip]')].map(e => e.dataset.tip)")
+    assert tips and all("\n" in tip and "\\n" not in tip for tip in tips)
+
+
 def test_everything_has_a_name_for_those_who_do_not_see_it(page: Browser) -> None:
     nameless = page.evaluate(
         "[...document.querySelectorAll('button, input, select, a, [role=region], [role=img], [role=group]')]"

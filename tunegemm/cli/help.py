@@ -29,7 +29,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "load": ("tunegemm load llama.pack", "tunegemm load llama.pack --sha256 DIGEST"),
     "unload": ("tunegemm unload llama", "tunegemm unload --all"),
     "history": ("tunegemm history --shape 512x6144x4096", "tunegemm history --shape 512x6144x4096 --json"),
-    "regress": ("tunegemm regress", "tunegemm regress --since 2026-11-01"),
+    "regress": (
+        "tunegemm regress --since 2026-11-01",
+        "tunegemm regress --since 2026-11-01 --shape 512x6144x4096",
+    ),
     "report": (
         "tunegemm report --out report.html",
         "tunegemm report --device replay:h200   # of the recorded GPU",

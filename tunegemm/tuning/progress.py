@@ -44,14 +44,20 @@ def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable
     else:
         from tqdm import tqdm
 
+    stage = ""
     with tqdm(unit="kernel", leave=False) as shown:
 
         def told(progress: Progress) -> None:
+            nonlocal stage
             shown.total = max(progress.planned, 1)
-            shown.n = min(progress.measured + sum(progress.failures.values()), shown.total)
             best = f"best {progress.best_ratio:.3f} x torch.mm" if progress.best_ratio is not None else ""
             shown.set_description(f"{progress.problem} {progress.stage}", refresh=False)
-            shown.set_postfix_str(best)
+            shown.set_postfix_str(best, refresh=False)
+            done = min(progress.measured + sum(progress.failures.values()), shown.total)
+            shown.update(done - shown.n)  # which draws a few times a second
+            if progress.stage != stage:
+                stage = progress.stage
+                shown.refresh()
             if callback is not None:
                 callback(progress)
 
