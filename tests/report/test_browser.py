@@ -127,7 +127,8 @@ def test_a_searchs_dots_tell_what_their_row_says(page: Browser) -> None:
     shape = "document.querySelector('.shape:not([hidden])')"
     spot = page.evaluate(
         f"(figure => {{ figure.scrollIntoView({{behavior: 'instant', block: 'center'}});"
-        "const box = figure.getBoundingClientRect(), [, x, y] = figure.dataset.dots.split(' ')[9].split(/[:,]/);"
+        "const box = figure.getBoundingClientRect();"
+        "const [, x, y] = figure.dataset.dots.split(' ')[9].split(/[:,]/);"
         "return [box.left + x * box.width / 100 + 2, box.top + y * box.height / 100 + 2]; })"
         f"({shape}.querySelector('svg[data-dots]'))"
     )
