@@ -183,13 +183,13 @@ def test_the_verdict_says_what_won_by_how_much_and_what_is_called_now() -> None:
     won = Measurement(ours, (10.0,) * 8, (12.0,) * 8, 0.0, 0.002)
     line = verdict("measured", won)
     assert "co64 wins, 1.200 x torch.mm (10.00 us, torch.mm 12.00 us)" in line
-    assert "tunegemm.matmul(a, b) now calls it for this product (from t.sqlite)" in line
+    assert "tunegemm.matmul(a, b) now uses this kernel for 512x6144x4096 bf16 tn (from t.sqlite)" in line
     assert line.endswith("1.0 s, 1 kernel compiled.")
     assert "within the noise" in verdict("measured", Measurement(ours, (10.0,) * 8, (10.1,) * 8, 0.0, 0.02))
     lost = Measurement(TORCH_MM, (10.0,) * 8, (10.0,) * 8, 0.0, 0.0)
     assert "no kernel is faster than torch.mm" in verdict("measured", lost)
     assert "now calls torch.mm" in verdict("measured", lost)
-    assert "nothing was measured or stored" in verdict("replayed", won)
+    assert "replayed, not measured here; nothing stored" in verdict("replayed", won)
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

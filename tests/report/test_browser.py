@@ -128,17 +128,21 @@ def test_a_searchs_dots_tell_what_their_row_says(page: Browser) -> None:
     spot = page.evaluate(
         f"(figure => {{ figure.scrollIntoView({{behavior: 'instant', block: 'center'}});"
         "const box = figure.getBoundingClientRect();"
-        "const [, x, y] = figure.dataset.dots.split(' ')[9].split(/[:,]/);"
-        "return [box.left + x * box.width / 100 + 2, box.top + y * box.height / 100 + 2]; })"
+        "const [left, across, base, up] = figure.dataset.dots.split(' ').map(Number);"
+        "const row = figure.closest('figure').querySelector('.trials tbody tr');"
+        "const [number, ratio] = [...row.cells].map(cell => cell.textContent);"
+        "return [box.left + (left + across * number) * box.width / 100 + 2,"
+        " box.top + (base - up * ratio) * box.height / 100 + 2]; })"
         f"({shape}.querySelector('svg[data-dots]'))"
     )
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0], y=spot[1])
     tip = page.evaluate("document.getElementById('tip').textContent")
     trial = tip.rpartition("trial ")[2]
-    row = page.evaluate(f"[...{shape}.querySelector('[data-trial=\"{trial}\"]').cells].map(c => c.innerText)")
-    kernel, figures = tip.split("\n")
-    assert row[0] == trial and figures.startswith(f"{row[1]} \u00d7 torch.mm, {row[2]} ")
-    assert kernel and page.evaluate(f"{shape}.querySelector('tr.hot').dataset.trial") == trial
+    row = page.evaluate(f"[...{shape}.querySelector('tr.hot').cells].map(c => c.textContent.trim())")
+    assert row[0] == trial and tip == f"{row[3]}\n{row[1]} \u00d7 torch.mm, {row[2]} \u00b5s, trial {trial}"
+    parallel = f"{shape}.querySelector('figure[data-parallel]')"
+    assert page.evaluate(f"{parallel}.hidden") is False
+    assert page.evaluate(f"{parallel}.querySelectorAll('path.leader').length") == 8
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
     assert page.evaluate("document.getElementById('tip').hidden")
 

@@ -96,7 +96,7 @@ class ProgressView:
         stage, told_s = self._told.get(progress.problem, ("", 0.0))
         if progress.stage != stage or progress.elapsed_s - told_s >= _QUIET_S:
             line = [f"{self._place()}{progress.problem}", progress.stage, describe_counts(progress)]
-            line += [describe_best(progress), self._clock(progress, progress.elapsed_s)]
+            line += [describe_best(progress), f"{progress.elapsed_s:.0f} s"]
             self._console.print(clean(" · ".join(part for part in line if part)), soft_wrap=True)
             self._told[progress.problem] = progress.stage, progress.elapsed_s
 

@@ -320,11 +320,12 @@ def without_gpu(device: Device, problems: Sequence[Problem], families: Sequence[
         known = recording.recorded(problem)
         if not known or (families is not None and not any(c.family in families for c in known)):
             unknown.append(problem)
-    of = f" of {', '.join(families)}" if families is not None else ""
+    recorded = set(recording.replay.problems())
+    of = f" of {', '.join(families)}" if families is not None and recorded.issuperset(unknown) else ""
     times = f"times come from a recorded {device.name} ({device.spec})"
     if unknown:
         which = str(unknown[0]) if len(problems) == 1 else f"{len(unknown)} of {len(problems)} products"
-        ranked = f"no time{of} was recorded for {which}: a model ranks the kernels"
+        ranked = f"no time{of} was recorded of {which}: a model ranks the kernels"
         times = ranked if len(unknown) == len(problems) else f"{times}; {ranked}"
     return (
         f"No CUDA GPU here: candidates are really compiled for {device.architecture.compile_target}; "
@@ -470,8 +471,8 @@ def verdict_line(result: TuneResult, where: str) -> str:
     if best is None:
         first = result.predictions[0].candidate
         return (
-            f"{problem}: the model puts {result.labels.get(first.digest, first)} first. A model only ranks; "
-            f"nothing was timed or stored. {seconds}, {counted(result.compiled, 'kernel')} compiled."
+            f"{problem}: {result.label(first)} is first (a model's ranking, no measurement; nothing stored). "
+            f"{seconds}, {counted(result.compiled, 'kernel')} compiled."
         )
     if is_torch(best.candidate):
         won = "no kernel is faster than torch.mm beyond the noise"
@@ -481,10 +482,10 @@ def verdict_line(result: TuneResult, where: str) -> str:
         won += f" ({times})" if best.baseline_us else ""
         won += ", which is within the noise" if best.ratio < 1 + best.noise else ""
     if result.source == "measured":
-        calls = "torch.mm" if is_torch(best.candidate) else "it"
-        use = f"tunegemm.matmul(a, b) now calls {calls} for this product (from {where})"
+        calls = "calls torch.mm" if is_torch(best.candidate) else "uses this kernel"
+        use = f"tunegemm.matmul(a, b) now {calls} for {problem} (from {where})"
     else:
-        use = f"replayed from a recorded {result.device.name}: nothing was measured or stored here"
+        use = "replayed, not measured here; nothing stored"
     return f"{problem}: {won}; {use}. {seconds}, {counted(result.compiled, 'kernel')} compiled."
 
 

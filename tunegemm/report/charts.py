@@ -51,8 +51,8 @@ _VARIABLES = {
 #: Above so many records, marks of the roofline are plain dots without names: some 20 bytes each.
 NAMED_MARKS = 600
 _LABELLED = 24
-#: Lines of parallel coordinates: under so few nothing is seen, and of more every n-th is drawn.
-_FEWEST_LINES, _MOST_LINES = 16, 240
+#: Lines of parallel coordinates.
+_LINES = 32
 #: Above so many trials a dot each would only blacken the figure: every n-th is drawn.
 _MOST_DOTS = 1500
 #: Where a name may stand beside its mark, best first: alignment, and offset in points.
@@ -104,36 +104,48 @@ def inline_convergence(details: Details) -> str:
         words,
         'role="img" style="min-width:440px"',
     )
-    # Where each trial's dot is, in percent of the figure: the page's script looks for the nearest.
-    low, figure = drawn[0].get_ylim()[0], drawn[0].figure.bbox
-    points = [(number, one.ratio) for number, one in enumerate(tried, 1) if one.ratio >= low]
-    dots = " ".join(
-        f"{number}:{100 * x / figure.width:.1f},{100 - 100 * y / figure.height:.1f}"
-        for (number, _), (x, y) in zip(points, drawn[0].transData.transform(points), strict=True)
+    # Where a trial's dot is, in percent of the figure: the page's script looks for the nearest.
+    axes, figure = drawn[0], drawn[0].figure.bbox
+    (left, base), (right, top) = axes.transData.transform([(0, 0), (1, 1)])
+    places = (
+        left / figure.width,
+        (right - left) / figure.width,
+        1 - base / figure.height,
+        (top - base) / figure.height,
     )
+    dots = " ".join(f"{100 * place:.4f}" for place in places)
     return text.replace("<svg", f'<svg data-dots="{dots}"', 1)
 
 
-def inline_parallel(details: Details) -> str:
-    """The parameters of the trials of the winner's generator as lines from axis to axis, the fastest tenth
-    above the others; empty where too few were tried, or the vendor's algorithm won.
+def parallel(details: Details) -> dict[str, Any] | None:
+    """Trials of the winner's generator as lines from parameter to parameter, which the page's script draws:
+    the values of each, and for each line their places and the speed, the slowest first. None where too few
+    were tried, or the vendor's algorithm won.
     """
     family = details.winner.record.candidate.family
     own = [trial for trial in details.trials if trial.candidate.family == family]
     own.sort(key=lambda trial: trial.ratio)
-    if family == VENDOR_FAMILY or len(own) < _FEWEST_LINES:
-        return ""
-    every = -(-len(own) // _MOST_LINES)
-    own = own[::-1][::every][::-1]  # with the fastest
-    names = [
-        name for name in own[-1].candidate.params if len({t.candidate.params.get(name) for t in own}) > 1
-    ]
-    if not names:
-        return ""
-    words = (
-        f"{len(own)} trials of {family} over {', '.join(names)} and their speed; the fastest tenth stands out"
-    )
-    return _inline(lambda figure: _parallel(figure, own, names), words, 'role="img" style="min-width:640px"')
+    if family == VENDOR_FAMILY or len(own) < _LINES:
+        return None
+    leaders = _LINES // 4  # in full, and some of the others
+    own = own[: -leaders : -(-len(own) // (_LINES - leaders))] + own[-leaders:]
+    values = {
+        name: sorted({trial.candidate.params.get(name) for trial in own}, key=lambda v: (str(type(v)), v))
+        for name in own[-1].candidate.params
+    }
+    values = {name: listed for name, listed in values.items() if len(listed) > 1}
+    if not values:
+        return None
+    return {
+        "leaders": leaders,
+        "names": [*values, "x torch.mm"],
+        "values": [[clean(value, 20) for value in listed] for listed in values.values()],
+        "lines": [" ".join([*_places(trial, values), f"{trial.ratio:.3f}"]) for trial in own],
+    }
+
+
+def _places(trial: Record, values: Mapping[str, Sequence[Any]]) -> list[str]:
+    return [str(listed.index(trial.candidate.params.get(name))) for name, listed in values.items()]
 
 
 def heat_class(ratio: float) -> str:
@@ -298,48 +310,6 @@ def _dots(axes: Axes, points: Sequence[tuple[float, float]], colour: str) -> Non
         line.should_simplify = False  # which would leave out lines of no length
         dots = PathPatch(line, lw=3.5, edgecolor=colour, fill=False, capstyle="round", alpha=0.75)
         axes.add_patch(dots)
-
-
-def _parallel(figure: Figure, trials: Sequence[Record], names: Sequence[str]) -> None:
-    """trials: the slowest first. An axis for each parameter, its values at equal steps, and one for speed."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path as Line
-
-    figure.set_size_inches(9, 3.8)
-    axes = figure.add_subplot()
-    axes.grid(False)
-    values = {
-        name: sorted({trial.candidate.params.get(name) for trial in trials}, key=lambda v: (str(type(v)), v))
-        for name in names
-    }
-    low, high = trials[0].ratio, trials[-1].ratio
-    # Axes of few values would draw all lines over each other: each trial is a little off.
-    lines = []
-    for number, trial in enumerate(trials):
-        off = 0.05 * (number / len(trials) - 0.5)
-        heights = [
-            values[name].index(trial.candidate.params.get(name)) / max(len(values[name]) - 1, 1) + off
-            for name in names
-        ]
-        lines.append([*enumerate([*heights, (trial.ratio - low) / ((high - low) or 1.0)])])
-    tenth = len(lines) - max(1, len(lines) // 10)
-    for some, colour, width, alpha in (
-        (lines[:tenth], _MUTED, 0.5, 0.35), (lines[tenth:], _COLOURS["faster"], 1.0, 0.8),
-    ):  # fmt: skip
-        ends = [end for line in some for end in line]
-        codes = [Line.MOVETO if place == 0 else Line.LINETO for place, _ in ends]
-        axes.add_patch(PathPatch(Line(ends, codes), lw=width, edgecolor=colour, fill=False, alpha=alpha))
-    for place, name in enumerate(names):
-        axes.axvline(place, color=_INK, lw=0.8)
-        for number, value in enumerate(values[name]):
-            height = number / max(len(values[name]) - 1, 1)
-            axes.text(place + 0.04, height, clean(value, 20), fontsize=7, va="center", color=_INK)
-    axes.axvline(len(names), color=_INK, lw=0.8)
-    for height, ratio in ((0.0, low), (1.0, high)):
-        axes.text(len(names) + 0.04, height, f"{ratio:.3f}", fontsize=7, va="center", color=_INK)
-    axes.set(xlim=(-0.1, len(names) + 0.5), ylim=(-0.06, 1.06), yticks=[])
-    axes.set_xticks(range(len(names) + 1), [*names, "x torch.mm"], rotation=20, ha="right")
-    axes.spines[["left", "bottom"]].set_visible(False)
 
 
 def _convergence(figure: Figure, details: Details) -> Axes:
