@@ -15,10 +15,11 @@ from tests.support.commands import process
 from tests.support.serving import BF16, Kernel, Row, operands, serve_with
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.served import Served
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.torch import takeover
-from tunegemm.serve.torch.enabled import Counts, Served
+from tunegemm.serve.torch.enabled import Counts
 
 PROGRAM = """
 import sys, torch

@@ -32,6 +32,7 @@ def command(
         for name, value in variables.items():
             typer.echo(f"export {name}={shlex.quote(value)}")
         return
+    from tunegemm.describe.served import Served
     from tunegemm.store.layers import read_records
 
     records, warnings = read_records()
@@ -41,8 +42,6 @@ def command(
     )
     with tempfile.TemporaryDirectory(prefix="tunegemm-run-") as parts:
         code = program.run(words or [], variables | {"TUNEGEMM_ENABLE_PARTS": parts}, "run")
-        from tunegemm.serve.torch.enabled import Served
-
         served = Served.read(Path(parts))
     if served.calls:
         options.say(f"tunegemm: {served}", err=True)

@@ -10,15 +10,16 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tunegemm.describe.problem import normalize_dtype
+from tunegemm.describe.served import Served
 from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.serve import api
 from tunegemm.serve.library import OPERATORS
@@ -28,45 +29,6 @@ from tunegemm.serve.torch.processes import Writer
 PARTS = "TUNEGEMM_ENABLE_PARTS"
 
 _Key = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Served:
-    """What became of the products of a process, or of several."""
-
-    products: int = 0
-    """Kinds of products: shapes and dtypes."""
-    served: int = 0
-    """Of these, served by a tuned kernel at least once."""
-    calls: int = 0
-    served_calls: int = 0
-    saved_s: float = 0.0
-    """By the ratios of the records, for the calls that were served."""
-    processes: int = 1
-    """Those that multiplied something."""
-
-    def __str__(self) -> str:
-        """Such as ``served 12 of 20 products (4,000 of 5,200 calls), saving about 0.31 s``."""
-        text = f"served {self.served} of {self.products} products"
-        text += f" ({self.served_calls:,} of {self.calls:,} calls)"
-        if self.served:
-            text += f", saving about {_seconds(self.saved_s)}"
-        return text + (f", in {self.processes} processes" if self.processes > 1 else "")
-
-    @classmethod
-    def together(cls, parts: Iterable[Served]) -> Served:
-        """Of several processes; products that two of them have count twice, as each serves its own."""
-        found = [asdict(part) for part in parts if part.calls]
-        return cls(**{name: sum(part[name] for part in found) for name in asdict(cls())})
-
-    @classmethod
-    def read(cls, folder: Path) -> Served:
-        """Of the processes that wrote into a folder; what cannot be read is left out."""
-        parts = []
-        for path in sorted(folder.glob("[!.]*.json")):
-            with suppress(OSError, ValueError, TypeError):
-                parts.append(cls(**json.loads(path.read_text())))
-        return cls.together(parts)
 
 
 class Counts:
@@ -169,7 +131,3 @@ def _place(a: torch.Size, b: torch.Size, dtype: torch.dtype) -> _Key:
     except ProblemError:
         name = str(dtype)
     return tuple(a), tuple(b), "tf32" if name == "fp32" else name
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.2f} ms"
