@@ -32,7 +32,8 @@ import re
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-Given, Result = ParamSpec("Given"), TypeVar("Result")
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 #: Letters of a word that a message holds whole; of a longer value its ends say which it was.
 _LONGEST_WORD = 400

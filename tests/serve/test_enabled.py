@@ -105,3 +105,27 @@ def test_a_takeover_says_what_it_is() -> None:
     assert "until tunegemm.disable()" in repr(block)
     takeover.disable()
     assert "ended" in repr(block)
+
+
+def test_processes_of_our_own_are_left_alone(tmp_path: Path) -> None:
+    """Tuning in a container that serves by the variables: torch's product in a race is torch's."""
+    script = tmp_path / "tune.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "from tunegemm.measure.worker import Child\n"
+        "import torch\n"
+        "from tunegemm.serve.torch import takeover\n"
+        "assert takeover._active, 'the program itself is served'\n"
+        "before = subprocess.Popen\n"
+        "def popen(*words, env, **more):\n"
+        "    print(env['TUNEGEMM_ENABLE'], repr(env['TUNEGEMM_RECORD_PARTS']), flush=True)\n"
+        "    return before(*words, env=env, **more)\n"
+        "subprocess.Popen = popen\n"
+        "with Child():\n"
+        "    pass\n"
+    )
+    assert process("run", "--", sys.executable, str(script), cwd=tmp_path).stdout == "0 ''\n"
+    exported = process("run", "--env").stdout
+    command = f"{exported} exec {sys.executable} -m tunegemm record --out s.json -- {sys.executable} -c pass"
+    run = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

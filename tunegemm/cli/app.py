@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -26,6 +27,7 @@ from tunegemm.cli import (
     verify,
 )
 from tunegemm.cli.help import Command, Group
+from tunegemm.describe.served import UNATTACHED
 from tunegemm.errors import TunegemmError
 from tunegemm.untrusted import shown
 
@@ -143,4 +145,6 @@ app.command("doctor", cls=Command)(doctor.command)
 
 def main() -> None:
     """Entry point of the `tunegemm` script."""
+    # In a container that serves by TUNEGEMM_ENABLE torch's products in a race are torch's all the same.
+    os.environ |= UNATTACHED if "TUNEGEMM_ENABLE" in os.environ else {}
     app(prog_name="tunegemm")

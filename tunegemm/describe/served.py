@@ -8,6 +8,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+#: Variables of processes of our own, to which neither `tunegemm run` nor `record` attaches: what they
+#: multiply is no program's, and torch's product in a race is torch's.
+UNATTACHED = {"TUNEGEMM_ENABLE": "0", "TUNEGEMM_RECORD_PARTS": ""}
+
 
 @dataclass(frozen=True)
 class Served:

@@ -178,7 +178,7 @@ class _Traced:
 
 
 @functools.cache
-def _watched_class(kind: type[Any]) -> Any:
+def _watched_class(kind: Any) -> Any:
     """A dataclass that says of each field that is read, also by its own properties, that it is."""
 
     class Watched(kind):  # type: ignore[misc]

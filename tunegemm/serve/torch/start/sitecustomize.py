@@ -47,7 +47,14 @@ class _AfterTorch:
         return spec
 
 
+def _is_wanted() -> bool:
+    on = os.environ.get("TUNEGEMM_ENABLE") not in (None, "", "0")
+    return bool(os.environ.get("TUNEGEMM_RECORD_PARTS")) or on
+
+
 def _begin() -> None:
+    if not _is_wanted():  # one of tunegemm's own commands, which has unset it
+        return
     try:
         if folder := os.environ.get("TUNEGEMM_RECORD_PARTS"):
             from tunegemm.serve.torch.recording import record_process
@@ -69,6 +76,6 @@ def _run_the_one_behind() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if os.environ.get("TUNEGEMM_RECORD_PARTS") or os.environ.get("TUNEGEMM_ENABLE") not in (None, "", "0"):
+if _is_wanted():
     sys.meta_path.insert(0, _AfterTorch())
 _run_the_one_behind()
