@@ -163,7 +163,8 @@ class _Traced:
         remembered as read of the candidate, so that most rules read a few fields of a kernel's config.
         """
         made = make(self._candidate)
-        kind = _watched_class(type(made))
+        plain: Any = type(made)
+        kind = _watched_class(plain)
         watched = object.__new__(kind)
         values = {name: getattr(made, name) for name in kind.watched_fields}
         watched.__dict__.update(values, _read_by=self.get)

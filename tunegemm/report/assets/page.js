@@ -7,6 +7,7 @@ for (const table of all("table[data-sortable]")) {
   for (const head of all("thead th[data-sort]", table)) {
     const button = document.createElement("button");
     button.type = "button";
+    button.ariaLabel = head.textContent;
     button.append(...head.childNodes);
     head.append(button);
     button.addEventListener("click", () => {
@@ -116,7 +117,7 @@ for (const figure of all("[data-parallel]")) {
   const {leaders, names, values, lines: texts} = JSON.parse(figure.dataset.parallel);
   const lines = texts.map(text => text.split(" ").map(Number));
   const make = (name, attributes, text = "") => {
-    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+    const made = document.createElementNS(document.querySelector("svg").namespaceURI, name);
     for (const key in attributes) made.setAttribute(key, attributes[key]);
     made.textContent = text;
     return made;
