@@ -5,9 +5,10 @@
 
 Tunes the shape, its batch of four, half its M and three fused products of it into a temporary database and
 object store, calls torch and tunegemm alternately, and writes results/GPU/dispatch.json: a row
-`{call, torch_us, tunegemm_us, ratio}` for each call, `ratio_to_torch_mm` of the first, `breakdown_us` of the
-parts of our own call, and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch,
-`first_call_ms` with `records` in the database and its parts, warm and cold, and `bytes_per_record`.
+`{call, torch_us, tunegemm_us, ratio}` for each call, last those that find no kernel, `ratio_to_torch_mm` of
+the first, `worst_fall_back` of the last without those under `enable`, `breakdown_us` of the parts of our own
+call, and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch, `first_call_ms` with
+`records` in the database and its parts, warm and cold, and `bytes_per_record`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,9 @@ METHOD = (
     f"median of {ROUNDS} rounds, ratio the median over rounds; garbage collection off; first call and import "
     f"in {PROCESSES} fresh processes each, medians"
 )
+
+#: What the rows of calls begin with that find no kernel.
+FALL_BACK = "no kernel: "
 
 Call = Callable[[], Any]
 
@@ -125,11 +130,12 @@ def run(problem: Problem, device: Device, rounds: int, results: Results) -> None
     """Times the calls and writes their rows."""
     import torch
 
-    pairs = calls(problem, device)
+    pairs = calls(problem, device) | fall_backs(problem, device)
     for _ in range(3):
         for pair in pairs.values():
             for call in pair:
-                call()
+                with getattr(call, "within", nullcontext)():
+                    call()
     parts = breakdown(problem, device)
     timed = {f"{name}/{which}": call for name, pair in pairs.items() for which, call in enumerate(pair)}
     samples = host_times(timed | parts, rounds, torch.cuda.synchronize)
@@ -146,12 +152,18 @@ def run(problem: Problem, device: Device, rounds: int, results: Results) -> None
         rows.append(row)
         print(f"{name:45s} torch {row['torch_us']:7.2f}  tunegemm {row['tunegemm_us']:7.2f}  {ratio:.3f}")
     results.summary["ratio_to_torch_mm"] = rows[0]["ratio"]
+    results.summary["worst_fall_back"] = max(
+        row["ratio"] for row in rows if row["call"].startswith(FALL_BACK) and "enabled" not in row["call"]
+    )
     results.summary["breakdown_us"] = {name: round(statistics.median(samples[name]), 3) for name in parts}
     results.put(*rows)
 
 
 def host_times(calls: Mapping[str, Call], rounds: int, synchronize: Call) -> dict[str, list[float]]:
-    """Microseconds of the host per call, a sample of each call in every round."""
+    """Microseconds of the host per call, a sample of each call in every round.
+
+    A call with an attribute `within`, a function that returns a context manager, is timed inside it.
+    """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
     gc.collect()
@@ -161,11 +173,13 @@ def host_times(calls: Mapping[str, Call], rounds: int, synchronize: Call) -> dic
             shuffle(order)
             for name in order:
                 call = calls[name]
-                synchronize()
-                start = time.perf_counter()
-                for _ in range(CALLS):
+                with getattr(call, "within", nullcontext)():
                     call()
-                samples[name].append((time.perf_counter() - start) / CALLS * 1e6)
+                    synchronize()
+                    start = time.perf_counter()
+                    for _ in range(CALLS):
+                        call()
+                    samples[name].append((time.perf_counter() - start) / CALLS * 1e6)
         synchronize()
     finally:
         gc.enable()
@@ -238,6 +252,56 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
         "compiled code's call": (compiled, lambda: torch.mm(a, view(weight, (k, n), (1, k), 0), out=out)),
         "matmul, two m in turns": (alternating(tunegemm.matmul), alternating(torch.mm)),
     }
+
+
+def fall_backs(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
+    """As `calls`, of the problem with 8 more columns, of which nothing is recorded."""
+    import warnings
+
+    import torch
+    from torch.nn.functional import linear
+
+    import tunegemm
+    from tunegemm.serve import api
+
+    m, n, k = problem.m, problem.n + 8, problem.k
+    a = torch.rand(m, k, dtype=torch.bfloat16, device=device.spec)
+    layers = [torch.nn.Linear(k, n, has_bias, device.spec, torch.bfloat16) for has_bias in (True, False)]
+    patched = [torch.nn.Linear(k, n, has_bias, device.spec, torch.bfloat16) for has_bias in (True, False)]
+    for layer in (*layers, *patched):
+        layer.requires_grad_(False)
+    for layer in patched:
+        tunegemm.patch(layer)
+    weight, bias = layers[0].weight, layers[0].bias
+    b, many = weight.t(), a.expand(4, m, k).clone()
+    many_b = weight.expand(4, n, k).clone().mT
+
+    def enabled(call: Call) -> Call:
+        def run() -> Any:
+            return call()
+
+        run.within = tunegemm.enable  # type: ignore[attr-defined]  # see `host_times`
+        return run
+
+    pairs: dict[str, tuple[Call, Call]] = {
+        "nn.Linear patched": (lambda: patched[0](a), lambda: layers[0](a)),
+        "nn.Linear patched, no bias": (lambda: patched[1](a), lambda: layers[1](a)),
+        "matmul": (lambda: tunegemm.matmul(a, b), lambda: torch.matmul(a, b)),
+        "linear": (lambda: tunegemm.linear(a, weight), lambda: linear(a, weight)),
+        "linear, bias": (lambda: tunegemm.linear(a, weight, bias), lambda: linear(a, weight, bias)),
+        "addmm": (lambda: tunegemm.addmm(bias, a, b), lambda: torch.addmm(bias, a, b)),
+        "bmm": (lambda: tunegemm.bmm(many, many_b), lambda: torch.bmm(many, many_b)),
+        "mm, enabled": (enabled(lambda: torch.mm(a, b)), lambda: torch.mm(a, b)),
+        "linear, bias, enabled": (enabled(lambda: linear(a, weight, bias)), lambda: linear(a, weight, bias)),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for ours, _ in pairs.values():
+            ours()
+    recent = api.dispatcher.planner.state.recent.get(b.data_ptr())
+    if device.is_real and (recent is None or recent.plan is not None):
+        raise TunegemmError(f"{m}x{n}x{k} does not fall back to torch; give another --shape")
+    return {FALL_BACK + name: pair for name, pair in pairs.items()}
 
 
 def breakdown(problem: Problem, device: Device) -> dict[str, Call]:

@@ -7,8 +7,6 @@ The replay asks of what is committed (`db/records`, `db/sweeps`, `benchmarks/res
 
 - *left out*: every shipped record in turn is taken away, and the rule is asked for its problem. It loses
   where it picks a kernel that was measured there and was slower than torch.mm.
-- *carried*: the model carries a kernel's ratio from each record to each sweep that has the kernel; the error
-  is that of the estimate against the recorded ratio, by how far the two problems are apart.
 - *plan_ms*: what the rule costs for a new m, measured on the CPU that replays; no kernel is loaded.
 - *sessions*: the ratio of one kernel in two sessions of the same GPU: the noise that no rule can undercut.
 
@@ -33,12 +31,11 @@ from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate import families, model
+from tunegemm.generate import families
 from tunegemm.generate.families import completed, kernel_source_hash
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import ReplayDevice, open_replay
-from tunegemm.serve import neighbours
-from tunegemm.serve.neighbours import library_us, neighbourhood
+from tunegemm.serve.neighbours import neighbourhood
 from tunegemm.serve.selection import select
 from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database, Record
@@ -68,7 +65,6 @@ def replay(device: ReplayDevice) -> dict[str, Any]:
         "source": "replayed",
         "device": here.name,
         "left_out": left_out(records, here, truths(records, device)),
-        "carried": carried(records, device),
         "sessions": sessions(records),
         "plan_ms": plan_ms(records, here),
     }
@@ -106,41 +102,6 @@ def left_out(
         answers.append(answer)
     picked = sum("picked_from" in answer for answer in answers)
     return {"problems": len(records), "picked": picked, "lost": lost, "answers": answers}
-
-
-def carried(records: Sequence[Record], device: ReplayDevice) -> list[dict[str, Any]]:
-    """The error of the model's estimate, by doublings between the problem it starts from and the other."""
-    errors: dict[int, list[float]] = {}
-    for problem in device.problems():
-        best: dict[Candidate, Measurement] = {}
-        for outcome in device.sweep(problem).outcomes.values():
-            if isinstance(outcome, Measurement) and "tile_m" in outcome.candidate.params:
-                kernel = outcome.candidate.kernel
-                if kernel not in best or outcome.ratio > best[kernel].ratio:
-                    best[kernel] = outcome
-        for record in records:
-            if replace(record.problem, m=problem.m, n=problem.n, k=problem.k) != problem:
-                continue  # of another dtype, layout or alignment: torch has other kernels for it
-            found = best.get(record.candidate.kernel)
-            if found is None or record.problem == problem:
-                continue
-            torch = library_us(problem, device.device) / library_us(record.problem, device.device)
-            kernel_us = [
-                model.predict_us(p, c, device.device)
-                for p, c in ((record.problem, record.candidate), (problem, found.candidate))
-            ]
-            estimate = record.ratio * torch * kernel_us[0] / kernel_us[1]
-            apart = neighbours._apart(record.problem, problem)
-            errors.setdefault(min(int(apart) // 2 * 2, 8), []).append(estimate / found.ratio - 1)
-    return [
-        {
-            "doublings": f"{low} to {low + 2}" if low < 8 else "8 and more",
-            "pairs": len(found),
-            "median_error": round(statistics.median(found), 3),
-            "largest_overestimate": round(max(found), 3),
-        }
-        for low, found in sorted(errors.items())
-    ]
 
 
 def sessions(records: Sequence[Record]) -> dict[str, Any]:

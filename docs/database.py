@@ -32,7 +32,7 @@ Four layers are read, and of records that are worth the same the narrower one's 
 | system | `records/*.json`, shipped with the package: text, read-only |
 | pack | what `tunegemm load FILE` or `TUNEGEMM_PACK` brought, with compiled kernels: read-only |
 | user | `tunegemm.sqlite` in the user's data folder |
-| project | `TUNEGEMM_DB`, a path or a SQLAlchemy URL; else `tunegemm.sqlite` in the working directory |
+| project | `TUNEGEMM_DB`, a path or a SQLAlchemy URL; else your `tunegemm.sqlite` in the working directory |
 
 What is tuned is written to `--db`, else to the narrowest layer that there is. SQLite with write-ahead
 logging, or with a rollback journal where the file system cannot share memory. Back it up with

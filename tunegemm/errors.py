@@ -26,8 +26,10 @@ What makes dispatch fall back to torch is a `TunegemmWarning`, given once.
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -136,8 +138,43 @@ def named_arguments(function: Callable[Given, Result]) -> Callable[Given, Result
     return called
 
 
+#: An operating system's errors that are the machine's at some moment.
+_TRANSIENT_ERRNO = (
+    errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOSPC,
+    errno.EDQUOT, errno.EIO, errno.EROFS, errno.ETXTBSY, errno.ESTALE, errno.EPIPE,
+)  # fmt: skip
+#: What the reason of a failure says that is the machine's: memory, files, processes or the GPU were not to be
+#: had, or somebody ended the process. Of signals those that come from outside, not a program's own faults.
+_TRANSIENT = re.compile(
+    r"out[ _]of[ _](host[ _])?memory|memoryerror|bad_alloc|memory allocation fail|alloc_failed"
+    r"|failed to allocate|busy or unavailable|ecc error|launch timed out|took longer than|no answer within"
+    r"|the compile pool was closed"
+    r"|killed by signal (1|2|3|9|15|24|25)\b|aborted by sig(hup|int|quit|kill|term|xcpu|xfsz)\b|"
+    + "|".join(re.escape(os.strerror(number)) for number in _TRANSIENT_ERRNO),
+    re.IGNORECASE,
+)
+
+
+def is_transient(error: BaseException | str) -> bool:
+    """Whether an error, or the reason of a failure, tells of the machine at that moment: lack of memory or
+    files, a process that was killed. Remembered of a candidate it would hide a good kernel from then on.
+    """
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    is_systems = isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO
+    return is_systems or _TRANSIENT.search(text) is not None
+
+
 def one_line(error: BaseException | str, limit: int = 300) -> str:
     """The first line of a message that says something, cut to a length."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def raised(error: BaseException) -> str:
+    """What was raised and where, such as ``KeyError at planning.py:12``: the same each time it happens."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        place = f" at {trace.tb_frame.f_code.co_filename.rpartition('/')[2]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return type(error).__name__ + place

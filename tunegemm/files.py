@@ -13,7 +13,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -50,6 +50,15 @@ def cause(error: OSError, remedy: str) -> str:
 def kind(mode: int) -> str | None:
     """What a file is that is not a regular one, such as ``a folder``; None for a regular one."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def foreign(path: Path, status: os.stat_result, owners: Collection[int]) -> str:
+    """Why others may change a file or folder, by its owner and its mode; empty where they may not."""
+    if status.st_uid not in owners:
+        return f"{path}: owned by another user (uid {status.st_uid})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{path}: writable by other users (mode {stat.S_IMODE(status.st_mode):04o})"
+    return ""
 
 
 def read_bytes(path: Path, error: type[TunegemmError] = FileError) -> bytes:

@@ -347,7 +347,7 @@ def test_the_parts_of_the_dispatch_benchmark_that_need_no_gpu(tmp_path, monkeypa
     assert found["records"] >= 400 and not found["first_call_is_tuned"]
     assert 100 < found["bytes_per_record"] < 10_000
     assert 0 < found["import_ms"] <= found["import_and_matmul_ms"]
-    calls = dispatch.calls(SMALL, on_cpu)
+    calls = dispatch.calls(SMALL, on_cpu) | dispatch.fall_backs(SMALL, on_cpu)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for own, torchs in calls.values():

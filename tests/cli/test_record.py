@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +51,22 @@ def test_a_script(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shapes.json", "train.py"]
 
 
+def test_what_no_kernel_is_called_for_is_said(tmp_path: Path) -> None:
+    """And a program of such products alone is not told to tune them."""
+    more = "for _ in range(3):\n    torch.mm(a, b).addmm_(a, b)\n"
+    run = process("record", "--", sys.executable, script(tmp_path, PROGRAM + more), "2", cwd=tmp_path)
+    assert "2 products, 8 calls in 1 processes" in run.stderr
+    assert (
+        "1 of them, 3 calls, are torch's whatever is tuned, the first because: addmm 8x24x16: in place"
+        in (run.stderr)
+    )
+    assert "tunegemm tune --from shapes.json" in run.stderr
+    alone = script(tmp_path, "import torch\ntorch.ones(8, 16) @ torch.ones(16, 24)\n")
+    run = process("record", "--", sys.executable, alone, cwd=tmp_path)
+    assert "mm 8x24x16: fp32 operands have kernels where tf32 is allowed" in run.stderr
+    assert "Tune them" not in run.stderr
+
+
 def test_its_exit_code_and_what_came_before_an_exception(tmp_path: Path) -> None:
     failing = script(tmp_path, PROGRAM + "raise SystemExit(7)")
     process("record", "--out", "a.json", sys.executable, failing, "2", cwd=tmp_path, code=7)
@@ -84,6 +104,82 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     assert calls(tmp_path / "shapes.json") == {"8x24x16": 2}
 
 
+COUNTING = """
+import os, pathlib, signal, time, torch
+log = open("heard", "a", buffering=1)
+for number in map(int, pathlib.Path("numbers").read_text().split()):
+    signal.signal(number, lambda number, _: print(number, file=log))
+a = torch.ones(8, 8)
+a @ a
+open("ready", "w").close()
+while not os.path.exists("end"):
+    time.sleep(0.05)
+a @ a
+"""
+SENT = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN]
+
+
+def recorded_group(folder: Path, text: str) -> subprocess.Popen[bytes]:
+    """`tunegemm record` in a process group of its own, once its program is ready."""
+    run = subprocess.Popen(
+        [*TUNEGEMM, "record", "--", sys.executable, script(folder, text)],
+        cwd=folder, stderr=subprocess.PIPE, start_new_session=True, env=os.environ | {"TMPDIR": str(folder)},
+    )  # fmt: skip
+    until((folder / "ready").exists)
+    return run
+
+
+def test_a_program_gets_each_signal_once_and_its_recording_is_kept(tmp_path: Path) -> None:
+    """Those sent to the group, and those sent to `tunegemm record` alone."""
+    (tmp_path / "numbers").write_text(" ".join(str(int(number)) for number in SENT))
+    run, sent = recorded_group(tmp_path, COUNTING), []
+
+    def heard() -> list[int]:
+        return [int(line) for line in (tmp_path / "heard").read_text().split()]
+
+    for number in SENT:
+        for send in (os.killpg, os.kill):
+            send(run.pid, number)
+            sent.append(int(number))
+            until(lambda: len(heard()) >= len(sent), seconds=20)
+            time.sleep(0.2)
+    time.sleep(1.5)  # longer than it waits to hand a signal on
+    assert heard() == sent
+    (tmp_path / "end").touch()
+    run.communicate(timeout=60)
+    assert run.returncode == 0 and calls(tmp_path / "shapes.json") == {"8x8x8": 2}
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_group_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """By a signal that the program does not handle, and once more while its recording is written."""
+    run = recorded_group(tmp_path, PROGRAM.replace("sys.argv[1]", "2") + WAITING)
+    until(lambda: any(calls(part) for part in tmp_path.glob("tunegemm-record-*/[!.]*.json")))
+    os.killpg(run.pid, number)
+    for _ in range(20):
+        if run.poll() is not None:
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, number)
+        time.sleep(0.05)
+    run.communicate(timeout=60)
+    # The program's code (Python's own after SIGINT is 130), unless all was written when the last signal came.
+    assert run.returncode in (128 + number, -number)
+    assert calls(tmp_path / "shapes.json") == {"8x24x16": 2}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tunegemm-record-")]
+
+
+WAITING = "open('ready', 'w').close(); import signal; signal.alarm(100); signal.pause()"
+
+
+def test_without_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.mkdtemp", none)
+    assert "TMPDIR" in here("record", "true", code=2, cwd=tmp_path).stderr
+
+
 def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.was_customized = True\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -116,10 +212,14 @@ class TestTuneFrom:
         from tunegemm.describe.workload.products import Kind
 
         kind = Kind(4096, 4096, 4096, 1, "bf16", "bf16", "k", "k", "n", 16)
-        small = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16, "addmm", "matrix")
+        small = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16)
+        in_place = replace(small, op="addmm", bias="matrix", refusal="in place, as none is served")
         fp32 = Kind(64, 64, 64, 1, "fp32", "fp32", "k", "k", "n", 16)
         path = tmp_path / "shapes.json"
-        products = Product(kind, 10, timed=10, median_us=200.0), Product(small, 1000), Product(fp32, 5)
+        products = (
+            Product(kind, 10, timed=10, median_us=200.0), Product(small, 1000), Product(fp32, 5),
+            Product(in_place, 9),
+        )  # fmt: skip
         Workload(products).write(path)
         return str(path)
 
@@ -134,7 +234,7 @@ class TestTuneFrom:
         assert (
             "Expected saving: " in run.stdout and "replayed, not measured here; nothing stored" in run.stdout
         )
-        assert "512x6144x4096 bf16 tn +" in run.stdout and "tuned as the plain product" in run.stdout
+        assert "Left out: addmm 512x6144x4096: in place, as none is served" in run.stdout
         assert "Left out: mm 64x64x64: input dtype 'fp32' has no kernels" in run.stdout
 
     def test_a_budget_that_ends(self, shapes: str) -> None:

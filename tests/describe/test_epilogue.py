@@ -14,7 +14,9 @@ from tunegemm.describe.epilogue import (
     Matrix,
     Number,
     PerColumn,
+    absolute,
     maximum,
+    minimum,
     tanh,
 )  # fmt: skip
 from tunegemm.describe.problem import Problem
@@ -182,6 +184,58 @@ def test_a_wrong_epilogue_is_found() -> None:
     assert operands.amax is not None
     operands.amax.mul_(1.5)
     assert "amax is off" in str(data.check(operands, wanted).objection(data.tolerance(problem)))
+
+
+class TestNotANumber:
+    """As of torch's own operations: NaN stays NaN, and what is multiplied by a zero beta is not read."""
+
+    VALUES = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, -1.0, 0.0, 2.0])
+
+    @pytest.mark.parametrize("name", ["maximum", "minimum"])
+    def test_of_either_operand(self, name: str) -> None:
+        ours, torchs = {"maximum": maximum, "minimum": minimum}[name], getattr(torch, name)
+        x, y = torch.meshgrid(self.VALUES, self.VALUES, indexing="ij")
+        assert torch.equal(ours(x, y).nan_to_num(7), torchs(x, y).nan_to_num(7))
+        for number in (0.5, torch.nan):
+            wanted = torchs(self.VALUES, torch.tensor(number)).nan_to_num(7)
+            assert torch.equal(ours(self.VALUES, number).nan_to_num(7), wanted)
+            assert torch.equal(ours(number, self.VALUES).nan_to_num(7), wanted)
+
+    def test_of_a_magnitude(self) -> None:
+        assert torch.equal(absolute(self.VALUES).nan_to_num(7), self.VALUES.abs().nan_to_num(7))
+
+    @pytest.mark.parametrize("name", ACTIVATIONS)
+    def test_of_an_activation(self, name: str) -> None:
+        function = getattr(torch.nn.functional, name.removesuffix("_tanh"))
+        tanh_or_not = {"approximate": "tanh"} if name == "gelu_tanh" else {}
+        found = Epilogue.parse(name).reference(self.VALUES, {}).double()
+        # In fp64: torch 2.13's gelu of a vector of fp32 makes NaN of infinity on a CPU.
+        wanted = function(self.VALUES.double(), **tanh_or_not)
+        torch.testing.assert_close(found, wanted, equal_nan=True, rtol=1e-6, atol=1e-6)
+
+    @pytest.mark.parametrize("name", GATED)
+    def test_of_either_half_of_a_gate(self, name: str) -> None:
+        pairs = torch.cartesian_prod(self.VALUES[[0, 4, 6]], self.VALUES[[0, 4, 6]]).flatten()
+        found = Epilogue.parse(name).reference(pairs, {})
+        assert torch.equal(found.isnan(), pairs[0::2].isnan() | pairs[1::2].isnan())
+
+    @pytest.mark.parametrize("text", ["beta_c", "beta_c+bias_n", "alpha+scale_tensor+beta_c+residual"])
+    @pytest.mark.parametrize("beta", [0.0, -0.0, 0.5])
+    def test_of_c(self, text: str, beta: float) -> None:
+        """By the reference, and by what torch's operations make of it where no kernel does."""
+        problem = Problem(40, 48, 64, epilogue=text)
+        operands = data.make_operands(problem, torch.device("cpu"), 3)
+        named = {o.name: value for o, value in zip(problem.fused.operands, operands.fused, strict=True)}
+        named["beta"] = beta
+        whole = problem.fused.reference(operands.a.float() @ operands.b.float(), named)
+        named["c"] = named["c"].clone()
+        named["c"][3, 5] = torch.nan
+        found = problem.fused.reference(operands.a.float() @ operands.b.float(), named)
+        assert int(found.isnan().sum()) == (beta != 0)
+        if not beta:
+            assert torch.equal(found, whole)
+        torch_mm(problem)(operands.a, operands.b, operands.out, *named.values())
+        assert int(operands.out.isnan().sum()) == (beta != 0)
 
 
 class TestWords:

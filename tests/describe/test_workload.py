@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tunegemm.describe.problem import Problem
-from tunegemm.describe.workload import Demand, Product, Workload, demands, merge, read
+from tunegemm.describe.problem import OUTPUT_DTYPES, Problem, operand_dtypes
+from tunegemm.describe.workload import Demand, Product, Workload, demands, merge, read, read_all
 from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import WorkloadError
+from tunegemm.generate import families
 
 KIND = Kind(512, 6144, 4096, 1, "bf16", "bf16", "k", "k", "n", 16)
 SMALL = replace(KIND, m=16)
@@ -69,14 +70,56 @@ class TestOwnFormat:
 
 
 class TestDemands:
-    def test_a_bias_makes_a_problem_of_its_own_and_a_matrix_does_not(self) -> None:
+    def test_what_a_call_does_with_its_product_makes_a_problem_of_its_own(self) -> None:
         plain = Product(KIND, 30, timed=30, median_us=10.0)
-        added = Product(replace(KIND, op="addmm", bias="matrix"), 10, timed=10, median_us=14.0)
-        biased = Product(replace(KIND, op="addmm", bias="vector"), 5, timed=5, median_us=12.0)
-        (demand, with_bias), refused = demands([plain, added, biased])
-        assert demand == Demand(Problem(512, 6144, 4096), 40, 11.0, 10)
-        assert with_bias == Demand(Problem(512, 6144, 4096, epilogue="bias_n"), 5, 12.0)
+        scaled = replace(KIND, op="addmm", bias="matrix", epilogue="alpha+beta_c")
+        products = [
+            plain,
+            Product(scaled, 10, timed=10, median_us=14.0),
+            Product(replace(KIND, op="linear", epilogue="bias_n+gelu"), 5, timed=5, median_us=12.0),
+            replace(plain, calls=10, median_us=14.0),
+        ]
+        found, refused = demands(products)
+        assert found == [
+            Demand(Problem(512, 6144, 4096), 40, 11.0),
+            Demand(Problem(512, 6144, 4096, epilogue="alpha+beta_c"), 10, 14.0),
+            Demand(Problem(512, 6144, 4096, epilogue="bias_n+gelu"), 5, 12.0),
+        ]
         assert refused == []
+
+    def test_how_sums_are_kept_is_part_of_it(self) -> None:
+        kind = replace(KIND, in_dtype="fp8_e4m3", op="scaled_mm", epilogue="scale_tensor")
+        kinds = [replace(kind, accumulation=accumulation) for accumulation in ("fast", "two_level")]
+        found, refused = demands([Product(each, 2) for each in kinds])
+        assert [demand.problem.accumulation for demand in found] == ["fast", "two_level"] and not refused
+
+    def test_what_is_torchs_whatever_is_tuned_is_no_demand(self) -> None:
+        kind = replace(KIND, op="addmm", bias="matrix", refusal="in place: addmm_ is torch's")
+        own = replace(KIND, op="linear", epilogue="custom:capped@0123456789abcdef")
+        found, refused = demands([Product(kind, 2), Product(own, 1)])
+        assert found == []
+        assert refused == [
+            "addmm 512x6144x4096: in place: addmm_ is torch's",
+            "linear 512x6144x4096: epilogue custom:capped@0123456789abcdef is its program's own: "
+            "tunegemm.tune tunes it there",
+        ]
+
+    def test_files_from_before_epilogues_were_recorded(self, tmp_path: Path) -> None:
+        document = json.loads(Workload((Product(KIND, 1),)).to_json())
+        (row,) = document["products"]
+        for later in ("epilogue", "accumulation", "refusal"):
+            del row[later]
+        document["products"] = [
+            row | {"op": "addmm", "bias": "vector"},
+            row | {"op": "addmm", "bias": "matrix"},
+            row | {"op": "addmm_activation", "bias": "vector", "activation": "gelu"},
+            row | {"op": "scaled_mm", "in_dtype": "fp8_e4m3"},
+        ]
+        path = tmp_path / "shapes.json"
+        path.write_text(json.dumps(document))
+        found, refused = read(path)
+        assert [demand.problem.epilogue for demand in found] == ["bias_n", "beta_c"]
+        assert "activation" in refused[0] and "its scales were not recorded" in refused[1]
 
     def test_a_time_on_a_cpu_is_none_on_a_gpu(self) -> None:
         (demand,), _ = demands([Product(replace(KIND, device="cpu"), 3, timed=3, median_us=9e4)])
@@ -122,11 +165,90 @@ class TestTunableOp:
             Demand(Problem.parse("512x4096x6144", dtype="fp16", layout="tt"), 1),
             Demand(Problem.parse("6144x4096x512", layout="nt"), 1),
             Demand(Problem.parse("512x6144x4096", alignment=8), 1),
-            Demand(Problem.parse("16x128x64"), 1, None, 1),
+            Demand(Problem.parse("16x128x64", epilogue="bias_n"), 1),
             Demand(Problem.parse("8x24x16x3", layout="tt"), 1),
+            *(
+                Demand(
+                    Problem.parse(
+                        "16x16x16", dtype="fp8_e4m3", epilogue="scale_tensor", accumulation=accumulation
+                    ),
+                    1,
+                )
+                for accumulation in ("fast", "two_level")
+            ),
         ]
-        assert [line.partition(":")[0] for line in refused] == ["line 9", "line 10", "line 11"]
-        assert "dtype 'float'" in refused[0] and "ScaledGemm" in refused[1] and "tn_128_16" in refused[2]
+        assert [line.partition(":")[0] for line in refused] == ["line 9", "line 11"]
+        assert "dtype 'float'" in refused[0] and "tn_128_16" in refused[1]
+
+    @pytest.mark.parametrize(
+        ("line", "problem"),
+        [
+            (
+                "GemmTunableOp_tf32_TN,tn_512_256_1024_ld_1024_1024_512,Default,0.01",
+                Problem.parse("256x512x1024", dtype="tf32"),
+            ),
+            (
+                "ScaledGemmTunableOp_Float8_e4m3fn_Float8_e5m2_BFloat16_TN,"
+                "tn_512_256_1024_ld_1024_1040_512_rw_1_bias_BFloat16",
+                Problem.parse("256x512x1024", dtype="fp8_e4m3_e5m2", epilogue="scale_rowwise+bias_n"),
+            ),
+            (
+                "ScaledGemmTunableOp_Float8_e5m2_Float8_e4m3fn_Float8_e4m3fn_TN,"
+                "tn_512_256_1024_ld_1024_1024_512_rw_0_bias_None",
+                Problem.parse(
+                    "256x512x1024", dtype="fp8_e5m2_e4m3", out_dtype="fp8_e4m3", epilogue="scale_tensor"
+                ),
+            ),
+            (
+                "ScaledGemmTunableOp_Float8_e4m3fn_Float8_e4m3fn_tf32_TN,tn_512_256_1024",
+                Problem.parse("256x512x1024", dtype="fp8_e4m3", out_dtype="fp32", epilogue="scale_tensor"),
+            ),
+            ("GemmTunableOp_Half_NN,nn_512_256_65", Problem.parse("256x512x65", dtype="fp16", layout="tt")),
+            (
+                "GemmStridedBatchedTunableOp_BFloat16_TN,tn_24_8_16_B_3,Default,0.1",
+                Problem.parse("8x24x16x3"),
+            ),
+            ("[rank0]: GemmTunableOp_BFloat16_TN,tn_24_8_16_ld_16_16_24", Problem.parse("8x24x16")),
+        ],
+    )  # fmt: skip
+    def test_what_has_kernels_is_read(self, tmp_path: Path, line: str, problem: Problem) -> None:
+        """fp8, tf32, older lines, which have no leading dimensions, and a launcher's prefix."""
+        path = tmp_path / "tunableop_results0.csv"
+        path.write_text(line + "\n")
+        found, refused = read(path)
+        assert found[0] == Demand(problem, 1) and not refused
+        assert all(replace(demand.problem, accumulation="fast") == problem for demand in found)
+
+    @pytest.mark.parametrize(
+        ("line", "named"),
+        [
+            (
+                "ScaledGemmTunableOp_Float8_e4m3fn_Float8_e4m3fn_BFloat16_TN,"
+                "tn_16_16_16_ld_16_16_16_rw_0_bias_Half",
+                "a bias of fp16 beside an output of bf16: kernels add bf16",
+            ),
+            ("GemmTunableOp_double_TN,tn_16_16_16_ld_16_16_16", "dtype 'double' is not known"),
+            (
+                "ScaledGemmTunableOp_Float8_e4m3fnuz_Float8_e4m3fnuz_BFloat16_TN,tn_16_16_16",
+                "dtype 'float8_e4m3fnuz' is not known",
+            ),
+        ],
+    )
+    def test_what_has_none_is_named(self, tmp_path: Path, line: str, named: str) -> None:
+        path = tmp_path / "tunableop_untuned0.csv"
+        path.write_text(line + "\nGemmTunableOp_Half_TN,tn_24_8_16\n")
+        found, refused = read(path)
+        assert len(found) == 1
+        assert refused[0].startswith("line 1: ") and named in refused[0]
+
+    def test_a_log_that_begins_with_a_bracket(self, tmp_path: Path) -> None:
+        path = tmp_path / "log"
+        path.write_text(
+            "[W1126 12:00:00.000 Context.cpp:80] a warning\n"
+            "GemmTunableOp_BFloat16_TN,tn_24_8_16_ld_16_16_24\n"
+            "step 1: loss 2.5\n"
+        )
+        assert read(path) == ([Demand(Problem.parse("8x24x16"), 1)], [])
 
 
 class TestCutlass:
@@ -151,11 +273,129 @@ class TestCutlass:
             Demand(
                 replace(Problem.parse("4096x2048x1024x2", layout="tt", out_dtype="fp32"), out_major="m"), 1
             ),
-            Demand(Problem.parse("4096x2048x1024", dtype="fp16", layout="nn"), 1, None, 1),
+            Demand(Problem.parse("4096x2048x1024", dtype="fp16", layout="nn", epilogue="beta_c"), 1),
             Demand(Problem.parse("4096x2048x1024", alignment=4), 1),
         ]
         assert [line.partition(":")[0] for line in refused] == [f"entry {i}" for i in (5, 6, 7, 8)]
         assert "e4m3 x bf16" in refused[0] and "'tn'" in refused[1] and "layout missing" in refused[2]
+
+    @pytest.mark.parametrize(
+        ("change", "problem"),
+        [
+            (
+                {"dtype_a": "e4m3", "dtype_b": "e5m2", "use_fast_acc": False},
+                Problem.parse("64x64x64", dtype="fp8_e4m3_e5m2", accumulation="two_level"),
+            ),
+            (
+                {"dtype_a": "e5m2", "dtype_b": "e5m2", "dtype_d": "e4m3", "alpha": 0.5},
+                Problem.parse("64x64x64", dtype="fp8_e5m2", out_dtype="fp8_e4m3", epilogue="alpha"),
+            ),
+            (
+                {"dtype_a": "tf32", "dtype_b": "tf32", "dtype_d": "f32", "beta": 2, "dtype_c": "f32"},
+                Problem.parse("64x64x64", dtype="tf32", epilogue="beta_c"),
+            ),
+            (
+                {"dtype_a": "s8", "dtype_b": "s8", "dtype_d": "s32", "dtype_acc": "s32"},
+                Problem.parse("64x64x64", dtype="int8"),
+            ),
+        ],
+    )
+    def test_what_has_kernels_is_read(
+        self, tmp_path: Path, change: dict[str, object], problem: Problem
+    ) -> None:
+        path = tmp_path / "problems.json"
+        path.write_text(json.dumps([CUTLASS | change]))
+        assert read(path) == ([Demand(problem, 1)], [])
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"dtype_a": "u8", "dtype_b": "u8"}, "dtype 'u8' is not known"),
+            ({"dtype_a": "f32", "dtype_b": "f32", "dtype_d": "f32"}, "input dtype 'fp32' has no kernels"),
+            ({"dtype_acc": "f16"}, "accumulated in f16: kernels keep sums of bf16 products otherwise"),
+            ({"dtype_c": "f32", "beta": 1}, "a c of fp32 beside an output of bf16: kernels add bf16"),
+            ({"use_fast_acc": "yes"}, "use_fast_acc 'yes' is neither true nor false"),
+        ],
+    )
+    def test_what_has_none_is_named(self, tmp_path: Path, change: dict[str, object], named: str) -> None:
+        path = tmp_path / "problems.json"
+        path.write_text(json.dumps([CUTLASS | change, CUTLASS]))
+        found, refused = read(path)
+        assert len(found) == 1 and named in refused[0]
+
+
+#: What TunableOp and CUTLASS write for ours.
+TUNABLE_NAMES = {
+    "bf16": "BFloat16", "fp16": "Half", "tf32": "tf32", "fp32": "float", "fp8_e4m3": "Float8_e4m3fn",
+    "fp8_e5m2": "Float8_e5m2",
+}  # fmt: skip
+CUTLASS_NAMES = {
+    "bf16": "bf16", "fp16": "f16", "tf32": "tf32", "fp32": "f32", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2",
+    "int8": "s8", "int32": "s32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("in_dtype", OUTPUT_DTYPES)
+def test_every_dtype_that_has_kernels_is_read(tmp_path: Path, in_dtype: str) -> None:
+    """Of both tools' files, into every output; and some family has kernels of it."""
+    a, b = operand_dtypes(in_dtype)
+    for out_dtype in OUTPUT_DTYPES[in_dtype]:
+        names = {
+            "dtype_a": CUTLASS_NAMES[a],
+            "dtype_b": CUTLASS_NAMES[b],
+            "dtype_d": CUTLASS_NAMES[out_dtype],
+        }
+        path = tmp_path / "problems.json"
+        path.write_text(json.dumps([CUTLASS | names]))
+        ((demand,), refused) = read(path)
+        assert demand.problem == Problem.parse("64x64x64", dtype=in_dtype, out_dtype=out_dtype)
+        assert not refused and not families.refusal_by_all(demand.problem)
+        if not in_dtype.startswith("fp8"):
+            continue
+        path.write_text(
+            f"ScaledGemmTunableOp_{TUNABLE_NAMES[a]}_{TUNABLE_NAMES[b]}_{TUNABLE_NAMES[out_dtype]}_TN,"
+            "tn_64_64_64_ld_64_64_64_rw_0_bias_None\n"
+        )
+        found, refused = read(path)
+        assert {(demand.problem.in_dtype, demand.problem.out_dtype) for demand in found} == {
+            (in_dtype, out_dtype)
+        }
+        assert not refused and not families.refusal_by_all(found[0].problem)
+    if in_dtype in TUNABLE_NAMES and not in_dtype.startswith("fp8"):
+        path.write_text(f"GemmTunableOp_{TUNABLE_NAMES[in_dtype]}_TN,tn_64_64_64\n")
+        assert read(path) == ([Demand(Problem.parse("64x64x64", dtype=in_dtype), 1)], [])
+
+
+class TestSeveralFiles:
+    """One for each rank."""
+
+    def test_they_add_up(self, tmp_path: Path) -> None:
+        paths = [tmp_path / f"untuned{rank}.csv" for rank in range(3)]
+        shared = "GemmTunableOp_Half_TN,tn_24_8_16\n"
+        paths[0].write_text(shared + "GemmTunableOp_Half_TN,tn_24_8_32\n")
+        paths[1].write_text(shared + "GemmTunableOp_float_TN,tn_24_8_32\n")
+        paths[2].write_text("Validator,PT_VERSION,2.9.0\n")  # a rank without a product
+        found, refused = read_all(paths)
+        assert found == [
+            Demand(Problem.parse("8x24x16", dtype="fp16"), 2),
+            Demand(Problem.parse("8x24x32", dtype="fp16"), 1),
+        ]
+        assert len(refused) == 1 and refused[0].startswith(f"{paths[1]}: line 2: dtype 'float'")
+
+    def test_times_are_those_of_all_calls(self, tmp_path: Path) -> None:
+        paths = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+        for path, us in zip(paths, (10.0, 16.0), strict=True):
+            Workload((Product(KIND, 30, timed=30, median_us=us),)).write(path)
+        assert read_all(paths) == ([Demand(Problem(512, 6144, 4096), 60, 13.0)], [])
+
+    def test_none_has_a_problem(self, tmp_path: Path) -> None:
+        paths = [tmp_path / f"untuned{rank}.csv" for rank in range(2)]
+        for path in paths:
+            path.write_text("GemmTunableOp_float_TN,tn_24_8_16\n")
+        with pytest.raises(
+            WorkloadError, match=r"no product in it can be tuned \(2 were left out, the first"
+        ):
+            read_all(paths)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The compile pool with real workers: what one candidate breaks, only that candidate pays for."""
 
+import errno
 import json
 import os
 import signal
@@ -57,6 +58,39 @@ def test_objects_and_refusals_are_answered_from_the_store(store: ArtifactStore) 
         refused = pool.submit("planted", key("b", "abort")).result()
     assert again.cached and again.artifact == first.artifact
     assert refused.cached and refused.failure == "the compiler aborted by SIGABRT"
+
+
+@pytest.mark.parametrize(
+    "what", ["memory", *(f"errno {n}" for n in (errno.ENOMEM, errno.EMFILE, errno.EAGAIN))]
+)
+def test_what_the_machine_lacked_is_no_failure_of_the_candidate(store: ArtifactStore, what: str) -> None:
+    """Nor for a pool that goes on: asked again, it compiles again."""
+    with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+        first = pool.submit("planted", key("a", what))
+        assert first.result().failure and first.result().is_transient
+        assert pool.submit("planted", key("b")).result().artifact is not None, "by a worker of its own"
+        again = pool.submit("planted", key("a", what))
+        assert again is not first and not again.result().cached
+    assert store.failure(key("a", what)) is None
+
+
+def test_a_worker_for_which_there_is_no_memory(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+        with monkeypatch.context() as short:
+            short.setattr(subprocess, "Popen", refuse)
+            result = pool.submit("planted", key("a")).result()
+        assert result.is_transient and "Cannot allocate memory" in result.failure
+        assert pool.submit("planted", key("a")).result().artifact is not None
+    assert not [*store.root.glob("new-*")]
+
+
+def test_a_transient_failure_that_an_older_release_remembered_is_forgotten(store: ArtifactStore) -> None:
+    store.add_failure(key("a"), "OSError: [Errno 12] Cannot allocate memory")
+    with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+        assert pool.submit("planted", key("a")).result().artifact is not None
 
 
 def test_what_is_shipped_is_not_compiled_again(store: ArtifactStore, tmp_path: Path) -> None:

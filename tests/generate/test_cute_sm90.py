@@ -1,6 +1,8 @@
 """Examples of the Hopper family, and what only it has. No GPU needed."""
 
+import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,8 @@ PROBLEMS = [
     Problem.parse(SHAPE, dtype="tf32"),
 ]
 FP8 = PROBLEMS[9]
+FP8_OUT = Problem.parse(SHAPE, dtype="fp8_e4m3", out_dtype="fp8_e4m3")
+FP8_GATED = replace(FP8_OUT, epilogue="scale_tensor+swiglu")
 TWO_LEVEL = Problem.parse(SHAPE, dtype="fp8_e4m3", accumulation="two_level")
 
 
@@ -123,6 +127,9 @@ EXAMPLES = Examples(
         ("promotion", TWO_LEVEL, {"tile_k": 256, "stages": 2}),
         ("epilogue_tile", PROBLEMS[0], {"epi_n": 48}),
         ("epilogue_tile", PROBLEMS[0], {"epi_n": 16}),
+        ("store_box", FP8_GATED, {"tile_k": 128, "tile_n": 48, "epi_n": 16}),
+        ("store_box", FP8_GATED, {"tile_k": 128, "tile_n": 144, "epi_n": 48}),
+        ("store_box", FP8_OUT, {"tile_k": 128, "tile_n": 48, "epi_n": 24}),
         ("cluster", PROBLEMS[0], {"cluster_m": 4, "cluster_n": 4}),
         ("cluster_fits", Problem.parse("64x4096x4096"), {"cluster_m": 2}),
         ("cluster_fits", Problem.parse("64x4096x4096"), {"cluster_n": 2, "swap_ab": True}),
@@ -256,3 +263,55 @@ def test_a_hint_names_the_kernels_operand(raster: str, swap_ab: bool) -> None:
     numbers = {hint: l2_hint(launch.with_launch(l2_hint=hint)) for hint in ("none", "a_first", "b_first")}
     assert numbers == {"none": 0, "a_first": 2 if swap_ab else 1, "b_first": 1 if swap_ab else 2}
     assert l2_hint(launch.with_launch(l2_hint="streamed")) == (1 if raster == "along_m" else 2)
+
+
+#: dtypes of operands and output, and what a tile of that has to be otherwise.
+_STORED: list[tuple[str, str, dict[str, int | str]]] = [
+    ("bf16", "bf16", {}),
+    ("fp16", "fp32", {}),
+    ("fp8_e4m3", "fp8_e4m3", {"tile_k": 128}),
+    ("fp8_e4m3", "fp8_e5m2", {"tile_k": 128}),
+    ("int8", "int32", {"tile_k": 128}),
+]
+
+
+@pytest.mark.parametrize(("in_dtype", "out_dtype", "change"), _STORED)
+def test_every_box_that_is_stored_is_one_of_tmas(
+    h200: Device, in_dtype: str, out_dtype: str, change: dict[str, int | str]
+) -> None:
+    """Lines of the staged box, and the columns at which boxes begin, are multiples of 16 bytes."""
+    element_bytes = {"bf16": 2, "fp32": 4, "int32": 4}.get(out_dtype, 1)
+    epilogues = ["", "bias_n", "swiglu", "reglu+residual"] if out_dtype != "int32" else [""]
+    feasible = refused = 0
+    for tile_n, epi_n, swap_ab, epilogue, out_major, second in itertools.product(
+        range(16, 257, 16), (8, 16, 24, 32, 48, 64, 96), (False, True), epilogues, "nm", (False, True)
+    ):
+        problem = Problem(
+            4096, 4096, 65536, in_dtype=in_dtype, out_dtype=out_dtype, out_major=out_major, epilogue=epilogue
+        )
+        parts: dict[str, int | str] = {"reduction": "second_kernel", "split_k": 2} if second else {}
+        chosen = Candidate.make(
+            "cute_sm90",
+            GOOD | {"stages": 2, "tile_n": tile_n, "epi_n": epi_n, "swap_ab": swap_ab} | change,
+            LAUNCH | parts,
+        )
+        verdict = FAMILY.check(problem, chosen, h200)
+        if tile_n % epi_n or (epilogue and swap_ab and problem.fused.gated):
+            assert not verdict.runs, (problem, chosen)
+            continue
+        # A subtile's columns of D: its own, or one of two of the product's, of which 16 take the whole tile.
+        gated = problem.fused.gated
+        columns = (tile_n if epi_n == 16 else epi_n) // 2 if gated else epi_n
+        columns_are_contiguous = (out_major == "n") != swap_ab
+        line_bytes = (columns if columns_are_contiguous else 64) * element_bytes
+        if line_bytes % 16:
+            assert not verdict.runs, (problem, chosen)
+            refused += verdict.rule == "store_box"
+        elif verdict.runs:
+            config = config_of(problem, chosen)
+            assert config.out_epi_n == columns
+            rows_at, columns_at = (unit * element_bytes for unit in config.edge_units)
+            innermost = columns_at // (2 if gated else 1) if columns_are_contiguous else rows_at
+            assert innermost % 16 == 0, "where the last tile begins"
+            feasible += 1
+    assert feasible > 50 and (refused > 10 or element_bytes > 1), (feasible, refused)

@@ -210,6 +210,51 @@ def test_epilogues_and_dtypes(
             lent.check()
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kernel", [STATIC[0], STREAM[0], STREAM[3]], ids=["static", "stream", "pingpong"])
+def test_k_splits_beside_other_work(kernels: Kernels, kernel: tuple[str | int, ...], reduction: str) -> None:
+    """Another stream keeps most multiprocessors busy, so that few clusters run at once, whichever: sums that
+    meet come late, and nobody may wait for a cluster that has not begun.
+    """
+    problem = Problem.parse("512x512x16384")
+    split = {} if kernel[1] == "stream_k" else {"split_k": 8}
+    launch, workspace = load(kernels, problem, candidate(kernel, reduction=reduction, **split))
+    assert workspace is not None
+    a = torch.randn(512, 16384, device="cuda").bfloat16()
+    b = torch.randn(512, 16384, device="cuda").bfloat16().t()
+    alone = poisoned(512, 512)
+    launch(a, b, alone)
+    assert relative_error(alone, a, b) < TOLERANCE["bf16"]
+    beside = torch.cuda.Stream()
+    big = torch.randn(8192, 8192, device="cuda").bfloat16()
+    outs = [poisoned(512, 512) for _ in range(100)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(beside):
+        for _ in range(30):
+            torch.mm(big, big)
+    for out in outs:
+        launch(a, b, out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(alone, out) for out in outs)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kernel", [STATIC[0], STATIC[3]], ids=["cooperative", "pingpong"])
+def test_k_splits_beyond_the_resident_grid(
+    kernels: Kernels, kernel: tuple[str | int, ...], reduction: str
+) -> None:
+    """Many times as many work units as clusters that run at once: in turns, in whatever order they end."""
+    for shape, parts in (("1024x1056x4096", 16), ("1032x1048x8200x3", 12)):
+        problem = Problem.parse(shape)
+        chosen = candidate(kernel, reduction=reduction, split_k=parts)
+        launch, workspace = load(kernels, problem, chosen)
+        division = Division.of(problem, chosen, kernels.device)
+        assert division.units > 3 * division.clusters, "no more than are resident"
+        lent = Lent(workspace)
+        check_product(launch, problem, FAMILY.label(chosen), runs=10)
+        lent.check()
+
+
 @pytest.mark.parametrize("clusters", [1, 7, 25, 132])
 def test_any_share_of_the_multiprocessors(kernels: Kernels, clusters: int) -> None:
     """Shares that end anywhere: a tile in one part or in many, shares of several tiles."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import logging
@@ -12,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate import families, generator
 from tunegemm.generate.artifacts import ArtifactStore, Key
-from tunegemm.generate.compile import CompilePool
+from tunegemm.generate.compile import CompilePool, CompileResult
 from tunegemm.generate.ptxas import Resources
 from tunegemm.report.explain import candidate_of
 from tunegemm.serve import background, planning
@@ -247,6 +249,89 @@ def test_a_cache_that_cannot_be_written_is_said_once(serving, kernel, host: Path
     said = warnings_of(dispatcher, PROBLEM, WIDER)
     assert len(said) == 1 and str(host) in said[0] and "TUNEGEMM_CACHE_DIR" in said[0]
     assert not kernel.calls and not pools[0]._all
+
+
+class Flawed:
+    """A pool that fails as nobody foresaw, so many times; then a real one."""
+
+    def __init__(self, times: int, where: str, error: BaseException) -> None:
+        self.left, self.where, self.error = times, where, error
+
+    def fail(self, where: str) -> None:
+        if where == self.where and self.left:
+            self.left -= 1
+            raise self.error
+
+    def __call__(self) -> CompilePool:
+        self.fail("make")
+        pool = background.make_pool()
+        real = pool.submit
+
+        def submit(family: str, key: Key) -> Future[CompileResult]:
+            self.fail("submit")
+            if self.where == "result" and self.left:
+                self.left -= 1
+                future: Future[CompileResult] = Future()
+                future.set_exception(self.error)
+                return future
+            return real(family, key)
+
+        pool.submit = submit  # type: ignore[method-assign,assignment]
+        return pool
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("make", TypeError("a pool of nothing")),
+        ("make", MemoryError()),
+        ("submit", OSError(errno.ENOMEM, "Cannot allocate memory")),
+        ("result", MemoryError()),
+    ],
+)
+def test_a_thread_that_fails_is_followed_by_another(
+    where: str, error: BaseException, serving, kernel, monkeypatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "_AGAIN_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
+        **planning.Planner.__init__.__kwdefaults__, "pool": Flawed(2, where, error),
+    })  # fmt: skip
+    dispatcher = serving()
+    assert not is_served(dispatcher, kernel)
+    until(lambda: is_served(dispatcher, kernel))
+    logged = [one for one in caplog.records if "compiling in the background" in one.getMessage()]
+    assert len(logged) == (where == "make"), "once, and what passes is not worth a line"
+
+
+@pytest.mark.parametrize("where", ["make", "submit", "result"])
+def test_what_always_fails_is_given_up_and_said_once(
+    where: str, serving, kernel, monkeypatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "_AGAIN_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
+        **planning.Planner.__init__.__kwdefaults__, "pool": Flawed(99, where, TypeError("no such thing")),
+    })  # fmt: skip
+    dispatcher = serving()
+    assert right(dispatcher)
+    until(lambda: not dispatcher.planner._compiler._asked)
+    said = warnings_of(dispatcher, PROBLEM)
+    assert len(said) == 1 and "does not compile here (TypeError: no such thing)" in said[0]
+    logged = [one for one in caplog.records if "compiling in the background" in one.getMessage()]
+    assert len(logged) == 1 and logged[0].exc_info
+
+
+def test_a_planner_that_cannot_be_told_does_not_end_the_thread(device, caplog) -> None:
+    def ready(kernel: str) -> None:
+        told.append(kernel)
+        raise KeyError("planner")
+
+    told: list[str] = []
+    compiler = background.BackgroundCompiler(ready)
+    for problem in (PROBLEM, replace(PROBLEM, in_dtype="fp16", out_dtype="fp16")):
+        assert compiler.ask(Row(problem, device.fingerprint, CANDIDATE), device).kernel
+        until(lambda: not compiler._asked)
+    assert len(told) == 2
+    assert len([one for one in caplog.records if "compiling in the background" in one.getMessage()]) == 1
 
 
 def test_a_kernel_that_does_not_compile_is_said_once_and_is_torchs(serving, kernel, key, pools) -> None:

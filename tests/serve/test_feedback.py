@@ -392,6 +392,50 @@ def test_what_keeps_it_from_measuring_is_one_warning(location: Path, how: dict[s
     assert online._thread is None and len(told) == 1 and said in told[0]
 
 
+@pytest.mark.parametrize("where", ["wait", "measure", "tell"])
+def test_what_nobody_foresaw_costs_one_product_and_is_logged_once(
+    location: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread goes on with the next one."""
+    failures, told = [KeyError("first"), KeyError("first")], list[Problem]()
+
+    def fail(here: str) -> None:
+        if here == where and failures:
+            raise failures.pop()
+
+    def wait(device: Device) -> bool:
+        fail("wait")
+        return True
+
+    @contextmanager
+    def measuring(device: Device) -> Iterator[Measure]:
+        def run(problem: Problem, options: Sequence[Predicted]) -> None:
+            fail("measure")
+
+        yield run
+
+    def tell(problem: Problem, _: Feedback | None, warning: str) -> None:
+        fail("tell")
+        told.append(problem)
+
+    online = OnlineTuning(wait=wait, measuring=measuring)
+    problems = [problem_of(number) for number in range(3)]
+    for problem in problems:
+        online.later(problem, DEVICE, predicted()[problem], functools.partial(tell, problem))
+    until(lambda: online._thread is None)
+    assert told == problems[2:]
+    assert len([one for one in caplog.records if "online: KeyError" in one.getMessage()]) == 1
+
+
+def test_a_tuning_that_raises_whatever_is_torchs_product_and_a_warning(location: Path) -> None:
+    def tune(*_: object) -> None:
+        raise KeyError("epi_n")
+
+    online = OnlineTuning(tune)
+    assert not online.attempt(problem_of(), DEVICE)
+    assert "tuning" in online.warning and "epi_n" in online.warning
+
+
 def test_the_budget_is_that_of_tuning(
     online: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -152,6 +153,19 @@ def test_a_failed_tuning_is_a_warning_and_is_not_tried_again(monkeypatch, device
     dispatcher.planner.refresh()
     quietly(product, dispatcher, 96)
     assert len(attempts) == 1
+
+
+def test_ctrl_c_is_the_programs(monkeypatch, device, kernel):
+    """A tuning that it interrupts ends with a result; a call in the user's program does not."""
+    from tunegemm.tuning import tuner
+
+    monkeypatch.setenv("TUNEGEMM_MODE", "online")
+    monkeypatch.setattr(tuner, "rank_by_model", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    dispatcher = Store(device).dispatcher(kernel, online=OnlineTuning())
+    with pytest.raises(KeyboardInterrupt):
+        product(dispatcher, 96)
+    quietly(product, dispatcher, 96)  # the next call is served as before, and tunes nothing
+    assert not kernel.calls
 
 
 def test_the_budget_is_the_processs(monkeypatch, device):

@@ -199,24 +199,6 @@ def test_neighbours_differ_in_m_alone(rows, device, changes):
     assert select(snapshot, replace(Problem(96, *SQUARE), **changes), device).outcome == "miss"
 
 
-def test_other_n_and_k_vouch_when_three_of_them_won_by_far(device):
-    """k = 256 is where torch is weak; the recorded winner there had 1.4."""
-    winner = kernel(128, 192, cluster_m=2, ctas="all")
-
-    def snapshot(*ratios: float) -> Snapshot:
-        shapes = ((8448, 9216, 256), (8448, 8192, 256), (8192, 9216, 320))
-        return Snapshot(
-            Row(Problem(*shape), device.fingerprint, winner, ratio)
-            for shape, ratio in zip(shapes, ratios, strict=False)
-        )
-
-    problem = Problem(8448, 8704, 256)
-    assert select(snapshot(1.4, 1.4, 1.4), problem, device).outcome == "near"
-    assert select(snapshot(1.4, 1.4, 1.1), problem, device).outcome == "miss"
-    assert select(snapshot(1.4, 1.4), problem, device).outcome == "miss"
-    assert select(snapshot(1.4, 1.4, 1.4), Problem(8448, 8704, 4096), device).outcome == "miss"
-
-
 def test_records_that_are_not_valid_here_are_not_neighbours(rows, device):
     stale = Row(Problem(64, *SQUARE), replace(device.fingerprint, torch="2.1.0"), kernel())
     older = Row(Problem(128, *SQUARE), device.fingerprint, kernel(), kernel_source="0" * 16)
@@ -275,5 +257,3 @@ def test_left_out_records_are_never_lost(device):
     assert found["left_out"]["problems"] == len(of_it) > 30
     assert found["left_out"]["lost"] == 0
     assert found["sessions"]["median"] < neighbours.MARGIN
-    near, *_ = found["carried"]
-    assert near["doublings"] == "0 to 2" and near["largest_overestimate"] < neighbours.MARGIN_AFAR

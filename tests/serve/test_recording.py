@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 import tunegemm
-from tunegemm.describe.workload import Product, Workload
+from tests.support.serving import serve_with
+from tunegemm.describe.workload import Product, Workload, demands
 from tunegemm.errors import WorkloadError
 from tunegemm.serve import api
 from tunegemm.serve.torch.recording import Recording
@@ -115,6 +117,76 @@ class TestOperators:
             tunegemm.linear(a, bf16(24, 16))
         assert counted(recording) == {"8x24x16 kn": 1, "8x24x16 kk": 1}
         assert api.dispatcher is dispatcher
+
+
+class TestOurCalls:
+    """Calls of ours are recorded as what they ask for, not as the functions of torch that compute them."""
+
+    @pytest.fixture(autouse=True)
+    def served(self, serve, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+        serve_with(monkeypatch, serve())
+
+    def test_all_steps_are_one_product(self) -> None:
+        x, weight, residual = bf16(8, 16), bf16(24, 16), bf16(8, 24)
+        with tunegemm.record() as recording:
+            for _ in range(3):
+                result = tunegemm.linear(x, weight, bf16(24), "gelu", residual)
+        product = one(recording)
+        assert (product.kind.op, product.kind.epilogue) == ("linear", "bias_n+gelu+residual")
+        assert (product.calls, product.timed, product.kind.bias) == (3, 3, "vector")
+        assert result.shape == (8, 24)
+
+    def test_under_autocast(self) -> None:
+        x, weight = torch.randn(8, 16), torch.randn(24, 16)
+        with tunegemm.record() as recording, torch.autocast("cpu", dtype=BF16):
+            tunegemm.linear(x, weight, torch.randn(24), "relu")
+        kind = one(recording).kind
+        assert (kind.epilogue, kind.in_dtype, kind.out_dtype) == ("bias_n+relu", "bf16", "bf16")
+
+    def test_gradients(self) -> None:
+        x, weight = bf16(8, 16).requires_grad_(), bf16(24, 16).requires_grad_()
+        with tunegemm.record() as recording:
+            tunegemm.linear(x, weight, bf16(24)).sum().backward()
+        kinds = {(product.kind.shape, product.kind.epilogue): product.calls for product in recording.products}
+        assert kinds == {("8x24x16", "bias_n"): 1, ("8x16x24", ""): 1, ("24x16x8", ""): 1}
+
+    def test_what_no_kernel_computes_counts_as_torchs_functions(self) -> None:
+        with tunegemm.record() as recording, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tunegemm.linear(torch.randn(8, 16), torch.randn(24, 16), torch.randn(24), "relu")
+        product = one(recording)
+        assert (product.kind.op, product.kind.in_dtype) == ("addmm", "fp32")
+        assert "fp32 operands have kernels where tf32 is allowed" in product.kind.refusal
+
+    def test_a_call_that_fails_is_none(self) -> None:
+        with tunegemm.record() as recording, pytest.raises(RuntimeError):
+            tunegemm.linear(bf16(8, 16), bf16(24, 17), bf16(24), "relu")
+        assert recording.products == ()
+
+
+class TestTorchsAlone:
+    """What nothing that is tuned is ever called for says why."""
+
+    @pytest.mark.parametrize(
+        ("call", "why"),
+        [
+            (lambda: bf16(8, 24).addmm_(bf16(8, 16), bf16(16, 24)), "in place"),
+            (lambda: torch._addmm_activation(bf16(24), bf16(8, 16), bf16(16, 24)), "activation"),
+            (lambda: torch.addmm(bf16(8, 1), bf16(8, 16), bf16(16, 24)), "broadcasts"),
+            (
+                lambda: torch.addmm(bf16(24, 8).t(), bf16(8, 16), bf16(16, 24)),
+                "no lines of 16 bytes as D has",
+            ),
+            (lambda: torch.mm(torch.ones(8, 16), torch.ones(16, 24)), "where tf32 is allowed"),
+            (lambda: torch.mm(bf16(8, 32)[:, ::2], bf16(16, 24)), "no mode is contiguous"),
+        ],
+    )
+    def test_it_says_why(self, call: Callable[[], torch.Tensor], why: str) -> None:
+        with tunegemm.record() as recording:
+            call()
+        assert why in one(recording).kind.refusal
+        found, (line,) = demands(recording.products)
+        assert found == [] and why in line
 
 
 class TestCompiled:

@@ -25,6 +25,7 @@ from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_par
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError
+from tunegemm.generate import families
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import Database, Record
@@ -35,8 +36,8 @@ FINGERPRINT = Fingerprint(
 )
 DEVICE = device_from_part("cuda:0", PARTS["h200"], FINGERPRINT)
 PROBLEM = Problem.parse("4096x4096x4096")
-KERNEL = Candidate.make(
-    "cute_sm90", {"tile_m": 128, "tile_n": 256, "pingpong": True}, {"raster_order": "along_m"}
+KERNEL = families.completed(
+    Candidate.make("cute_sm90", {"tile_m": 128, "tile_n": 256, "epi_n": 32}, {"raster_order": "along_m"})
 )
 SCHEMAS = sorted(
     path.stem.removeprefix("schema-") for path in (Path(__file__).parents[1] / "data").glob("schema-*.sqlite")

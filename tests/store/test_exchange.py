@@ -12,10 +12,13 @@ import pytest
 
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, RESOURCES, measurement
 from tunegemm.describe.problem import OUTPUT_DTYPES, Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError
+from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
 from tunegemm.resources import data_path
 from tunegemm.store import Database
+from tunegemm.store.connection import is_same, resolve
 from tunegemm.store.exchange import dump, load, merge
 from tunegemm.store.formats import Format, read, write
 
@@ -27,10 +30,8 @@ OTHER = KERNEL.with_launch(swizzle_size=8)
 def source(tmp_path: Path) -> Iterator[Database]:
     """Two problems, a failure, and a record that changed hands."""
     with Database.open(tmp_path / "source.sqlite") as database:
-        tiled = replace(
-            KERNEL,
-            compile_params=tuple(sorted({"tile_m": 128, "tile_n": 256, "tile_k": 64, "stages": 4}.items())),
-        )
+        deeper = Candidate.make(KERNEL.family, dict(KERNEL.compile_params) | {"stages": 4})
+        tiled = deeper.with_launch(**dict(KERNEL.launch_params) | {"swizzle_size": 2})
         database.publish(PROBLEM, DEVICE, measurement(1.02, tiled), resources=RESOURCES, label="first")
         database.publish(PROBLEM, DEVICE, Failure(OTHER, "timeout", "no answer within 10 s"))
         database.confirm(PROBLEM, DEVICE, measurement(1.05, OTHER), label="second, raced")
@@ -73,7 +74,7 @@ def test_every_dtype_comes_back(tmp_path: Path, target: Database, in_dtype: str,
     problems = [replace(fast, accumulation=kind) for kind in kinds]
     with Database.open(tmp_path / "dtypes.sqlite") as source:
         for problem in problems:
-            source.confirm(problem, DEVICE, measurement(1.05))
+            source.confirm(problem, DEVICE, measurement(1.05, TORCH_MM, relative_error=0.0))
         write(dump(source), path := tmp_path / f"export.{format}", format)
     load(target, read(path, format), origin="colleague")
     assert sorted(record.problem for record in target.records()) == sorted(problems)
@@ -223,3 +224,32 @@ class TestMerge:
         for into in (a, str(tmp_path / "symbolic"), str(tmp_path / "hard")):
             with pytest.raises(DatabaseError, match="cannot be merged into itself"):
                 merge([a], into)
+
+    @pytest.mark.parametrize("name", ["itself", "relative", "symbolic", "hard"])
+    def test_not_into_a_later_source_and_nothing_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        a, b = self.make(tmp_path / "a.sqlite", 1.2, 1), self.make(tmp_path / "b.sqlite", 1.1, 1, OTHER)
+        (tmp_path / "symbolic").symlink_to(b)
+        (tmp_path / "hard").hardlink_to(b)
+        into = {"itself": b, "relative": "./b.sqlite"}.get(name, str(tmp_path / name))
+        before = Path(b).read_bytes()
+        with pytest.raises(DatabaseError, match=r"cannot be merged into itself; name another --into"):
+            merge([a, b], into)
+        assert Path(b).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("postgresql://me@host/db", "postgres://you:secret@HOST:5432/db?sslmode=require", True),
+        ("postgresql://localhost/db", "postgresql+psycopg://127.0.0.1/db", True),
+        ("postgresql://host/db", "postgresql:///db?host=host", True),
+        ("postgresql://host/db", "postgresql://host/other", False),
+        ("postgresql://host/db", "postgresql://host:5433/db", False),
+        ("postgresql://host/db", "db", False),
+    ],
+)
+def test_a_servers_database_has_several_names(one: str, other: str, same: bool) -> None:
+    assert is_same(resolve(one), resolve(other)) == same

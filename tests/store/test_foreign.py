@@ -22,6 +22,7 @@ from tests.support.commands import here, process
 from tests.support.processes import environment
 from tunegemm.cli import app
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError, PackError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
@@ -410,9 +411,18 @@ class TestPacks:
         self, source: Path, tmp_path: Path
     ) -> None:
         with Database.open(source, read_only=True) as database:
-            packed = packing.pack(database.records(), tmp_path / "b.pack", compile_missing=False)
+            records = database.records()
+        further = (*KERNEL.compile_params, ("pingpong", True))
+        wrong = [
+            replace(one, candidate=Candidate(KERNEL.family, further, KERNEL.launch_params))
+            if one.candidate.family == KERNEL.family
+            else one
+            for one in records
+        ]
+        packed = packing.pack(wrong, tmp_path / "b.pack", compile_missing=False)
         assert packed.records == 1 and packed.objects == 0
-        assert [*packed.left_out] == ["cute_sm90 has no parameter pingpong"]
+        (why,) = packed.left_out
+        assert why.startswith("'pingpong' is not a compile parameter of cute_sm90")
 
 
 class TestOut:

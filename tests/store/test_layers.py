@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +68,68 @@ def test_what_is_tuned_goes_into_the_narrowest_that_there_is(
     monkeypatch.setenv("TUNEGEMM_DB", str(home / "configured.sqlite"))
     with Database.open() as database:
         assert database.location == home / "configured.sqlite"
+
+
+def let(mode: int, *path: str) -> Callable[[Path], None]:
+    return lambda work: work.joinpath(*path).chmod(mode)
+
+
+def give_away(*path: str) -> Callable[[Path], None]:
+    def give(work: Path) -> None:
+        if os.geteuid():
+            pytest.skip("only root may give a file away")
+        os.chown(work.joinpath(*path), 65534, 65534)
+
+    return give
+
+
+def link_into_a_shared_folder(work: Path) -> None:
+    shared = work.parent / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (work / "tunegemm.sqlite").rename(shared / "found.sqlite")
+    (work / "tunegemm.sqlite").symlink_to(shared / "found.sqlite")
+
+
+def anothers_log(work: Path) -> None:
+    (work / "tunegemm.sqlite-wal").write_bytes(b"")
+    (work / "tunegemm.sqlite-wal").chmod(0o666)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        let(0o664, "tunegemm.sqlite"), let(0o646, "tunegemm.sqlite"), let(0o777), let(0o1777), let(0o775),
+        give_away("tunegemm.sqlite"), give_away(), link_into_a_shared_folder, anothers_log,
+    ],
+)  # fmt: skip
+def test_what_others_may_have_written_is_not_read_where_it_was_only_found(
+    make: Callable[[Path], None],
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here = home / "work" / "tunegemm.sqlite"
+    fill(here, 1.1)
+    make(here.parent)
+    for records, warnings in (read_records(), (len(read_snapshot()), read_snapshot().warnings)):
+        assert not records
+        (warning,) = warnings
+        assert str(here) in warning and f"TUNEGEMM_DB={here}" in warning and "\n" not in warning
+    assert project_location() is None
+    with Database.open() as database:
+        assert database.location == user_location(), "nor written"
+    assert str(here) in caplog.text
+    monkeypatch.setenv("TUNEGEMM_DB", str(here))
+    records, warnings = read_records()
+    assert len(records) == 1 and not warnings, "named, it is trusted"
+
+
+def test_ones_own_is_read_through_a_link_too(home: Path) -> None:
+    fill(home / "kept.sqlite", 1.1)
+    Path("tunegemm.sqlite").symlink_to(home / "kept.sqlite")
+    records, warnings = read_records()
+    assert len(records) == 1 and not warnings
 
 
 def test_a_broken_layer_costs_only_itself(home: Path) -> None:

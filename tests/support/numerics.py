@@ -37,6 +37,32 @@ def untouched(whole: torch.Tensor, out: torch.Tensor) -> bool:
     return int(whole.isnan().sum()) - int(out.isnan().sum()) == whole.numel() - out.numel()
 
 
+#: What lies around an output of `room_of`: a number of every dtype.
+POISON = 7.0
+
+
+def room_of(problem: Problem, gap: int, place: str = "cuda") -> tuple[torch.Tensor, torch.Tensor]:
+    """Poisoned memory, and an output in it whose lines begin at multiples of 16 bytes, as near to each other
+    as they can and `gap` times 16 bytes further; the last one ends where the memory does.
+    """
+    rows = problem.out_major == "n"
+    lines, extent = (problem.m, problem.out_n) if rows else (problem.out_n, problem.m)
+    dtype = data.torch_dtype(problem.out_dtype)
+    unit = 16 // dtype.itemsize
+    pitch = -(-extent // unit) * unit + gap * unit
+    memory = torch.full((problem.batch * lines * pitch - (pitch - extent),), POISON, device=place).to(dtype)
+    shape, strides = (problem.batch, lines, extent), (lines * pitch, pitch, 1)
+    one = problem.batch == 1
+    out = memory.as_strided(shape[one:], strides[one:])
+    return memory, out if rows else out.mT
+
+
+def kept(memory: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether the memory of a `room_of` is as it was but for the output, which is overwritten by this."""
+    out.fill_(POISON)
+    return bool((memory.float() == POISON).all())
+
+
 def difference(out: torch.Tensor, expected: torch.Tensor) -> float:
     """||out - expected|| / ||expected||, in fp32."""
     return ((out.float() - expected.float()).norm() / expected.float().norm()).item()

@@ -25,7 +25,7 @@ from tunegemm.generate.artifacts import digest
 from tunegemm.generate.compile import Ready
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure import evidence
-from tunegemm.measure.outcome import Failure
+from tunegemm.measure.outcome import Failure, Stage
 from tunegemm.store import Database
 from tunegemm.store.shipped import read_shipped
 from tunegemm.tuning.begin import few_new, known_failures, known_results, seeds_of, start_search
@@ -76,6 +76,41 @@ def test_only_what_was_screened_here_is_known(database: Database, tuner: Tuner) 
     (known,) = known_results(database, PROBLEM, DEVICE, tuner.kernels, [])
     assert known.candidate == screened and known.ratio == pytest.approx(10 / 9.0)
     assert known_failures(trials_of(tuner, capped()), tuner.kernels, []) == [PLAIN]
+
+
+@pytest.mark.parametrize(
+    ("stage", "reason", "is_banned"),
+    [
+        ("timeout", "no answer within 30 s", False),
+        ("launch", "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of", False),
+        ("launch", "CUDA error: out of memory", False),
+        ("load", "cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY", False),
+        ("launch", "CUBLAS_STATUS_ALLOC_FAILED", False),
+        ("crash", "killed by signal 9", False),
+        ("crash", "killed by signal 15: Terminated", False),
+        ("crash", "ended with exit code 1: MemoryError", False),
+        ("crash", "ended with exit code 1: OSError: [Errno 24] Too many open files: '/tmp/x'", False),
+        ("crash", "ended with exit code 134: terminate called after throwing 'std::bad_alloc'", False),
+        ("compile", "MemoryError: ", False),
+        ("compile", "OSError: [Errno 12] Cannot allocate memory", False),
+        ("compile", "the compiler aborted by SIGKILL", False),
+        ("compile", "compile took longer than 60 s", False),
+        ("compile", "the compile pool was closed", False),
+        ("crash", "killed by signal 11", True),
+        ("crash", "killed by signal 6: terminate called", True),
+        ("compile", "the compiler aborted by SIGABRT", True),
+        ("compile", "spills 64 B to local memory", True),
+        ("launch", "too many resources requested for launch", True),
+        ("launch", "out of resource: shared memory, Required: 262176, Hardware limit: 232448", True),
+        ("crash", "CUDA error: an illegal memory access was encountered", True),
+        ("wrong", "relative error 0.7 > 0.01", True),
+    ],
+)
+def test_what_failed_for_want_of_memory_or_by_a_kill_is_tried_again(
+    database: Database, tuner: Tuner, stage: Stage, reason: str, is_banned: bool
+) -> None:
+    database.publish(PROBLEM, DEVICE, Failure(PLAIN, stage, reason))
+    assert (known_failures(trials_of(tuner, capped()), tuner.kernels, []) == [PLAIN]) == is_banned
 
 
 def test_nothing_is_compiled_for_a_kernel_whose_like_is_there(tmp_path: Path) -> None:

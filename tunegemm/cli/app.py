@@ -12,6 +12,7 @@ import typer
 
 import tunegemm
 from tunegemm.cli import (
+    commands,
     db,
     doctor,
     explain,
@@ -98,7 +99,7 @@ def _prepare_output() -> None:
         log.propagate = False
 
 
-app = typer.Typer(
+app = commands.App(
     cls=OneLineErrors,
     add_completion=True,
     pretty_exceptions_enable=False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options
+from tunegemm.cli import commands, options
 from tunegemm.cli.help import Command, Group
 from tunegemm.cli.options import UsageError
 from tunegemm.files import descriptor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tunegemm.store.exchange import Report
     from tunegemm.store.formats import Format
 
-app = typer.Typer(cls=Group, help="Exchange and merge tuning databases.", rich_markup_mode=None)
+app = commands.App(cls=Group, help="Exchange and merge tuning databases.", rich_markup_mode=None)
 
 FORMATS = ("json", "csv", "parquet")
 FormatName = Annotated[
@@ -173,7 +173,7 @@ def layers_command() -> None:
         "system": data_path("db", "records"),
         "pack": ", ".join(str(pack.folder) for pack in packs.loaded([])) or "none: see `tunegemm load`",
         "user": user_location(),
-        "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite in this folder",
+        "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite of yours in this folder",
     }
     for layer, place in places.items():
         options.say(f"{layer:8} {counts[layer]:6} records  {place}")

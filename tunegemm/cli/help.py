@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
+
+from tunegemm.cli import commands
 
 #: Two command lines for each command; what stands after `#` says what they are for.
 EXAMPLES: dict[str, tuple[str, str]] = {
@@ -57,7 +59,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
 }
 
 
-class Command(TyperCommand):
+class Command(commands.Command):
     """Shows its examples, each whole on its line."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:

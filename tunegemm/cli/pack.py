@@ -25,10 +25,12 @@ def pack_command(
         typer.Option("--gpu", metavar="NAME", help="Of records: h200, or a part of the name. Default: all."),
     ] = None,
     shape: options.SomeShapes = None,
-    from_file: Annotated[
-        Path | None,
+    from_files: Annotated[
+        list[Path] | None,
         typer.Option(
-            "--from", metavar="FILE", help="Only a program's products, as `tune --from` reads them."
+            "--from",
+            metavar="FILE",
+            help="Only a program's products, as `tune --from` reads them. May be repeated.",
         ),
     ] = None,
     families: options.Families = None,
@@ -45,8 +47,8 @@ def pack_command(
     from tunegemm.store.layers import read_records
 
     problems = None
-    if from_file is not None:
-        problems = {demand.problem for demand in workload.read(from_file)[0]}
+    if from_files:
+        problems = {demand.problem for demand in workload.read_all(from_files)[0]}
     if db is None:
         records, warnings = read_records()
         for warning in warnings:

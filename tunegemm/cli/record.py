@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunegemm.cli import options, program
+from tunegemm.cli.signals import Signals
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
 from tunegemm.files import cause, check_target, read_text
@@ -31,8 +33,6 @@ def command(
     ] = Path("shapes.json"),
 ) -> None:
     """Run a program and record the matrix products of its Python processes: `-- python train.py`."""
-    from tunegemm.describe.workload import Workload, merge
-
     try:
         out = out.absolute()
         if not out.parent.is_dir():
@@ -40,34 +40,43 @@ def command(
         check_target(out, WorkloadError)
     except OSError as error:  # a deleted working directory, or a folder that one may not search
         raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
-    with tempfile.TemporaryDirectory(prefix="tunegemm-record-") as parts:
-        code = program.run(words, program.attached(TUNEGEMM_RECORD_PARTS=parts), "record")
-        found = []
-        for part in sorted(Path(parts).glob("[!.]*.json")):
-            workload, refused = Workload.from_document(decoded(read_text(part)), str(part))
-            found.append(workload)
-            options.say(*(f"tunegemm: left out: {line}" for line in refused), err=True)
+    with Signals() as signals, program.folder("tunegemm-record-") as parts:
+        variables = program.attached(TUNEGEMM_RECORD_PARTS=parts)
+        code = program.run(words, variables, "record", signals)
+        _write(words, parts, out)
+    raise typer.Exit(code)
+
+
+def _write(words: list[str], parts: str, out: Path) -> None:
+    """Adds up what the processes wrote."""
+    from tunegemm.describe.workload import Workload, demands, merge
+
+    found = []
+    for part in sorted(Path(parts).glob("[!.]*.json")):
+        workload, refused = Workload.from_document(decoded(read_text(part)), str(part))
+        found.append(workload)
+        options.say(*(f"tunegemm: left out: {line}" for line in refused), err=True)
     if not found:
         options.say(
             "tunegemm: nothing recorded: no Python process of the command imported torch with tunegemm "
             "installed beside it (python -I, -E and -S turn recording off, too)",
             err=True,
         )
-    else:
-        workload = merge(found, words)
-        try:
-            workload.write(out)
-        except WorkloadError as error:  # the program may have run for hours
-            kept = Path(tempfile.mkdtemp(prefix="tunegemm-record-"), out.name)
-            workload.write(kept)
-            raise WorkloadError(f"{error}; what was recorded is in {kept}") from None
+        return
+    workload = merge(found, words)
+    try:
+        workload.write(out)
+    except WorkloadError as error:  # the program may have run for hours
+        kept = Path(tempfile.mkdtemp(prefix="tunegemm-record-"), out.name)
+        workload.write(kept)
+        raise WorkloadError(f"{error}; what was recorded is in {kept}") from None
+    with suppress(OSError):  # of a terminal that is gone
         options.say(f"tunegemm: {_summary(workload, out)}", err=True)
-        if workload.products:
+        if demands(workload.products)[0]:
             _show_costliest(workload)
             shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
-            command_ = command_line("tune", {"from": shown, "budget": "10m"})
-            options.say_command("Tune them where they lose most:", command_, err=True)
-    raise typer.Exit(code)
+            again = command_line("tune", {"from": shown, "budget": "10m"})
+            options.say_command("Tune them where they lose most:", again, err=True)
 
 
 def _show_costliest(workload: Workload) -> None:
@@ -105,6 +114,8 @@ def _show_costliest(workload: Workload) -> None:
 
 
 def _summary(workload: Workload, out: Path) -> str:
+    from tunegemm.describe.workload import demands
+
     calls = sum(product.calls for product in workload.products)
     text = (
         f"{counted(len(workload.products), 'product')}, {counted(calls, 'call')} in "
@@ -115,4 +126,8 @@ def _summary(workload: Workload, out: Path) -> str:
         text += f"; {only_captured} were only captured, and are weighted by that"
     if workload.unknown_replays:
         text += f"; {workload.unknown_replays} replays of CUDA graphs captured before are not counted"
+    if own := [product for product in workload.products if not demands([product])[0]]:
+        count, calls = len(own), sum(product.weight for product in own)
+        _, (why, *_) = demands(own)
+        text += f"; {count} of them, {calls} calls, are torch's whatever is tuned, the first because: {why}"
     return f"{text}."

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tunegemm.cli import options, program
+from tunegemm.cli.signals import Signals
 
 
 def command(
@@ -40,8 +40,8 @@ def command(
     options.say(
         f"tunegemm: {_start_line(words or [], [r.fingerprint.device_name for r in records])}", err=True
     )
-    with tempfile.TemporaryDirectory(prefix="tunegemm-run-") as parts:
-        code = program.run(words or [], variables | {"TUNEGEMM_ENABLE_PARTS": parts}, "run")
+    with Signals() as signals, program.folder("tunegemm-run-") as parts:
+        code = program.run(words or [], variables | {"TUNEGEMM_ENABLE_PARTS": parts}, "run", signals)
         served = Served.read(Path(parts))
     if served.calls:
         options.say(f"tunegemm: {served}", err=True)

@@ -42,7 +42,7 @@ def savings_table(standings: Sequence[Standing]) -> Table:
         after = standing.after_us
         origin = "" if after is not None or standing.demand.call_us is not None else "~"
         table.add_row(
-            Text(clean(standing.demand.problem) + (" +" if standing.demand.extra_calls else "")),
+            Text(clean(standing.demand.problem)),
             str(standing.demand.calls),
             f"{100 * standing.total_s / whole:.1f}" if whole else "",
             f"{origin}{significant(standing.before_us)}" if standing.before_us else "",
@@ -68,8 +68,6 @@ def closing_lines(standings: Sequence[Standing], refused: Sequence[str]) -> list
         )
     if any(s.after_us is None and s.demand.call_us is None for s in standings):
         lines.append("~ estimated from the roofline, for want of a time on a GPU.")
-    if any(standing.demand.extra_calls for standing in standings):
-        lines.append("+ also called with an added matrix or an activation: tuned as the plain product.")
     lines += [f"Left out: {reason}" for reason in refused[:_NAMED]]
     if len(refused) > _NAMED:
         lines.append(f"Left out: {len(refused) - _NAMED} more.")

@@ -20,7 +20,7 @@ import typer
 from tunegemm.cli import help, options
 from tunegemm.describe.command import command_line
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.workload import read
+from tunegemm.describe.workload import read_all
 from tunegemm.report.text import clean, counted, significant, to_json
 
 if TYPE_CHECKING:
@@ -58,12 +58,13 @@ class Command(help.Command):
 def command(
     asked_for: list[Problem],
     context: typer.Context,
-    from_file: Annotated[
-        Path | None,
+    from_files: Annotated[
+        list[Path] | None,
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON.",
+            help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON. "
+            "May be repeated, as for a file of each rank: calls of the same product add up.",
         ),
     ] = None,
     effort: Annotated[
@@ -147,7 +148,7 @@ def command(
     ] = False,
 ) -> None:
     """Find and remember the fastest kernel for each shape, or for the products of a program."""
-    if bool(asked_for) == (from_file is not None):
+    if bool(asked_for) == bool(from_files):
         raise options.UsageError(
             "give either --shape or --from: --shape 4096x4096x4096, or --from shapes.json"
         )
@@ -155,11 +156,11 @@ def command(
         raise options.UsageError(f"--quiet and {'--verbose' if verbose else '--json'}: give one of them")
     if candidate and (of_search := search_options(context)):
         raise options.UsageError(f"{', '.join(of_search)} with --candidate, which searches nothing")
-    if from_file is not None:
+    if from_files:
         of_shapes = {"dtype", "out_dtype", "layout", "alignment", "epilogue", "accumulation", "with_backward"}
         if given := [flag for name, flag in given_options(context).items() if name in of_shapes]:
             raise options.UsageError(f"{', '.join(given)} with --from: the file says that of each product")
-    demands, refused = read(from_file) if from_file is not None else ([], [])
+    demands, refused = read_all(from_files) if from_files else ([], [])
     problems: dict[Problem, Problem] = {}  # each with the first that asks for it
     for forward in asked_for:
         for problem in (forward, *(forward.backward() if with_backward else ())):
@@ -392,7 +393,7 @@ def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) 
 
 def search_options(context: typer.Context) -> list[str]:
     """The given options that say how to search."""
-    of_search = {"from_file", "effort", "trials", "budget", "families", "kernels", "compiled_only"}
+    of_search = {"from_files", "effort", "trials", "budget", "families", "kernels", "compiled_only"}
     return [flag for name, flag in given_options(context).items() if name in of_search]
 
 

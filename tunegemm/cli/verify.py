@@ -9,7 +9,7 @@ import typer
 
 from tunegemm.cli import options
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.workload import read
+from tunegemm.describe.workload import read_all
 
 if TYPE_CHECKING:
     from tunegemm.tuning.verify import Verification
@@ -24,12 +24,12 @@ def command(
             help="Race what is served by prediction, of the products named by --shape or --from.",
         ),
     ] = False,
-    from_file: Annotated[
-        Path | None,
+    from_files: Annotated[
+        list[Path] | None,
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Of --predicted: a program's products, as `tune --from` reads them.",
+            help="Of --predicted: a program's products, as `tune --from` reads them. May be repeated.",
         ),
     ] = None,
     everything: Annotated[
@@ -44,17 +44,17 @@ def command(
 
     With --predicted: race kernels that serve by prediction; the winner, or torch.mm, becomes the record.
     """
-    if from_file is not None and not predicted:
-        raise options.UsageError(f"--from {from_file}: is for --predicted; name records by --shape")
+    if from_files and not predicted:
+        raise options.UsageError(f"--from {from_files[0]}: is for --predicted; name records by --shape")
     if predicted:
         if everything:
             raise options.UsageError("--predicted and --all: give one of them")
-        if bool(shape) == (from_file is not None):
+        if bool(shape) == bool(from_files):
             raise options.UsageError(
                 "--predicted: name products by either --shape 8x9216x4608 or --from shapes.json"
             )
         named = [Problem.parse(text) for text in shape or ()]
-        demands, refused = read(from_file) if from_file is not None else ([], [])
+        demands, refused = read_all(from_files) if from_files else ([], [])
         named += [demand.problem for demand in demands]
         options.say(*(f"left out: {line}" for line in refused), err=True)
         verify_predicted(list(dict.fromkeys(named)), device, db, workers)

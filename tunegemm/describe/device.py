@@ -336,9 +336,9 @@ def _driver_version() -> str:
     """From the kernel module where it says so: starting NVML looks at every GPU of the host."""
     with suppress(OSError):
         return Path("/sys/module/nvidia/version").read_text().strip()
-    import pynvml
+    with suppress(Exception):  # it may be missing, of another version than the driver, or forbidden
+        import pynvml
 
-    with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         try:
             return str(pynvml.nvmlSystemGetDriverVersion())
@@ -347,17 +347,23 @@ def _driver_version() -> str:
     return ""
 
 
+#: NVML_CLOCK_SM and NVML_TEMPERATURE_GPU of nvml.h.
+_CLOCK_SM, _TEMPERATURE_GPU = 1, 0
+
+
 class TelemetryReader:
     """Reads clocks, power and temperature of one GPU; keeps NVML open between reads."""
 
     def __init__(self, index: int) -> None:
         """`index` is the CUDA ordinal; it is matched to NVML's by UUID, since the two orders may differ."""
-        import pynvml
         import torch
 
-        self._nvml = pynvml
+        self._nvml: Any = None
         self._handle: Any = None
-        with suppress(pynvml.NVMLError):
+        with suppress(Exception):  # it may be missing, or not know the MIG device
+            import pynvml
+
+            self._nvml = pynvml
             pynvml.nvmlInit()
             uuid = str(torch.cuda.get_device_properties(index).uuid)
             uuid = uuid if re.match(r"(GPU|MIG)-", uuid) else f"GPU-{uuid}"
@@ -369,9 +375,9 @@ class TelemetryReader:
     def read(self) -> Telemetry:
         """One reading, about 0.1 ms; all None when NVML does not answer."""
         return Telemetry(
-            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM),
+            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
             power_w=None if (mw := self._ask("nvmlDeviceGetPowerUsage")) is None else mw / 1000,
-            temperature_c=self._ask("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU),
+            temperature_c=self._ask("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
             throttle_reasons=self._throttle_reasons(),
         )
 
@@ -388,7 +394,7 @@ class TelemetryReader:
     def _ask(self, function: str, *arguments: Any) -> Any:
         if self._handle is None:
             return None
-        with suppress(self._nvml.NVMLError):
+        with suppress(Exception):  # not supported of this device, or by this version
             return getattr(self._nvml, function)(self._handle, *arguments)
         return None
 

@@ -305,7 +305,7 @@ _BEFORE: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "alpha": lambda acc, given: acc * given["alpha"],
     "scale_tensor": lambda acc, given: acc * (given["scale_a"] * given["scale_b"]),
     "scale_rowwise": lambda acc, given: acc * given["scale_a"] * given["scale_b"],
-    "beta_c": lambda acc, given: acc + given["c"] * given["beta"],
+    "beta_c": lambda acc, given: acc + _weighted(given["c"], given["beta"]),
     "bias_n": lambda acc, given: acc + given["bias"],
     "bias_m": lambda acc, given: acc + given["bias"],
 }
@@ -375,19 +375,49 @@ def _reciprocal(x: Any) -> Any:
     return values.load()
 
 
+def _weighted(matrix: Any, number: Any) -> Any:
+    """The product of both; 0 where the number is, whatever the matrix holds: torch does not read it then."""
+    if _is_torch(matrix):
+        return matrix * number if number else matrix.new_zeros(())
+    from cutlass import Float32, cute
+
+    return where(cute.full(matrix.shape, number, Float32) != 0.0, matrix * number, 0.0)
+
+
 def absolute(x: Any) -> Any:
-    """|x|."""
-    return maximum(x, x * -1.0)
+    """|x|; of NaN NaN."""
+    return where(x > x * -1.0, x, x * -1.0)
 
 
 def maximum(x: Any, y: Any) -> Any:
-    """The larger of two, either of which may be a number."""
-    return where(x > y, x, y)
+    """The larger of two, either of which may be a number; NaN where one is, as of torch.maximum."""
+    if _is_torch(x, y):
+        return _of_tensors("maximum", x, y)
+    return _chosen(x, y, lambda one, other: one > other)
 
 
 def minimum(x: Any, y: Any) -> Any:
-    """The smaller of two, either of which may be a number."""
-    return where(x < y, x, y)
+    """The smaller of two, either of which may be a number; NaN where one is, as of torch.minimum."""
+    if _is_torch(x, y):
+        return _of_tensors("minimum", x, y)
+    return _chosen(x, y, lambda one, other: one < other)
+
+
+def _of_tensors(name: str, x: Any, y: Any) -> Any:
+    import torch
+
+    tensor = x if _is_torch(x) else y
+    x, y = (value if _is_torch(value) else tensor.new_full((), value) for value in (x, y))
+    return getattr(torch, name)(x, y)
+
+
+def _chosen(x: Any, y: Any, precedes: Callable[[Any, Any], Any]) -> Any:
+    """x where it precedes, else y, but NaN of either: comparisons with NaN are false, and keep the second."""
+    if not hasattr(x, "shape"):  # a number; where neither precedes the other they are equal
+        x, y = y, x
+    if isinstance(y, int | float):
+        return where(precedes(y, x), y, x)
+    return where(x != x, x, where(precedes(x, y), x, y))
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:

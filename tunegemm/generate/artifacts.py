@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunegemm.errors import ArtifactError
-from tunegemm.files import cause
+from tunegemm.files import cause, foreign
 from tunegemm.generate.ptxas import Resources
+from tunegemm.resources import user_path
 
 Key = Mapping[str, str | int | bool]
 
@@ -49,9 +50,7 @@ class ArtifactStore:
         is_package: it lies in the package, whose owner may write the code that runs here anyway, so that the
         objects' owner is not asked for.
         """
-        import platformdirs  # dispatch of a library's kernels does without
-
-        root = root or os.environ.get("TUNEGEMM_CACHE_DIR") or platformdirs.user_cache_dir("tunegemm")
+        root = root or os.environ.get("TUNEGEMM_CACHE_DIR") or user_path("cache")
         self.root = Path(root) / "objects"
         self._is_package = is_package
 
@@ -193,10 +192,7 @@ class ArtifactStore:
 
 
 def _refuse_foreign(path: Path, status: os.stat_result) -> None:
-    if status.st_uid not in (os.getuid(), 0):
-        raise ArtifactError(f"{path}: owned by another user (uid {status.st_uid}); delete it and tune again")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = f"{stat.S_IMODE(status.st_mode):04o}"
-        raise ArtifactError(
-            f"{path}: writable by other users (mode {mode}); chmod go-w, and check what is in it"
-        )
+    if why := foreign(path, status, (os.getuid(), 0)):
+        is_ours = status.st_uid in (os.getuid(), 0)
+        remedy = "chmod go-w, and check what is in it" if is_ours else "delete it and tune again"
+        raise ArtifactError(f"{why}; {remedy}")

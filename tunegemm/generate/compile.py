@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from tunegemm.describe.served import UNATTACHED
-from tunegemm.errors import CompileError
+from tunegemm.errors import CompileError, is_transient
 from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key, digest
 from tunegemm.generate.ptxas import Resources
 
-#: Errors of the disk that the store is on. Remembered as a candidate's failure they would hide a good kernel.
+#: Errors of the disk that the store is on, which fail every kernel: they are raised.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 _PR_SET_PDEATHSIG = 1
@@ -52,6 +52,8 @@ class CompileResult:
     """One line; empty on success."""
     cached: bool = False
     """Whether it was answered from the store."""
+    is_transient: bool = False
+    """Whether the failure tells of the machine at that moment: asked for again, the kernel may compile."""
 
 
 class Urgency(IntEnum):
@@ -225,7 +227,9 @@ class CompilePool:
             if store is not None and (artifact := store.find(key)) is not None:
                 return CompileResult(artifact, cached=True)
         failure = self.store.failure(key)
-        return None if failure is None else CompileResult(None, failure, cached=True)
+        if failure is None or is_transient(failure):  # older releases remembered such, too
+            return None
+        return CompileResult(None, failure, cached=True)
 
     def _enqueue(self, job: _Job) -> None:
         self._waiting[job.name] = job
@@ -240,17 +244,31 @@ class CompilePool:
                     del self._waiting[job.name]
             if is_due and job.future.set_running_or_notify_cancel():
                 try:
-                    job.future.set_result(self._compile(job.family, job.key))
+                    result = self._compile(job.family, job.key)
+                    if result.is_transient:  # who asks again may have it
+                        with self._lock:
+                            self._pending.pop(job.name, None)
+                    job.future.set_result(result)
                 except BaseException as error:  # for who waits for it, not for this thread
                     job.future.set_exception(error)
 
     def _compile(self, family: str, key: Key) -> CompileResult:
         scratch = self.store.scratch()
-        if (worker := self._take_worker()) is None:
+        try:
+            worker = self._take_worker()
+        except OSError as error:  # no memory, files or processes for one
             scratch.unlink(missing_ok=True)
-            return CompileResult(None, "the compile pool was closed")
+            return CompileResult(
+                None, f"a compile worker cannot start: {_one_line(error)}", is_transient=True
+            )
+        if worker is None:
+            scratch.unlink(missing_ok=True)
+            return CompileResult(None, "the compile pool was closed", is_transient=True)
         try:
             reply = worker.ask(family, key, scratch, self._timeout_s)
+            if isinstance(reply, _Failure) and reply.is_transient and reply.errno not in _DISK:
+                worker.kill()  # and what it has taken with it
+                raise _WorkerDied(reply.reason, killed=True)
         except _WorkerDied as died:
             worker.disconnect()
             with self._lock:
@@ -260,7 +278,7 @@ class CompilePool:
             # the deadline, or for memory. Remembered, it would hide a good kernel from every later tuning.
             if not died.killed:
                 self.store.add_failure(key, str(died))
-            return CompileResult(None, str(died))
+            return CompileResult(None, str(died), is_transient=died.killed)
         self._idle.put(worker)
         failure = reply.reason if isinstance(reply, _Failure) else _refusal(reply)
         if isinstance(reply, _Failure) or failure:
@@ -375,6 +393,8 @@ class _Failure(NamedTuple):
 
     reason: str
     errno: int | None
+    is_transient: bool
+    """See `tunegemm.errors.is_transient`."""
 
 
 def _serve(connection: Connection, families_module: str) -> None:
@@ -387,7 +407,8 @@ def _serve(connection: Connection, families_module: str) -> None:
             try:
                 reply: Resources | _Failure = families.get(family).compile(key, out)
             except Exception as error:  # the compiler may raise anything; it becomes this candidate's failure
-                reply = _Failure(_one_line(error), error.errno if isinstance(error, OSError) else None)
+                number = error.errno if isinstance(error, OSError) else None
+                reply = _Failure(_one_line(error), number, is_transient(error))
             connection.send(reply)
 
 

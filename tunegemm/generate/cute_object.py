@@ -176,10 +176,19 @@ def load_function(artifact: Path):  # type: ignore[no-untyped-def]
     Launchers of one kernel share it: they differ in numbers only, and a program that decodes has hundreds.
     Raises RuntimeError for what cannot be loaded here.
     """
+    key = _key(artifact)
+    return _kept[key] if key in _kept else _load(*key)
+
+
+def _key(artifact: Path) -> tuple[str, int, int]:
     import torch
 
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-    return _load(str(artifact), artifact.stat().st_mtime_ns, device)
+    return str(artifact), artifact.stat().st_mtime_ns, device
+
+
+#: Functions that live for as long as the process.
+_kept: dict[tuple[str, int, int], Any] = {}
 
 
 def prepare_loading(artifact: Path) -> None:
@@ -235,6 +244,7 @@ def load_launch(
 
         return launch
 
+    make.keep = functools.partial(_kept.setdefault, _key(artifact), function)  # type: ignore[attr-defined]
     return make
 
 

@@ -27,6 +27,7 @@ from tunegemm.generate.launching import Launcher as Launcher
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.generate.workspace import Workspace
+from tunegemm.untrusted import shown
 
 GROUP = "tunegemm.families"
 """The group of entry points."""
@@ -283,6 +284,39 @@ def expected(family: str, parameter: str, value: Value) -> str | None:
     if type(value) is kind and value in listed:
         return None
     return "use true or false" if kind is bool else f"use one of {', '.join(map(str, listed))}"
+
+
+def wrong_parameter(candidate: Candidate, *, listed: bool = False) -> str:
+    """A parameter that a candidate lacks, one that its family does not know, or a value that none has, in one
+    clause; empty where nothing is wrong. A library names its kernels itself.
+
+    listed: whether launch parameters must have values of the shipped space. No rule bounds those that only
+    order tiles, and a kernel computes with them.
+    """
+    family = get(candidate.family)
+    if not family.compiled:
+        return ""
+    space = _shipped_space(family.name)
+    for table, given, values in (
+        ("compile", candidate.compile_params, space.compile_values),
+        ("launch", candidate.launch_params, space.launch_values),
+    ):
+        for name, value in given:
+            if name not in values:
+                import difflib
+
+                near = ", ".join(difflib.get_close_matches(name, values, n=1) or values)
+                return f"{name!r} is not a {table} parameter of {family.name}; use {near}"
+            allowed = expected(family.name, name, value)
+            known = (*values[name], *family.unlisted.get(name, ()))
+            if allowed is None and listed and table == "launch" and value not in known:
+                allowed = f"use one of {', '.join(map(str, known))}"
+            if allowed is not None:
+                return f"{table} parameter {name!r} is {shown(value)}; {allowed}"
+        if missing := [name for name in values if name not in candidate.params]:
+            options = ", ".join(map(str, values[missing[0]]))
+            return f"{table} parameter {missing[0]!r} is missing; use one of {options}"
+    return ""
 
 
 def completed(candidate: Candidate) -> Candidate:

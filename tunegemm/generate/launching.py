@@ -33,6 +33,10 @@ WordsOf = Callable[[Sequence["torch.Tensor"], Sequence[float]], Sequence[int] | 
 _MAX_MADE = 1024
 
 
+def never_unloaded() -> None:
+    """The `keep` of a launcher whose kernel lives for as long as the process in any case."""
+
+
 class AddressLauncher:
     """A `Launcher` whose launches take addresses, once the strides of its operands are known.
 
@@ -55,6 +59,9 @@ class AddressLauncher:
         self._make = make
         self._read_words = read_words
         self._made: dict[tuple[Any, ...], AddressLaunch] = {}
+        if keep := getattr(make, "keep", None):
+            self.keep = keep
+            """Lets the kernel live for as long as the process, also without its launchers."""
 
     def of(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> AddressLaunch:
         """The launch for operands with the strides of these; addresses must be as aligned as theirs.
@@ -144,6 +151,11 @@ def tma_takes(problem: Problem) -> bool:
 def through_aligned_copies(problem: Problem, launch: Launcher) -> Launcher:
     """A launcher for operands that TMA refuses: they are copied to where it takes them, the result back.
 
+    So is an output whose lines do not end at a multiple of 16 bytes, wherever they begin: TMA stores whole
+    units of 16 bytes (H100, 2026-11-26), and a store of pairs of columns ends at an even one. In a view those
+    would be the caller's next columns, at a buffer's end nobody's. An operand's lines may end anywhere: what
+    TMA loads beyond an extent is zeros.
+
     A copy costs its bytes once more through device memory, a product without TMA far more: a peer that pads
     is up to 4.8 times as fast as torch.mm at odd k (H200, benchmarks/results/h200/peers.json). The copies are
     temporaries of the stream, or of the graph that is captured.
@@ -153,7 +165,8 @@ def through_aligned_copies(problem: Problem, launch: Launcher) -> Launcher:
     matrices = [operand.kind == "matrix" for operand in problem.fused.operands]
 
     def launch_on_copies(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
-        target = out if _is_aligned(out, out_rows) else _aligned_like(out, out_rows)
+        in_place = _is_aligned(out, out_rows) and _has_whole_units(out, out_rows)
+        target = out if in_place else _aligned_like(out, out_rows)
         fused = [
             _aligned(operand, out_rows) if matrix else operand
             for operand, matrix in zip(operands, matrices, strict=True)
@@ -162,6 +175,8 @@ def through_aligned_copies(problem: Problem, launch: Launcher) -> Launcher:
         if target is not out:
             out.copy_(target)
 
+    if keep := getattr(launch, "keep", None):
+        launch_on_copies.keep = keep  # type: ignore[attr-defined]
     return launch_on_copies
 
 
@@ -177,6 +192,11 @@ def _is_aligned(tensor: torch.Tensor, row_major: bool) -> bool:
     lines = 0 if tensor.shape[line] == 1 else tensor.stride(line)
     entries = 0 if tensor.ndim == 2 or tensor.shape[0] == 1 else tensor.stride(0)
     return tensor.data_ptr() % 16 == lines % unit == entries % unit == 0
+
+
+def _has_whole_units(tensor: torch.Tensor, row_major: bool) -> bool:
+    """Whether its lines, rows or columns, are multiples of 16 bytes."""
+    return tensor.shape[-1 if row_major else -2] * tensor.element_size() % 16 == 0
 
 
 def _aligned_like(tensor: torch.Tensor, row_major: bool) -> torch.Tensor:

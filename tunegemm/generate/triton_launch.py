@@ -19,7 +19,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.driver import ensure_context, primary_context
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, tma_reader
+from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, never_unloaded, tma_reader
 from tunegemm.generate.tiles import seen_by_kernel
 from tunegemm.generate.triton_object import Header, TensorMap, read_object
 from tunegemm.generate.workspace import Workspace
@@ -156,6 +156,7 @@ def load_launcher(
 
         return launch
 
+    make.keep = never_unloaded  # type: ignore[attr-defined]
     return AddressLauncher(tma_reader(problem), make)
 
 

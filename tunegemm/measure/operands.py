@@ -45,7 +45,7 @@ ELEMENT_FACTOR = 16.0
 _PEAK = 6.0
 
 #: Of integers from -128 to 127.
-_INT8_VARIANCE = (256**2 - 1) / 12
+INT8_VARIANCE = (256**2 - 1) / 12
 
 _GUARD_BYTE = 0xA5
 _MIB = 1 << 20
@@ -166,7 +166,7 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
             return torch.zeros(shape, dtype=torch.float32, device=device)
         low, high = (0.5, 1.5) if operand.fp32 else (-2.0, 2.0)
         if operand.name == "scale_a" and problem.in_dtype == "int8":
-            low, high = (bound / (_INT8_VARIANCE * math.sqrt(problem.k)) for bound in (low, high))
+            low, high = (bound / (INT8_VARIANCE * math.sqrt(problem.k)) for bound in (low, high))
         dtype_here = torch_dtype(operand_dtype(operand, problem.out_dtype))
         turned = problem.out_major == "m" and operand.kind == "matrix"
         lines = (*shape[:-2], shape[-1], shape[-2]) if turned else shape

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from tunegemm.describe.space import Candidate
+from tunegemm.errors import is_transient
 
 #: Where a candidate failed. `wrong` ran but gave another result than fp32; `timeout` hung;
 #: `crash` ended its process (an illegal address, an abort).
@@ -71,6 +72,11 @@ class Failure:
     stage: Stage
     reason: str
     """One line."""
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether it tells of the machine at that moment, not of the candidate, which may be tried again."""
+        return self.stage == "timeout" or is_transient(self.reason)
 
 
 Outcome = Measurement | Failure

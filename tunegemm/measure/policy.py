@@ -45,6 +45,9 @@ class Policy:
     that holds its clocks: interleaved timing."""
     steady_groups: tuple[int, ...] = (8, 1, 1)
     """Of steady-state timing, in place of `rounds`: the most candidates of a group in each round."""
+    steady_doubt: tuple[float, float] | None = None
+    """By how much the fastest is ahead of the baseline, at least and at most, where one more round like the
+    last is to say whether it is. A race of which all are below that ends there. None: neither."""
     steady_spread: float = 0.02
     """In steady-state timing a candidate is dropped when its median after n rounds is slower than the
     leader's by more than `race_margin` and this fraction over the square root of n."""
@@ -84,7 +87,10 @@ FINAL = Policy(
     steady_ms=950, steady_groups=(8, 1, 1),
 )  # fmt: skip
 
-#: The same in a quick tuning, on a GPU that has just measured the screen.
+#: The same in a quick tuning, on a GPU that has just measured the screen. Its third round in steady state
+#: says how fast what the first two chose is; where that leaves it open whether torch.mm is as fast, a fourth
+#: one says it once more (docs/decisions/0025-what-chose-does-not-report.md).
 QUICK_FINAL = replace(
-    FINAL, rounds=15, race_after=5, race_margin=0.005, settle_ms=100, steady_groups=(8, 4), steady_left=2
-)
+    FINAL, rounds=15, race_after=5, race_margin=0.005, settle_ms=100,
+    steady_groups=(8, 4, 4), steady_left=2, steady_doubt=(0.004, 0.016),
+)  # fmt: skip

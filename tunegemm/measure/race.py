@@ -119,7 +119,11 @@ def steady_race(
     generator = random.Random(policy.seed)
     samples: list[list[float]] = [[] for _ in timed]
     active = list(range(len(timed)))
-    for round_index, size in enumerate(policy.steady_groups):
+    in_doubt = policy.steady_groups[-1:] if policy.steady_doubt else ()
+    for round_index, size in enumerate(policy.steady_groups + in_doubt):
+        is_alone = len(active) <= kept + 1
+        if round_index >= len(policy.steady_groups) and not _in_doubt(active, kept, samples, policy):
+            break
         for group in _groups(generator.sample(active, len(active)), size):
             for index, sample in zip(
                 group,
@@ -128,9 +132,28 @@ def steady_race(
             ):
                 samples[index].append(sample)
         active = [*range(kept), *_near(active[kept:], samples, policy)]
-        if round_index + 1 >= _FEWEST_STEADY and len(active) <= kept + 1:
-            break  # of the one that is left no further round changes anything
+        if round_index + 1 < _FEWEST_STEADY:
+            continue
+        if policy.steady_doubt and not _ahead(active, kept, samples, policy.steady_doubt[0]):
+            break  # the baseline is as fast as any
+        if is_alone and not _in_doubt(active, kept, samples, policy):
+            break  # the last round did not choose, and says how fast the one is that is left
     return samples
+
+
+def _ahead(active: Sequence[int], kept: int, samples: list[list[float]], least: float) -> list[float]:
+    """By how much those that are left are ahead of the baseline, where it is more than that."""
+    baseline = fmean(map(fmean, samples[:kept]))
+    ahead = (baseline / fmean(samples[index]) - 1 for index in active[kept:])
+    return [one for one in ahead if one > least]
+
+
+def _in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], policy: Policy) -> bool:
+    """Whether one of those that are left may be faster than the baseline, and may not."""
+    if not policy.steady_doubt:
+        return False
+    least, most = policy.steady_doubt
+    return any(one < most for one in _ahead(active, kept, samples, least))
 
 
 def _groups(order: Sequence[int], most: int) -> list[Sequence[int]]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import median
+from dataclasses import replace
+from statistics import fmean, median
 from typing import Protocol
 
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import MeasureError
 from tunegemm.generate import families
+from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement
 
 #: Two captures of the same kernel differ by this much even in the quietest interleave (0.05-1.0 % in
@@ -22,6 +24,13 @@ NOISE_FLOOR = 0.003
 #: No more than that is given away to a cheaper candidate, however noisy the race: of several that cannot be
 #: distinguished the one in front is still the likeliest. Steady-state timing has a noise of 1 to 3 %.
 _TIE_CEILING = 0.005
+#: By how much more than two captures of torch.mm differ a winner has to be ahead of it in interleaved rounds:
+#: two that differ little may do so by luck. And by how much at most, however noisy the race.
+_LUCK, _MARGIN_CEILING = 0.005, 0.01
+#: The same in steady state, where rounds are too few to tell their noise: a sample is within 0.4 to 0.7 %
+#: (docs/decisions/0023-turns-outlast-the-power-controller.md), the mean of three and of two captures of
+#: torch.mm within 0.3 to 0.5.
+_STEADY_MARGIN = 0.009
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
@@ -95,6 +104,62 @@ def tie(a: Rated, b: Rated, noise: float | None = None) -> bool:
     limit = max(a.noise, b.noise) if noise is None else noise
     slower, faster = sorted((a.ratio, b.ratio))
     return faster <= slower * (1 + max(limit, NOISE_FLOOR))
+
+
+def choosing_rounds(measurement: Measurement) -> int:
+    """How many of a final race's rounds choose the winner, the first ones: the others say how fast it is.
+
+    In steady state two, and all but the last of fewer; of interleaved rounds two thirds.
+    """
+    count = len(measurement.samples_us)
+    return min(2, count - 1) if measurement.is_steady else math.ceil(2 * count / 3) if count > 1 else 0
+
+
+def rounds_of(measurement: Measurement, first: int, last: int | None = None) -> Measurement:
+    """A measurement with some of its rounds only, counted from 0."""
+    own, baseline = measurement.samples_us[first:last], measurement.baseline_us[first:last]
+    evidence = measurement.evidence | {"rounds": len(own), "of_rounds": len(own)}
+    return replace(measurement, samples_us=own, baseline_us=baseline, evidence=evidence)
+
+
+def beats(measurement: Measurement, library: Measurement | None) -> bool:
+    """Whether a race's winner is faster than torch.mm by more than the noise, by all its rounds, and not
+    slower by those that did not choose it.
+
+    library: torch.mm's own measurement of the race, which is a second capture: the mean of both is the
+    steadier baseline. Interleaved, the noise is how far the two are apart, and may be by luck.
+    """
+    baseline = measurement.baseline_us
+    if library is not None and library.baseline_us == baseline:
+        baseline = tuple((a + b) / 2 for a, b in zip(baseline, library.samples_us, strict=True))
+    ratios = [b / s for b, s in zip(baseline, measurement.samples_us, strict=True)]
+    middle = fmean if measurement.is_steady else median  # of three rounds a median knows one
+    margin = _STEADY_MARGIN if measurement.is_steady else min(measurement.noise + _LUCK, _MARGIN_CEILING)
+    return middle(ratios) > 1 + margin and middle(ratios[choosing_rounds(measurement) :]) >= 1
+
+
+def final_choice(problem: Problem, raced: Sequence[Measurement]) -> Measurement:
+    """The record among those that stayed in a final race to its end, with the rounds that did not choose it.
+
+    The rounds that choose the fastest of several flatter it: of six that are as fast as torch.mm it seems
+    0.5 to 1 % faster. So the first rounds choose and the others report, and torch.mm keeps what is not faster
+    by more than the noise (docs/decisions/0025-what-chose-does-not-report.md). Raises MeasureError without
+    measurements.
+    """
+    library = next((one for one in raced if is_torch(one.candidate)), None)
+    others = [one for one in raced if one is not library]
+    best = library
+    if others:
+        first = [rounds_of(one, 0, choosing_rounds(one) or None) for one in others]
+        # Of few rounds the one in front is given nothing away to a cheaper one.
+        steady = all(one.is_steady for one in first)
+        chosen = max(first, key=lambda m: (m.ratio, m.candidate.digest)) if steady else winner(problem, first)
+        best = next(one for one in others if one.candidate == chosen.candidate)
+        if library is not None and not beats(best, library):
+            best = library
+    if best is None:
+        raise MeasureError(f"no candidate of {problem} was measured: there is no winner")
+    return rounds_of(best, choosing_rounds(best))
 
 
 def winner(problem: Problem, measurements: Sequence[Measurement]) -> Measurement:

@@ -11,7 +11,7 @@ from tunegemm.describe.epilogue import ACTIVATIONS, GATED, Epilogue
 from tunegemm.errors import ProblemError
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, form_of
-from tunegemm.serve.library import addmm_steps, scale_steps
+from tunegemm.serve.library import addmm_steps, is_sum, scale_steps
 from tunegemm.serve.policies import Policy, Preference
 from tunegemm.serve.torch import ops
 from tunegemm.serve.torch.fx import node_of, rank, refuse_proxies
@@ -189,13 +189,12 @@ def addmm(
     matrix, with ``alpha+`` before it where alpha is not 1, and none where beta is 0, as C is not read then.
     """
     try:
-        fits = rank(a) == 2 and rank(b) == 2
+        fits = is_sum(c, a, b, beta, 2)
         text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
     except (TypeError, RuntimeError):
         return node_of(addmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.addmm)
-    if fits:
-        return _fused(ADDMM, text, a, b, tensors, numbers)
-    return torch.addmm(c, a, b, beta=beta, alpha=alpha)
+    result = _fused(ADDMM, text, a, b, tensors, numbers) if fits else None
+    return torch.addmm(c, a, b, beta=beta, alpha=alpha) if result is None else result
 
 
 def baddbmm(
@@ -203,13 +202,12 @@ def baddbmm(
 ) -> torch.Tensor:
     """`addmm` for each entry of a batch: ``torch.baddbmm``."""
     try:
-        fits = rank(a) == 3 and rank(b) == 3 and a.shape[0] == b.shape[0]
+        fits = is_sum(c, a, b, beta, 3)
         text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
     except (TypeError, RuntimeError):
         return node_of(baddbmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.baddbmm)
-    if fits:
-        return _fused(ADDMM, text, a, b, tensors, numbers)
-    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
+    result = _fused(ADDMM, text, a, b, tensors, numbers) if fits else None
+    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha) if result is None else result
 
 
 def scaled_mm(
@@ -262,7 +260,7 @@ def _matmul_and_more(
         if operands:
             raise ProblemError("operands without an epilogue; give the epilogue that takes them")
         text = _text(activation, bias is None, residual is None)
-        if not text and out_dtype is not None and isinstance(a, torch.Tensor) and out_dtype == a.dtype:
+        if not text and isinstance(a, torch.Tensor) and out_dtype == a.dtype and not _is_cast(a):
             out_dtype = None
         return _fused(MATMUL, text, a, b, _given(bias, residual), (), out, out_dtype)
     if bias is not None or activation is not None or residual is not None:
@@ -281,6 +279,11 @@ def _matmul_and_more(
     tensors = tuple(each for each in operands if isinstance(each, torch.Tensor))
     numbers = tuple(float(each) for each in operands if not isinstance(each, torch.Tensor))
     return _fused(MATMUL, str(epilogue), a, b, tensors, numbers, out, out_dtype)
+
+
+def _is_cast(a: torch.Tensor) -> bool:
+    """Whether autocast may have its say."""
+    return torch.is_autocast_enabled(a.device.type)
 
 
 def _text(activation: str | None, no_bias: bool, no_residual: bool) -> str:

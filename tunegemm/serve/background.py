@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from tunegemm.describe.device import Device
-from tunegemm.errors import ArtifactError, TunegemmError
+from tunegemm.errors import ArtifactError, TunegemmError, is_transient, one_line
 from tunegemm.generate import families
 from tunegemm.generate.artifacts import ArtifactStore, Key, digest
 from tunegemm.store.record import Record
@@ -30,6 +31,9 @@ if TYPE_CHECKING:  # a program whose kernels are all here imports neither pool n
 #: Of one kernel: workers of low priority wait for others, and nobody waits for them.
 _TIMEOUT_S = 600.0
 _MOST_WORKERS = 4
+#: Seconds until a kernel is compiled again that the machine did not let compile, as for want of memory: after
+#: the last one it is given up in this process.
+_AGAIN_S = (1.0, 15.0, 120.0)
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +53,8 @@ class _Job(NamedTuple):
     kernel: str
     family: str
     key: Key
+    tries: int = 0
+    """Of before, in vain."""
 
 
 class _Done(NamedTuple):
@@ -81,6 +87,7 @@ class BackgroundCompiler:
         """Kernels that wait or are compiled."""
         self._failures: dict[str, str] = {}
         self._refusal = ""
+        self._logged: set[str] = set()
         self.is_on = True
         """By ``TUNEGEMM_COMPILE``."""
 
@@ -106,65 +113,138 @@ class BackgroundCompiler:
                     return Answer()  # compiled by the compilers that are here: it would be the same again
             except ArtifactError:  # the user's to delete
                 return Answer()
-            self._events.put(_Job(kernel, family.name, key))
-            if not self._is_running:
-                try:
-                    threading.Thread(target=self._work, name="tunegemm-compile", daemon=True).start()
-                except RuntimeError:  # the interpreter ends
-                    return Answer()
-                self._is_running = True
+            if not self._put(_Job(kernel, family.name, key)):
+                return Answer()
             self._asked.add(kernel)
             return Answer(kernel)
 
-    def _work(self) -> None:
-        """The thread, until nothing waits."""
-        start, count, under_way = time.monotonic(), 0, 0
-        with self._make_pool() as pool:
-            while True:
-                with self._lock:
-                    if not under_way and self._events.empty():
-                        self._is_running = False
-                        break
-                event = self._events.get()
-                if isinstance(event, _Job):
-                    under_way += 1
-                    self._submit(pool, event)
-                else:
-                    under_way -= 1
-                    count += self._finish(pool, event)
+    def _put(self, job: _Job) -> bool:
+        """Have a job done, by a thread that is there or begins; False where none can. Wants the lock."""
+        self._events.put(job)
+        if not self._is_running:
+            try:
+                work = partial(self._work, self._events)
+                threading.Thread(target=work, name="tunegemm-compile", daemon=True).start()
+            except RuntimeError:  # the interpreter ends, or no thread can be had
+                self._events = queue.SimpleQueue()
+                return False
+            self._is_running = True
+        return True
+
+    def _work(self, events: queue.SimpleQueue[_Job | _Done]) -> None:
+        """The thread, until nothing waits. What goes wrong with it is logged, and another one goes on."""
+        start, count = time.monotonic(), 0
+        under_way: dict[str, _Job] = {}
+        ends = False
+        try:
+            with self._make_pool() as pool:
+                while True:
+                    with self._lock:
+                        if not under_way and events.empty():
+                            self._is_running, ends = False, True
+                            break
+                    event = events.get()
+                    if isinstance(event, _Job):
+                        under_way[event.kernel] = event
+                        self._submit(pool, event, events)
+                    else:
+                        count += self._finish(pool, event)
+                        del under_way[event.job.kernel]
+        except BaseException as error:  # as of a pool that cannot be made: nobody would hear of it
+            self._log(error)
+            if not ends:
+                self._begin_anew(under_way, events, error)
         if count:
             seconds = time.monotonic() - start
             _log.info("%d missing kernel(s) compiled in the background in %.0f s: served now", count, seconds)
 
-    def _submit(self, pool: CompilePool, job: _Job) -> None:
+    def _begin_anew(
+        self, under_way: dict[str, _Job], events: queue.SimpleQueue[_Job | _Done], error: BaseException
+    ) -> None:
+        """What this thread had to do is for the next one."""
+        with self._lock:
+            self._is_running, self._events = False, queue.SimpleQueue()
+        jobs = [*under_way.values()]
+        with suppress(queue.Empty):
+            while True:
+                if isinstance(event := events.get_nowait(), _Job):
+                    jobs.append(event)
+        for job in jobs:
+            self._again(job, _reason(error))
+
+    def _submit(self, pool: CompilePool, job: _Job, events: queue.SimpleQueue[_Job | _Done]) -> None:
         try:
             future = pool.submit(job.family, job.key)
-        except (TunegemmError, OSError, RuntimeError) as error:
+        except BaseException as error:
             future = Future()
             future.set_exception(error)
-        future.add_done_callback(lambda future: self._events.put(_Done(job, future)))
+        future.add_done_callback(lambda future: events.put(_Done(job, future)))
 
     def _finish(self, pool: CompilePool, done: _Done) -> bool:
         """Tell the planner; whether there is an object now."""
-        from tunegemm.generate import cute_object
-
         job, future = done
         artifact = None
         try:
             result = future.result()
-            if (artifact := result.artifact) is None:
+            if (artifact := result.artifact) is None and result.is_transient:
+                self._again(job, result.failure)
+                return False
+            if artifact is None:
                 self._failures[job.kernel] = result.failure
-            elif "cutlass_dsl" in job.key:
-                with suppress(ImportError, OSError, RuntimeError):  # the load will say
-                    cute_object.prepare_loading(artifact.path)
         except CancelledError:
             pass
-        except (TunegemmError, OSError, RuntimeError) as error:  # the cache or the workers fail all
-            lines = str(error).strip().splitlines()
-            self._refusal = self._refusal or (lines[0] if lines else type(error).__name__)
-            pool.drop_waiting()
-        # In this order: a plan that is made meanwhile is dropped, too.
-        self._ready(job.kernel)
+        except BaseException as error:
+            if isinstance(error, MemoryError | OSError) and is_transient(error):
+                self._again(job, _reason(error))
+                return False
+            if isinstance(error, TunegemmError | OSError | RuntimeError):  # the cache or the workers fail all
+                self._refusal = self._refusal or one_line(error)
+                pool.drop_waiting()
+            else:
+                self._log(error)
+                self._failures[job.kernel] = _reason(error)
+        if artifact is not None and "cutlass_dsl" in job.key:
+            with suppress(Exception):  # the load will say
+                from tunegemm.generate import cute_object
+
+                cute_object.prepare_loading(artifact.path)
+        self._tell(job)
+        return artifact is not None
+
+    def _tell(self, job: _Job) -> None:
+        """The kernel is there, or will never be."""
+        try:
+            # In this order: a plan that is made meanwhile is dropped, too.
+            self._ready(job.kernel)
+        except Exception as error:
+            self._log(error)
         with self._lock:
             self._asked.discard(job.kernel)
-        return artifact is not None
+
+    def _again(self, job: _Job, reason: str) -> None:
+        """A job that the machine did not let be done is done later, or given up."""
+        try:
+            timer = threading.Timer(_AGAIN_S[job.tries], self._put_again, [job._replace(tries=job.tries + 1)])
+            timer.daemon = True
+            timer.start()
+        except (IndexError, RuntimeError):  # often enough; or no thread can be had
+            self._failures[job.kernel] = reason
+            self._tell(job)
+
+    def _put_again(self, job: _Job) -> None:
+        with self._lock:
+            is_put = self._put(job)
+        if not is_put:
+            self._failures[job.kernel] = "no thread can be started"
+            self._tell(job)
+
+    def _log(self, error: BaseException) -> None:
+        """Of each kind of error once."""
+        if (reason := _reason(error)) not in self._logged:
+            self._logged.add(reason)
+            _log.warning("compiling in the background: %s; it goes on", reason, exc_info=error)
+
+
+def _reason(error: BaseException) -> str:
+    line, name = one_line(error), type(error).__name__
+    return line if line == name else f"{name}: {line}"

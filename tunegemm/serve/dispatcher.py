@@ -86,19 +86,19 @@ class Dispatcher:
             known = recent is not None and recent.check(a, b, out)
         if not known:
             recent = self._earlier(place, a, b) if out is None else self._earlier(place, a, b, out)
+        if recent is None or (recent.trains and grad_enabled()):
+            return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
+        plan, at = recent.plan, recent.at
+        if plan is None or at is None:  # torch's, in whatever mode
+            if time.monotonic() < self.planner.next_look:
+                return by_torch(_PLAIN_FORMS[kind], a, b, (), (), out)
+            return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
         if (
-            recent is None
-            or (recent.trains and grad_enabled())
-            or dispatch_modes()
+            dispatch_modes()
             or deterministic()
             or forward_ad._current_level >= 0
             or (recent.index >= 0 and recent.index != current_device())
         ):
-            return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
-        plan, at = recent.plan, recent.at
-        if plan is None or at is None:
-            if time.monotonic() < self.planner.next_look:
-                return by_torch(_PLAIN_FORMS[kind], a, b, (), (), out)
             return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
         try:
             if out is None:
@@ -139,19 +139,19 @@ class Dispatcher:
         recent = self.planner.state.recent.get(place)
         if recent is None or not recent.check(*everything):
             recent = self._earlier(place, *everything)
+        if recent is None or (recent.trains and grad_enabled()):
+            return self._slowly(form, a, b, tensors, numbers, out)
+        plan, at = recent.plan, recent.at
+        if plan is None or at is None:  # torch's, in whatever mode
+            if time.monotonic() < self.planner.next_look:
+                return by_torch(form, a, b, tensors, numbers, out)
+            return self._slowly(form, a, b, tensors, numbers, out)
         if (
-            recent is None
-            or (recent.trains and grad_enabled())
-            or dispatch_modes()
+            dispatch_modes()
             or deterministic()
             or forward_ad._current_level >= 0
             or (recent.index >= 0 and recent.index != current_device())
         ):
-            return self._slowly(form, a, b, tensors, numbers, out)
-        plan, at = recent.plan, recent.at
-        if plan is None or at is None:
-            if time.monotonic() < self.planner.next_look:
-                return by_torch(form, a, b, tensors, numbers, out)
             return self._slowly(form, a, b, tensors, numbers, out)
         words = () if plan.words is None else plan.words(tensors, numbers)
         try:
@@ -207,7 +207,9 @@ class Dispatcher:
         result = self.fused(form, a, b, tensors, numbers, out)
         state = self.planner.state
         recent = state.recent.get(b.data_ptr() | 2 | form.place)
-        if site and recent is not None and recent.plan is not None and recent.check(a, b, *tensors, out):
+        if recent is None or recent.plan is None or recent.plan.reduces or a.dtype is torch.float32:
+            return result  # where a setting of torch's may forbid the kernel, each call looks at it again
+        if site and recent.check(a, b, *tensors, out):
             state.sites[site] = recent.plan
         return result
 

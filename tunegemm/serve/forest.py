@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tunegemm.errors import TunegemmError
+from tunegemm.errors import FileError, TunegemmError
+from tunegemm.files import cause
 
 #: Of the files that hold trees.
 FORMAT = 1
@@ -78,11 +79,14 @@ class Forest:
 
 
 def read(path: Path, features: Sequence[str]) -> dict[str, Any]:
-    """A file of `written`. Raises TunegemmError for one that is damaged, of another version or features."""
+    """A file of `written`. Raises TunegemmError for one that is damaged, of another version or features, and
+    FileError for one that cannot be read."""
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         intact = data.pop("checksum") == checksum(data) and data["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise FileError(f"{path}: {cause(error, 'install tunegemm again')}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TunegemmError(f"{path} is damaged ({type(error).__name__}); install tunegemm again") from None
     if not intact or data["features"] != list(features):
         raise TunegemmError(f"{path} is damaged or of another version; install tunegemm again")

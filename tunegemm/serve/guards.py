@@ -23,6 +23,13 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  #
 # What `torch.backends.cuda.matmul.fp32_precision` asks, in 0.1 us instead of 0.8.
 _precision_of_fp32: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
+#: Of 16-bit operands what `torch.backends.cuda.matmul.allow_*_reduced_precision_reduction` says: whether the
+#: library may add up in 16 bits, and whether it may split k.
+REDUCTIONS: dict[torch.dtype, Callable[[], Any]] = {
+    torch.bfloat16: torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    torch.float16: torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+}
+
 # What torch.compile's own code calls at run time: its guard of tensors, and its allocation. torch has no
 # public ones that do as much in one call; without them every call takes the general way.
 _compiled: Any = getattr(torch._C._dynamo, "guards", None)
@@ -45,7 +52,7 @@ def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor
     dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
     """
     for tensor in tensors:
-        if (tensor.requires_grad and grad_enabled()) or tensor.is_neg() or tensor.is_conj():
+        if (tensor.requires_grad and grad_enabled()) or is_lazy(tensor):
             return False
     return (
         not (grad_enabled() and (a.requires_grad or b.requires_grad))
@@ -54,8 +61,13 @@ def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor
         and functorch_level() is None
         and not tracing()
         and forward_ad._current_level < 0
-        and not (a.is_neg() or b.is_neg())
+        and not (a.is_neg() or b.is_neg() or a._is_zerotensor() or b._is_zerotensor())  # see `is_lazy`
     )
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether memory does not hold the values: negated or conjugated views, and zeros without memory."""
+    return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
 
 
 def only_checks_operators() -> bool:
@@ -69,8 +81,17 @@ def only_checks_operators() -> bool:
     return type(_get_current_dispatch_mode()).__name__ == "_AnalyzeCustomOpInputOutputMode"
 
 
-def check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
-    """Whether tensors are, but for their values and addresses, what these are."""
+def reductions_allowed(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether torch's library may add up products of these operands in 16 bits, and may split k."""
+    said = REDUCTIONS[dtype]() if dtype in REDUCTIONS else True
+    return said if isinstance(said, tuple) else (bool(said), True)
+
+
+def check_of(tensors: tuple[torch.Tensor, ...], *, reductions: bool = False) -> Callable[..., bool]:
+    """Whether tensors are, but for their values and addresses, what these are.
+
+    reductions: whether what is done with them depends on `REDUCTIONS`, too.
+    """
     distinct = list({id(tensor): tensor for tensor in tensors}.values())
     check: Callable[..., bool] = TensorGuards(
         *distinct,
@@ -79,6 +100,10 @@ def check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
     ).check
     if len(distinct) < len(tensors):  # torch's check wants no tensor twice
         check = _check_of_repeated(tensors, check)
+    if reductions:
+        said, plainly = REDUCTIONS[tensors[0].dtype], check
+        before = said()
+        check = lambda *others: said() == before and plainly(*others)  # noqa: E731
     if tensors[0].dtype is torch.float32:  # kernels compute it in tf32, where the program allows that now
         allowed = tf32_allowed()
         return lambda *others: tf32_allowed() == allowed and check(*others)

@@ -27,7 +27,7 @@ import numpy as np
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import SpaceError, TunegemmError, TunegemmWarning
+from tunegemm.errors import SpaceError, TunegemmError, TunegemmWarning, one_line
 from tunegemm.generate import families, shortlist
 from tunegemm.generate.features import FAMILIES, OF_ORDER, order_features
 from tunegemm.generate.terms import Columns, Floats, fits_l2, terms
@@ -190,8 +190,10 @@ def _order() -> Expects:
     """The trees that ship, or the model alone after one warning."""
     try:
         return order_of(data_path("db", "order.json"))
-    except TunegemmError as error:
-        warnings.warn(f"{error}; kernels are taken in the model's order", TunegemmWarning, stacklevel=2)
+    except (TunegemmError, OSError) as error:
+        warnings.warn(
+            f"{one_line(error)}; kernels are taken in the model's order", TunegemmWarning, stacklevel=2
+        )
         return lambda table: -table[:, OF_ORDER.index("log_us")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.families import Launcher
 from tunegemm.generate.launching import tma_takes
 from tunegemm.serve.operands import ALIGNMENT
+from tunegemm.store.checks import record_objection
 
 if TYPE_CHECKING:
     from tunegemm.store.record import Record
@@ -43,9 +45,11 @@ class Prepared:
 
 TORCH = Prepared(None)
 
-#: Every launcher ever served. They stay, also when records are read anew: captured graphs run their code (the
-#: compiler's runtime unloads a kernel with its last reference), and streams their workspaces.
+_MAX_SERVED = 1024
+#: The launchers served last: those of a weight's numbers of rows come back when records are read anew.
 _served: dict[tuple[Problem, Candidate, str, int, Path | None], Launcher] = {}
+#: Launchers that cannot keep their kernel alone.
+_kept: list[Launcher] = []
 
 
 def prepare(record: Record, device: Device) -> Prepared:
@@ -60,7 +64,11 @@ def prepare(record: Record, device: Device) -> Prepared:
     family, path = families.get(candidate.family), find_object(record, device)
     key = (problem, candidate, device.spec, device.sm_count, path)
     if (launch := _served.get(key)) is None:
+        if len(_served) >= _MAX_SERVED:
+            _served.clear()
         launch = _served[key] = family.load(problem, candidate, device, path)
+        # Captured graphs run the kernel, and the compiler's runtime unloads it with its last reference.
+        getattr(launch, "keep", partial(_kept.append, launch))()
     # Where TMA does not take a problem's operands, its family copies them.
     return Prepared(launch, tma=family.tma and tma_takes(problem), packed=not family.compiled)
 
@@ -74,8 +82,8 @@ def find_object(record: Record, device: Device) -> Path | None:
     family = families.get(candidate.family)
     if (missing := family.unavailable(launching=True)) is not None:
         raise ArtifactError(missing)
-    if not (verdict := family.check(problem, candidate, device)).runs:
-        raise ArtifactError(f"its record cannot run here: {verdict}")
+    if wrong := record_objection(record, device):
+        raise ArtifactError(f"its record cannot run here: {wrong}")
     if not family.compiled:
         return None
     from tunegemm.store import packs

@@ -43,6 +43,14 @@ def read_compile(warn: Callable[[str], None]) -> bool:
     return text != "0"
 
 
+def read_summary(warn: Callable[[str], None]) -> bool:
+    """``TUNEGEMM_SUMMARY``: whether products without a record are listed when the process ends."""
+    text = os.environ.get("TUNEGEMM_SUMMARY", "")
+    if text not in ("", "0", "1"):
+        warn(f"TUNEGEMM_SUMMARY={text!r} is not known and has no effect; use 0 or 1 or unset it")
+    return text == "1"
+
+
 def read_policy(warn: Callable[[str], None]) -> Policy:
     """``TUNEGEMM_POLICY``, such as ``deterministic`` or ``fastest,max_sms=120``; a mistake is a warning."""
     try:

@@ -5,11 +5,9 @@ near a problem: the recorded ratios to torch.mm, and the model, whose microsecon
 recorded kernel is taken for another problem where both agree:
 
 1. *Neighbours.* The records that may be used here and differ in m alone, the nearest below and above, when
-   the two are within a factor of 8; else the one of them that is within a factor of 2. Where neither is, the
-   three nearest records of any n and k, m x n x k within a factor of 4 together.
+   the two are within a factor of 8; else the one of them that is within a factor of 2.
 2. *The margin* is 2 %, and 1 % more for each doubling of m between the two neighbours, or for each half of a
-   doubling to a single one. Neighbours of another n or k are asked for 32 %, and 2 % for each doubling to the
-   farthest.
+   doubling to a single one.
 3. *The recorded ratios.* A kernel of ours won at every neighbour, by no less than the margin. Where torch.mm
    or an algorithm of its library won, torch it is.
 4. *The model* carries the time of a neighbour's kernel and that of torch from there to here. Torch is
@@ -54,16 +52,12 @@ if TYPE_CHECKING:
 #: one of 9 and seven of 39 by over 2 % (2026-11-21, db/records of that evening and of that noon, and
 #: benchmarks/results/h200/peers.json; `python -m benchmarks.near`).
 MARGIN, MARGIN_PER_DOUBLING = 0.02, 0.01
-#: The same for neighbours of another n or k, to which the model's error adds.
-MARGIN_AFAR, MARGIN_AFAR_PER_DOUBLING = 0.32, 0.02
 #: Doublings of m between two neighbours, and from a single one, that are still a neighbourhood.
 MAX_GAP, MAX_REACH = 3.0, 1.0
 #: Tiles along m relative to those at the neighbour.
 MOST_TILES = 1.1
 #: Rows of a kernel's last tile that may lie beyond the edge where there were fewer at the neighbour.
 MOST_ROWS_BEYOND = 16
-#: Doublings of m, n and k together to neighbours of another n or k, and how many there must be.
-MAX_DISTANCE, NEIGHBOURS_AFAR = 2.0, 3
 
 
 def _library_tiles(m: tuple[int, ...], n: tuple[int, ...], swap_ab: bool) -> list[Candidate]:
@@ -125,22 +119,17 @@ def neighbourhood(
     problem: Problem,
     device: Device,
     allows: Callable[[Problem, Candidate], str] = lambda problem, candidate: "",
-    *,
-    afar: bool = True,
 ) -> Neighbourhood:
     """The kernels that recorded neighbours offer for a problem, by the rule of this module.
 
-    allows: why a candidate must not be used here; empty when it may be. afar: whether neighbours of another n
-    or k count; predictions know more of the problems that they are for.
+    allows: why a candidate must not be used here; empty when it may be.
     """
     if problem.m == 1:
         return Neighbourhood(refusal="a single row takes what is recorded for it only")
-    brackets = _brackets(snapshot, problem, device)
-    afar = afar and not brackets
-    neighbours = _afar(snapshot, problem, device) if afar else brackets
+    neighbours = _brackets(snapshot, problem, device)
     if not neighbours:
         return Neighbourhood(refusal="no recorded shape is near enough")
-    margin = _margin(problem, neighbours, afar)
+    margin = _margin(problem, neighbours)
     for neighbour in neighbours:
         if "tile_m" not in neighbour.candidate.params:
             refusal = f"a library's kernel won at {neighbour.problem.shape}"
@@ -189,28 +178,10 @@ def _nearest(snapshot: Snapshot, problem: Problem, device: Device, extents: Sequ
     return None
 
 
-def _afar(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Record, ...]:
-    """The nearest records of the same kind, whatever their extents; all in reach, or none."""
-    found: list[Record] = []
-    for other in snapshot.around(problem, MAX_DISTANCE):
-        if other.m > 1 and (record := snapshot.find(other, device.fingerprint)) is not None:
-            found.append(record)
-        if len(found) == NEIGHBOURS_AFAR:
-            return tuple(found)
-    return ()
-
-
-def _margin(problem: Problem, neighbours: Sequence[Record], afar: bool) -> float:
-    farthest = max(_apart(problem, neighbour.problem) for neighbour in neighbours)
-    if afar:
-        return MARGIN_AFAR + MARGIN_AFAR_PER_DOUBLING * farthest
+def _margin(problem: Problem, neighbours: Sequence[Record]) -> float:
     if len(neighbours) == 2:
         return MARGIN + MARGIN_PER_DOUBLING * _doublings(neighbours[0].problem.m, neighbours[1].problem.m)
-    return MARGIN + 2 * MARGIN_PER_DOUBLING * farthest
-
-
-def _apart(one: Problem, other: Problem) -> float:
-    return _doublings(one.m, other.m) + _doublings(one.n, other.n) + _doublings(one.k, other.k)
+    return MARGIN + 2 * MARGIN_PER_DOUBLING * _doublings(neighbours[0].problem.m, problem.m)
 
 
 def _doublings(one: int, other: int) -> float:

@@ -8,12 +8,13 @@ loaded on the first of either. What is found is published, so that the next proc
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ from tunegemm.errors import TunegemmError
 if TYPE_CHECKING:
     from tunegemm.serve.feedback import Feedback, Measure
     from tunegemm.serve.predict import Predicted
+
+_log = logging.getLogger(__name__)
 
 #: Seconds of tuning for one problem; with its kernels compiled it takes some 4.
 PER_PROBLEM_S = 15.0
@@ -75,6 +78,7 @@ class OnlineTuning:
         self._queue: deque[_Waiting] = deque()
         self._changing_queue = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._logged: set[str] = set()
         self.warning = ""
         """Why the last attempt did nothing, in one line; empty when it went well, or when none was due."""
 
@@ -93,7 +97,7 @@ class OnlineTuning:
             start = time.monotonic()
             try:
                 self._tune(problem, device, min(self._remaining_s, PER_PROBLEM_S))
-            except (TunegemmError, OSError, RuntimeError, ImportError) as error:
+            except Exception as error:  # a product is torch's then, whatever went wrong
                 self.warning = f"tuning {problem} online failed ({_one_line(error)})"
                 return False
             finally:
@@ -121,11 +125,13 @@ class OnlineTuning:
             self._queue.append(_Waiting(problem, device, options, tell))
             if self._thread is None:
                 # A daemon: what is not measured yet does not keep a process from ending.
-                self._thread = threading.Thread(target=self._measure_all, name="tunegemm-online", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._measure_all, name="tunegemm-online", daemon=True)
+                with suppress(RuntimeError):  # none can be had now: the next product asks for one again
+                    thread.start()
+                    self._thread = thread
 
     def _measure_all(self) -> None:
-        """Until nothing waits any more."""
+        """Until nothing waits any more. What nobody foresaw is logged, and costs one product."""
         while True:
             with self._changing_queue:
                 if not self._queue:
@@ -139,10 +145,25 @@ class OnlineTuning:
                 )  # fmt: skip
             except (TunegemmError, OSError, RuntimeError, ImportError) as error:
                 ends = f"measuring predictions online failed ({_one_line(error)})"
+            except BaseException as error:
+                self._log(error)
+                with self._changing_queue:
+                    if self._queue:  # the first is the one that was measured: those before it are gone
+                        self._queue.popleft()
+                continue
             if ends:  # for the others, too
                 with self._changing_queue:
                     self._queue.clear()
-                first.tell(None, ends)
+                try:
+                    first.tell(None, ends)
+                except BaseException as error:
+                    self._log(error)
+
+    def _log(self, error: BaseException) -> None:
+        """Of each kind of error once."""
+        if (reason := f"{type(error).__name__}: {_one_line(error)}") not in self._logged:
+            self._logged.add(reason)
+            _log.warning("measuring predictions online: %s; it goes on", reason, exc_info=error)
 
     def _turn(self, first: _Waiting) -> str:
         """Measure what waits on a device, for some seconds; why there is to be no further turn, if so."""
@@ -220,4 +241,5 @@ def _measuring(device: Device) -> AbstractContextManager[Measure]:
 def _tune(problem: Problem, device: Device, budget_seconds: float) -> None:
     from tunegemm.tuning.tuner import tune
 
-    tune(problem, device=device, budget_seconds=budget_seconds)
+    if tune(problem, device=device, budget_seconds=budget_seconds).interrupted:
+        raise KeyboardInterrupt  # of a command it is the end; here it is for the user's program

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.device import Device, find_device
-from tunegemm.describe.epilogue import check_operands
-from tunegemm.describe.problem import Problem, operand_dtypes, overlaps_itself
+from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import DeviceError, OperationError, ProblemError
+from tunegemm.errors import DeviceError, OperationError
 from tunegemm.generate import families
 from tunegemm.generate.artifacts import Artifact, ArtifactStore
 from tunegemm.generate.compile import CompilePool
@@ -19,7 +17,7 @@ from tunegemm.generate.families import Launcher
 from tunegemm.generate.feasibility import Verdict
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.workspace import WORKSPACE_ALIGNMENT, Workspace
-from tunegemm.measure.operands import torch_dtype
+from tunegemm.serve.checked import Checked
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +59,6 @@ class Operation:
         self._launch: Launcher | None = None
         self._given: torch.Tensor | None = None
         """A caller's tensor, which must not be freed."""
-        self._known: set[Any] = set()
-        """Shapes, strides, dtypes and devices of operands that were found right."""
 
     def __repr__(self) -> str:
         """What makes it again."""
@@ -76,7 +72,7 @@ class Operation:
         """Whether the kernel can be compiled and launched for the problem on the device, or why not."""
         if (missing := self._family.unavailable()) is not None and self._family.compiled:
             return Verdict("unavailable", missing)
-        if (wrong := self._wrong_parameter()) is not None:
+        if wrong := families.wrong_parameter(self.candidate):
             return Verdict("parameters", wrong)
         return self._family.check(self.problem, self.candidate, self.device)
 
@@ -146,18 +142,15 @@ class Operation:
         in the problem's majors. Leading dimensions and the strides of batches are free: 0 gives all entries
         the same matrix, but not of out. operands: what the problem's epilogue takes, in its order.
 
-        Raises ProblemError for operands of another problem, ValueError for strides or addresses that the
-        kernel cannot take.
+        A matrix of the epilogue may be `out` itself. Else nothing that is read may share memory with `out`,
+        nor with an amax, which is written, too.
+
+        Raises ProblemError for operands of another problem, on another device, or that share memory;
+        ValueError for strides or addresses that the kernel cannot take.
         """
         if self._launch is None:
             raise OperationError(f"{self._label} was not initialized; call initialize() once before run()")
-        key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (a, b, out))
-        if key not in self._known:
-            self._check(a, b, out)
-            if len(self._known) >= 1024:
-                self._known.clear()
-            self._known.add(key)
-        check_operands(self.problem.fused, operands)
+        self._check(a, b, out, operands)
         with self._on(stream):
             self._launch(a, b, out, *operands)
 
@@ -170,33 +163,16 @@ class Operation:
         return self._family.label(self.candidate)
 
     @cached_property
+    def _check(self) -> Checked:
+        import torch
+
+        return Checked(self.problem, torch.device("cuda", self.device.index))
+
+    @cached_property
     def _memory(self) -> Workspace | None:
         """The launcher's."""
         self._ensure_feasible()
         return self._family.workspace(self.problem, self.candidate, self.device)
-
-    def _wrong_parameter(self) -> str | None:
-        """A parameter that the candidate lacks, one that it does not know, or a value that none has.
-
-        A library names its kernels itself.
-        """
-        if not self._family.compiled:
-            return None
-        space = families.load_space(self._family.name)
-        for table, given, values in (
-            ("compile", self.candidate.compile_params, space.compile_values),
-            ("launch", self.candidate.launch_params, space.launch_values),
-        ):
-            for name, value in given:
-                if name not in values:
-                    near = ", ".join(difflib.get_close_matches(name, values, n=1) or values)
-                    return f"{name!r} is not a {table} parameter of {self._family.name}; use {near}"
-                if (allowed := families.expected(self._family.name, name, value)) is not None:
-                    return f"{table} parameter {name!r} is {value!r}; {allowed}"
-            if missing := [name for name in values if name not in self.candidate.params]:
-                listed = ", ".join(map(str, values[missing[0]]))
-                return f"{table} parameter {missing[0]!r} is missing; use one of {listed}"
-        return None
 
     def _lent(self, workspace: torch.Tensor, memory: Workspace) -> torch.Tensor:
         """The bytes that a launch uses of a caller's workspace, or an OperationError that says why not."""
@@ -221,33 +197,6 @@ class Operation:
                 "give the start of an allocation"
             )
         return workspace.detach().reshape(-1).view(torch.uint8)[:need]
-
-    def _check(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        import torch
-
-        p = self.problem
-        a_dtype, b_dtype = operand_dtypes(p.in_dtype)
-        lead = () if p.batch == 1 else (p.batch,)
-        place = torch.device("cuda", self.device.index)
-        for name, tensor, shape, major, row_major, dtype in (
-            ("a", a, (*lead, p.m, p.k), p.a_major, p.a_major == "k", a_dtype),
-            ("b", b, (*lead, p.k, p.n), p.b_major, p.b_major == "n", b_dtype),
-            ("out", out, (*lead, p.m, p.out_n), p.out_major, p.out_major == "n", p.out_dtype),
-        ):
-            if tuple(tensor.shape) != shape or tensor.dtype != torch_dtype(dtype) or tensor.device != place:
-                raise ProblemError(
-                    f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; {p} takes {shape} "
-                    f"{torch_dtype(dtype)} on {place}"
-                )
-            mode = -1 if row_major else -2
-            if shape[mode] > 1 and tensor.stride(mode) != 1:
-                raise ProblemError(
-                    f"{name} of strides {tensor.stride()}; {p} takes it contiguous along {major}"
-                )
-        if overlaps_itself(out.shape, out.stride()):
-            raise ProblemError(
-                f"out of strides {out.stride()} overlaps itself; give every element its own place"
-            )
 
     def _on(self, stream: Stream | None) -> Any:
         """A context in which the device and the stream are current."""

@@ -9,37 +9,38 @@ back to torch.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
-import sys
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import DatabaseError, DeviceError, TunegemmError, TunegemmWarning, one_line
+from tunegemm.errors import TunegemmError, TunegemmWarning, one_line, raised
 from tunegemm.generate import families
-from tunegemm.generate.cublaslt import is_torch
+from tunegemm.generate.cublaslt import is_torch, reduces_in_16_bits, splits_k
 from tunegemm.generate.launching import AddressLauncher, words_binder
 from tunegemm.serve.background import Answer, BackgroundCompiler, make_pool
 from tunegemm.serve.forms import LINEAR, RECORDED, Form
-from tunegemm.serve.guards import allocation, capturing, deterministic
+from tunegemm.serve.guards import REDUCTIONS, allocation, capturing, deterministic, reductions_allowed
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.library import absorbed
-from tunegemm.serve.modes import Mode, read_compile, read_mode, read_policy
+from tunegemm.serve.modes import Mode, read_compile, read_mode, read_policy, read_summary
+from tunegemm.serve.naming import described, named
+from tunegemm.serve.notices import Notices, weight_of
 from tunegemm.serve.online import OnlineTuning
-from tunegemm.serve.operands import ALIGNMENT, Operands, Refusal, describe, seen_as
-from tunegemm.serve.plans import Compiling, Plan, State, expanding, views_of_operands
+from tunegemm.serve.operands import ALIGNMENT, Refusal, describe, seen_as
+from tunegemm.serve.plans import Compiling, Plan, State, expanding
 from tunegemm.serve.policies import Policy
 from tunegemm.serve.selection import Selection, read_rivals, select
 from tunegemm.serve.snapshot import Snapshot, read_snapshot
@@ -47,15 +48,26 @@ from tunegemm.serve.worth import least_ratio
 from tunegemm.store.layers import modified
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade
+from tunegemm.store.waiting import within
 
 if TYPE_CHECKING:
     from tunegemm.generate.compile import CompilePool
     from tunegemm.serve.feedback import Feedback
 
-#: Keys kept before all plans are dropped: a bound for programs whose shapes never repeat.
-MAX_PLANS = 65536
+#: Of a form, a, b, the epilogue's tensors, an output and torch's way to compute it all.
+Observe: TypeAlias = Callable[[Form, Any, Any, Sequence[Any], Any, Callable[[], Any]], Any]
+
+#: Keys whose plans are kept; then the older half is dropped: some 4 kB each, of programs whose shapes never
+#: repeat.
+MAX_PLANS = 4096
+#: Policies whose plans are kept for when they come back.
+MAX_POLICIES = 4
 #: Seconds between looks at whether another process has published records.
 LOOK_SECONDS = 5.0
+#: How long what records are read of may keep a product waiting in all, such as for a database's lock.
+READ_SECONDS = 2.0
+
+_log = logging.getLogger(__name__)
 
 
 class Planner:
@@ -87,6 +99,7 @@ class Planner:
         self._compiler = BackgroundCompiler(self._serve_compiled, pool)
         self.state = State()
         """What is known under the policy of now. Replaced as a whole, so that it is read without a lock."""
+        self.notices = Notices()
         self._others: dict[Policy, State] = {}
         """Of policies that were left: plans are kept for when one comes back."""
         self._mode: Mode | None = None
@@ -94,6 +107,8 @@ class Planner:
         """When it is time to look whether records were published."""
         self.allocate: Any = allocation(device_type)
         """Of (shape, strides, dtype): where outputs come from."""
+        self.observe: Observe | None = None
+        """Who computes products while torch does, and writes down what they would have asked for."""
         _planners.add(self)
 
     def refresh(self) -> None:
@@ -101,6 +116,7 @@ class Planner:
         with self.lock:
             self._others.clear()
             self.state = State(self.state.policy)
+            self.notices.forget()
 
     @property
     def policy(self) -> Policy:
@@ -118,23 +134,29 @@ class Planner:
             if policy != before.policy and self._mode == "off":
                 self.state = State(policy)
             elif policy != before.policy:
-                self._others[before.policy] = before
                 known = self._others.pop(policy, None)
+                self._others[before.policy] = before
+                if len(self._others) > MAX_POLICIES:
+                    del self._others[next(iter(self._others))]
                 self.state = State(policy, before.snapshot, before.modified) if known is None else known
             return before.policy
 
-    def suspend(self) -> Callable[[], None]:
-        """From now on torch computes every product, until the function that is returned is called."""
+    def suspend(self, observe: Observe | None = None) -> Callable[[], None]:
+        """From now on torch computes every product, until the function that is returned is called.
+
+        observe: computes them meanwhile, all but those below autograd, by the function that it is given last.
+        """
         if self._mode is None:
             self._begin()
         with self.lock:
             mode, self._mode = self._mode, "off"
             before = self._others[self.state.policy] = self.state
             self.state = State(before.policy, before.snapshot, before.modified)
+            self.observe = observe
 
         def resume() -> None:
             with self.lock:
-                self._mode = mode
+                self._mode, self.observe = mode, None
                 policy = self.state.policy
                 self.state = self._others.pop(policy) if policy in self._others else State(policy)
 
@@ -177,22 +199,20 @@ class Planner:
                     state,
                     f"a product of {tuple(a.shape)} and {tuple(b.shape)} is captured before it was computed "
                     f"once, and is torch's in this CUDA graph: {state.policy} does not hold. Call it first",
+                    about=("captured", tuple(b.shape), b.dtype),
                 )
             return state, None
         with self.lock:
             state = self._look() if known else self.state
             if key in state.plans:
                 return state, state.plans[key]
-            with torch.inference_mode(False), torch.no_grad():
+            plan = None
+            with torch.inference_mode(False), torch.no_grad(), self._guarded(state):
                 plan = self._make_plan(state, key, form, a, b, tensors, numbers, out)
                 composed = plan is None and not form.is_plain and form.kind != RECORDED
                 if composed and self._has_tuned_product(state, form, a, b):
                     state.of_tuned_products.add(key)
-            if len(state.plans) >= MAX_PLANS:
-                state.plans.clear()
-                state.of_tuned_products.clear()
-                state.waiting.clear()
-                state.forget_checks()
+            state.make_room(MAX_PLANS)
             state.plans[key] = plan
             untuned, state.untuned = state.untuned, None
         if untuned is None or self._mode != "online" or not self._tune_online(state, key, *untuned):
@@ -241,11 +261,14 @@ class Planner:
             return self.state
         self.next_look = time.monotonic() + LOOK_SECONDS
         old = self.state
-        if old.snapshot is not None and self._modified() != old.modified:
+        changed = False
+        with suppress(Exception):  # `_snapshot` has said so
+            changed = old.snapshot is not None and self._modified() != old.modified
+        if changed:
             new = State(old.policy)
             new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
             new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
-            new.devices, new.warned = old.devices, old.warned
+            new.devices = old.devices
             self.state = new
         return self.state
 
@@ -269,20 +292,23 @@ class Planner:
             return None
         if form.kind == LINEAR:
             b = b.t()
-        operands = _described(form, a, b, out)
-        if isinstance(operands, Refusal):
-            if operands.reason and name:
-                self._warn(state, f"{operands.reason}; {_who(name)} falls back to torch")
+        asked = named(form, a, b, tensors, out)
+        if isinstance(asked, Refusal):
+            if asked.reason and name:
+                about = "refused", tuple(b.shape), b.stride(), b.dtype, form.text
+                self._warn(state, f"{asked.reason}; {_who(name)} falls back to torch", about)
             return None
+        operands, shapes = asked.operands, asked.shapes
         problem = operands.problem
-        shapes = views_of_operands(problem, form, tensors, a.ndim > len(operands.views[0]))
-        if shapes is None:
-            return None
+        weight = weight_of(problem)
         if a.device.type != self.device_type:
             self._warn(
                 state,
-                f"{problem} on {a.device.type}: {_who(name)} falls back to torch. "
-                + _advice(problem, "On a CUDA device, tune it with"),
+                lambda: (
+                    f"{problem} on {a.device.type}: {_who(name)} falls back to torch. "
+                    + _advice(problem, "On a CUDA device, tune it with")
+                ),
+                about=("device", a.device.type, *weight),
             )
             return None
         prepared = self._prepared(state, problem, a.device, name)
@@ -292,11 +318,15 @@ class Planner:
             return None
         if prepared.tma and operands.tma_refusal:
             if name:
-                self._warn(state, f"{problem}: {operands.tma_refusal}; {_who(name)} falls back to torch")
+                text = f"{problem}: {operands.tma_refusal}; {_who(name)} falls back to torch"
+                self._warn(state, text, ("unaligned", *weight))
             return None
         if prepared.packed and not operands.packed:
             return None
         if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
+            return None
+        reduces = prepared.record is not None and splits_k(prepared.record.candidate)
+        if reduces and not _may_reduce(problem, prepared, a.dtype):
             return None
         at, words, launch, views = None, None, prepared.launch, operands.views
         example = a.new_empty(operands.out_shape, dtype=form.out_dtype_of(a)) if out is None else out
@@ -307,8 +337,9 @@ class Planner:
                 if problem.fused.words:
                     seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
                     words = words_binder(problem, form.join(seen, numbers))
-            except ValueError as error:
-                self._warn(state, f"{problem}: {one_line(error)}; {_who(name)} falls back to torch")
+            except Exception as error:  # what another package's launcher raises is not known here
+                text = f"{problem}: {_named(error)}; {_who(name)} falls back to torch"
+                self._warn(state, text, ("strides", *weight))
                 return None
         if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
             launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
@@ -323,6 +354,7 @@ class Planner:
             self.device_type == "cuda" and torch.cuda.device_count() > 1,
             words,
             shapes,
+            reduces and a.dtype in REDUCTIONS,
             problem,
             prepared.record,
         )
@@ -335,9 +367,11 @@ class Planner:
             taken = ()  # `SlowPath` adds it itself then: torch's call with a bias is a product of its own
         if taken or (form.kind == LINEAR and b.ndim != 2):
             return False
+        if a.dtype is torch.float16 and form.epilogue.steps != ("relu",):
+            return False  # sums that leave its range may come back by what follows
         index = a.device.index or 0
         known, right = state.devices.get(index), b.t() if form.kind == LINEAR else b
-        whole, operands = _described(form, a, right, None), describe(a, right)
+        whole, operands = described(form, a, right, None), describe(a, right)
         if isinstance(whole, Refusal) or isinstance(operands, Refusal) or known is None:
             return False
         if form.out_dtype not in (None, a.dtype) or state.snapshot is None:
@@ -361,7 +395,7 @@ class Planner:
         if self.is_off or deterministic():
             return False
         with self.lock, torch.inference_mode(False), torch.no_grad():
-            operands = _described(form, a, b, None)
+            operands = described(form, a, b, None)
             if isinstance(operands, Refusal):
                 return False
             state, name = self.state, form.name(a)
@@ -400,8 +434,33 @@ class Planner:
         """The launcher of the problem's record, or None after a warning that says why there is none."""
         index = device.index or 0
         if (problem, index) not in state.prepared:
-            state.prepared[problem, index] = self._search(state, problem, index, name)
+            found = None
+            with within(READ_SECONDS), self._guarded(state):
+                found = self._search(state, problem, index, name)
+            state.prepared[problem, index] = found
         return state.prepared[problem, index]
+
+    @contextmanager
+    def _guarded(self, state: State) -> Iterator[None]:
+        """Whatever is raised inside, by our own mistake, too, costs a product its kernel and draws one
+        warning: then torch computes it, or raises its own error."""
+        try:
+            yield
+        except TunegemmWarning:  # which the user has made an error
+            raise
+        except Exception as error:
+            _log.debug("planning failed", exc_info=error)
+            state.untuned = None
+            known = state.snapshot is not None and state.snapshot.warnings
+            if known and isinstance(error, OSError):
+                return  # what could not be read was said
+            what = raised(error)
+            self._warn(
+                state,
+                f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such products. "
+                "Logging of `tunegemm` at level DEBUG has the traceback",
+                about=("planning", what),
+            )
 
     def _search(self, state: State, problem: Problem, index: int, name: str) -> Prepared | None:
         known = self._device(state, index, name)
@@ -409,21 +468,29 @@ class Planner:
             return None
         if state.snapshot is None:
             state.snapshot = self._snapshot(state, name)
-        selection = select(
-            state.snapshot,
-            problem,
-            known,
-            near=self._mode != "exact",
-            policy=state.policy,
-            rivals=self._rivals,
-        )
+        try:
+            selection = select(
+                state.snapshot,
+                problem,
+                known,
+                near=self._mode != "exact",
+                policy=state.policy,
+                # Databases that cannot be read are not waited for again.
+                rivals=self._rivals if not state.snapshot.warnings else lambda problem: (),
+            )
+        except Exception as error:  # likewise
+            self._warn(
+                state,
+                f"{problem}: its records cannot be read ({_named(error)}); {_who(name)} falls back to torch",
+            )
+            return None
         why = selection.why
         for record in selection.options:
             try:
                 with torch.cuda.device(index) if self.device_type == "cuda" else nullcontext():
                     found = self._prepare(record, state.policy.device(known))
-            except (TunegemmError, ValueError, RuntimeError) as error:
-                why = one_line(error)
+            except Exception as error:  # what a foreign record's family raises is not known here
+                why = _named(error)
                 continue
             found = replace(found, ratio=record.ratio, record=record)
             if selection.outcome == "near":
@@ -452,12 +519,14 @@ class Planner:
         why: what the last of the selection's options lacks, or why there are none.
         """
         answer = self._compiled(state, problem, selection.options, known, index)
+        weight = known.name, *weight_of(problem)
         if answer.kernel:
             if state.policy.replaces_torch:
                 self._warn(
                     state,
                     f"{problem} on {known.name}: its kernel is compiled in the background, and torch "
                     f"computes it meanwhile: {state.policy} does not hold until then",
+                    about=("compiled", *weight),
                 )
             return
         if not selection.options and state.snapshot is not None:
@@ -477,12 +546,21 @@ class Planner:
                 state,
                 f"a kernel that is predicted to be faster than torch cannot run on {known.name}: {why}; "
                 "products like that fall back to torch",
+                about=("predicted", why),
             )
-        elif selection.options or (selection.advises_tuning and self._mode != "online"):
+        elif selection.options or (
+            selection.advises_tuning
+            and self._mode != "online"
+            and not (state.snapshot is not None and state.snapshot.warnings)  # which may have its record
+        ):
+            self.notices.untuned(problem)
             self._warn(
                 state,
-                f"{problem} on {known.name}: {why}; {_who(name)} falls back to torch. "
-                + _advice(problem, "Tune it with"),
+                lambda: (
+                    f"{problem} on {known.name}: {why}; {_who(name)} falls back to torch. "
+                    + _advice(problem, "Tune it with")
+                ),
+                about=("untuned", *weight),
             )
 
     def _compiled(
@@ -493,7 +571,10 @@ class Planner:
         if capturing(torch.device(self.device_type, index)):
             return answer
         for record in options:
-            answer = self._compiler.ask(record, device)
+            try:
+                answer = self._compiler.ask(record, device)
+            except Exception as error:  # likewise
+                answer = Answer(failure=_named(error))
             if answer.kernel:
                 state.compiling[problem, index] = Compiling(answer.kernel, record.ratio)
             if answer.kernel or answer.refusal:
@@ -520,21 +601,23 @@ class Planner:
         if index not in state.devices:
             try:
                 state.devices[index] = self._find(f"{self.device_type}:{index}")
-            except DeviceError as error:
+            except Exception as error:  # of the driver or NVML, too
                 state.devices[index] = None
                 self._warn(state, f"{one_line(error)}; {_who(name)} falls back to torch there")
         return state.devices[index]
 
     def _snapshot(self, state: State, name: str) -> Snapshot:
-        state.modified = self._modified()
         self.next_look = time.monotonic() + LOOK_SECONDS
         try:
-            snapshot = self._read()
-        except DatabaseError as error:
+            state.modified = self._modified()
+            with within(READ_SECONDS):
+                snapshot = self._read()
+        except Exception as error:
+            _log.debug("records cannot be read", exc_info=error)
             self._warn(state, f"{one_line(error)}; {_who(name)} falls back to torch for every product")
-            return Snapshot()
-        for warning in snapshot.warnings:
-            self._warn(state, f"{warning}; {_who(name)} goes on without its records")
+            return Snapshot(warnings=[one_line(error)])
+        if snapshot.warnings:
+            self._warn(state, f"{'; '.join(snapshot.warnings)}; {_who(name)} goes on without its records")
         return snapshot
 
     def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
@@ -546,7 +629,8 @@ class Planner:
             known = state.devices.get(index)
             if plan.problem is not None and plan.record is not None and known is not None:
                 # A driver that is older than a shipped kernel says so at its launch.
-                answer = self._compiled(state, plan.problem, (plan.record,), known, index)
+                with self._guarded(state):
+                    answer = self._compiled(state, plan.problem, (plan.record,), known, index)
             if answer.kernel:
                 state.wait_for(answer.kernel, plan)
             state.plans[key] = None
@@ -556,6 +640,7 @@ class Planner:
             f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "
             f"({one_line(error)}); tunegemm falls back to torch"
             + (" until it is compiled here" if answer.kernel else ""),
+            about=("launch", tuple(b.shape), b.dtype),
         )
 
     def _begin(self) -> None:
@@ -567,13 +652,21 @@ class Planner:
         with self.lock:
             if self._mode is None:
                 self._compiler.is_on = read_compile(warn)
+                if read_summary(warn):
+                    self.notices.sum_up()
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))
 
-    def _warn(self, state: State, message: str) -> None:
-        if message not in state.warned:
-            state.warned.add(message)
-            warnings.warn(message, TunegemmWarning, stacklevel=_callers_level())
+    def _warn(self, state: State, message: str | Callable[[], str], about: Hashable = None) -> None:
+        """about: of what there is one warning; None: of this message."""
+        self.notices.warn(message if about is None else about, message)
+
+
+def _may_reduce(problem: Problem, prepared: Prepared, dtype: torch.dtype) -> bool:
+    """Whether torch's settings let its library add up what its splits of k give, as this algorithm does."""
+    in_16_bits, splits = reductions_allowed(dtype)
+    assert prepared.record is not None
+    return splits and (in_16_bits or not reduces_in_16_bits(problem, prepared.record.candidate))
 
 
 def _advice(problem: Problem, words: str) -> str:
@@ -583,25 +676,15 @@ def _advice(problem: Problem, words: str) -> str:
     return f"{words}: {tune_command(problem)}"
 
 
-def _described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:
-    """What the form asks for of ``a @ b``."""
-    if not form.text and form.out_dtype is None:
-        return describe(a, b, out)
-    return describe(
-        a, b, out, out_dtype=form.out_dtype_of(a), epilogue=form.text, accumulation=form.accumulation
-    )
+def _named(error: Exception) -> str:
+    """One line of an error; of one that is not ours its name, too, as the text of a KeyError says little."""
+    line = one_line(error)
+    is_known = isinstance(error, TunegemmError | ValueError | RuntimeError) or line == type(error).__name__
+    return line if is_known else f"{type(error).__name__}: {line}"
 
 
 def _who(name: str) -> str:
     return f"tunegemm.{name}" if name else "tunegemm"
-
-
-def _callers_level() -> int:
-    """The `stacklevel` at which warnings.warn, called by our caller, names the user's line."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tunegemm.serve"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 _planners: weakref.WeakSet[Planner] = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class Plan:
     """What `at` takes for the operands of an epilogue; None where there are none, or `at` is."""
     operand_views: tuple[tuple[int, ...], ...] = ()
     """Shapes of an epilogue's tensors as the kernel sees them."""
+    reduces: bool = False
+    """Whether it is an algorithm of the library that torch's settings of reductions may forbid."""
     problem: Problem | None = field(default=None, compare=False)
     record: Record | None = field(default=None, compare=False)
     """What its kernel was recorded for, or predicted."""
@@ -101,7 +104,6 @@ class State:
         self.modified = modified
         self.devices: dict[int, Device | None] = {}
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
-        self.warned: set[str] = set()
         self.of_tuned_products: set[tuple[Any, ...]] = set()
         """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
         self.untuned: tuple[Problem, Device] | None = None
@@ -110,6 +112,16 @@ class State:
         """Where `prepared` has none yet."""
         self.waiting: dict[tuple[Problem, int], set[tuple[Any, ...]]] = {}
         """Keys of plans that fall back to torch until then."""
+
+    def make_room(self, most: int) -> None:
+        """Forgets the older half of the plans, and of what they are made of, if there are so many."""
+        for kept in (self.plans, self.prepared):
+            if len(kept) >= most:
+                for key in list(itertools.islice(kept, len(kept) // 2 + 1)):
+                    del kept[key]
+                self.of_tuned_products.intersection_update(self.plans)
+                self.waiting.clear()
+                self.forget_checks()
 
     def wait_for(self, kernel: str, failed: Plan) -> None:
         """A launch failed whose kernel is compiled now: plans of the same kernel are torch's until then."""
@@ -205,18 +217,30 @@ def are_apart(plan: Plan, a: int, b: int, out: int) -> bool:
 
 
 def is_apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether an output lies in no storage of an epilogue's tensors."""
-    storage = out.untyped_storage().data_ptr()
-    return all(tensor.untyped_storage().data_ptr() != storage for tensor in tensors)
+    """Whether an output's storage shares no memory with those of an epilogue's tensors. Two storages may:
+    memory that came by DLPack or a buffer has a new one each time.
+    """
+    storage = out.untyped_storage()
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    for tensor in tensors:
+        other = tensor.untyped_storage()
+        address = other.data_ptr()
+        if address < end and start < address + other.nbytes():
+            return False
+    return True
 
 
 def views_of_operands(
-    problem: Problem, form: Form, tensors: Sequence[torch.Tensor], folded: bool
+    problem: Problem,
+    form: Form,
+    tensors: Sequence[torch.Tensor],
+    out_shape: tuple[int, ...],
+    folded: bool,
 ) -> tuple[tuple[int, ...], ...] | None:
     """Shapes in which a kernel sees an epilogue's tensors; None where they are not what it takes.
 
-    folded: whether leading dimensions are rows of the kernel's product: what is one for each row of torch's
-    is then no vector.
+    out_shape: of the result, which matrices have. folded: whether leading dimensions are rows of the kernel's
+    product: what is one for each row of torch's is then no vector.
     """
     if not form.epilogue.is_defined:
         return None
@@ -229,7 +253,7 @@ def views_of_operands(
         if operand.kind == "scalar":
             fits = tensor.numel() == 1
         elif operand.kind == "matrix":
-            fits = tensor.ndim > 1 and tensor.shape[-1] == shape[-1] and 0 not in tensor.stride()
+            fits = tensor.ndim > 1 and tuple(tensor.shape) == out_shape and 0 not in tensor.stride()
         elif operand.name in ("scale_a", "scale_b"):  # (m, 1) and (1, n), as torch has them
             fits = tensor.ndim == 2
         else:

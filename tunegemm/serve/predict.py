@@ -23,7 +23,7 @@ import numpy as np
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import TunegemmError, TunegemmWarning
+from tunegemm.errors import FileError, TunegemmError, TunegemmWarning, one_line
 from tunegemm.generate import families, shortlist
 from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice
 from tunegemm.generate.features import NAMES, features
@@ -169,9 +169,11 @@ def _loaded(gpu: str) -> Selector | str:
     """The selector of a kind of GPU, or why there is none."""
     try:
         selector = selector_of(gpu)
-    except TunegemmError as error:
-        warnings.warn(f"{error}; nothing is predicted until then", TunegemmWarning, stacklevel=2)
-        return str(error)
+    except (FileError, OSError) as error:  # the miss says so, and so does the layer of shipped records
+        return f"nothing is predicted: {one_line(error)}"
+    except Exception as error:  # a truncated list, for one
+        warnings.warn(f"{one_line(error)}; nothing is predicted until then", TunegemmWarning, stacklevel=2)
+        return one_line(error)
     return selector or f"nothing is predicted for {gpu}, which was not measured"
 
 

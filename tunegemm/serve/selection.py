@@ -82,7 +82,7 @@ def select(
     from tunegemm.serve.neighbours import neighbourhood
 
     why = f"{why}; {ahead.refusal}" if ahead.refusal else why
-    around = neighbourhood(snapshot, problem, device, policy.refusal, afar=not ahead.decides)
+    around = neighbourhood(snapshot, problem, device, policy.refusal)
     if not around.options:
         return Selection("miss", (), f"{why}; {around.refusal}", neighbours=around.neighbours)
     options = tuple(option.record for option in around.options)

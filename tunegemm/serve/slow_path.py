@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from tunegemm.describe.problem import MAX_ALIGNMENT
 from tunegemm.errors import ProblemError
 from tunegemm.serve import guards
-from tunegemm.serve.forms import LINEAR, RECORDED, Form, form_of
+from tunegemm.serve.forms import ADDMM, LINEAR, RECORDED, Form, form_of
 from tunegemm.serve.guards import TORCHS, autocast, cast_by_autocast, deterministic
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import MAX_PLANS, Planner
@@ -30,7 +30,7 @@ from tunegemm.serve.torch.autograd import (
     multiply_differentiably,
 )
 from tunegemm.serve.torch.fx import refuse_proxies
-from tunegemm.serve.unfused import taken_operands, unfused
+from tunegemm.serve.unfused import added, taken_operands, torchs, unfused
 
 _RECORDED_BIASED = form_of(RECORDED, "bias_n")
 
@@ -50,13 +50,13 @@ class SlowPath:
     ) -> Any:
         """As `Dispatcher.fused`."""
         planner, kind = self._planner, form.kind
-        if planner.is_off:
+        if planner.is_off and planner.observe is None:
             return by_torch(form, a, b, tensors, numbers, out)
         are_plain = type(a) in PLAIN and type(b) in PLAIN
         for tensor in tensors:
             are_plain = are_plain and type(tensor) in PLAIN
         if kind == RECORDED:
-            if not are_plain or deterministic():
+            if not are_plain or deterministic() or any(map(guards.is_lazy, (a, b, *tensors))):
                 return None
         elif not are_plain:
             _check_tensors(form, (a, b, *tensors))
@@ -65,15 +65,20 @@ class SlowPath:
             out is None  # torch.matmul(out=) is not cast
             and guards.any_autocast()
             and (form.is_plain or a.dtype.itemsize > 1)  # products of scaled operands are not cast
-            and (cast := cast_by_autocast(a, b, *tensors[: len(tensors) - form.writes])) is not None
+            and (cast := cast_by_autocast(a, b, *_cast_along(form, tensors))) is not None
         ):
             return self._cast(form, a, b, tensors, numbers, cast)
         elif not guards.is_ordinary(a, b, tensors):
             if out is None and self._is_differentiable(form, a, b, tensors):
                 return self._differentiably(form, a, b, tensors, numbers)
             return by_torch(form, a, b, tensors, numbers, out)
-        if out is not None and type(out) not in PLAIN:
+        if out is not None and (type(out) not in PLAIN or guards.is_lazy(out)):
             return by_torch(form, a, b, tensors, numbers, out)
+        if planner.observe is not None:
+            if kind == RECORDED:
+                return None
+            computed = partial(by_torch, form, a, b, tensors, numbers, out)
+            return planner.observe(form, a, b, tensors, out, computed)
         others = tensors if out is None else (*tensors, out)
         try:
             low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
@@ -82,6 +87,7 @@ class SlowPath:
                 below |= tensor.data_ptr() % MAX_ALIGNMENT
             key: tuple[Any, ...] = (
                 form, low & -low, below & -below, a.dtype is torch.float32 and guards.tf32_allowed(),
+                guards.REDUCTIONS.get(a.dtype, bool)(),
                 a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device,
             )  # fmt: skip
             for tensor in others:
@@ -111,7 +117,7 @@ class SlowPath:
             increment_version(result)
         try:
             launch_plan(plan, a, b.t() if kind == LINEAR else b, result, form, tensors, numbers)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             planner.drop(state, key, plan, a, b, error)
             return by_torch(form, a, b, tensors, numbers, out)
         if form.writes:
@@ -127,8 +133,10 @@ class SlowPath:
         """What torch's own calls would make of it: autocast casts what goes into the product's call, bias
         and C, too; what is added afterwards keeps its dtype, which may be wider and then is the result's.
         """
-        if cast is TORCHS or form.out_dtype not in (None, cast):
+        if cast is TORCHS:
             return by_torch(form, a, b, tensors, numbers, None)
+        if form.out_dtype is not None:  # the caller's word on the result, and so on what is added to it
+            return self._fused(form, autocast(a, cast), autocast(b, cast), tensors, numbers)
         names = [operand.name for operand in form.epilogue.operands if operand.kind != "number"]
         # A user's function gives the product's dtype, whatever its operands have.
         taken = taken_operands(form, a, b) if form.epilogue.function is None else names
@@ -159,8 +167,8 @@ class SlowPath:
             return multiply_differentiably(self._recorded, a, right)
 
         def biased(_a: Any, _b: Any, bias: Any) -> Any:
-            if bias.ndim != 1:
-                return multiply() + bias
+            if bias.shape != right.shape[-1:]:  # which torch broadcasts
+                return added(a, right, bias)
             return add_differentiably(self._biased, self._recorded, a, right, bias)
 
         if form.is_plain:
@@ -170,9 +178,7 @@ class SlowPath:
     def _biased(self, a: Any, b: Any, bias: Any) -> Any:
         """``a @ b + bias``, below autograd."""
         result = self._fused(_RECORDED_BIASED, a, b, (bias,))
-        if result is not None:
-            return result
-        return torch.nn.functional.linear(a, b.t(), bias) if b.ndim == 2 else torch.matmul(a, b) + bias
+        return added(a, b, bias) if result is None else result
 
     def _remember(
         self,
@@ -188,8 +194,10 @@ class SlowPath:
             return
         recent = state.checked.get(key)
         if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
+            allowed = guards.reductions_allowed(tensors[0].dtype)
+            reduces = not all(allowed) if plan is None else plan.reduces
             recent = state.checked[key] = Recent(
-                guards.check_of(tensors),
+                guards.check_of(tensors, reductions=reduces),
                 plan,
                 plan.at if plan is not None else None,
                 form.kind != RECORDED and any(tensor.requires_grad for tensor in tensors),
@@ -197,8 +205,7 @@ class SlowPath:
                 (plan.device.index or 0) if plan is not None and plan.guarded else -1,
             )
         if len(state.earlier) >= MAX_PLANS:
-            state.recent.clear()
-            state.earlier.clear()
+            state.forget_checks()
         a, b = tensors[:2]
         place = b.data_ptr() | form.place | (0 if out is None else 2)
         state.recent[place] = state.earlier[place, a.numel()] = recent
@@ -213,12 +220,13 @@ class SlowPath:
             and a.device.type == b.device.type == self._planner.device_type
             and is_simple(a, b)
             and not is_transformed()
+            and (form.kind != ADDMM or form.text in ("", "bias_n"))  # of others torch has one derivative
             and (form.kind != LINEAR or b.ndim == 2)
             and all(each.dtype is a.dtype for name, each in zip(names, tensors, strict=True) if name in taken)
             and not deterministic()
             and not guards.dispatch_modes()
             and not guards.tracing()
-            and not (a.is_neg() or b.is_neg())
+            and not (guards.is_lazy(a) or guards.is_lazy(b))
         )
 
 
@@ -233,11 +241,11 @@ def _check_tensors(form: Form, operands: tuple[Any, ...]) -> None:
 
 
 def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
-    """The same by torch's functions; None for a form of the kind RECORDED, whose caller has them."""
-    if form.kind == RECORDED:
-        return None
-    if not form.is_plain:
-        return unfused(form, a, b, tensors, numbers, out)
-    if form.kind == LINEAR:
-        return torch.nn.functional.linear(a, b)
-    return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
+    """The same by torch's functions; None for a form of the kinds RECORDED and ADDMM, whose callers have
+    them."""
+    return torchs(form)(a, b, tensors, numbers, out)
+
+
+def _cast_along(form: Form, tensors: Sequence[Any]) -> Sequence[Any]:
+    """The epilogue's tensors whose dtype is autocast's to say."""
+    return () if form.out_dtype is not None else tensors[: len(tensors) - form.writes]

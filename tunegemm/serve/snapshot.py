@@ -39,6 +39,7 @@ class Snapshot:
             by_problem[record.problem].append(record)
         self._records = dict(by_problem)
         self._lookups = tuple(lookups)
+        self._found: dict[tuple[Problem, Fingerprint], Record | None] = {}
         self.warnings = tuple(warnings)
 
     def __len__(self) -> int:
@@ -104,8 +105,14 @@ class Snapshot:
 
     def find(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
         """The record to launch: the best one that may be used under this fingerprint."""
+        key = problem, fingerprint
+        if key in self._found:  # products of any number of rows ask for the same neighbours
+            return self._found[key]
         judged = self.judged(problem, fingerprint)
-        return judged[0][1] if judged and judged[0][0].usable else None
+        record = judged[0][1] if judged and judged[0][0].usable else None
+        if judged:
+            self._found[key] = record
+        return record
 
     def find_kernel(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
         """The record to launch, or where there is none, one of another GPU whose kernel runs here just so.

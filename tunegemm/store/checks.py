@@ -10,14 +10,20 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from math import nan
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tunegemm.describe.device import PARTS, Fingerprint, device_from_part
+from tunegemm.describe.device import ARCHITECTURES, PARTS, Device, Fingerprint, Part, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import BadValueError, TunegemmError
 from tunegemm.generate import families
+from tunegemm.generate.cublaslt import is_torch
+from tunegemm.measure.operands import tolerance
 from tunegemm.untrusted import line, listed, members, number, printable, shown, whole
+
+if TYPE_CHECKING:
+    from tunegemm.store.record import Record
 
 Value = TypeVar("Value", Problem, Fingerprint)
 Row = Mapping[str, Any]
@@ -93,6 +99,72 @@ def check_roofline(problem: Problem, fingerprint: Fingerprint, *medians_us: floa
             f"{min(medians_us):.4g} us for {problem} is beyond the roofline of {part.device_name}, "
             f"{floor_us:.4g} us"
         )
+
+
+#: Times as fast as torch.mm: shipped records are at 0.96 to 5.1, and what takes 50 times as long
+#: as torch.mm is not waited for.
+_LEAST_RATIO, _MOST_RATIO = 1e-3, 1e3
+#: How far above the tolerance of today an error may be: that of older releases was another.
+_OLDER = 2.0
+
+
+def objection(
+    problem: Problem,
+    candidate: Candidate,
+    device: Device | Fingerprint,
+    *,
+    ratio: float = nan,
+    relative_error: float = nan,
+) -> str:
+    """Why what a record says is not to be launched, in one clause; empty where it may be.
+
+    The one check of records from elsewhere, whichever way they come: its figures, where they are known, are
+    those of a measurement of a right kernel, and its family can make the kernel on that device. Whatever a
+    family raises is a reason, too. device: one that is only named is as the datasheet says.
+    """
+    if ratio == ratio and not _LEAST_RATIO <= ratio <= _MOST_RATIO:
+        return f"ratio {shown(ratio)} is not one of {_LEAST_RATIO:g} to {_MOST_RATIO:g}"
+    most = _OLDER * tolerance(problem)
+    if relative_error == relative_error and not 0 <= relative_error <= most:
+        return f"relative error {shown(relative_error)} is not one of 0 to {most:.3g}: its kernel is wrong"
+    if is_torch(candidate):
+        return ""
+    try:
+        if wrong := families.wrong_parameter(candidate, listed=True):
+            return wrong
+        if isinstance(device, Fingerprint):
+            if (known := device_of(device)) is None:
+                return ""
+            device = known
+        family = families.get(candidate.family)
+        if not (verdict := family.check(problem, candidate, device)).runs:
+            return str(verdict)
+        family.kernel_key(problem, candidate, device)
+        family.workspace(problem, candidate, device)
+    except TunegemmError as error:
+        return one_line(error)
+    except Exception as error:  # of a foreign candidate, or of another package's family
+        return f"{candidate.family} cannot read it ({type(error).__name__}: {one_line(error)})"
+    return ""
+
+
+def record_objection(record: Record, device: Device | None = None) -> str:
+    """The same of a record, on this device or else on the one that it was measured on."""
+    figures = {"ratio": record.ratio, "relative_error": record.relative_error}
+    return objection(record.problem, record.candidate, device or record.fingerprint, **figures)
+
+
+def device_of(fingerprint: Fingerprint) -> Device | None:
+    """The device that was measured, as far as a kernel key asks: it need not be here. None for one of an
+    architecture that is not known.
+    """
+    part = next((part for part in PARTS.values() if part.device_name == fingerprint.device_name), None)
+    if part is None:
+        names = {".".join(map(str, capability)): capability for capability in ARCHITECTURES}
+        if (capability := names.get(fingerprint.capability)) is None:
+            return None
+        part = Part(fingerprint.device_name, capability, fingerprint.sm_count, 0.0, 0.0, 0, 0)
+    return device_from_part(f"model:{fingerprint.device_name}", part, fingerprint)
 
 
 def one_line(error: Exception) -> str:

@@ -6,6 +6,8 @@ What is special about SQLite or PostgreSQL is here, but for the two forms of INS
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -19,14 +21,17 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from tunegemm.errors import DatabaseError
 from tunegemm.files import cause, impossible, kind
-from tunegemm.store.locations import project_location, user_location
+from tunegemm.store.locations import project_location, refused_project, user_location
+from tunegemm.store.waiting import left_s
 from tunegemm.untrusted import shown
+
+_log = logging.getLogger(__name__)
 
 #: How long a statement waits for others' transactions. One publication takes a millisecond; of eight writers
 #: on two busy cores the unluckiest waited 5 s (benchmarks/database.py).
 BUSY_TIMEOUT_S = 60.0
 
-#: How long a server may take to answer a new connection: dispatch waits for it, once.
+#: How long a server may take to answer a new connection.
 CONNECT_TIMEOUT_S = 10
 
 #: Beginnings of the file-system types that other hosts may write to at the same time. The shared memory
@@ -43,6 +48,8 @@ _WRITES = "tunegemm_writes"
 def resolve(location: str | Path | None) -> Path | URL:
     """A file's path or a server's URL; without a location the narrowest layer that there is."""
     if location is None:
+        if refused := refused_project():
+            _log.warning(refused)
         location = project_location() or user_location()
     if isinstance(location, str) and "://" in location:
         try:
@@ -76,21 +83,44 @@ def resolve(location: str | Path | None) -> Path | URL:
         ) from None
 
 
+def is_same(one: Path | URL, other: Path | URL) -> bool:
+    """Whether two locations are of one database. Files may be links to each other, or missing; a server's URL
+    has a user and options, which do not change what it names.
+    """
+    if isinstance(one, URL) or isinstance(other, URL):
+        return isinstance(one, URL) and isinstance(other, URL) and _on_server(one) == _on_server(other)
+    try:
+        return one == other or one.samefile(other)
+    except OSError:
+        return False
+
+
+def _on_server(url: URL) -> tuple[str, str, str]:
+    """Host, port and name of a database."""
+    host, port = (url.query.get(name) or given for name, given in (("host", url.host), ("port", url.port)))
+    name = str(host or "localhost").lower().strip("[]")
+    is_here = name in ("localhost", "127.0.0.1", "::1")
+    return "localhost" if is_here else name, str(port or 5432), url.database or url.username or ""
+
+
 def connect(location: Path | URL, *, read_only: bool) -> Engine:
     """An engine for a file or server; a writable file and its folder are created when missing.
 
     Raises DatabaseError when there is no such file, or when it can be neither created nor opened.
     """
     if isinstance(location, URL):
-        timeout = {} if "connect_timeout" in location.query else {"connect_timeout": CONNECT_TIMEOUT_S}
+        most_s = math.ceil(left_s(CONNECT_TIMEOUT_S))
+        timeout = {} if "connect_timeout" in location.query else {"connect_timeout": max(1, most_s)}
         try:
             # A connection may have been cut since its last use: tuning publishes minutes apart.
-            return create_engine(location, pool_pre_ping=True, connect_args=timeout)
+            engine = create_engine(location, pool_pre_ping=True, connect_args=timeout)
         except ModuleNotFoundError as error:
             raise DatabaseError(
                 f"{display(location)}: no driver for it ({error}); pip install 'tunegemm[postgres]', or give "
                 "a path"
             ) from None
+        event.listen(engine, "connect", _limit_waiting)
+        return engine
     with translated(location):
         if read_only:
             _check_readable(location)
@@ -129,13 +159,14 @@ def check_writable(path: Path) -> None:
 
 
 def _make_writable(path: Path) -> None:
+    folder = Path(os.path.realpath(path)).parent  # the file's, where the path is a link
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DatabaseError(
             f"{path}: {error.strerror} while creating its folder; choose another path"
         ) from None
-    places = [path.parent]
+    places = [folder]
     try:
         path.stat()
     except FileNotFoundError:
@@ -195,7 +226,7 @@ def _open(path: Path, options: str) -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"file:{quote(os.fsencode(path))}?{options}",
         uri=True,
-        timeout=BUSY_TIMEOUT_S,
+        timeout=left_s(BUSY_TIMEOUT_S),
         isolation_level=None,
         check_same_thread=False,
     )
@@ -210,6 +241,13 @@ def _prepare(connection: sqlite3.Connection, _: Any) -> None:
     (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
     if mode == "wal":
         connection.execute("PRAGMA synchronous = NORMAL")
+
+
+def _limit_waiting(connection: Any, _: Any) -> None:
+    """Of a server's connection, to the time that is left; without a deadline its own settings hold."""
+    if (seconds := left_s(math.inf)) < math.inf:
+        connection.execute(f"SET lock_timeout = {max(1, round(seconds * 1e3))}")
+        connection.commit()
 
 
 def _begin(connection: Connection) -> None:
@@ -232,7 +270,7 @@ def _read_only_options(path: Path) -> str:
             blocked = error.sqlite_errorname.startswith(
                 ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_IOERR")
             )
-            if blocked and not path.with_name(path.name + "-wal").exists():
+            if blocked and not Path(f"{os.path.realpath(path)}-wal").exists():  # SQLite follows links
                 return "mode=ro&immutable=1"
         except (sqlite3.DatabaseError, UnicodeDecodeError):
             pass  # damaged: the caller's first query says so
@@ -305,7 +343,7 @@ _EXPLANATIONS = (
     ("SQLITE_PERM", "cannot be opened; check that you may read and write the file and its folder"),
     (
         "SQLITE_BUSY",
-        f"locked by another process for over {BUSY_TIMEOUT_S:.0f} s; end that process, then try again",
+        "locked by another process for too long; end that process, then try again",
     ),
     ("SQLITE_IOERR", "the file system fails to read or write it; check the disk or choose another path"),
 )
@@ -319,6 +357,7 @@ _SERVER_EXPLANATIONS = (
     ("25006", "the server is read-only; give the URL of the primary"),
     ("53100", "the server's disk is full; free some space and go on, everything published is kept"),
     ("53300", "the server has too many connections; raise its max_connections"),
+    ("55P03", "another session locks its tables for too long; end that, then try again"),
     ("57P", "the server is shutting down; try again"),
 )
 

@@ -16,20 +16,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from sqlalchemy import URL, Select, select
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError, DatabaseError
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.outcome import Failure, Measurement, Stage
 from tunegemm.store import publishing
-from tunegemm.store.checks import BAD, candidate_of, check_roofline, one_line, times_of, typed
+from tunegemm.store.checks import BAD, candidate_of, check_roofline, objection, one_line, times_of, typed
+from tunegemm.store.connection import display, is_same, resolve
 from tunegemm.store.database import Database
 from tunegemm.store.lookup import UNREADABLE, checked_candidate, checked_fingerprint
 from tunegemm.store.models import (
@@ -223,16 +224,18 @@ def _batches(entries: Iterable[T]) -> Iterator[list[T]]:
 def merge(sources: Sequence[str], into: str) -> Report:
     """Load several databases into one, which is created when missing.
 
-    Raises DatabaseError when one cannot be read, before anything is written.
+    Raises DatabaseError when one cannot be read, or is the target by whatever name, before anything is
+    written.
     """
     opened: list[Database] = []
+    place = resolve(into)
     try:
         opened += [Database.open(source, read_only=True) for source in sources]
+        if any(is_same(source.location, place) for source in opened):
+            raise DatabaseError(f"{display(place)}: cannot be merged into itself; name another --into")
         total = Report()
         with Database.open(into) as target:
             for source in opened:
-                if _same(source.location, target.location):
-                    raise DatabaseError(f"{target.name}: cannot be merged into itself; name another --into")
                 report = load(target, dump(source), origin=source.name)
                 total.added, total.known = total.added + report.added, total.known + report.known
                 total.skipped += [f"{source.name}: {line}" for line in report.skipped]
@@ -241,11 +244,6 @@ def merge(sources: Sequence[str], into: str) -> Report:
     finally:
         for database in opened:
             database.close()
-
-
-def _same(one: Path | URL, other: Path | URL) -> bool:
-    """Whether two names are of one database: the files may be links to each other."""
-    return one == other or (isinstance(one, Path) and isinstance(other, Path) and one.samefile(other))
 
 
 @dataclass(frozen=True)
@@ -276,7 +274,7 @@ def parse(row: Any) -> Parsed:
         line(_given(row, name, ""), name, longest) for name, longest in widths.items()
     )
     problem, fingerprint = typed(Problem, row.get("problem")), typed(Fingerprint, row.get("fingerprint"))
-    outcome = _outcome(row, problem, fingerprint)
+    outcome = _outcome(row, problem, fingerprint, source)
     resources = None if row.get("resources") is None else _resources(row["resources"])
     at = moment(row.get("measured_at"), "measured_at")
     return Parsed(id_, label, source, origin, policy or SCREEN, problem, fingerprint, outcome, resources, at)
@@ -288,7 +286,7 @@ def _given(row: Row, name: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def _outcome(row: Row, problem: Problem, fingerprint: Fingerprint) -> Measurement | Failure:
+def _outcome(row: Row, problem: Problem, fingerprint: Fingerprint, source: str) -> Measurement | Failure:
     candidate = candidate_of(row.get("candidate"))
     if row["kind"] == "failure":
         if row.get("stage") not in list(get_args(Stage)):
@@ -306,6 +304,10 @@ def _outcome(row: Row, problem: Problem, fingerprint: Fingerprint) -> Measuremen
         )
     error, noise = (number(row.get(name), name, 0, 1e6) for name in ("relative_error", "noise"))
     measurement = Measurement(candidate, samples_us, baseline_us, error, noise, evidence)
+    if source == kernel_source_hash(candidate.family):  # others are history: nothing launches them
+        figures = {"ratio": measurement.ratio, "relative_error": error}
+        if wrong := objection(problem, candidate, fingerprint, **figures):
+            raise BadValueError(printable(wrong, 200))
     check_roofline(problem, fingerprint, measurement.median_us, measurement.baseline_median_us)
     return measurement
 

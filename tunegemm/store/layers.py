@@ -3,20 +3,23 @@
 - *system*: `db/records/*.json`, shipped with the package for known GPUs; text, read-only.
 - *pack*: what `tunegemm load` or ``TUNEGEMM_PACK`` brought, with its compiled kernels; read-only.
 - *user*: `tunegemm.sqlite` in the user's data folder.
-- *project*: ``TUNEGEMM_DB``, a path or URL; else `tunegemm.sqlite` in the working directory, if there is one.
+- *project*: ``TUNEGEMM_DB``, a path or URL; else `tunegemm.sqlite` in the working directory, if there is one
+  that nobody but this user can have written.
 
 What is tuned is written to the narrowest: `Database.open()` without a location.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tunegemm.errors import DatabaseError
 from tunegemm.store import packs
-from tunegemm.store.locations import project_location, user_location
+from tunegemm.store.locations import project_location, refused_project, user_location
+from tunegemm.store.waiting import in_time
 
 if TYPE_CHECKING:
     from tunegemm.store.database import Database
@@ -40,7 +43,7 @@ def modified() -> tuple[tuple[int, int], ...]:
         if location is not None and "://" not in str(location):
             for suffix in ("", "-wal"):  # what was published last is in the write-ahead log
                 try:
-                    facts = Path(f"{location}{suffix}").stat()
+                    facts = Path(f"{os.path.realpath(location)}{suffix}").stat()
                     found.append((facts.st_size, facts.st_mtime_ns))
                 except OSError:
                     found.append((0, 0))
@@ -67,7 +70,7 @@ def read_lookups() -> tuple[list[Record], list[Lookup | ShippedLookup], list[str
     lookups: list[Lookup | ShippedLookup] = [shipped]
     warnings = [*shipped.warnings]
     records = [record for pack in packs.loaded(warnings) for record in pack.records]
-    for layer, location in _databases():
+    for layer, location in _databases(warnings):
         found = None if "://" in str(location) else read_file(location, layer)
         if found is not None:
             lookups.append(found)
@@ -88,24 +91,36 @@ def read_texts() -> tuple[list[Record], list[str]]:
 
 def of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
     """What is read of the user's and of the project's layer; adds a line for one that cannot be."""
-    return [found for place in _databases() for found in _of_database(read, *place, warnings)]
+    return [found for place in _databases(warnings) for found in _of_database(read, *place, warnings)]
 
 
 def _of_database(
     read: Callable[[Database], T], layer: str, location: Path | str, warnings: list[str]
 ) -> list[T]:
+    from tunegemm.store.connection import display, resolve
     from tunegemm.store.database import Database  # brings SQLAlchemy
 
+    def opened() -> Database:
+        return Database.open(location, read_only=True, layer=layer)
+
     try:
-        with Database.open(location, read_only=True, layer=layer) as database:
+        with in_time(opened, Database.close) if "://" in str(location) else opened() as database:
             return [read(database)]
     except DatabaseError as error:
         warnings.append(str(error))
-        return []
+    except TimeoutError:
+        name = display(resolve(location))
+        warnings.append(f"{name}: no answer in time; check the address, and that the server runs")
+    return []
 
 
-def _databases() -> list[tuple[str, Path | str]]:
-    """The layers that are databases, and where they are; of the user's only one that is there."""
+def _databases(warnings: list[str]) -> list[tuple[str, Path | str]]:
+    """The layers that are databases, and where they are; of the user's only one that is there.
+
+    Adds a line for a project's that is not to be read.
+    """
+    if refused := refused_project():
+        warnings.append(refused)
     user, project = user_location(), project_location()
     found: list[tuple[str, Path | str]] = [("user", user)] if _exists(user) else []
     return found if project is None else [*found, ("project", project)]

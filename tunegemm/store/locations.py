@@ -3,25 +3,72 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
+from tunegemm.files import foreign
+from tunegemm.resources import user_path
+
 _FILE_NAME = "tunegemm.sqlite"
+#: What SQLite reads beside a database.
+_SIDE_FILES = ("-wal", "-shm", "-journal")
 
 
 def project_location() -> str | None:
-    """Where the project's layer is; None when there is none."""
-    configured = os.environ.get("TUNEGEMM_DB")
-    if configured:
+    """Where the project's layer is; None when there is none, or one that others may have written."""
+    if configured := os.environ.get("TUNEGEMM_DB"):
         return configured
-    try:
-        here = Path.cwd() / _FILE_NAME
-        return str(here) if here.is_file() else None
-    except OSError:  # a working directory that was deleted, or that one may not search
-        return None
+    here = _found()
+    return str(here) if here is not None and not _who_may_write(here) else None
+
+
+def refused_project() -> str:
+    """Why the database in the working directory is not read, and the remedy, in one line; empty where it is,
+    and where there is none.
+
+    A program is started in folders that others fill: a checkout, a share, /tmp. What their database says is
+    launched, so that it is read only if nobody but this user can have written it, as git does with what it
+    finds in a folder (its option safe.directory). Root's own are root's.
+    """
+    if os.environ.get("TUNEGEMM_DB") or (here := _found()) is None or not (why := _who_may_write(here)):
+        return ""
+    return (
+        f"{here}: not read, since others may have written it ({why}); if you trust it, name it by "
+        f"TUNEGEMM_DB={shlex.quote(str(here))}"
+    )
 
 
 def user_location() -> Path:
     """Where the user's layer is, whether or not the file exists."""
-    import platformdirs
+    return user_path("data") / _FILE_NAME
 
-    return Path(platformdirs.user_data_dir("tunegemm")) / _FILE_NAME
+
+def _found() -> Path | None:
+    """The database in the working directory, whoever's it is."""
+    try:
+        here = Path.cwd() / _FILE_NAME
+        return here if here.is_file() else None
+    except OSError:  # a working directory that was deleted, or that one may not search
+        return None
+
+
+def _who_may_write(here: Path) -> str:
+    """Who else may write a file, what SQLite reads beside it, or their folder, where a link leads, too."""
+    user = os.geteuid()
+    files = [here, *(here.with_name(here.name + suffix) for suffix in _SIDE_FILES)]
+    try:
+        if here.is_symlink():
+            target = here.resolve()
+            if (link := here.lstat()).st_uid != user:
+                return f"{here}: a link of another user (uid {link.st_uid})"
+            files += [target, *(target.with_name(target.name + suffix) for suffix in _SIDE_FILES)]
+        for folder in dict.fromkeys(file.parent for file in files):
+            # Root may change any file anyway, and its folders hold the files of others.
+            if why := foreign(folder, folder.stat(), (user, 0)):
+                return why
+        for file in files:
+            if file.exists() and (why := foreign(file, file.stat(), (user,))):
+                return why
+    except OSError as error:
+        return f"{here}: {error.strerror}"
+    return ""

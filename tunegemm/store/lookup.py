@@ -19,6 +19,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError, TunegemmError
 from tunegemm.store.record import Record
 from tunegemm.store.schema import FASTEST, SCHEMA_VERSION, VERSION_TABLE
+from tunegemm.store.waiting import left_s
 from tunegemm.untrusted import shown
 
 #: A problem as the tuple of its fields, as rows have it.
@@ -28,6 +29,9 @@ problem_fields: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(field.name f
 UNREADABLE = (
     TunegemmError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
+
+#: How long a lock is waited for.
+_BUSY_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -49,15 +53,16 @@ class Lookup:
     ) -> None:
         """
         problems: key and fields of each. records: keys of problem, fingerprint and candidate, ratio, hash of
-        the kernel sources, the policy it was measured by, whether it is confirmed. fingerprints: digest and
+        the kernel sources, the policy it was measured by, whether it is confirmed, the relative error of the
+        measurement. fingerprints: digest and
         fields by key. candidates: JSON and digest by key.
         """
         self._keys = {tuple(row[1:]): row[0] for row in problems}
         self._records: dict[int, list[tuple[Any, ...]]] = {}
         words: dict[str, str] = {}  # the few that there are, each kept once
-        for problem, fingerprint, candidate, ratio, source, policy, confirmed in records:
+        for problem, fingerprint, candidate, ratio, source, policy, *facts in records:
             texts = words.setdefault(source, source), words.setdefault(policy, policy)
-            self._records.setdefault(problem, []).append((fingerprint, candidate, ratio, *texts, confirmed))
+            self._records.setdefault(problem, []).append((fingerprint, candidate, ratio, *texts, *facts))
         self._fingerprints, self._candidates, self._layer = fingerprints, candidates, layer
 
     def __len__(self) -> int:
@@ -71,16 +76,19 @@ class Lookup:
         """The problem's records under all fingerprints. One that cannot be read is left out and logged."""
         found = []
         key = self._keys.get(problem_fields(problem), 0)
-        for fingerprint, candidate, ratio, source, policy, confirmed in self._records.get(key, ()):
+        for fingerprint, candidate, ratio, source, policy, confirmed, error in self._records.get(key, ()):
             try:
                 if not 0 < ratio < math.inf:
                     raise ValueError(f"its ratio is {ratio!r:.40}")
+                if not 0 <= error < math.inf:
+                    raise ValueError(f"its relative error is {error!r:.40}")
                 found.append(
                     Record(
                         problem,
                         checked_candidate(*self._candidates[candidate]),
                         checked_fingerprint(*self._fingerprints[fingerprint]),
                         ratio=float(ratio),
+                        relative_error=float(error),
                         confirmed=confirmed in (True, 1),
                         kernel_source=str(source),
                         layer=self._layer,
@@ -97,8 +105,10 @@ def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> L
     return Lookup(
         read(f"SELECT id, {_columns(Problem)} FROM problems"),
         read(
-            "SELECT problem_id, fingerprint_id, candidate_id, ratio, kernel_source, measured_by, confirmed "
-            f"FROM records WHERE policy = '{FASTEST}'"
+            "SELECT r.problem_id, r.fingerprint_id, r.candidate_id, r.ratio, r.kernel_source, r.measured_by, "
+            "r.confirmed, m.relative_error "
+            "FROM records r LEFT JOIN measurements m ON m.id = r.measurement_id "
+            f"WHERE r.policy = '{FASTEST}'"
         ),
         {key: facts for key, *facts in read(f"SELECT id, digest, {_columns(Fingerprint)} FROM fingerprints")},
         {
@@ -123,7 +133,8 @@ def read_file(location: str | Path, layer: str) -> Lookup | None:
         path = Path(location).expanduser()
         if not path.is_file():  # opening a pipe would wait for ever
             return None
-        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro", uri=True)) as connection:
+        name = f"file:{quote(os.fsencode(path))}?mode=ro"
+        with closing(sqlite3.connect(name, uri=True, timeout=left_s(_BUSY_S))) as connection:
             connection.execute("BEGIN")  # all queries see one state of the database
             if connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() != [
                 (SCHEMA_VERSION,)

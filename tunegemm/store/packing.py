@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.describe.device import (
-    ARCHITECTURES,
-    PARTS,
     Device,
     Fingerprint,
-    Part,
     cuda_device_count,
-    device_from_part,
     find_device,
     package_version,
 )
@@ -32,6 +28,7 @@ from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.cute_object import dsl_version
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.store import packs
+from tunegemm.store.checks import device_of, record_objection
 from tunegemm.store.layers import NARROWNESS
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped, write_records
@@ -228,22 +225,18 @@ def refused_here(records: Iterable[Record]) -> list[Judgement]:
 
 def unfit(record: Record) -> str:
     """Why no kernel can be made of a record's candidate; empty where one can."""
-    candidate, family = record.candidate, families.get(record.candidate.family)
-    if not family.compiled:
+    if is_torch(record.candidate):
         return ""
-    known = {*family.parameters["compile"], *family.parameters["launch"]}
-    for name, value in candidate.params.items():
-        if name not in known:
-            return f"{family.name} has no parameter {name}"
-        if (allowed := families.expected(family.name, name, value)) is not None:
-            return f"{family.name}: {name}={value}; {allowed}"
     try:
-        verdict = family.check(record.problem, candidate, _device(record.fingerprint))
-        _key(record)
+        _device(record.fingerprint)
     except PackError as error:
         return str(error)
-    except (KeyError, TypeError) as error:  # a family fills in what it got later, but not what it always had
-        return f"its candidate lacks a parameter of {family.name} ({error})"
+    if wrong := record_objection(record):
+        return wrong
+    # Not what runs and is left out for its speed, either.
+    verdict = families.get(record.candidate.family).check(
+        record.problem, record.candidate, _device(record.fingerprint)
+    )
     return "" if verdict else str(verdict)
 
 
@@ -262,16 +255,10 @@ def _key(record: Record) -> Key:
 
 
 def _device(fingerprint: Fingerprint) -> Device:
-    """The device that was measured, as far as a kernel key asks: it need not be here."""
-    part = next((part for part in PARTS.values() if part.device_name == fingerprint.device_name), None)
-    if part is None:
-        names = {".".join(map(str, capability)): capability for capability in ARCHITECTURES}
-        if (capability := names.get(fingerprint.capability)) is None:
-            raise PackError(
-                f"{fingerprint.device_name}: capability {fingerprint.capability!r} is not known here"
-            )
-        part = Part(fingerprint.device_name, capability, fingerprint.sm_count, 0.0, 0.0, 0, 0)
-    return device_from_part(f"model:{fingerprint.device_name}", part, fingerprint)
+    """The device that was measured. Raises PackError for one of an architecture that is not known."""
+    if (device := device_of(fingerprint)) is None:
+        raise PackError(f"{fingerprint.device_name}: capability {fingerprint.capability!r} is not known here")
+    return device
 
 
 def _name(key: Key) -> tuple[tuple[str, object], ...]:

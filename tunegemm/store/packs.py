@@ -32,8 +32,9 @@ import tunegemm
 from tunegemm.errors import BadValueError, PackError
 from tunegemm.files import cause, kind, replacing
 from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key, digest
-from tunegemm.resources import data_path
-from tunegemm.store.checks import one_line
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.resources import data_path, user_path
+from tunegemm.store.checks import one_line, record_objection
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped
 from tunegemm.store.validity import is_patch
@@ -109,9 +110,7 @@ class Pack:
 
 def user_folder() -> Path:
     """Where `tunegemm load` puts packs."""
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("tunegemm")) / "packs"
+    return user_path("data") / "packs"
 
 
 def loaded(warnings: list[str]) -> list[Pack]:
@@ -127,7 +126,7 @@ def loaded(warnings: list[str]) -> list[Pack]:
         try:
             pack = opening()
             found[pack.name] = pack
-        except PackError as error:
+        except (PackError, OSError) as error:
             warnings.append(str(error))
     return list(found.values())
 
@@ -179,7 +178,7 @@ def install(file: Path, root: Path | None = None, *, sha256: str | None = None) 
                 fresh = Path(scratch, "pack")
                 _make_folder(fresh)
                 _unpack(file, fresh)
-                _read_records(fresh, file)
+                _check(_read_records(fresh, file), file)
                 if not final.is_dir():
                     fresh.rename(final)
         except OSError as error:
@@ -296,6 +295,16 @@ def _read_records(folder: Path, where: Path) -> tuple[Record, ...]:
         remedy = f"take it away by `tunegemm unload {folder.name}`" if loaded else "have it packed anew"
         raise PackError(f"{where}: {reason}{more}; the pack is not used; {remedy}")
     return tuple(records)
+
+
+def _check(records: Iterable[Record], file: Path) -> None:
+    """Raises PackError for a record of this program's sources that must not be launched: once, as a pack is
+    loaded; dispatch checks what it launches.
+    """
+    for record in records:
+        is_todays = record.kernel_source == kernel_source_hash(record.candidate.family)
+        if is_todays and (wrong := record_objection(record)):
+            raise PackError(f"{file}: record of {record.problem}: {wrong}; the pack is not used")
 
 
 def _unpack(file: Path, folder: Path) -> None:

@@ -80,7 +80,15 @@ class ShippedLookup:
         """By the problem as JSON; rows as JSON, too."""
         self.warnings: list[str] = []
         """One line for each file that cannot be read."""
-        for path in _paths(data_path("db", "records")):
+        try:
+            paths = _paths(data_path("db", "records"))
+        except OSError as error:  # copied without its data: zip, PyInstaller, vendored
+            self.warnings.append(
+                f"{error}; install tunegemm from its wheel, or bundle all its files "
+                "(PyInstaller: --collect-all tunegemm)"
+            )
+            return
+        for path in paths:
             try:
                 fingerprints, rows = _undecoded(path)
             except BAD as error:

@@ -181,12 +181,12 @@ def screened_before(
 
 
 def known_failures(trials: Trials, kernels: Kernels, library: Collection[Candidate]) -> list[Candidate]:
-    """What failed here before and would again, but for what took too long: that may have been the machine."""
+    """What failed here before and would again, but for what may have been the machine."""
     if trials.database is None:
         return []
     failures = trials.database.failures(trials.problem, trials.device.fingerprint, current=True)
     measured = trials.screened
-    found = (_usable(f.candidate, kernels, library) for f in failures if f.stage != "timeout")
+    found = (_usable(f.candidate, kernels, library) for f in failures if not f.is_transient)
     return [c for c in found if c is not None and c not in measured]
 
 

@@ -8,7 +8,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.policy import Policy
-from tunegemm.measure.statistics import slowdown, winner
+from tunegemm.measure.statistics import final_choice, slowdown
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.trials import Trials, label, speed
 
@@ -34,7 +34,7 @@ def race(trials: Trials, runners: Sequence[Candidate], policy: Policy) -> TuneRe
 
 
 def confirm(trials: Trials, raced: Sequence[Measurement]) -> Measurement | None:
-    """The winner of a final race, which becomes the confirmed record.
+    """The winner of a final race, which becomes the confirmed record, by the rounds that did not choose it.
 
     Where the GPU did other work, what was measured is kept, and the note says why nothing is confirmed.
     """
@@ -46,7 +46,7 @@ def confirm(trials: Trials, raced: Sequence[Measurement]) -> Measurement | None:
     if not stayed:
         trials.note = trials.note or "nothing could be measured; see the failures"
         return None
-    best = winner(trials.problem, stayed)
+    best = final_choice(trials.problem, stayed)
     if sign := disturbance(best, trials.outcomes):
         trials.note = (
             f"{sign}: {trials.device.spec} does other work, too, so no record is confirmed; run the same "

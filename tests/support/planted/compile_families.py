@@ -16,6 +16,11 @@ class _Planted:
         if what == "hang":
             out.write_bytes(b"begun")  # so that a test may wait for it
             time.sleep(3600)  # hangs: who compiles is to be killed
+        if what == "memory":
+            raise MemoryError
+        if what.startswith("errno "):
+            number = int(what.removeprefix("errno "))
+            raise OSError(number, os.strerror(number))
         if what == "raise":
             raise ValueError("a tile that the compiler\nrefuses: fatal register shortage")
         if what == "print":

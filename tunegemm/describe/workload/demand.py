@@ -6,15 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.workload.products import Product
+from tunegemm.describe.workload.products import Kind, Product
 from tunegemm.errors import ProblemError
 
 _SHARED = (
     "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
+    "epilogue", "accumulation",
 )  # fmt: skip
-
-#: Operators whose bias a tuned kernel adds; the others are torch's wherever they run.
-_BIASED = ("addmm", "baddbmm")
 
 
 @dataclass(frozen=True)
@@ -25,42 +23,48 @@ class Demand:
     calls: int
     call_us: float | None = None
     """What torch took per call on the GPU that recorded it; None when that is not known."""
-    extra_calls: int = 0
-    """Those of `calls` that add a matrix or apply an activation, which the problem leaves out."""
+
+    def __add__(self, other: Demand) -> Demand:
+        """More calls of the same problem. Times are averaged over the calls that they are known of."""
+        timed = [(one.calls, one.call_us) for one in (self, other) if one.call_us is not None and one.calls]
+        calls = sum(count for count, _ in timed)
+        call_us = sum(count * us for count, us in timed) / calls if timed else None
+        return replace(self, calls=self.calls + other.calls, call_us=call_us)
+
+
+def total(parts: Iterable[Demand]) -> list[Demand]:
+    """Each problem once, in the order in which they are first asked for."""
+    found: dict[Problem, Demand] = {}
+    for part in parts:
+        before = found.get(part.problem)
+        found[part.problem] = part if before is None else before + part
+    return list(found.values())
 
 
 def demands(products: Iterable[Product]) -> tuple[list[Demand], list[str]]:
-    """The problems among the products, and a line for each product that is not a problem.
+    """The problems among the products, and a line for each product that no kernel is ever called for.
 
-    One that adds a value to each column is a problem of its own, with the epilogue ``bias_n``; what other
-    products add makes no other problem. A time on a CPU says nothing of a GPU.
+    A problem is what dispatch asks for when it meets that call. A time on a CPU says nothing of a GPU.
     """
-    found: dict[Problem, Demand] = {}
-    refused = []
+    found, refused = [], []
     for product in products:
+        kind = product.kind
         try:
-            if not (product.kind.a_major and product.kind.b_major and product.kind.out_major):
-                raise ProblemError("an operand has no contiguous mode, so that torch copies it first")
-            is_biased = product.kind.bias == "vector" and product.kind.op in _BIASED
-            problem = Problem(
-                **{name: getattr(product.kind, name) for name in _SHARED},
-                epilogue="bias_n" if is_biased else "",
-            )
+            problem = _problem(kind)
         except ProblemError as error:
-            refused.append(f"{product.kind.op} {product.kind.shape}: {error}")
+            refused.append(f"{kind.op} {kind.shape}: {error}")
             continue
-        before = found.get(problem, Demand(problem, 0))
-        call_us = product.median_us if product.kind.device == "cuda" else None
-        timed = [
-            (calls, us)
-            for calls, us in ((before.calls, before.call_us), (product.weight, call_us))
-            if us is not None and calls
-        ]
-        has_extra = not is_biased and (product.kind.bias, product.kind.activation) != ("none", "none")
-        found[problem] = replace(
-            before,
-            calls=before.calls + product.weight,
-            call_us=sum(c * us for c, us in timed) / sum(c for c, _ in timed) if timed else None,
-            extra_calls=before.extra_calls + has_extra * product.weight,
-        )
-    return [demand for demand in found.values() if demand.calls], refused
+        call_us = product.median_us if kind.device == "cuda" else None
+        found.append(Demand(problem, product.weight, call_us))
+    return [demand for demand in total(found) if demand.calls], refused
+
+
+def _problem(kind: Kind) -> Problem:
+    if kind.refusal:
+        raise ProblemError(kind.refusal)
+    if not (kind.a_major and kind.b_major and kind.out_major):
+        raise ProblemError("an operand has no contiguous mode, so that torch copies it first")
+    problem = Problem(**{name: getattr(kind, name) for name in _SHARED})
+    if not problem.fused.is_defined:
+        raise ProblemError(f"epilogue {kind.epilogue} is its program's own: tunegemm.tune tunes it there")
+    return problem

@@ -14,6 +14,9 @@ from tunegemm.untrusted import line, listed, members, number, shown, whole
 
 FORMAT = "tunegemm-shapes"
 VERSION = 1
+#: Fields of a product that older files lack.
+_LATER = ("epilogue", "accumulation", "refusal")
+OWN_ACTIVATION = "its activation is computed along by torch alone (_addmm_activation)"
 _MOST_CALLS = 2**53
 _LONGEST_WORD = 65_536
 
@@ -27,7 +30,7 @@ class Kind:
     k: int
     batch: int
     in_dtype: str
-    """Element type of A and B: bf16, fp16, fp32, or torch's name for others."""
+    """Element type of A and B: one of `describe.problem.DTYPE_BYTES`, or torch's name for others."""
     out_dtype: str
     """Element type of D."""
     a_major: str
@@ -41,11 +44,29 @@ class Kind:
     op: str = "mm"
     """ATen's name of the operator, such as ``addmm``."""
     bias: str = "none"
-    """What is added: ``none``, ``vector`` (one value per column) or ``matrix``."""
+    """What torch adds: ``none``, ``vector`` (one value per column) or ``matrix``."""
     activation: str = "none"
     """``none``, ``relu`` or ``gelu``, where the same operator applies it."""
     device: str = "cuda"
     """Where it ran: ``cuda`` or ``cpu``."""
+    epilogue: str = ""
+    """What becomes of the product in the same call, as dispatch asks for it: that of a problem."""
+    accumulation: str = "fast"
+    """How sums over k are asked for: one of `describe.problem.ACCUMULATIONS`."""
+    refusal: str = ""
+    """Why torch computes it whatever is tuned; empty where a kernel may."""
+
+    def __post_init__(self) -> None:
+        # Files of before 2026-11-26 say `bias` and `activation` alone.
+        if self.epilogue or self.refusal:
+            return
+        if self.activation != "none":
+            object.__setattr__(self, "refusal", OWN_ACTIVATION)
+        elif self.op == "scaled_mm":
+            object.__setattr__(self, "refusal", "its scales were not recorded; record it again")
+        elif self.op in ("addmm", "baddbmm"):
+            steps = {"vector": "bias_n", "matrix": "beta_c"}
+            object.__setattr__(self, "epilogue", steps.get(self.bias, ""))
 
     @property
     def shape(self) -> str:
@@ -151,9 +172,12 @@ class Workload:
 
 
 def _product(row: Any) -> Product:
-    row = members(row, "it", [field.name for field in (*fields(Kind), *fields(Product)[1:])], None)
+    names = [field.name for field in (*fields(Kind), *fields(Product)[1:])]
+    row = members(row, "it", [name for name in names if name not in _LATER], None)
     kind: dict[str, Any] = {name: whole(row[name], name, 1, _MOST_CALLS) for name in ("m", "n", "k", "batch")}
     for field in fields(Kind)[len(kind) :]:
+        if field.name in _LATER and field.name not in row:
+            continue
         read = line if field.type == "str" else whole
         kind[field.name] = read(row[field.name], field.name)
     counts = {

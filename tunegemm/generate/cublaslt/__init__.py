@@ -35,6 +35,26 @@ def is_torch(candidate: Candidate) -> bool:
     return candidate.family == "cublaslt" and candidate.params.get("algorithm") == "torch.mm"
 
 
+def splits_k(candidate: Candidate) -> bool:
+    """Whether it is an algorithm of the library that splits k, and adds up what the splits give."""
+    if candidate.params.get("algorithm") != "cublaslt":
+        return False
+    scheme = candidate.params.get("reduction_scheme", "NONE")
+    return scheme not in ("NONE", 0) or candidate.params.get("split_k", 1) not in (0, 1)
+
+
+def reduces_in_16_bits(problem: Problem, candidate: Candidate) -> bool:
+    """Whether it adds up in 16 bits: in the output's own dtype, or in place in the output (cublasLt.h,
+    cublasLtReductionScheme_t: only COMPUTE_TYPE keeps what is between the splits in fp32).
+    """
+    scheme = candidate.params.get("reduction_scheme", "NONE")
+    return (
+        splits_k(candidate)
+        and scheme not in ("NONE", 0, "COMPUTE_TYPE")
+        and DTYPE_BYTES[problem.out_dtype] <= 2
+    )
+
+
 def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """`heuristic` of the space file stands for many algorithms and is not one itself."""
     if (name := candidate.params.get("algorithm")) != "cublaslt":
@@ -45,7 +65,13 @@ def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> s
 def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """An algorithm of the library is named by all of its attributes."""
     missing = [name for name in ALGORITHM_PARAMETERS if name not in candidate.params]
-    return f"parameter {missing[0]!r} of the algorithm is missing" if missing else None
+    if missing:
+        return f"parameter {missing[0]!r} of the algorithm is missing"
+    numbers = [
+        (name, value) for name in ALGORITHM_PARAMETERS if not isinstance(value := candidate[name], str)
+    ]
+    wrong = [name for name, value in numbers if type(value) is not int or not 0 <= value < 2**31]
+    return f"parameter {wrong[0]!r} of the algorithm is not a whole number from 0 on" if wrong else None
 
 
 def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> str | None:

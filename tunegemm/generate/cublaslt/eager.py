@@ -160,6 +160,11 @@ def step_of(name: str, dtype: Any) -> Step:
         # An fp32 factor makes the product fp32; what follows wants the output's dtype.
         return (x * factor).to(dtype) if out is None else torch.mul(x, factor, out=out)
 
+    def add_weighted(x: Any, given: dict[str, Any], out: Any) -> Any:
+        if given["beta"] == 0:  # C is not read then, as by torch.addmm: it may hold NaN
+            return _into(out, x)
+        return torch.add(x, given["c"], alpha=given["beta"], out=out)
+
     def activate(which: str, x: Any, out: Any) -> Any:
         if which.startswith("gelu"):
             approximate = "tanh" if which == "gelu_tanh" else "none"
@@ -178,7 +183,7 @@ def step_of(name: str, dtype: Any) -> Step:
         "alpha": lambda x, given, out: torch.mul(x, given["alpha"], out=out),
         "scale_tensor": lambda x, given, out: scale(x, given["scale_a"] * given["scale_b"], out),
         "scale_rowwise": lambda x, given, out: scale(x * column(given["scale_a"]), given["scale_b"], out),
-        "beta_c": lambda x, given, out: torch.add(x, given["c"], alpha=given["beta"], out=out),
+        "beta_c": add_weighted,
         "bias_n": lambda x, given, out: torch.add(x, given["bias"], out=out),
         "bias_m": lambda x, given, out: torch.add(x, column(given["bias"]), out=out),
         "residual": lambda x, given, out: torch.add(x, given["residual"], out=out),

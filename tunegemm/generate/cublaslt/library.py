@@ -16,7 +16,7 @@ from tunegemm.generate.cublaslt import binding
 from tunegemm.generate.cublaslt.binding import LibraryError, Plan
 from tunegemm.generate.cublaslt.names import name_of, number_of
 from tunegemm.generate.cublaslt.operands import Strides, packed_strides
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher
+from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, never_unloaded
 from tunegemm.generate.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def launcher(
             )
         return *addresses, a.stride(), b.stride(), out.stride()
 
+    make.keep = never_unloaded  # type: ignore[attr-defined]
     make(*packed_strides(problem))  # a refusal is to be heard now
     return AddressLauncher(read, make)
 

@@ -34,6 +34,8 @@ _MAIN_LOOP_REGISTERS = 16
 #: k that the tensor cores add up before two-level accumulation takes it over.
 _PROMOTED_K = 128
 _SWIZZLE_ROW_BYTES = 128
+#: What innermost extents of a box, and the coordinates where it begins, are multiples of.
+_TMA_UNIT_BYTES = 16
 
 #: More of them with an epilogue that reads a matrix or converts int32 sums: 176 accumulators compile without
 #: spills, of 192 some kernels spill (tests/test_epilogue.py).
@@ -207,6 +209,24 @@ def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str
     return None
 
 
+def store_box(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """TMA copies boxes whose lines are multiples of 16 bytes, and begin at such (else: illegal instruction).
+
+    Subtiles lie side by side, so that the columns of one say where the next begins. Where columns are
+    contiguous, a line is as many of them; else it is the 64 rows of a WGMMA, which do for every dtype.
+    """
+    epi_n, element_bytes = candidate["epi_n"], DTYPE_BYTES[problem.out_dtype]
+    if epi_n == 0:  # nothing is staged
+        return None
+    columns = config_of(problem, candidate).out_epi_n if problem.fused.gated else epi_n
+    if columns * element_bytes % _TMA_UNIT_BYTES and seen_by_kernel(problem, candidate).out_major == "n":
+        return (
+            f"epi_n {epi_n} stores lines of {columns} x {element_bytes} B = {columns * element_bytes} B, "
+            f"not a multiple of the {_TMA_UNIT_BYTES} B that TMA needs"
+        )
+    return None
+
+
 def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A cluster must be portable: at most 8 blocks (CUDA programming guide, thread block clusters)."""
     cluster_m, cluster_n = candidate["cluster_m"], candidate["cluster_n"]
@@ -282,6 +302,7 @@ RULES = (
     epilogue_tile,
     cluster,
     mma_tile,
+    store_box,
     accumulators,
     fused_registers,
     wgmma_operands,

@@ -226,6 +226,8 @@ def allocate_staging(d_desc, CONFIG: gl.constexpr):
 def one_tile(a_desc, b_desc, d_desc, a_ring, b_ring, full, walk, CONFIG: gl.constexpr):
     """All warps load, multiply and store. The staging buffer takes the place of the ring, now idle."""
     BARRIERS: gl.constexpr = CONFIG.value.full_barriers
+    # TMA counts its bytes on the barriers through the async proxy, which has to see that they are made.
+    fence_async_shared()
     tile = tile_of(gl.program_id(0), walk)
     accumulators = fresh_accumulators(a_desc.dtype, CONFIG)
     if CONFIG.value.schedule == "blocking":

@@ -31,6 +31,8 @@ from tunegemm.generate.skinny.config import LANES_K, MMA_M, MMA_N, WARP, KernelC
 DTYPES = {
     "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "int32": cutlass.Int32,
 }  # fmt: skip
+#: The bits of an fp32 without its sign.
+MAGNITUDE = 0x7FFFFFFF
 # Instructions by element; fp8 becomes fp16, exactly, and is multiplied as that.
 MMAS = {
     "bf16": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
@@ -162,8 +164,8 @@ class Gemm:
         slots = ring.toint() + thread * config.vector_bytes
         sums = cute.recast_ptr(ring + config.stages * config.stage_bytes, dtype=self.acc_dtype)
         finish = Finish(config, addresses[2], extents, leading[2], batch_strides[2], words)
-        amax = cute.make_rmem_tensor(1, cutlass.Float32)
-        amax[0] = cutlass.Float32(0.0)
+        amax = cute.make_rmem_tensor(1, Int32)  # the bits of a magnitude: they order as integers, NaN last
+        amax[0] = Int32(0)
 
         # The next step to be loaded: its unit, its place in that, and where its lines are.
         lines = cute.make_rmem_tensor(config.lines, Int64)
@@ -426,8 +428,8 @@ class Finish:
                 offset = Int64(across) * self.leading + row
             target = element_at(self.out_dtype, start + offset * bytes_each)
             if const_expr("amax" in fused.steps):
-                magnitude = cute.arch.fmax(result[each], -result[each])
-                amax[0] = cute.arch.fmax(amax[0], magnitude if across < out_n else cutlass.Float32(0.0))
+                magnitude = result[each].bitcast(Int32) & MAGNITUDE
+                amax[0] = cutlass.max(amax[0], magnitude if across < out_n else Int32(0))
             converted = result[each].to(self.out_dtype)
             if across < out_n:
                 target[0] = converted
@@ -461,14 +463,14 @@ class Finish:
 
     @cute.jit
     def publish_amax(self, amax, lane):
-        """The largest of a warp into the scalar: magnitudes order as the integers of the same bits do."""
+        """The largest of a warp into the scalar, as an integer."""
         if const_expr("amax" in self.config.fused.steps):
             largest = amax[0]
             for step in cutlass.range_constexpr(5):
-                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=16 >> step))
+                largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=16 >> step))
             if lane == 0:
                 place = cute.make_ptr(Int32, self.words[-1], cute.AddressSpace.gmem, assumed_align=4)
-                cute.arch.atomic_max(place, largest.bitcast(Int32), sem="relaxed", scope="gpu")
+                cute.arch.atomic_max(place, largest, sem="relaxed", scope="gpu")
 
 
 def element_at(dtype, address):

@@ -1,36 +1,58 @@
-"""Python functions in the place of ATen's kernels of matrix products.
+"""Python functions before ATen's kernels of matrix products.
 
-`torch.library` puts them where kernels are: below autograd, autocast, functorch and torch.compile, so that
-nothing is traced or run differently, and for all threads, that of the backward pass, too. Inductor's output
-calls the same kernels (`extern_kernels.mm`). A `TorchDispatchMode` would make torch.compile fall back to
-eager code; a `TorchFunctionMode` is one thread's, sees no backward pass, and costs every torch function.
+`torch.library` puts them at the dispatch key ``BackendSelect``, which every call passes right above its
+kernel and at which no product has a kernel of its own: below autograd, autocast, functorch and torch.compile,
+so that nothing is traced or run differently, and for all threads, that of the backward pass, too. Inductor's
+output passes it as well (`extern_kernels.mm`). What is below is looked up by torch at each call. So the
+kernels that other libraries put in the place of ATen's (vLLM's batch invariance, FlagGems) may come and go
+meanwhile: theirs is what a product falls back to, theirs are counted, and ours is in nobody's way.
+
+A `TorchDispatchMode` would make torch.compile fall back to eager code; a `TorchFunctionMode` is one thread's,
+sees no backward pass, and costs every torch function.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tunegemm.errors import TunegemmError
 
+_KEY = "BackendSelect"
+
 
 @dataclass(frozen=True)
 class Layer:
-    """What one part of tunegemm puts in the place of which kernels."""
+    """What one part of tunegemm puts before which kernels."""
 
     operators: Sequence[str]
     """Names in ATen, each for all its overloads. What this torch does not have is passed over."""
     keys: Sequence[str]
-    """``CPU``, ``CUDA``. What this build of torch does not have is passed over."""
+    """``CPU``, ``CUDA``: products whose kernel is at another key are torch's."""
     wrap: Callable[[str, Any], Callable[..., Any]]
     """Makes the function for an operator and its kernel. It is called with the operator's arguments after the
     dispatch keys, which ``kernel.call_boxed`` wants, too."""
+
+
+class _Below:
+    """What would run without us, as it is at each call."""
+
+    def __init__(self, operator: Any) -> None:
+        self.call_boxed = operator.redispatch
+
+
+class _Place(NamedTuple):
+    """Where a call goes that has certain dispatch keys."""
+
+    below: Any
+    """Those keys that are below ours."""
+    is_ours: bool
+    """Whether its kernel is at one of the layer's keys."""
 
 
 class Replacements:
@@ -44,11 +66,9 @@ class Replacements:
         self._library: torch.library.Library | None = None
 
     def put(self, name: str, layer: Layer) -> None:
-        """Raises TunegemmError when this torch cannot replace its kernels."""
-        if not hasattr(torch.library, "get_kernel"):
-            raise TunegemmError(
-                f"torch {torch.__version__} cannot wrap its kernels (torch.library.get_kernel); update torch"
-            )
+        """Raises TunegemmError when this torch cannot do it."""
+        if not hasattr(torch._C.DispatchKeySet, "raw_repr"):
+            raise TunegemmError(f"torch {torch.__version__} does not say which kernel is next; update torch")
         with self._lock:
             self._layers[name] = layer
             self._install()
@@ -71,23 +91,30 @@ class Replacements:
         if layer is None:
             return
         self._library = torch.library.Library("aten", "IMPL")
+        places: dict[int, _Place] = {}
         for name in layer.operators:
             packet = getattr(torch.ops.aten, name, None)
             for overload in packet.overloads() if packet is not None else ():
                 operator = getattr(packet, overload)
-                for key in layer.keys:
-                    if key == "CUDA" and not torch.backends.cuda.is_built():
-                        continue
-                    try:
-                        kernel = torch.library.get_kernel(operator, key)
-                    except RuntimeError:  # this overload has none there
-                        continue
-                    with warnings.catch_warnings():
-                        # torch warns of every kernel that is replaced, which is the intent.
-                        warnings.filterwarnings("ignore", message=r"(?s).*[Oo]verrid")
-                        self._library.impl(
-                            operator, layer.wrap(name, kernel), key, with_keyset=True, allow_override=True
-                        )
+                self._library.impl(operator, _before(name, operator, layer, places), _KEY, with_keyset=True)
+
+
+def _before(name: str, operator: Any, layer: Layer, places: dict[int, _Place]) -> Callable[..., Any]:
+    """The function that goes before the kernels of an overload. places: of this layer, by dispatch keys; of
+    these a program has a few, and to look one up costs less than to ask torch."""
+    serve, go_on = layer.wrap(name, _Below(operator)), operator.redispatch
+
+    def find(keyset: Any) -> _Place:
+        below = keyset & torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+        place = _Place(below, below.highestPriorityTypeId().name in layer.keys)
+        places[keyset.raw_repr()] = place
+        return place
+
+    def before(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        below, is_ours = places.get(keyset.raw_repr()) or find(keyset)
+        return (serve if is_ours else go_on)(below, *arguments, **keywords)
+
+    return before
 
 
 replacements = Replacements()

@@ -41,6 +41,7 @@ def gradients(
     `Problem.backward` names these products.
     """
     a, b = operands
+    grad = grad.resolve_neg()  # a view that says so has the other sign in memory
     if 0 in grad.stride():  # of a sum, say: no kernel reads one element many times
         grad = grad.contiguous()
     of_a = _laid_out(multiply, grad, b.mT, like=a) if wanted[0] else None

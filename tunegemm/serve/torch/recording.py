@@ -13,11 +13,11 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch._guards import CompileContext
@@ -28,7 +28,11 @@ from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import ProblemError, WorkloadError
 from tunegemm.files import impossible
 from tunegemm.serve import api
-from tunegemm.serve.library import OPERATORS, added
+from tunegemm.serve.forms import LINEAR, Form
+from tunegemm.serve.guards import tf32_allowed
+from tunegemm.serve.library import OPERATORS, call_of
+from tunegemm.serve.naming import Named, named
+from tunegemm.serve.operands import Refusal
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.processes import Writer
 
@@ -37,7 +41,24 @@ _TIMED = 32
 #: Events that may wait for the GPU before those that are done are read.
 _PENDING = 256
 
+#: What a kind has of its problem, beside what the call's form says.
+_OF_PROBLEM = (
+    "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
+)  # fmt: skip
+_BEYOND_KERNELS = "torch broadcasts, converts or resizes a tensor of it; no kernel does"
+
 _Key = tuple[Any, ...]
+
+
+class _Asked(NamedTuple):
+    """What a call asks for, apart from its operands."""
+
+    op: str
+    """The operator of ATen, or the function of ours that was called."""
+    form: Form
+    refusal: str = ""
+    """Why it is torch's, whatever the operands are; empty where it is not."""
+    activation: str = "none"
 
 
 class _Clock:
@@ -193,6 +214,7 @@ class _Interception:
         """CUDA graphs that are being captured, the last begun last."""
         self._graphs: weakref.WeakKeyDictionary[Any, list[_Key]] = weakref.WeakKeyDictionary()
         """What each captured graph computes."""
+        self._named: dict[_Key, Named | Refusal] = {}
         self._kinds: dict[_Key, Kind] = {}
         self._timed: Counter[_Key] = Counter()
         """Timed calls since the last recording began."""
@@ -225,7 +247,8 @@ class _Interception:
         layer = Layer(tuple(OPERATORS), ("CPU", "CUDA"), self._wrap)
         replacements.put("recording", layer)
         self._undo.append(lambda: replacements.remove("recording"))
-        self._undo.append(api.dispatcher.planner.suspend())  # our products are torch's, so that they are seen
+        # Our own products are torch's, and are seen as what they ask for.
+        self._undo.append(api.dispatcher.planner.suspend(self._observe))
         if torch.backends.cuda.is_built():
             self._watch_graphs()
 
@@ -236,38 +259,68 @@ class _Interception:
 
     def _wrap(self, name: str, original: Any) -> Callable[..., Any]:
         def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
-            # Inductor runs candidates while it compiles, and some kernels call others: neither is a call of
-            # the program.
-            if CompileContext.try_get() is not None or getattr(self._inside, "on", False):
+            if self._is_apart():
                 return original.call_boxed(keyset, *arguments, **keywords)
-            self._inside.on = True
-            try:
-                return self._count(name, original, keyset, arguments, keywords)
-            finally:
-                self._inside.on = False
+            call = call_of(name, arguments, keywords)
+            kind = _Asked(
+                name.strip("_").removesuffix("_v2"), call.form, call.refusal, _activation(name, keywords)
+            )
+            return self._count(
+                kind, call.a, call.b, call.tensors, call.out,
+                lambda: original.call_boxed(keyset, *arguments, **keywords),
+            )  # fmt: skip
 
         return kernel
 
-    def _count(self, name: str, original: Any, keyset: Any, arguments: Any, keywords: Any) -> Any:
-        first = OPERATORS[name].first
-        a, b = arguments[first : first + 2]
-        more = added(name, arguments, keywords)
+    def _observe(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any]
+    ) -> Any:
+        """A call of ours, all of which torch computes: one product, whatever functions of torch it takes.
+
+        What no kernel of ours may compute counts as those functions.
+        """
+        right = b.t() if form.kind == LINEAR and b.ndim == 2 else b
+        if self._is_apart() or _refusal(named(form, a, right, tensors, out)):
+            return compute()
+        return self._count(_Asked(form.name(a), form), a, right, tensors, out, compute)
+
+    def _is_apart(self) -> bool:
+        """Whether what is computed now is no call of the program: Inductor runs candidates while it compiles,
+        and some kernels call others."""
+        return CompileContext.try_get() is not None or getattr(self._inside, "on", False)
+
+    def _count(
+        self, asked: _Asked, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any]
+    ) -> Any:
         low = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT
-        call = (
-            name, a.shape, a.stride(), b.shape, b.stride(), a.dtype, more, a.device.type, low & -low,
+        call: _Key = (
+            asked, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype, a.device.type, low & -low,
+            a.dtype is torch.float32 and tf32_allowed(),
         )  # fmt: skip
+        for tensor in (*tensors, out) if out is not None else tensors:
+            low = tensor.data_ptr() % MAX_ALIGNMENT
+            call += (tensor.shape, tensor.stride(), tensor.dtype, low & -low)
+        found = None
+        if call not in self._named:  # before it is computed, which may give an output another size
+            found = named(asked.form, a, b, tensors, out)
         captured = a.is_cuda and torch.cuda.is_current_stream_capturing()
         clock = None if captured or self._timed[call] >= _TIMED else _Clock(a)
-        result = original.call_boxed(keyset, *arguments, **keywords)
+        self._inside.on = True
+        try:
+            result = compute()
+        finally:
+            self._inside.on = False
         if clock is not None:
             clock.stop()
-        if 0 in a.shape or 0 in b.shape:
+        if result is None or 0 in a.shape or 0 in b.shape:  # None: the caller has torch's function
             return result
         key = (*call, result.dtype, result.stride())
         with self.lock:
             self._timed[call] += clock is not None
+            if found is not None:
+                self._named[call] = found
             if key not in self._kinds:
-                self._kinds[key] = _kind(name, a, b, result, more)
+                self._kinds[key] = _kind(asked, self._named[call], a, b, result)
             for recording in self.recordings:
                 tally = recording._tallies.setdefault(key, _Tally(self._kinds[key]))
                 tally.calls += not captured
@@ -343,7 +396,32 @@ _interception = _Interception()
 os.register_at_fork(after_in_child=_interception.forget)
 
 
-def _kind(name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, more: tuple[str, str]) -> Kind:
+def _refusal(found: Named | Refusal) -> str:
+    """Why it is torch's; empty where a kernel may compute it."""
+    return (found.reason or _BEYOND_KERNELS) if isinstance(found, Refusal) else found.words_refusal
+
+
+def _activation(name: str, keywords: dict[str, Any]) -> str:
+    """What ATen's operator applies."""
+    if name != "_addmm_activation":
+        return "none"
+    return "gelu" if keywords.get("use_gelu") else "relu"
+
+
+def _kind(asked: _Asked, found: Named | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Kind:
+    """The problem that dispatch would look up; of what is torch's the same, as far as there are words."""
+    steps = asked.form.epilogue.steps
+    words: dict[str, Any] = {
+        "op": asked.op,
+        "bias": "vector" if "bias_n" in steps else "matrix" if "beta_c" in steps else "none",
+        "activation": asked.activation,
+        "device": a.device.type,
+        "epilogue": asked.form.text,
+        "accumulation": asked.form.accumulation,
+    }
+    reason = asked.refusal or _refusal(found)
+    if isinstance(found, Named) and not reason:
+        return Kind(**{name: getattr(found.operands.problem, name) for name in _OF_PROBLEM}, **words)
     a_major = _mode(a, row_mode="m", column_mode="k", prefer="k")
     b_major = _mode(b, row_mode="k", column_mode="n", prefer="k")
     return Kind(
@@ -357,10 +435,8 @@ def _kind(name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, more: 
         b_major=b_major,
         out_major=_mode(out, row_mode="m", column_mode="n", prefer="n"),
         alignment=alignment_of(a, b, a_major, b_major),
-        op=name.strip("_"),
-        bias=more[0],
-        activation=more[1],
-        device=a.device.type,
+        refusal=reason,
+        **words,
     )
 
 

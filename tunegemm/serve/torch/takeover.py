@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
+from torch.nn import functional as F  # noqa: F401 - torch.jit.script looks for it here, see `TunedLinear`
 
 from tunegemm.errors import ProblemError
+from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR, RECORDED, form_of
 from tunegemm.serve.guards import tf32_allowed
-from tunegemm.serve.library import OPERATORS, addmm_steps, scale_steps
+from tunegemm.serve.library import OPERATORS, addmm_steps, call_of, is_sum
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
 from tunegemm.serve.torch.fx import node_of
@@ -55,9 +59,10 @@ def enable() -> Takeover:
     """From now on ATen's products of CUDA tensors run the tuned kernel where one is recorded.
 
     Of the whole process: ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``, ``baddbmm``,
-    ``nn.Linear``, ``torch._scaled_mm`` and ``_int_mm``, eager, under autograd (all three products) and
-    autocast, in the output of torch.compile, and in CUDA graphs captured meanwhile. ``with
-    tunegemm.enable():`` ends with its block, a call by itself with `disable`. Blocks may be nested.
+    ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``, eager, under
+    autograd (all three products) and autocast, in the output of torch.compile, and in CUDA graphs captured
+    meanwhile. ``with tunegemm.enable():`` ends with its block, a call by itself with `disable`. Blocks may be
+    nested.
     Meanwhile every product that falls back to torch costs a look-up more. Raises TunegemmError when this
     torch cannot replace its kernels.
     """
@@ -87,13 +92,22 @@ def disable() -> None:
         replacements.remove("takeover")
 
 
-def _plain(kernel: Any) -> Callable[..., Any]:
+# What each function lets through is what torch computes: operands that it refuses are its own to refuse.
+
+
+def _plain(kernel: Any, dimensions: int) -> Callable[..., Any]:
     """For ``mm(a, b)`` and ``bmm(a, b)``, and these with ``out``."""
 
     def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any) -> Any:
         # Overloads with further arguments (`out_dtype`) are torch's, and dtypes that have no kernels.
-        if _is_served_dtype(a) and not more and (not keywords or (len(keywords) == 1 and "out" in keywords)):
-            if a.ndim == 3 and a.shape[0] == 1 and not keywords:  # as einsum writes a single product
+        if (
+            _is_served_dtype(a)
+            and not more
+            and a.ndim == b.ndim == dimensions
+            and (dimensions == 2 or a.shape[0] == b.shape[0])
+            and (not keywords or (len(keywords) == 1 and "out" in keywords))
+        ):
+            if dimensions == 3 and a.shape[0] == 1 and not keywords:  # as einsum writes a single product
                 result = api.dispatcher.recorded(a[0], b[0])
                 result = None if result is None else result[None]
             else:
@@ -105,14 +119,18 @@ def _plain(kernel: Any) -> Callable[..., Any]:
     return serve
 
 
-def _adding(kernel: Any) -> Callable[..., Any]:
+def _adding(kernel: Any, dimensions: int) -> Callable[..., Any]:
     """For ``addmm(c, a, b, *, beta, alpha)`` and ``baddbmm``, and these with ``out``."""
 
     def serve(
         keyset: Any, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any
     ) -> Any:
-        if not more and _is_served_dtype(a):  # with more there is an `out_dtype`
-            text, tensors, numbers = addmm_steps(c, a, b, keywords.get("beta", 1), keywords.get("alpha", 1))
+        beta, alpha = keywords.get("beta", 1), keywords.get("alpha", 1)
+        if not more and _is_served_dtype(a) and is_sum(c, a, b, beta, dimensions):  # more: an `out_dtype`
+            try:
+                text, tensors, numbers = addmm_steps(c, a, b, beta, alpha)
+            except TypeError:  # of a complex number
+                return kernel.call_boxed(keyset, c, a, b, **keywords)
             form, out = form_of(RECORDED, text), keywords.get("out")
             result = api.dispatcher.fused(form, a, b, tensors, numbers, out)
             if result is not None:
@@ -122,24 +140,16 @@ def _adding(kernel: Any) -> Callable[..., Any]:
     return serve
 
 
-def _scaling(kernel: Any) -> Callable[..., Any]:
-    """For ``_scaled_mm``, and this with ``out``."""
+def _scaling(kernel: Any, name: str) -> Callable[..., Any]:
+    """For ``_scaled_mm``, and ``_scaled_mm_v2``, which torch.nn.functional.scaled_mm calls; with ``out``."""
 
-    def serve(
-        keyset: Any, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
-        bias: torch.Tensor | None = None, scale_result: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None, use_fast_accum: bool = False, **keywords: Any,
-    ) -> Any:  # fmt: skip
-        text = scale_steps(a, b, scale_a, scale_b, bias is not None)
-        if text and scale_result is None:
-            form = form_of(RECORDED, text, out_dtype, "fast" if use_fast_accum else "two_level")
-            tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
-            result = api.dispatcher.fused(form, a, b, tensors, (), keywords.get("out"))
+    def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        call = call_of(name, arguments, keywords)
+        if not call.refusal:
+            result = api.dispatcher.fused(call.form, call.a, call.b, call.tensors, call.numbers, call.out)
             if result is not None:
                 return result
-        return kernel.call_boxed(
-            keyset, a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, **keywords
-        )
+        return kernel.call_boxed(keyset, *arguments, **keywords)
 
     return serve
 
@@ -149,10 +159,17 @@ def _of_int8(kernel: Any) -> Callable[..., Any]:
     form = form_of(RECORDED, "", torch.int32)
 
     def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, **keywords: Any) -> Any:
-        result = api.dispatcher.fused(form, a, b, (), (), keywords.get("out"))
+        result = None
+        if a.dtype == b.dtype == torch.int8 and a.ndim == b.ndim == 2 and _has_int8_extents(a, b):
+            result = api.dispatcher.fused(form, a, b, (), (), keywords.get("out"))
         return kernel.call_boxed(keyset, a, b, **keywords) if result is None else result
 
     return serve
+
+
+def _has_int8_extents(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether torch multiplies such matrices on a GPU; elsewhere it does all."""
+    return not a.is_cuda or (a.shape[0] >= INT8_LEAST_ROWS and not (a.shape[1] % 8 or b.shape[1] % 8))
 
 
 def _is_served_dtype(a: torch.Tensor) -> bool:
@@ -162,12 +179,12 @@ def _is_served_dtype(a: torch.Tensor) -> bool:
 
 def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
     """What makes the function in the place of an operator's kernel, by what the operator computes."""
-    operator = OPERATORS[name]
+    operator, dimensions = OPERATORS[name], 3 if name.endswith("bmm") else 2
     if any("scale_tensor" in steps for steps in operator.absorbs):
-        return _scaling
+        return partial(_scaling, name=name)
     if operator.absorbs:
-        return _adding
-    return _of_int8 if name == "_int_mm" else _plain
+        return partial(_adding, dimensions=dimensions)
+    return _of_int8 if name == "_int_mm" else partial(_plain, dimensions=dimensions)
 
 
 _SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served}
@@ -193,28 +210,59 @@ class TunedLinear(torch.nn.Linear):
             return node_of(api.linear, (input, weight, bias))
 
 
+# Its source is what torch.jit.script compiles.
+TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-defined]
+
+
 def patch(model: torch.nn.Module) -> int:
     """Lets a model's linear layers call `tunegemm.linear`; the number of layers that now do and did not.
 
     Of `torch.nn.Linear` itself; subclasses keep their own ways. Only the class of a layer changes, to a
     subclass of `torch.nn.Linear`: parameters, their sharing, hooks, `state_dict`, copying and pickling stay
-    as they are. Patch before torch.compile: torch 2.11 does not notice that the class changed, and what it
-    compiled before stays torch's.
+    as they are, and torch.jit.script compiles what it does of `torch.nn.Linear`. Patch before torch.compile:
+    torch 2.11 does not notice that the class changed, and what it compiled before stays torch's.
     """
-    return _reclass(model, torch.nn.Linear, TunedLinear)
+    _check_model(model)
+    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    for layer in layers:
+        layer.__class__ = TunedLinear
+    return len(layers)
 
 
 def unpatch(model: torch.nn.Module) -> int:
-    """Undoes `patch`; the number of layers that are torch's again."""
-    return _reclass(model, TunedLinear, torch.nn.Linear)
+    """Undoes `patch`; the number of layers that are torch's again.
+
+    Of those, too, whose class a tool has derived meanwhile, as FSDP2 and parametrizations do: it is made
+    anew, derived from `torch.nn.Linear`.
+    """
+    _check_model(model)
+    layers = [module for module in model.modules() if _is_tuned(type(module))]
+    for layer in layers:
+        layer.__class__ = _untuned(type(layer))
+    return len(layers)
 
 
-def _reclass(model: torch.nn.Module, before: type, after: type) -> int:
+def _check_model(model: torch.nn.Module) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ProblemError(
             f"model {model!r:.40} is not a torch.nn.Module; give the model whose layers are meant"
         )
-    layers = [module for module in model.modules() if type(module) is before]
-    for layer in layers:
-        layer.__class__ = after
-    return len(layers)
+
+
+def _is_tuned(kind: type) -> bool:
+    """Whether a class is `TunedLinear`, or what was derived of it at run time: a class that its module has by
+    its name is somebody's own."""
+    if kind is TunedLinear:
+        return True
+    derived = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind
+    return derived and any(_is_tuned(base) for base in kind.__bases__)
+
+
+def _untuned(kind: type) -> type:
+    """The same class as it would have been derived of `torch.nn.Linear`. A new one each time: what is taken
+    from the class of one layer, as when its parametrization is removed, is not another's."""
+    if kind is TunedLinear:
+        return torch.nn.Linear
+    bases = tuple(_untuned(base) if _is_tuned(base) else base for base in kind.__bases__)
+    content = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__.replace(TunedLinear.__name__, torch.nn.Linear.__name__), bases, content)

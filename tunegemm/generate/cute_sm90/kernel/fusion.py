@@ -11,6 +11,9 @@ from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS, Ke
 from tunegemm.generate.cute_sm90.kernel.layouts import Dtypes
 from tunegemm.generate.cute_sm90.kernel.schedule import Origin
 
+#: The bits of an fp32 without its sign.
+MAGNITUDE = 0x7FFFFFFF
+
 
 def words_of(epilogue, operand, words):
     """The words of a launch that say where an epilogue's operand is."""
@@ -47,14 +50,17 @@ class Fusion:
     thread: Int32
     """Of the warpgroup."""
     amax: Any = None
-    """One register: the largest magnitude of what this thread stores, over all of its tiles."""
+    """One register: the bits of the largest magnitude of what this thread stores, over all of its tiles.
+
+    Magnitudes order as the integers of the same bits do, and NaN is the largest.
+    """
 
     @classmethod
     def of(cls, config, dtypes, mD, words, thread):
         amax = None
         if "amax" in config.fused.steps:
-            amax = cute.make_rmem_tensor(1, cutlass.Float32)
-            amax[0] = cutlass.Float32(0.0)
+            amax = cute.make_rmem_tensor(1, Int32)
+            amax[0] = Int32(0)
         return cls(config, dtypes, mD, words, thread, amax)
 
     @property
@@ -210,8 +216,10 @@ class Fusion:
             pointer = cute.make_ptr(dtype, words[0], cute.AddressSpace.gmem, assumed_align=4)
             return cute.make_tensor(pointer, cute.make_layout(1))[0]
         m = self.mD.shape[0]
-        # Pairs of columns lie side by side where extents are even; elsewhere each value is read alone.
+        # Pairs of columns begin at even ones, where lines are aligned. An odd last column has one beside it
+        # that belongs to the line's last 16 bytes, and is never stored. Rows are read one by one.
         width = min(run, 2) if const_expr(config.out_major == "n") else 1
+        last = (n - 1) & -width
         bytes_each = dtype.width // 8
         loaded = cute.make_rmem_tensor(count, cutlass.Float32)
         for block in cutlass.range_constexpr(count // (2 * run)):
@@ -219,7 +227,7 @@ class Fusion:
                 line = cutlass.min(first.row + half * 8, m - 1)
                 for pair in cutlass.range_constexpr(0, run, width):
                     value = (block * 2 + half) * run + pair
-                    across = cutlass.min(first.column + block * 4 * run + pair, n - width)
+                    across = cutlass.min(first.column + block * 4 * run + pair, last)
                     offset = Int64(first.batch) * words[2]
                     if const_expr(config.out_major == "n"):
                         offset += Int64(line) * words[1] + across
@@ -243,17 +251,17 @@ class Fusion:
         for value in cutlass.range_constexpr(cute.size(fragment)):
             line = row + value // run % 2 * 8
             across = column + value // (2 * run) * (4 * run) + value % run
-            magnitude = cute.arch.fmax(fragment[value], -fragment[value])
+            magnitude = fragment[value].bitcast(Int32) & MAGNITUDE
             if line < m and across < n:
-                amax[0] = cute.arch.fmax(amax[0], magnitude)
+                amax[0] = cutlass.max(amax[0], magnitude)
 
     @cute.jit
     def publish_amax(self, lane):
-        """The largest of a warp into the scalar: magnitudes order as the integers of the same bits do."""
+        """The largest of a warp into the scalar, as an integer."""
         if const_expr("amax" in self.config.fused.steps):
             largest = self.amax[0]
             for step in cutlass.range_constexpr(5):
-                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=16 >> step))
+                largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=16 >> step))
             if lane == 0:
                 place = cute.make_ptr(Int32, self.words[-1], cute.AddressSpace.gmem, assumed_align=4)
-                cute.arch.atomic_max(place, largest.bitcast(Int32), sem="relaxed", scope="gpu")
+                cute.arch.atomic_max(place, largest, sem="relaxed", scope="gpu")

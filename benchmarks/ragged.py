@@ -1,0 +1,144 @@
+"""What a program whose products have random numbers of rows costs: memory that stays, warnings, host time.
+
+    make kernels; python -m benchmarks.ragged               # 5,000 numbers of rows, some two minutes
+
+Multiplies 20 weights that have shipped records with random numbers of rows, under each policy in turn, in one
+process, and writes results/GPU/ragged.json: a row for each policy. `device_mib` and `host_mib` are what the
+process holds more at the end than after each weight was multiplied once, `plan_us` the host's time of a
+first product (median), `again_us` and `torch_us` that of one that falls back to torch, and of torch alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.results import Results, meta, results_path
+from tunegemm.describe.device import Device, find_device
+from tunegemm.errors import TunegemmError, TunegemmWarning
+from tunegemm.serve.policies import Preference
+
+WEIGHTS, NUMBERS, MOST_ROWS = 20, 5000, 4096
+METHOD = (
+    f"{WEIGHTS} weights of shipped bf16 records drawn by chance, rows from 1 to {MOST_ROWS} log-uniform, all "
+    "policies in one process; memory of torch's allocator and resident memory after garbage collection"
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input or no GPU."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ragged", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--numbers", type=int, default=NUMBERS, help="products under each policy")
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args(arguments)
+    try:
+        device = find_device(options.device)
+        results = Results(results_path(options.out, device, "ragged.json"), meta(device, METHOD))
+        results.rows = []
+        run(device, options.numbers, results)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(device: Device, numbers: int, results: Results) -> None:
+    """Writes a row for each policy, then what stays of all."""
+    import torch
+
+    import tunegemm
+
+    weights = drawn(device)
+    tensors = [torch.randn(n, k, device=device.spec, dtype=torch.bfloat16) for n, k in weights]
+    multiply(tensors, [(index, 64) for index in range(len(tensors))])
+    begin = memory()
+    rng = random.Random(0)
+    for preference in get_args(Preference):
+        with tunegemm.policy(preference), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", TunegemmWarning)
+            rows = [round(2 ** rng.uniform(0, 12)) for _ in range(numbers)]
+            calls = [(index % len(tensors), m) for index, m in enumerate(rows)]
+            times = multiply(tensors, calls)
+            again = multiply(tensors, calls[-200:])
+            plain = multiply(tensors, calls[-200:], torch.nn.functional.linear)
+            plans = tunegemm.serve.api.dispatcher.planner.state.plans
+            served = sum(plan is not None for plan in plans.values())
+        said = Counter(str(one.message).split(" x ")[0] for one in caught)
+        held = memory()
+        row: dict[str, Any] = {
+            "label": preference, "products": numbers, "weights": len(tensors),
+            "plans": len(plans), "served": served, "warnings": sum(said.values()),
+            "device_mib": round((held[0] - begin[0]) / 2**20, 1),
+            "host_mib": round((held[1] - begin[1]) / 2**20, 1),
+            "plan_us": round(statistics.median(times), 1),
+            "again_us": round(statistics.median(again), 2), "torch_us": round(statistics.median(plain), 2),
+        }  # fmt: skip
+        print(row, flush=True)
+        results.put(row)
+
+
+def drawn(device: Device) -> list[tuple[int, int]]:
+    """The N and K of weights that have shipped records of this kind of GPU."""
+    from tunegemm.store.shipped import read_shipped
+
+    found = {
+        (record.problem.n, record.problem.k)
+        for record in read_shipped()[0]
+        if record.fingerprint.device_name == device.name
+        and (record.problem.in_dtype, record.problem.epilogue, record.problem.batch) == ("bf16", "", 1)
+        and record.problem.n * record.problem.k < 1 << 28
+    }
+    if len(found) < WEIGHTS:
+        raise TunegemmError(
+            f"{len(found)} weights have shipped records of {device.name}; {WEIGHTS} are drawn"
+        )
+    return random.Random(0).sample(sorted(found), WEIGHTS)
+
+
+def multiply(tensors: list[Any], calls: list[tuple[int, int]], by: Any = None) -> list[float]:
+    """Microseconds of the host for each call of a weight's number and rows."""
+    import torch
+
+    import tunegemm
+
+    by = by or tunegemm.linear
+    room = torch.zeros(
+        MOST_ROWS * max(w.shape[1] for w in tensors), dtype=torch.bfloat16, device=tensors[0].device
+    )
+    times = []
+    with torch.inference_mode():
+        for number, (index, m) in enumerate(calls):
+            weight = tensors[index]
+            x = room[: m * weight.shape[1]].view(m, -1)
+            start = time.perf_counter()
+            by(x, weight)
+            times.append((time.perf_counter() - start) * 1e6)
+            if number % 16 == 0:
+                torch.cuda.synchronize()
+    return times
+
+
+def memory() -> tuple[int, int]:
+    """Bytes that torch's allocator has given out, and the process' resident ones."""
+    import psutil
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(), psutil.Process().memory_info().rss
+
+
+if __name__ == "__main__":
+    sys.exit(main())

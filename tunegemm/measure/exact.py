@@ -1,0 +1,99 @@
+"""Operands whose product every right kernel has to the bit: the check that sees each k, row and column.
+
+Of random operands one k of 65536 is a part of 0.4 % of a result, less than rounding to bf16 is allowed: a
+kernel which leaves out the last ones would pass. Here a and b are 0 and plus or minus one power of two, few
+of them not 0. Sums are then small whole numbers of that unit, whatever their order: exact in fp32, in the 14
+bits in which Hopper's tensor cores add fp8 products, in fp16, and, of each k split alone, in bf16. So a
+result is compared with the rounded one to the bit, and where an epilogue follows, to a fourth of what else is
+allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from tunegemm.describe.problem import Problem
+from tunegemm.measure import operands as data
+from tunegemm.measure.operands import Operands
+
+if TYPE_CHECKING:
+    import torch
+
+#: Products other than 0 that an element is the sum of, where as few leave none of k out.
+_SUMMED = 16
+#: Rows of a, and columns of b, in which each k is not 0, at least.
+_SEEN = 2
+#: With more than these, sums could pass what bf16 holds exactly: then only those k are not 0 that are near an
+#: end or at a multiple of 32, where tiles and splits of k begin and end.
+_MOST_SUMMED = 1024
+#: Likewise where an epilogue rounds: one of more would be too small a part of the sum to be seen behind it.
+_MOST_FUSED = 32
+_NEAR, _BOUNDARY = 128, 32
+_CHUNK = 1 << 26
+
+
+def make_exact(problem: Problem, device: torch.device, seed: int) -> Operands:
+    """A set as `make_operands` makes it, with other a and b. The same for the same seed and device."""
+    import torch
+
+    operands = data.make_operands(problem, device, seed)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    k = problem.k
+    parts = [min(1.0, max(math.sqrt(_SUMMED / k), _SEEN / extent)) for extent in (problem.m, problem.n)]
+    at = torch.arange(k, device=device)
+    used = torch.ones(k, dtype=torch.bool, device=device)
+    summed = k * parts[0] * parts[1]
+    if summed > (_MOST_FUSED if problem.epilogue else _MOST_SUMMED):
+        used = (at < _NEAR) | (at >= k - _NEAR) | (at % _BOUNDARY == 0) | (at % _BOUNDARY == _BOUNDARY - 1)
+        summed = float(used.sum()) * parts[0] * parts[1]
+    # An epilogue bends at 1.
+    unit = 2.0 ** -round(math.log2(summed) / 2) if problem.epilogue and problem.in_dtype != "int8" else 1.0
+    for matrix, part, of_a in ((operands.a, parts[0], True), (operands.b.mT, parts[1], False)):
+        for entry in matrix if matrix.ndim == 3 else (matrix,):
+            _fill(entry, part, used, unit if of_a else 1.0, generator)
+    if problem.in_dtype == "int8" and problem.epilogue:  # whose first scale is for other values
+        names = [operand.name for operand in problem.fused.operands]
+        if "scale_a" in names:
+            operands.fused[names.index("scale_a")].mul_(data.INT8_VARIANCE * math.sqrt(k / summed))
+    return operands
+
+
+def _fill(
+    matrix: torch.Tensor, part: float, used: torch.Tensor, unit: float, generator: torch.Generator
+) -> None:
+    """Of a matrix whose columns are k: that part of its elements, and `_SEEN` of each column at least."""
+    import torch
+
+    rows, k = matrix.shape
+    seen = torch.randint(rows, (_SEEN, k), device=matrix.device, generator=generator)
+    step = max(1, _CHUNK // k)
+    for row in range(0, rows, step):
+        block = matrix[row : row + step]
+        luck = torch.rand(block.shape, device=matrix.device, generator=generator)
+        sign = torch.where(
+            torch.rand(block.shape, device=matrix.device, generator=generator) < 0.5, -unit, unit
+        )
+        here = torch.arange(row, row + block.shape[0], device=matrix.device)[:, None]
+        chosen = luck < part
+        for one in seen:
+            chosen |= here == one
+        block.copy_(torch.where(chosen & used, sign, 0.0))
+
+
+def objection(problem: Problem, operands: Operands, wanted: torch.Tensor) -> str | None:
+    """None when the result of an exact set is right; else one line with the numbers."""
+    checked = data.check(operands, wanted)
+    limit = data.tolerance(problem)
+    if problem.epilogue:
+        if (said := checked.objection(limit)) is not None:
+            return f"of exact sums: {said}"
+        if not checked.element_error <= (most := data.ELEMENT_FACTOR / 4 * limit):
+            return f"of exact sums: one element is off by {checked.element_error:.3g} rms > {most:.3g}"
+        return None
+    if not checked.guards_intact:
+        return "wrote outside its output"
+    wrong = (operands.out != wanted.to(operands.out.dtype)).sum()  # NaN differs, too
+    if count := int(wrong):
+        return f"{count} of {wanted.numel()} elements differ where each sum is exact: some of k is left out"
+    return None
