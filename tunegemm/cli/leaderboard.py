@@ -78,12 +78,13 @@ def command(
         chosen = [problem for problem in database.problems() if wanted(problem)]
         return database.frame(chosen[0] if len(chosen) == 1 else None)
 
-    if db is None:
-        frame, warnings = of_all_layers(read)
-        place = "the layers of this folder"
-    else:
-        with Database.open(db, read_only=True) as database:
-            frame, warnings, place = read(database), [], database.name
+    with options.working("reading what was measured"):
+        if db is None:
+            frame, warnings = of_all_layers(read)
+            place = "the layers of this folder"
+        else:
+            with Database.open(db, read_only=True) as database:
+                frame, warnings, place = read(database), [], database.name
     options.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
     if names is not None:
         frame = frame[frame["family"].isin(names)]
