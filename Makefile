@@ -1,21 +1,38 @@
-# make tune [SHAPE=MxNxK] | test [SLOW=1] | check | format | docs | kernels | wheel | clean
+# make tune [SHAPE=MxNxK] | test [SLOW=1] | test-engines | check | format | docs | kernels | wheel | clean
 PYTHON ?= python3
 VENV ?= .venv
-SHAPE ?= 4096x4096x4096
+# A product where the project's kernels win, and which is recorded for a machine without a GPU.
+SHAPE ?= 8448x9216x256
 DTYPE ?= bf16
 LAYOUT ?= tn
 
 comma := ,
 # torch's own wheels for GPUs are CUDA 13; without a GPU the DSL's CUDA 13 libraries are not needed.
-EXTRAS ?= test,dev$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cu13)
+CUDA := $(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cu13)
+# What tuning needs, and what tests and checks need beside it.
+TUNE_EXTRAS ?= tune$(CUDA)
+EXTRAS ?= test,dev$(CUDA)
 
 RUN := $(VENV)/bin/python
+# Without bytecode, which is made of what is imported: that of all packages takes half as long as installing them.
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and f"Python {sys.version}: too old")
+# venv leaves a half of it where it fails.
+NEW_ENVIRONMENT = { $(PYTHON) -c '$(IS_NEW_ENOUGH)' && $(PYTHON) -m venv $(VENV) || { rm -f $(RUN); false; }; }
+LOG := $(VENV)/setup.log
+TUNING := $(VENV)/.tuning
 READY := $(VENV)/.ready
 
-.PHONY: tune test check format docs kernels wheel clean
+# $(call step,what,command,remedy): one line with its seconds; what fails says so, why, and how to go on.
+step = @printf '%s ... ' "$(1)"; start=$$(date +%s); mkdir -p $(VENV); \
+	if $(2) >>$(LOG) 2>&1; then echo "$$(( $$(date +%s) - start )) s"; else echo failed; tail -n 12 $(LOG); \
+	echo "make: this step failed: $(1). $(3); then the same make goes on from here (all output: $(LOG))"; exit 1; fi
 
-tune: $(READY) kernels
-	$(RUN) -m tunegemm tune --shape $(SHAPE) --dtype $(DTYPE) --layout $(LAYOUT)
+.PHONY: tune test test-engines check format docs kernels wheel clean
+
+tune: $(TUNING)
+	@echo "Tuning $(SHAPE) $(DTYPE) $(LAYOUT), with the kernels that this asks for; make kernels compiles all that ship."
+	@$(RUN) -m tunegemm tune --shape $(SHAPE) --dtype $(DTYPE) --layout $(LAYOUT)
 
 # On a GPU the tests take turns: they want it to themselves. Elsewhere a file of them per process.
 PYTEST ?= -q $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist worksteal)
@@ -24,6 +41,10 @@ PYTEST ?= -q $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist workst
 SLOW ?=
 test: $(READY)
 	$(RUN) -m pytest $(PYTEST) $(if $(SLOW),,-m "not slow")
+
+# What pip would install beside vLLM and SGLang: asks the package index.
+test-engines: $(READY)
+	$(RUN) -m pytest -q -m engines
 
 check: $(READY)
 	$(RUN) -m ruff check .
@@ -39,19 +60,26 @@ docs: $(READY)
 	$(RUN) -m sphinx -q -W --keep-going -b html docs build/site
 
 # The kernels of the shipped records and of the lists db/selector.toml and db/invariant.toml, compiled without a GPU: a second each, when their
-# sources or the lists changed. They go into the wheel, and serve from the checkout.
+# sources or the lists changed. They go into the wheel, and serve from the checkout; without them a checkout
+# compiles what a call lacks in the background.
 kernels: db/kernels/manifest.json
-db/kernels/manifest.json: $(READY) db/selector.toml db/invariant.toml $(wildcard db/records/*.json tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py)
+db/kernels/manifest.json: $(TUNING) db/selector.toml db/invariant.toml $(wildcard db/records/*.json tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py)
 	$(RUN) -m tunegemm.store.packing db/kernels
 
 wheel: $(READY) kernels
 	$(RUN) -m hatchling build -t wheel
 
 # Set-up, done again when what is to be installed changes.
-$(READY): pyproject.toml constraints.txt
-	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
-	touch $@
+$(RUN):
+	$(call step,Making $(VENV),$(NEW_ENVIRONMENT),Install Python 3.11 or later with venv (Debian: python3-venv) or name one by PYTHON=)
+
+$(TUNING): pyproject.toml constraints.txt | $(RUN)
+	$(call step,Installing what tuning needs: a minute or two,$(PIP) -e '.[$(TUNE_EXTRAS)]',See that the package index can be reached and the disk has 8 GB)
+	@touch $@
+
+$(READY): pyproject.toml constraints.txt | $(RUN)
+	$(call step,Installing what tuning and tests need: some minutes,$(PIP) -e '.[$(EXTRAS)]',See that the package index can be reached and the disk has 10 GB)
+	@touch $@ $(TUNING)
 
 clean:
 	rm -rf build dist db/kernels .pytest_cache .ruff_cache .mypy_cache

@@ -126,9 +126,10 @@ def compiled(tree: Path, jobs: Sequence[Job], workers: int) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "jobs.json"), Path(folder, "answers.json")
         asked.write_text(json.dumps([asdict(job) for job in jobs]))
+        path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # packages may come by it
         subprocess.run(
             [sys.executable, "-P", __file__, _OBJECTS, str(asked), str(answered), str(workers)],
-            env=os.environ | {"PYTHONPATH": str(tree)}, cwd=folder, check=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *path])}, cwd=folder, check=True,
         )  # fmt: skip
         return Compiled(**json.loads(answered.read_text()))
 

@@ -29,8 +29,12 @@ ROOT = Path(tunegemm.__file__).parent.parent
 LONGEST = ("test_documents_run.py", "test_notebooks.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    if "engines" not in config.option.markexpr:
+        chosen = [item for item in items if not item.get_closest_marker("engines")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not cuda_device_count():
         for item in gpu_items:

@@ -37,6 +37,11 @@ import torch
 half = {"dtype": torch.bfloat16}
 torch.nn.functional.linear(torch.randn(512, 4096, **half), torch.randn(6144, 4096, **half))
 """
+#: Of the model that the guide names, what its layers need.
+CONFIG = """{
+  "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+  "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256, "torch_dtype": "bfloat16"
+}"""
 
 
 def blocks(document: Path, language: str) -> list[str]:
@@ -86,10 +91,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     for name in ("train.py", "serve.py"):
         (folder / name).write_text(PROGRAM)
+    (folder / "Llama-3.1-8B").mkdir()
+    (folder / "Llama-3.1-8B" / "config.json").write_text(CONFIG)
     return folder
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+#: Its blocks tune: they compile for a quarter of a minute.
+_TUNES = ROOT / "docs" / "guide" / "tuning.md"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, marks=[pytest.mark.slow] if path == _TUNES else []) for path in DOCUMENTS],
+    ids=lambda path: path.stem,
+)
 def test_python_blocks_run(document: Path, installed: dict[str, str], tmp_path: Path) -> None:
     import torch
 

@@ -97,7 +97,12 @@ if not TYPE_CHECKING:  # type checkers know the names above, and no others
     def __getattr__(name):
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        try:
+            value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        except ModuleNotFoundError as error:
+            from tunegemm.extras import lack
+
+            raise lack(error) or error from None
         globals()[name] = value  # so that the next access costs one dictionary look-up
         return value
 

@@ -4,6 +4,7 @@
 
     TunegemmError
     ├── FileError         a file that cannot be read or written
+    ├── ExtraError        a package that serving does without, and this does not: of an extra
     ├── BadValueError     a value in a file, pack or damaged database that is not what it should be
     ├── ProblemError      a shape, dtype, layout or tensor that is not a matrix product
     ├── DeviceError       a device that is not there, or not known
@@ -55,6 +56,10 @@ def _shortened(word: re.Match[str]) -> str:
 
 class FileError(TunegemmError):
     """A file that cannot be read or written."""
+
+
+class ExtraError(TunegemmError, ImportError):
+    """A package that only tuning, the command line or a report needs, and that is not installed."""
 
 
 class BadValueError(TunegemmError, ValueError):

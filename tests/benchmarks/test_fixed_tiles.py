@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.processes import environment
 
 #: fp16 in the place of bf16, which the interpreter does not multiply.
 SCRIPT = """
 import dataclasses
+import pytest
 import torch
 from benchmarks import fixed_tiles
 from benchmarks.batch_invariance import KINDS
@@ -30,6 +33,7 @@ for kind in KINDS.values():
 """
 
 
+@pytest.mark.slow
 def test_products_of_every_kind() -> None:
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT],

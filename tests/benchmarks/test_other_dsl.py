@@ -42,6 +42,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> 
     return other_dsl.watch({PROBLEM: operands(128, 128, 64)}, dispatcher.matmul, loaded, seconds)
 
 
+@pytest.mark.slow
 def test_it_sees_torchs_product_and_then_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEGEMM_COMPILE", "1")
     rows = watched(tmp_path, monkeypatch, 60)

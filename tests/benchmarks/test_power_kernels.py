@@ -63,6 +63,7 @@ def assert_launchable(problem: Problem, candidates: list[Candidate], device: Dev
         assert large_kernels.object_of(problem, candidate, device).is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("problem", PROBLEMS, ids=SHAPES)
 def test_six_unlike_launches_of_a_product(problem: Problem, device: Device) -> None:
@@ -79,6 +80,7 @@ def test_six_unlike_launches_of_a_product(problem: Problem, device: Device) -> N
     assert {c.params.get("schedule") for c in chosen.candidates} >= {"cooperative", "pingpong"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("problem", PROBLEMS, ids=SHAPES)
 def test_candidates_have_the_record_and_the_fewest_joules(problem: Problem, device: Device) -> None:
@@ -106,6 +108,7 @@ def test_a_kind_that_is_none_is_named() -> None:
         of_kind("8x8x8", "fp5")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 def test_at_the_models_clock_and_time_the_prediction_is_the_models(device: Device) -> None:
     chosen = power_kernels.pairs(PROBLEMS[0], device)

@@ -282,6 +282,7 @@ def test_a_peer_that_tunes_too_long_is_stopped_even_if_it_catches_exceptions():
 # Tuning
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_times_a_tuning(tmp_path):
     """Nothing may be compiled: the library's algorithms are measured, and what ships where it was made."""
     problem, device = Problem.parse("4096x4096x4096"), open_device("replay:h200")

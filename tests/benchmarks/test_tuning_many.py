@@ -82,6 +82,7 @@ def test_rows_say_what_the_database_has(tmp_path: Path) -> None:
     assert tuning_many.found(path, started, is_one_gpu=False)[0]["seconds"] is None
 
 
+@pytest.mark.slow
 def test_the_command_is_interrupted_after_its_budget(listed: Path) -> None:
     """Nothing of a recording is stored, so that no product counts as reached."""
     assert tuning_many.main(arguments(listed, "--budget", "9", "--without-library")) == 0
@@ -108,6 +109,7 @@ def test_a_command_that_fails_is_said_so(
     assert document(listed)[f"{mode}, devices 7"]["exit_code"] == 2
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_run_is_a_row_with_its_reason() -> None:
     row = tuning_many.peer("quack", FIRST, open_device("replay:h200"), 5)
     assert row["seconds"] is None and row["process_s"] > 0 and "replay:h200" in row["skipped"]

@@ -75,6 +75,7 @@ def test_its_exit_code_and_what_came_before_an_exception(tmp_path: Path) -> None
     assert calls(tmp_path / "a.json") == {"8x24x16": 2}
 
 
+@pytest.mark.slow
 def test_processes_of_a_shell(tmp_path: Path) -> None:
     """Not a Python program: whatever Python it starts is recorded, forked children of it, too."""
     forking = script(
@@ -257,6 +258,7 @@ class TestTuneFrom:
         run = here("tune", "--from", str(path), "--device", "model:h200", code=1)
         assert "Left out: 200000x200000x200000 bf16 tn: operands and output of 240 GB > 141 GB" in run.stdout
 
+    @pytest.mark.slow
     def test_json(self, shapes: str) -> None:
         run = here("tune", "--from", shapes, *self.OPTIONS, "--json")
         documents = [json.loads(line) for line in run.stdout.splitlines()]

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.minimal import compile_minimal
 from tunegemm.generate.cute_object import load_function
 from tunegemm.generate.cute_sm90 import kernel_minimal
 
 
+@pytest.mark.slow
 def test_it_compiles_without_spills_or_warnings(tmp_path: Path) -> None:
     path, report = compile_minimal(tmp_path)
     assert report.spill_bytes == 0 and report.warnings == ()

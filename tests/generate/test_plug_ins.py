@@ -96,6 +96,7 @@ def test_its_space_is_counted_by_its_rules(plain: Path, tmp_path: Path) -> None:
     assert "registers" in table and "smem" in table
 
 
+@pytest.mark.slow
 def test_its_kernels_are_compiled_and_ranked(plain: Path, tmp_path: Path) -> None:
     words = ("--shape", "512x512x512", "--device", "model:h200", "--families", "plain_triton", "--json")
     found = json.loads(tunegemm(plain, tmp_path, "tune", *words, "--trials", "2"))

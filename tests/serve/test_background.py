@@ -159,7 +159,13 @@ def test_a_missing_kernel_is_compiled_meanwhile_and_swapped_in(
     assert line.startswith("1 missing kernel(s) compiled in the background in")
 
 
-@pytest.mark.parametrize("what", ["altered", "of another processor", "for another DSL", "cut", "launched"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "for another DSL", "launched",
+        *(pytest.param(what, marks=pytest.mark.slow) for what in ("altered", "of another processor", "cut")),
+    ],
+)  # fmt: skip
 def test_a_shipped_kernel_that_does_not_run_here_is_compiled(
     what: str, serving, kernel, key, compiled, pools, tmp_path, monkeypatch, caplog
 ) -> None:

@@ -108,6 +108,7 @@ def test_what_won_is_the_record_and_is_hit(race: Callable[[Timed], Feedback], da
     assert PREDICTED_RATIO not in entries[TORCH_MM].telemetry
 
 
+@pytest.mark.slow
 def test_what_lost_falls_back_in_a_new_process(
     race: Callable[[Timed], Feedback], database: Database, location: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_what_has_a_record_meanwhile_is_left_alone(
         assert measure_unless_known(problem_of(), predicted()[problem_of()]) is None
 
 
+@pytest.mark.slow
 def test_kill_9_loses_nothing_that_is_stored(location: Path, tmp_path: Path) -> None:
     """A process that is killed while it measures the second of two, which is predicted as before."""
     program = (
@@ -458,6 +460,7 @@ def test_a_forked_child_measures_nothing(online: Callable[..., Serving]) -> None
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.slow
 def test_a_program_ends_while_it_is_measured(location: Path, tmp_path: Path) -> None:
     """As any program does: at once, by itself, with what was stored before."""
     program = (

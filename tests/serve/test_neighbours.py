@@ -249,6 +249,7 @@ def test_a_plan_among_10000_records_takes_milliseconds(device):
     assert (time.thread_time() - start) / len(problems) < 0.02
 
 
+@pytest.mark.slow
 def test_left_out_records_are_never_lost(device):
     """Replay: each shipped record of the H200 is taken away and asked for."""
     found = benchmark.replay(open_replay("h200"))

@@ -203,6 +203,7 @@ class TestRecords(Store):
         damage(location, "UPDATE measurements SET samples_us = '[1.0,' WHERE id = 1")
         assert [round(m.ratio, 2) for m in database.measurements(PROBLEM, FINGERPRINT)] == [1.1]
 
+    @pytest.mark.slow
     def test_many_records_are_read_quickly(self, database: Database) -> None:
         # 20,000 rows, a fifth of what a large fleet may hold; 0.2 s here, the bound is for a busy machine.
         from tunegemm.store.models import MeasurementRow, ProblemRow, RecordRow

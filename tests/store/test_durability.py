@@ -86,6 +86,7 @@ def on_a_small_disk(program: str, tmp_path: Path) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     done = on_a_small_disk(_ON_A_SMALL_DISK, tmp_path)
     published, difference, other, after = done.stdout.splitlines() or [done.stderr] * 4
@@ -138,6 +139,7 @@ print((folder / "old.json").read_text(), sorted(path.name for path in folder.ite
 """
 
 
+@pytest.mark.slow
 def test_what_a_full_disk_cannot_take_stays_as_it_was(tmp_path: Path) -> None:
     done = on_a_small_disk(_WRITES_ON_A_SMALL_DISK, tmp_path)
     old, again, new, cache, compiled, left = done.stdout.splitlines() or [done.stderr] * 6

@@ -23,6 +23,7 @@ from tunegemm.cli import (
     record,
     report,
     run,
+    shapes,
     space,
     tune,
     verify,
@@ -30,6 +31,7 @@ from tunegemm.cli import (
 from tunegemm.cli.help import Command, Group
 from tunegemm.describe.served import UNATTACHED
 from tunegemm.errors import TunegemmError
+from tunegemm.extras import lack
 from tunegemm.untrusted import shown
 
 #: Exit codes: 0 done, 1 done but nothing usable came of it, 2 bad input, 130 interrupted by Ctrl-C.
@@ -52,6 +54,10 @@ class OneLineErrors(Group):
             code = super().main(*args, **extra | {"standalone_mode": False})
         except TunegemmError as error:
             _fail(str(error))
+        except ModuleNotFoundError as error:
+            if (lacking := lack(error)) is None:
+                raise
+            _fail(str(lacking))
         except OSError as error:  # the working directory was deleted, a disk does not answer
             _fail(f"{error.filename or 'the working directory'}: {error.strerror or error}")
         except _UsageProblem as error:
@@ -130,6 +136,7 @@ app.command("tune", cls=tune.Command)(options.of_problems(tune.command, required
 # What follows the program's name is the program's.
 app.command("record", cls=Command, context_settings={"allow_interspersed_args": False})(record.command)
 app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run.command)
+app.command("shapes", cls=Command)(shapes.command)
 app.command("leaderboard", cls=Command)(leaderboard.command)
 app.command("verify", cls=Command)(verify.command)
 app.command("pack", cls=Command)(pack.pack_command)

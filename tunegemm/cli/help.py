@@ -18,6 +18,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "tunegemm record -- python train.py --steps 20",
         "tunegemm record --out serve.json -- vllm serve MODEL",
     ),
+    "shapes": (
+        "tunegemm shapes Llama-3.1-8B/config.json",
+        "tunegemm shapes Llama-3.1-8B/config.json --rows 1,2,4,8 --out llama.json",
+    ),
     "run": ("tunegemm run -- python train.py", "tunegemm run --env   # for a container or a service"),
     "leaderboard": (
         "tunegemm leaderboard --sort ratio --limit 20",

@@ -130,7 +130,7 @@ class Package:
 
 TRITON = Package("triton", "triton", (3, 6))
 CUDA_BINDINGS = Package("cuda.bindings", "cuda-bindings")
-CUTE_DSL = Package("cutlass", "nvidia-cutlass-dsl")
+CUTE_DSL = Package("cutlass", "nvidia-cutlass-dsl", (4, 8))
 TVM_FFI = Package("tvm_ffi", "apache-tvm-ffi")
 
 

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Literal
 
 import tunegemm
+from tunegemm import extras
 from tunegemm.describe.device import cuda_device_count, find_device, package_version
-from tunegemm.errors import ArtifactError, DatabaseError, DeviceError
+from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ExtraError
 from tunegemm.report.text import counted
 
 #: `note` is worth knowing and hinders nothing; `fail` keeps tunegemm from working.
 Status = Literal["ok", "note", "fail"]
 
-_REQUIRED = (
-    "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "optuna", "sqlalchemy", "alembic", "pandas",
-)  # fmt: skip
+_REQUIRED = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 _OPTIONAL = ("nvidia-ml-py",)
+#: A host that only serves does without these.
+_TUNING = extras.EXTRAS["tune"]
 
 
 #: Damaged rows that are named one by one; the others are counted.
@@ -60,13 +61,15 @@ def examine(database: str | None = None) -> list[Check]:
 
 
 def _packages() -> Check:
-    versions = {name: package_version(name) for name in _REQUIRED + _OPTIONAL}
+    versions = {name: package_version(name) for name in _REQUIRED + _TUNING + _OPTIONAL}
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    kinds: list[tuple[Status, tuple[str, ...]]] = [("fail", _REQUIRED), ("note", _OPTIONAL)]
-    for status, names in kinds:
+    kinds: list[tuple[Status, tuple[str, ...], str]] = [
+        ("fail", _REQUIRED, ""), ("note", _TUNING, "'tunegemm[tune]', to tune here"), ("note", _OPTIONAL, "")
+    ]  # fmt: skip
+    for status, names, extra in kinds:
         if missing := [name for name in names if not versions[name]]:
             detail = f"missing: {', '.join(missing)}; found: {found}"
-            return Check("packages", status, detail, f"pip install {' '.join(missing)}")
+            return Check("packages", status, detail, f"pip install {extra or ' '.join(missing)}")
     return Check("packages", "ok", found)
 
 
@@ -186,10 +189,13 @@ def _packs() -> list[Check]:
 
 
 def _database(location: str | None) -> Check:
-    from tunegemm.store import Database
-    from tunegemm.store.connection import check_writable, display, resolve
-    from tunegemm.store.damage import damaged_rows
-
+    try:
+        with extras.named():
+            from tunegemm.store import Database
+            from tunegemm.store.connection import check_writable, display, resolve
+            from tunegemm.store.damage import damaged_rows
+    except ExtraError as error:
+        return Check("database", "note", f"not looked into: {error}", "nothing, where nothing is tuned")
     try:
         place = resolve(location)
         if isinstance(place, Path) and not os.path.lexists(place):
@@ -274,8 +280,11 @@ def _environment() -> Check:
 
 
 def _workers() -> Check:
-    import psutil
-
+    try:
+        with extras.named():
+            import psutil
+    except ExtraError as error:
+        return Check("workers", "note", f"not counted: {error}", "nothing, where nothing is tuned")
     from tunegemm.generate.compile import default_workers
 
     memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))

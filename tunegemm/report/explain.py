@@ -31,7 +31,6 @@ from tunegemm.serve.policies import Policy
 from tunegemm.serve.predict import Predicted
 from tunegemm.serve.selection import Outcome, Selection, read_rivals, select
 from tunegemm.serve.snapshot import Snapshot
-from tunegemm.store import Database
 from tunegemm.store import Record as StoredRecord
 from tunegemm.store.layers import read_records
 from tunegemm.store.validity import judge_stored
@@ -401,6 +400,8 @@ def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], l
     if location is None:
         records, warnings = read_records()
         return records, read_rivals(problem), warnings
+    from tunegemm.store import Database
+
     with Database.open(location, read_only=True) as database:
         return database.records(), database.entries(problem), []
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch._guards import CompileContext
 
+from tunegemm import extras
 from tunegemm.describe.device import Device, TelemetryReader
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
@@ -233,12 +234,14 @@ def _one_line(error: BaseException) -> str:
 
 
 def _measuring(device: Device) -> AbstractContextManager[Measure]:
+    extras.require("tune")
     from tunegemm.serve.feedback import measuring
 
     return measuring(device)
 
 
 def _tune(problem: Problem, device: Device, budget_seconds: float) -> None:
+    extras.require("tune")
     from tunegemm.tuning.tuner import tune
 
     if tune(problem, device=device, budget_seconds=budget_seconds).interrupted:

@@ -457,8 +457,8 @@ class Planner:
             what = raised(error)
             self._warn(
                 state,
-                f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such products. "
-                "Logging of `tunegemm` at level DEBUG has the traceback",
+                f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such "
+                "products. Logging of `tunegemm` at level DEBUG has the traceback",
                 about=("planning", what),
             )
 

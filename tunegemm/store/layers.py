@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from tunegemm.errors import DatabaseError
+from tunegemm import extras
+from tunegemm.errors import DatabaseError, ExtraError
 from tunegemm.store import packs
 from tunegemm.store.locations import project_location, refused_project, user_location
 from tunegemm.store.waiting import in_time
@@ -97,8 +98,13 @@ def of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
 def _of_database(
     read: Callable[[Database], T], layer: str, location: Path | str, warnings: list[str]
 ) -> list[T]:
-    from tunegemm.store.connection import display, resolve
-    from tunegemm.store.database import Database  # brings SQLAlchemy
+    try:
+        with extras.named():
+            from tunegemm.store.connection import display, resolve
+            from tunegemm.store.database import Database  # brings SQLAlchemy
+    except ExtraError as error:
+        warnings.append(f"the {layer}'s database needs more than serving does: {error}")
+        return []
 
     def opened() -> Database:
         return Database.open(location, read_only=True, layer=layer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -17,12 +18,14 @@ from tunegemm.measure.evidence import Evidence
 from tunegemm.measure.outcome import Measurement
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.budget import Effort, budget_for
-from tunegemm.store import Database
 from tunegemm.store.history import related, seeds
 from tunegemm.store.layers import read_texts
 from tunegemm.tuning.kernels import Kernels, Ranking
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.trials import Trial, Trials, speed
+
+if TYPE_CHECKING:
+    from tunegemm.store import Database
 
 #: How many kernels of a family a search knows, of several thousand: a quick one measures 32.
 RANKED: dict[Effort, int | None] = {"quick": 512, "full": None, "exhaustive": None}

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from tunegemm import extras
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -86,8 +87,10 @@ class Tuner:
         matching: a regular expression over the labels of generated kernels; others are not tried.
         child: a measuring process that was started before the device was known.
 
-        Raises SpaceError for a family or a seed that is not one, DeviceError for a family of no use here.
+        Raises SpaceError for a family or a seed that is not one, DeviceError for a family of no use here,
+        ExtraError where only what serves is installed.
         """
+        extras.require("tune")
         self.device, self.database = device, database
         store = ArtifactStore(cache)
         self.kernels = Kernels(device, families, store.root.with_name("kernels"), matching)
@@ -390,6 +393,7 @@ def tune(
     Raises ProblemError for what is no product or does not fit the device, SpaceError for a family, effort,
     trials, budget or seed that is not one, DeviceError for a device that is not there.
     """
+    extras.require("tune")
     from tunegemm.store import Database
     from tunegemm.store.rows import require
 

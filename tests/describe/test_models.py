@@ -1,0 +1,337 @@
+"""Linear layers of models by their config.json: those that transformers builds of the same config."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunegemm.describe.workload import read
+from tunegemm.describe.workload.engines import ENGINES, Shapes, shapes
+from tunegemm.describe.workload.models import FAMILIES, read_model
+from tunegemm.describe.workload.products import Workload
+from tunegemm.errors import WorkloadError
+
+_SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1000, "dtype": "bfloat16", "pad_token_id": None,
+}  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+#: A class of transformers and what its config says beside `_SMALL`.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama, biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "mistral": ("MistralConfig", {"head_dim": 32}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "qwen3, biases": ("Qwen3Config", {"attention_bias": True}),
+    "gemma": ("GemmaConfig", {}),
+    "gemma2": ("Gemma2Config", {"head_dim": 20}),
+    "gemma3_text": ("Gemma3TextConfig", {}),
+    "phi3": ("Phi3Config", {}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 4, "shared_expert_intermediate_size": 48, "moe_intermediate_size": 16,
+         "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 2}
+    ),
+    "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3Config", {**_LATENT, "q_lora_rank": 20, "attention_bias": True}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 16}),
+}  # fmt: skip
+
+
+def config_of(name: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    kind, more = MODELS[name]
+    return getattr(transformers, kind)(**{**_SMALL, **more})
+
+
+@pytest.fixture(params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+    config = config_of(request.param)
+    config.save_pretrained(tmp_path)
+    return config, tmp_path
+
+
+def counted(found: Shapes) -> Counter[tuple[int, int, bool]]:
+    """Columns, depth and bias of each matrix of one step of one row."""
+    rows = [(p.kind.n, p.kind.k, p.kind.bias == "vector", p.calls) for p in found.workload.products]
+    return Counter({(n, k, bias): calls for n, k, bias, calls in rows})
+
+
+def test_every_family_is_tried() -> None:
+    assert {name.partition(",")[0] for name in MODELS} == FAMILIES.keys()
+
+
+def test_they_are_the_layers_of_the_model(saved: tuple[Any, Path]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config, folder = saved
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected: Counter[tuple[int, int, bool]] = Counter()
+    for name, module in model.named_modules():
+        if name.endswith("shared_expert_gate"):
+            continue  # of one column
+        gates = name.endswith((".gate", ".router")) and "Linear" not in type(module).__name__
+        if isinstance(module, torch.nn.Linear) or (gates and "deepseek" not in config.model_type):
+            bias = getattr(module, "bias", None) is not None
+            expected[*module.weight.shape, bias] += 1
+    found = shapes(read_model(str(folder)), "transformers", rows=[1])
+    assert counted(found) == expected and not found.refused
+
+
+def plainly(workload: Workload) -> dict[tuple[int, int, int, str, str], int]:
+    """Its products without a batch, which attention has, and how often each is computed."""
+    return {
+        (one.kind.m, one.kind.n, one.kind.k, one.kind.op, one.kind.in_dtype): one.calls
+        for one in workload.products
+        if one.kind.batch == 1
+    }
+
+
+def test_what_the_model_really_multiplies(tmp_path: Path) -> None:
+    """A forward pass that is recorded: its products are those that were foreseen, as often."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import tunegemm
+
+    for name in ("qwen2", "phi3", "gemma2"):
+        config = config_of(name)
+        config.save_pretrained(tmp_path / name)
+        model = AutoModelForCausalLM.from_config(config)
+        with tunegemm.record(tmp_path / "recorded.json"), torch.no_grad():
+            model(torch.arange(6)[None])
+        document = json.loads((tmp_path / "recorded.json").read_text())
+        recorded = Workload.from_document(document, "")[0]
+        foreseen = shapes(read_model(str(tmp_path / name)), "transformers", rows=[6]).workload
+        assert plainly(foreseen) == plainly(recorded), name
+
+
+def test_engines_merge_what_has_one_input(saved: tuple[Any, Path]) -> None:
+    _, folder = saved
+    model = read_model(str(folder))
+    apart, merged = (counted(shapes(model, engine, rows=[8])) for engine in ("transformers", "vllm"))
+    padding = -1000 % 64
+    size = {True: 0, False: 0}
+    for counts, is_merged in ((apart, False), (merged, True)):
+        size[is_merged] = sum(n * k * calls for (n, k, _), calls in counts.items())
+    assert size[True] == size[False] + padding * 64
+    assert merged.total() <= apart.total()
+
+
+def shapes_of(tmp_path: Path, engine: str = "vllm", ranks: int = 1, **values: Any) -> list[str]:
+    llama = {
+        "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**llama, **values}))
+    return list(shapes(read_model(str(tmp_path)), engine, ranks=ranks, rows=[16]).layers)
+
+
+def test_of_llama_3_8b(tmp_path: Path) -> None:
+    assert shapes_of(tmp_path) == [
+        "qkv 6144x4096 bf16", "o 4096x4096 bf16", "gate_up 28672x4096 bf16", "down 4096x14336 bf16",
+        "logits 128256x4096 bf16",
+    ]  # fmt: skip
+    assert shapes_of(tmp_path, ranks=4) == [
+        "qkv 1536x4096 bf16", "o 4096x1024 bf16", "gate_up 7168x4096 bf16", "down 4096x3584 bf16",
+        "logits 32064x4096 bf16",
+    ]  # fmt: skip
+    # Sixteen ranks share eight heads of keys and values.
+    assert shapes_of(tmp_path, ranks=16)[0] == "qkv 512x4096 bf16"
+    assert shapes_of(tmp_path, engine="transformers")[:3] == [
+        "qkv 4096x4096 bf16", "qkv 1024x4096 bf16", "o 4096x4096 bf16",
+    ]  # fmt: skip
+
+
+def test_of_deepseek_v3(tmp_path: Path) -> None:
+    """As db/products.toml has them."""
+    published = {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "num_attention_heads": 128, "q_lora_rank": 1536,
+        "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+        "v_head_dim": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+        "n_routed_experts": 256, "first_k_dense_replace": 3, "num_hidden_layers": 61, "vocab_size": 129280,
+    }  # fmt: skip
+    assert shapes_of(tmp_path, **published) == [
+        "q_kv_a 2112x7168 bf16", "q_b 24576x1536 bf16", "kv_b 32768x512 bf16", "o 7168x16384 bf16",
+        "gate_up 36864x7168 bf16", "down 7168x18432 bf16", "gate_up 4096x7168 bf16", "down 7168x2048 bf16",
+        "logits 129280x7168 bf16",
+    ]  # fmt: skip
+
+
+def test_rows_are_those_of_the_engines_steps(tmp_path: Path) -> None:
+    shapes_of(tmp_path)
+    model = read_model(str(tmp_path))
+    rows: dict[str, dict[str, set[int]]] = {}
+    for engine in ENGINES:
+        products = shapes(model, engine).workload.products
+        logits = {p.kind.m for p in products if p.kind.n == 128256}
+        rows[engine] = {"layers": {p.kind.m for p in products if p.kind.n != 128256}, "logits": logits}
+    assert {1, 2, 4, 8, 16, 248, 256, 272, 512, 8192, 16384} <= rows["vllm"]["layers"]
+    assert not {3, 264, 520} & rows["vllm"]["layers"]
+    assert max(rows["vllm"]["logits"]) == 512 and len(rows["vllm"]["logits"]) == 51
+    assert {1, 12, 24, 256, 8192} <= rows["sglang"]["layers"] and 272 not in rows["sglang"]["layers"]
+    assert 272 in {p.kind.m for p in shapes(model, "sglang", ranks=4).workload.products}
+    assert {p.kind.m for p in shapes(model, "vllm", rows=[7, 4096]).workload.products} == {7, 4096}
+    assert {
+        p.kind.m for p in shapes(model, "vllm", rows=[7, 4096]).workload.products if p.kind.n == 128256
+    } == {7}
+
+
+def test_kv_b_is_absorbed_where_engines_decode(tmp_path: Path) -> None:
+    config_of("deepseek_v3").save_pretrained(tmp_path)
+    model = read_model(str(tmp_path))
+    kv_b = {p.kind.m for p in shapes(model, "vllm").workload.products if p.kind.k == _LATENT["kv_lora_rank"]}
+    assert min(kv_b) == 1024
+    other = shapes(model, "transformers").workload.products
+    assert min(p.kind.m for p in other if p.kind.k == _LATENT["kv_lora_rank"]) == 1
+
+
+def test_a_bias_is_added_by_the_first_rank_alone(tmp_path: Path) -> None:
+    found = shapes_of(tmp_path, ranks=2, attention_bias=True)
+    assert "qkv 3072x4096 bf16 bias_n" in found and "qkv 3072x4096 bf16" not in found
+    assert {"o 4096x2048 bf16 bias_n", "o 4096x2048 bf16"} <= {*found}
+
+
+def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    group = {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **more}
+
+
+def by(strategy: str, kind: str = "float", bits: int = 8) -> dict[str, Any]:
+    return {"type": kind, "num_bits": bits, "strategy": strategy}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8_e4m3 scale_tensor"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8_e4m3 scale_rowwise"),
+        ({"quant_method": "fbgemm_fp8"}, "fp8_e4m3 scale_rowwise"),
+        (compressed(by("channel"), by("token")), "fp8_e4m3 scale_rowwise"),
+        (compressed(by("tensor"), by("tensor")), "fp8_e4m3 scale_tensor"),
+        (compressed(by("channel", "int"), by("token", "int")), "int8 scale_rowwise"),
+        ({"quant_method": "mxfp4"}, "bf16"),
+    ],
+)  # fmt: skip
+def test_quantised_layers_are_scaled(tmp_path: Path, config: dict[str, Any], expected: str) -> None:
+    found = shapes_of(tmp_path, quantization_config=config)
+    assert found[0] == f"qkv 6144x4096 {expected}" and found[-1] == "logits 128256x4096 bf16"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "its scales are of blocks"),
+        ({"quant_method": "awq"}, "quantised by 'awq'"),
+        (compressed(by("channel", "int", 4), None), "its weights alone are quantised"),
+        (compressed(by("block"), by("group")), "of groups or blocks"),
+        (compressed(by("tensor"), by("tensor", "int")), "neither fp8 nor int8"),
+        (compressed({"type": []}, {"strategy": {}}, ignore=[1, None], targets=3), "neither fp8 nor int8"),
+    ],
+)
+def test_what_has_no_kernels_is_left_out(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+    assert shapes_of(tmp_path, quantization_config=config) == ["logits 128256x4096 bf16"]
+    refused = shapes(read_model(str(tmp_path)), "vllm").refused
+    assert refused.keys() == {
+        "qkv 6144x4096", "o 4096x4096", "gate_up 28672x4096", "down 4096x14336"
+    }  # fmt: skip
+    assert all(reason in line for line in refused.values())
+
+
+def test_modules_that_are_not_quantised(tmp_path: Path) -> None:
+    named = {"quant_method": "fp8", "modules_to_not_convert": ["model.language_model.layers.3", "o_proj"]}
+    found = shapes_of(tmp_path, quantization_config=named)
+    assert {"qkv 6144x4096 bf16", "qkv 6144x4096 fp8_e4m3 scale_rowwise", "o 4096x4096 bf16"} <= {*found}
+    assert "o 4096x4096 fp8_e4m3 scale_rowwise" not in found
+    by_regex = compressed(by("channel"), by("token"), ignore=["lm_head", "re:.*self_attn.*", "re:("])
+    assert shapes_of(tmp_path, quantization_config=by_regex)[:3] == [
+        "qkv 6144x4096 bf16", "o 4096x4096 bf16", "gate_up 28672x4096 fp8_e4m3 scale_rowwise",
+    ]  # fmt: skip
+
+
+def test_tune_reads_the_problems(tmp_path: Path) -> None:
+    shapes_of(tmp_path, attention_bias=True, quantization_config={"quant_method": "fbgemm_fp8"})
+    shapes(read_model(str(tmp_path)), "vllm", rows=[64]).workload.write(tmp_path / "shapes.json")
+    demands, refused = read(tmp_path / "shapes.json")
+    found = {(d.problem.shape, d.problem.in_dtype, d.problem.epilogue): d.calls for d in demands}
+    assert found["64x6144x4096", "fp8_e4m3", "scale_rowwise+bias_n"] == 32
+    assert found["64x28672x4096", "fp8_e4m3", "scale_rowwise"] == 32
+    assert found["64x128256x4096", "bf16", ""] == 1 and not refused
+
+
+@pytest.mark.parametrize(
+    ("ranks", "values", "said"),
+    [
+        (3, {}, r"--tp 3: model\.layers\.0\.self_attn\.q_proj has 32 heads; give a divisor"),
+        (64, {}, "--tp 64: .*has 32 heads"),
+        (8, {"intermediate_size": 14337}, "--tp 8: .*gate_proj has 14337 features"),
+        (1, {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+         "'MambaForCausalLM' is not known; known are deepseek_v2, .*llama.*qwen3.*tunegemm record"),
+        (1, {"model_type": None}, "a model without a model_type is not known"),
+        (1, {"hidden_size": None}, "no hidden_size, which llama has"),
+        (1, {"hidden_size": "big"}, "hidden_size 'big' is not a whole number"),
+        (1, {"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000"),
+        (1, {"torch_dtype": "float32"}, "its weights are fp32; name what they become: --dtype bf16"),
+        (1, {"torch_dtype": "float64"}, "float64"),
+        (1, {"quantization_config": "fp8"}, "quantization_config is not an object"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_named(tmp_path: Path, ranks: int, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        shapes_of(tmp_path, ranks=ranks, **values)
+
+
+def test_a_model_that_sees_has_its_text_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3Config(text_config=config_of("gemma3_text"))
+    config.save_pretrained(tmp_path)
+    assert read_model(str(tmp_path)).layers[0].parts[0].columns == 4 * 256
+
+
+def test_a_name_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = tmp_path / "hub" / "models--org--small"
+    for revision in ("aaa", "bbb"):
+        folder = cached / "snapshots" / revision
+        folder.mkdir(parents=True)
+        shapes_of(folder, vocab_size=64 if revision == "bbb" else 128)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert read_model("org/small").layers[-1].parts[0].columns == 128  # some revision
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("bbb")
+    assert read_model("org/small").layers[-1].parts[0].columns == 64
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert read_model("org/small").layers[-1].parts[0].columns == 64
+    with pytest.raises(WorkloadError, match=r"'org/other': neither .* nothing is downloaded"):
+        read_model("org/other")
+    with pytest.raises(WorkloadError, match="neither a config"):
+        read_model("../" * 3 + "etc")
+    (cached / "snapshots" / "bbb" / "config.json").unlink()
+    assert read_model("org/small").layers[-1].parts[0].columns == 128
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\0", '"llama"'])
+def test_files_that_are_no_config(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match=re.escape(f"{path}: not a model's config.json")):
+        read_model(str(path))
+    with pytest.raises(WorkloadError, match=r"none\.json"):
+        read_model(str(tmp_path / "none.json"))

@@ -1,0 +1,247 @@
+"""What serving needs: it works without the packages of extras, and changes none of an engine beside it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.support.processes import ROOT, environment
+from tunegemm.errors import ExtraError, TunegemmError
+from tunegemm.extras import EXTRAS, lack, named, require
+
+#: What pip installs of each engine; see the files.
+ENGINES = {path.stem: path for path in sorted((ROOT / "tests" / "data" / "engines").glob("*.txt"))}
+
+#: Runs first: packages of the extras, and what only they bring, cannot be imported.
+_BLOCKED = f"""
+import sys
+class Blocker:
+    names = {sorted({name for names in EXTRAS.values() for name in names} | {"click", "mako", "scipy"})!r}
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+#: Products as on an H200, but for the launch: of CPU tensors, planned by a record.
+_SERVES = """
+import torch
+torch._C._cuda_getCurrentRawStream = lambda index: 0  # a CPU build of torch has none
+import tunegemm
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.serve import api
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.planning import Planner
+from tunegemm.serve.torch import ops
+from tunegemm.serve.snapshot import Snapshot, read_snapshot
+from tunegemm.store.record import Record
+served = []
+def prepare(record, device):
+    from tunegemm.serve.launchers import Prepared
+    def kernel(a, b, out, *operands):
+        served.append(record.candidate.family)
+        out.copy_(a.float() @ b.float())
+    return Prepared(kernel, tma=True)
+device = find_device("model:h200")
+def read():
+    assert len(read_snapshot()) > 100  # what ships
+    problem, candidate = Problem(512, 6144, 4096), Candidate.make("cute_sm90", {"tile_m": 128})
+    known = {"ratio": 1.1, "kernel_source": kernel_source_hash("cute_sm90"), "layer": ""}
+    return Snapshot([Record(problem, candidate, device.fingerprint, **known)])
+api.serve_by(Dispatcher(Planner(device_type="cpu", read=read, find=lambda spec: device, prepare=prepare)))
+ops.DEVICE_TYPE = "cpu"
+half = {"dtype": torch.bfloat16}
+a, weight = torch.ones(512, 4096, **half), torch.ones(6144, 4096, **half)
+assert tunegemm.matmul(a, weight.t())[0, 0] == 4096
+assert tunegemm.linear(a, weight)[0, 0] == 4096
+assert tunegemm.matmul(torch.ones(48, 4096, **half), weight.t())[0, 0] == 4096
+model = torch.nn.Linear(4096, 6144, bias=False, **half)
+tunegemm.patch(model)
+model(a).sum().backward()
+with tunegemm.policy("deterministic"):
+    tunegemm.matmul(a, weight.t())
+with tunegemm.record("shapes.json"):
+    tunegemm.matmul(a, weight.t())
+tunegemm.Operation
+print(served)
+"""
+
+
+def run(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    own = environment(TUNEGEMM_DB="", HOME=str(folder), XDG_DATA_HOME=str(folder / "data"), **variables)
+    command = [sys.executable, "-c", _BLOCKED + code]
+    return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=170)
+
+
+def test_a_host_without_extras_serves(tmp_path: Path) -> None:
+    done = run(_SERVES, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cute_sm90") >= 4, done.stdout  # the record's kernel, not torch's product
+    assert (tmp_path / "shapes.json").exists()
+
+
+def test_what_is_missing_is_named_with_its_extra(tmp_path: Path) -> None:
+    done = run(
+        """
+import tunegemm
+print(tunegemm.explain.__name__)
+for call in (lambda: tunegemm.tune("64x64x64", device="model:h200"), lambda: tunegemm.Database):
+    try:
+        call()
+    except tunegemm.TunegemmError as error:
+        print(error)
+from tunegemm.cli import main
+main()
+""",
+        tmp_path,
+    )
+    remedy = "is not installed; pip install 'tunegemm[tune]' brings it"
+    assert done.stdout.splitlines() == ["explain", f"alembic {remedy}", f"sqlalchemy {remedy}"], done.stderr
+    assert done.stderr == (
+        "tunegemm: the command line: typer is not installed; pip install 'tunegemm[cli]' brings it\n"
+    )
+    assert done.returncode == 2
+
+
+def test_a_database_on_a_server_is_a_warning(tmp_path: Path) -> None:
+    asked = "from tunegemm.store.layers import read_lookups; print(*read_lookups()[2])"
+    done = run(f"import os; os.environ['TUNEGEMM_DB'] = 'postgresql://host/name'; {asked}", tmp_path)
+    assert "tunegemm[tune]" in done.stdout, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_online_tuning_says_what_it_lacks(tmp_path: Path) -> None:
+    done = run(
+        """
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.serve.online import OnlineTuning
+online = OnlineTuning()
+print(online.attempt(Problem(64, 64, 64), find_device("model:h200")), online.warning)
+""",
+        tmp_path,
+    )
+    assert done.stdout.startswith("False tuning 64x64x64") and "'tunegemm[tune]'" in done.stdout, done
+
+
+@pytest.mark.slow  # starts the command three times
+def test_commands_that_need_more_say_so_in_one_line(tmp_path: Path) -> None:
+    """With the command line alone, as a host that serves may have it."""
+    code = """
+for names in {names}:
+    Blocker.names.remove(names)
+from tunegemm.cli import main
+sys.argv = ["tunegemm", *{words}]
+main()
+"""
+    names = [*EXTRAS["cli"], "click"]
+    done = run(
+        code.format(names=names, words=["tune", "--shape", "64x64x64", "--device", "model:h200"]), tmp_path
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "tunegemm: sqlalchemy is not installed; pip install 'tunegemm[tune]' brings it"
+    ]
+    done = run(
+        code.format(names=names, words=["explain", "--shape", "512x6144x4096", "--device", "model:h200"]),
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    done = run(code.format(names=names, words=["doctor"]), tmp_path)
+    assert "tunegemm[tune]" in done.stdout and "Traceback" not in done.stderr, done
+
+
+def test_an_error_names_the_extra() -> None:
+    assert lack(ModuleNotFoundError("", name="torchvision")) is None
+    assert lack(ImportError("cannot import name", name="optuna")) is None  # it is there
+    with pytest.raises(ExtraError, match=r"matplotlib.*'tunegemm\[report\]'"), named():
+        raise ModuleNotFoundError("", name="matplotlib.figure")
+    with pytest.raises(ModuleNotFoundError, match="torchvision"), named():
+        raise ModuleNotFoundError("torchvision", name="torchvision")
+    assert issubclass(ExtraError, TunegemmError) and issubclass(ExtraError, ImportError)
+    require("tune")  # the tests have it
+
+
+def project() -> dict[str, list[str]]:
+    """The requirements of the package by extra; those of every installation under an empty name."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {"": table["dependencies"], **table["optional-dependencies"]}
+
+
+def test_the_table_is_that_of_the_project() -> None:
+    for extra, names in EXTRAS.items():
+        required = {canonicalize_name(Requirement(text).name) for text in project()[extra]}
+        assert {*names} == required - {"tunegemm"}, extra
+
+
+def conflicts(requirements: Iterable[str], pins: dict[str, str]) -> tuple[set[str], set[str]]:
+    """What requirements add to an environment and would change in it, with all that they require."""
+    added: set[str] = set()
+    changed: set[str] = set()
+    waiting = [Requirement(text) for text in requirements]
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        if name == "tunegemm":
+            waiting += [Requirement(text) for extra in wanted.extras for text in project()[extra]]
+        elif name in pins:
+            if not wanted.specifier.contains(pins[name], prereleases=True):
+                changed.add(f"{name} {pins[name]}, not {wanted.specifier}")
+        elif name not in added:
+            added.add(name)
+            waiting += [Requirement(text) for text in metadata.requires(name) or ()]
+    return added, changed
+
+
+def pinned(path: Path) -> dict[str, str]:
+    lines = (line for line in path.read_text().splitlines() if not line.startswith("#"))
+    return dict(line.split("==") for line in lines)
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "vllm-0.26.0"])
+def test_beside_an_engine_nothing_of_its_packages_changes(engine: str) -> None:
+    pins = pinned(ENGINES[engine])
+    assert len(pins) > 150
+    assert conflicts(project()[""], pins) == ({"platformdirs"}, set())
+    assert conflicts(project()["cli"], pins) == (set(), set())
+    added, changed = conflicts([*project()["tune"], *project()["report"]], pins)
+    assert changed == set() and {"optuna", "sqlalchemy"} <= added
+    assert conflicts(project()["cu13"], pins)[1] == set()
+
+
+def test_vllm_of_an_older_dsl_wants_another_one() -> None:
+    """Its DSL 4.6 has no runtime that loads the shipped kernels, and does not compile them."""
+    _, changed = conflicts(project()[""], pinned(ENGINES["vllm-0.26.0"]))
+    assert changed == {"nvidia-cutlass-dsl 4.6.0, not <5,>=4.8.0"}
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "vllm-0.26.0"])
+def test_pip_resolves_an_engine_and_the_wheel_together(engine: str, wheel: Path, tmp_path: Path) -> None:
+    name, _, version = engine.rpartition("-")
+    report = tmp_path / "report.json"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+    pip += ["--only-binary", ":all:", "--target", str(tmp_path / "nowhere"), "--report", str(report)]
+    pip += ["--constraint", str(ENGINES[engine]), f"{name}=={version}", str(wheel)]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    installed = [one["metadata"] for one in json.loads(report.read_text())["install"]]
+    found = {canonicalize_name(one["name"]): one["version"] for one in installed}
+    pins = pinned(ENGINES[engine])
+    assert {name: found[name] for name in pins} == pins
+    assert found.keys() - pins.keys() == {"tunegemm", "platformdirs"}

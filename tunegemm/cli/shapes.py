@@ -1,0 +1,79 @@
+"""`tunegemm shapes`: write down what an engine will multiply of a model, before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tunegemm.cli import options
+from tunegemm.describe.command import command_line
+from tunegemm.errors import WorkloadError
+from tunegemm.files import check_target
+from tunegemm.untrusted import digits, shown
+
+
+class EngineName(StrEnum):
+    vllm = "vllm"
+    sglang = "sglang"
+    transformers = "transformers"
+
+
+class Dtype(StrEnum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_CONFIG",
+            help="A config.json, a folder with one, or a model in the local Hugging Face cache, such as "
+            "meta-llama/Llama-3.1-8B. Nothing is downloaded.",
+        ),
+    ],
+    tp: Annotated[int, options.count_option("--tp", "Ranks of tensor parallelism.")] = 1,
+    engine: Annotated[
+        EngineName, typer.Option("--engine", help="Whose layers and numbers of rows.")
+    ] = EngineName.vllm,
+    rows: Annotated[
+        str | None,
+        typer.Option("--rows", metavar="N,N", help="Numbers of rows. Default: those of the engine's steps."),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option("--dtype", help="Of what is not quantised. Default: the model's.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="Where the products go, as JSON.")
+    ] = Path("shapes.json"),
+) -> None:
+    """Write the matrix products that an engine computes of a model, for `tune --from`."""
+    from tunegemm.describe.workload.engines import shapes
+    from tunegemm.describe.workload.models import read_model
+
+    check_target(out, WorkloadError)
+    given = _rows(rows)
+    found = shapes(read_model(model), engine.value, ranks=tp, rows=given, dtype=dtype and dtype.value)
+    how = {"--tp": str(tp), "--engine": engine.value, "--rows": rows, "--dtype": dtype and dtype.value}
+    words = [word for flag, value in how.items() if value is not None for word in (flag, value)]
+    replace(found.workload, program=("tunegemm", "shapes", model, *words)).write(out)
+    for name, reason in found.refused.items():
+        options.say(f"tunegemm: left out: {name}: {reason}", err=True)
+    options.say(*(f"{count:5} x {name}" for name, count in found.layers.items()))
+    tune = command_line("tune", {"from": out, "budget": "30m"})
+    count = len(found.workload.products)
+    options.say(f"tunegemm: {count} products, in {out}. On the GPU that serves: {tune}", err=True)
+
+
+def _rows(text: str | None) -> list[int]:
+    """Numbers of ``1,8,64``. Raises UsageError."""
+    if text is None:
+        return []
+    found = [digits(word.strip()) for word in text.split(",")]
+    if not all(number is not None and 1 <= number < 2**31 for number in found):
+        raise options.UsageError(f"--rows {shown(text)}: not numbers of rows; give such as 1,8,64,8192")
+    return [number for number in dict.fromkeys(found) if number is not None]

@@ -1,0 +1,226 @@
+"""What engines multiply of a model: the layers that they merge, and divide among ranks, and how many rows."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.workload.models import Layer, Linear, Model
+from tunegemm.describe.workload.products import Kind, Product, Workload
+from tunegemm.errors import ProblemError, WorkloadError
+from tunegemm.untrusted import shown
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine with its defaults on a GPU of 70 GB and more."""
+
+    merges: bool
+    """Whether q, k and v, and gate and up, are one matrix, and attention's latent vectors are absorbed."""
+    vocabulary: int
+    """To a multiple of that it pads the columns of the logits."""
+    decode: Callable[[int], Sequence[int]]
+    """Rows of its steps that decode, by the number of ranks: it captures them and pads what is between."""
+    prefill: tuple[int, ...]
+    """Rows of its steps that read prompts: the largest is its chunk."""
+    sequences: int
+    """The most that run at once: each has a row of the logits."""
+
+
+def _vllm_sizes(ranks: int) -> list[int]:
+    # `_set_cudagraph_sizes` of vllm/config/vllm.py: up to min(2 * max_num_seqs, 512).
+    return [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+
+
+def _sglang_sizes(ranks: int) -> list[int]:
+    # `_generate_cuda_graph_batch_sizes` of sglang/srt/server_args.py: up to 256, of 4 ranks and more 512.
+    most = 256 if ranks < 4 else 512
+    sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), 512]
+    return [size for size in sizes if size <= most]
+
+
+ENGINES = {
+    # `get_batch_defaults` of vllm/engine/arg_utils.py: a step has 8192 tokens in a server, 16384 in `LLM`.
+    "vllm": Engine(True, 64, _vllm_sizes, (1024, 2048, 4096, 8192, 16384), 1024),
+    # sglang/srt/server_args.py: chunked_prefill_size 8192.
+    "sglang": Engine(True, 64, _sglang_sizes, (1024, 2048, 4096, 8192), 512),
+    # Layers as the model has them; rows are sequences, or their tokens, of whatever program calls it.
+    "transformers": Engine(False, 1, lambda _: [1, 2, 4, 8, 16, 32], (512, 1024, 2048, 4096), 1024),
+}
+
+
+class Arithmetic(NamedTuple):
+    """How a layer is computed."""
+
+    in_dtype: str
+    out_dtype: str
+    epilogue: str
+    """Its scales; empty without."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What an engine multiplies of a model."""
+
+    workload: Workload
+    layers: Mapping[str, int]
+    """How often a step computes each kind of layer, by its name and size."""
+    refused: Mapping[str, str]
+    """Why others have no kernels."""
+
+
+def shapes(
+    model: Model, engine: str, *, ranks: int = 1, rows: Sequence[int] = (), dtype: str | None = None
+) -> Shapes:
+    """The products of one step of each number of rows.
+
+    rows: in place of the engine's. dtype: in place of the model's, for what is not quantised.
+    Raises WorkloadError for ranks that cannot divide the model, and where no layer has kernels.
+    """
+    how = ENGINES[engine]
+    if (plain := dtype or model.dtype) == "fp32":
+        raise WorkloadError(f"{model.where}: its weights are fp32; name what they become: --dtype bf16")
+    arithmetic = _arithmetic(model, plain)
+    layers: Counter[str] = Counter()
+    calls: Counter[Kind] = Counter()
+    refused = {}
+    for layer in model.layers:
+        found = arithmetic(layer.parts[0])  # of parts that are merged it is the same
+        for columns, depth, bias in _matrices(layer, how, ranks):
+            name = f"{layer.name} {columns}x{depth}"
+            if isinstance(found, str):
+                refused[name] = found
+                continue
+            epilogue = "+".join([*filter(None, [found.epilogue]), *["bias_n"] * bias])
+            layers[f"{name} {found.in_dtype}" + (f" {epilogue}" if epilogue else "")] += 1
+            for m in _rows(layer, how, ranks, rows):
+                try:
+                    problem = Problem(
+                        m,
+                        columns,
+                        depth,
+                        in_dtype=found.in_dtype,
+                        out_dtype=found.out_dtype,
+                        epilogue=epilogue,
+                    )
+                except ProblemError as error:
+                    raise WorkloadError(f"{model.where}: {layer.name}: {error}") from None
+                calls[_kind(problem, bias)] += 1
+    if not calls:
+        first = next((f", the first because {reason}" for reason in refused.values()), "")
+        raise WorkloadError(f"{model.where}: no layer has kernels{first}")
+    return Shapes(Workload(tuple(Product(kind, calls[kind]) for kind in sorted(calls))), layers, refused)
+
+
+def _rows(layer: Layer, engine: Engine, ranks: int, given: Sequence[int]) -> list[int]:
+    if layer.name == "logits":
+        return [m for m in given or engine.decode(ranks) if m <= engine.sequences]
+    if given:
+        return sorted(set(given))
+    decode = () if layer.only_prefill and engine.merges else engine.decode(ranks)
+    return sorted({*decode, *engine.prefill})
+
+
+def _matrices(layer: Layer, engine: Engine, ranks: int) -> list[tuple[int, int, bool]]:
+    """Columns, depth and bias of what a rank multiplies by. Raises WorkloadError."""
+    if layer.name == "logits":
+        (head,) = layer.parts
+        padded = -(-head.columns // engine.vocabulary) * engine.vocabulary
+        if padded % ranks:
+            raise WorkloadError(
+                f"--tp {ranks}: {padded} columns of the logits cannot be divided by {ranks} ranks"
+            )
+        return [(padded // ranks, head.depth, False)]
+    parts = [(*part.of_rank(ranks), part.bias) for part in layer.parts]
+    if not engine.merges and not layer.is_one:
+        merged = parts
+    else:
+        merged = [(sum(columns for columns, *_ in parts), parts[0][1], any(bias for *_, bias in parts))]
+    if ranks > 1 and layer.parts[0].split == "depth":  # the first rank adds the bias to the sum of all
+        merged += [(columns, depth, False) for columns, depth, bias in merged if bias]
+    return merged
+
+
+def _kind(problem: Problem, bias: bool) -> Kind:
+    """As `tunegemm record` would write it."""
+    names = {field.name for field in fields(Kind)} & {field.name for field in fields(Problem)}
+    shared: dict[str, Any] = {name: getattr(problem, name) for name in names}
+    op = "scaled_mm" if problem.fused.scales else "addmm" if bias else "mm"
+    return Kind(**shared, op=op, bias="vector" if bias else "none")
+
+
+def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str]:
+    """How each linear layer is computed, or why it has no kernels: by the model's quantisation.
+
+    Logits and what gates experts stay as they are, as engines leave them.
+    """
+    usual, config = Arithmetic(plain, plain, ""), model.quantization
+    if not config or config.get("quant_method") == "mxfp4":  # which is of experts alone
+        return lambda _: usual
+    lists = (config.get(name) for name in ("modules_to_not_convert", "ignore", "ignored_layers"))
+    patterns = [one for each in lists for one in _texts(each)]
+    groups = _groups(config, plain)
+
+    def of(linear: Linear) -> Arithmetic | str:
+        path = linear.path
+        if path == "lm_head" or path.endswith((".gate", ".router")) or _matches(path, patterns):
+            return usual
+        return next((how for targets, how in groups if _matches(path, targets)), usual)
+
+    return of
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern names a module or one that it is in; ``Linear`` is each, ``re:`` begins a regex."""
+    for pattern in patterns:
+        if pattern == "Linear":
+            return True
+        if pattern.startswith("re:"):
+            with suppress(re.error):
+                if re.match(pattern[3:], path):
+                    return True
+        elif f".{pattern.replace('language_model.', '')}." in f".{path}.":
+            return True
+    return False
+
+
+def _texts(value: Any) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+
+
+def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arithmetic | str]]:
+    """How the modules of each group are computed: patterns, and their arithmetic or why it has no kernels."""
+    method, everything = config.get("quant_method"), ["Linear"]
+    if method == "fbgemm_fp8":
+        return [(everything, Arithmetic("fp8_e4m3", plain, "scale_rowwise"))]
+    if method == "fp8" and config.get("weight_block_size"):
+        return [(everything, "its scales are of blocks, which have no kernels")]
+    if method == "fp8":
+        scales = "scale_tensor" if config.get("activation_scheme") == "static" else "scale_rowwise"
+        return [(everything, Arithmetic("fp8_e4m3", plain, scales))]
+    if method == "compressed-tensors" and isinstance(groups := config.get("config_groups"), dict):
+        return [
+            (_texts(group.get("targets")) or everything, _compressed(group, plain))
+            for group in groups.values()
+            if isinstance(group, dict)
+        ]
+    return [(everything, f"quantised by {shown(method)}, which has no kernels")]
+
+
+def _compressed(group: Mapping[str, Any], plain: str) -> Arithmetic | str:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, dict) or not isinstance(inputs, dict):
+        return "its weights alone are quantised, which has no kernels"
+    formats = {f"{one.get('type')} {one.get('num_bits')}" for one in (weights, inputs)}
+    dtype = {"float 8": "fp8_e4m3", "int 8": "int8"}.get(formats.pop())
+    if dtype is None or formats:
+        return "its numbers are neither fp8 nor int8, which has no kernels"
+    strategies = {str(one.get("strategy")) for one in (weights, inputs)}
+    if strategies <= {"tensor", "channel", "token"}:
+        return Arithmetic(dtype, plain, "scale_tensor" if strategies == {"tensor"} else "scale_rowwise")
+    return "its scales are of groups or blocks, which have no kernels"

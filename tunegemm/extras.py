@@ -1,0 +1,61 @@
+"""What `pip install tunegemm` leaves out, and the extra that brings it.
+
+A host that serves needs torch, the compilers' runtimes and little more; searching, tables, pages and the
+command line come with extras of pyproject.toml. Code imports what it needs where it needs it; the doors (the
+public names of `tunegemm`, the command, `Tuner`, the layers of dispatch) say in one line what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from tunegemm.errors import ExtraError
+
+#: The packages of each extra, as they are imported; an extra includes those named before it, up to `report`.
+EXTRAS = {
+    "cli": ("rich", "typer"),
+    "tune": ("alembic", "optuna", "pandas", "psutil", "sqlalchemy"),
+    "report": ("jinja2", "matplotlib"),
+    "parquet": ("pyarrow",),
+    "postgres": ("psycopg",),
+    "ray": ("ray",),
+}
+
+
+def require(extra: str) -> None:
+    """Raises ExtraError where a package of the extra is not installed. Imports none of them."""
+    for name in EXTRAS[extra]:
+        if not _is_here(name):
+            raise _error(name, extra)
+
+
+def lack(error: ImportError) -> ExtraError | None:
+    """What a failed import is to be reported as; None where the package is of no extra."""
+    name = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, names in EXTRAS.items() if name in names), None)
+    is_missing = isinstance(error, ModuleNotFoundError)  # not: it is there and does not work
+    return _error(name, extra) if extra is not None and is_missing else None
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """Within it a package of an extra that is missing raises ExtraError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (lacking := lack(error)) is None:
+            raise
+        raise lacking from None
+
+
+def _is_here(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):  # of a finder that refuses it, of None in sys.modules
+        return False
+
+
+def _error(name: str, extra: str) -> ExtraError:
+    return ExtraError(f"{name} is not installed; pip install 'tunegemm[{extra}]' brings it")
