@@ -14,9 +14,14 @@ myst_heading_anchors = 3
 suppress_warnings = ["myst.xref_missing", "myst.header"]
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
+autodoc_typehints = "both"
+autodoc_typehints_description_target = "all"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
+# Two hyphens are the beginning of an option, not a dash.
+smartquotes = False
 
 html_theme = "furo"
 html_title = "tunegemm"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]

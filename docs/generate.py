@@ -11,11 +11,17 @@ nothing is measured yet. The figures in docs/figures that are drawn of the same 
 from __future__ import annotations
 
 import argparse
+import functools
+import operator
+import os
 import re
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.tables.batches import batch_invariance, class_order, class_splits, decode_bits
@@ -47,6 +53,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 #: Beside it, the results of a block or figure that is of an H100; its name has this ending.
 H100, OF_H100 = "h100-80gb-hbm3", "-h100"
+
+#: The product of the sample of output: one that a shipped kernel wins by much.
+SAMPLE = "128x7168x16384"
+#: Values of a parameter that are listed one by one.
+_MANY = 5
 
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
@@ -82,6 +93,7 @@ def cli(_: Path) -> str:
     import typer.main
 
     from tunegemm.cli import app
+    from tunegemm.cli.help import EXAMPLES
 
     group: Any = typer.main.get_command(app)
     commands: dict[str, Any] = {}
@@ -98,7 +110,72 @@ def cli(_: Path) -> str:
             rows.append([flags, words])
         lines = [f"| {flags} | {words} |" for flags, words in rows]
         table = "\n".join(["| option | |", "|---|---|", *lines]) if rows else ""
-        parts.append(f"#### `tunegemm {name}`\n\n{command.help.strip()}\n\n{table}".rstrip())
+        examples = "\n".join(["```bash", *EXAMPLES[name], "```"])
+        parts.append(f"#### `tunegemm {name}`\n\n{command.help.strip()}\n\n{examples}\n\n{table}".rstrip())
+    return "\n\n".join(parts)
+
+
+def shipped(_: Path) -> str:
+    """How many records ship for which GPU."""
+    from tunegemm.store.shipped import read_shipped
+
+    counts = Counter(record.fingerprint.device_name for record in read_shipped()[0])
+    listed = ", ".join(f"{count:,} of an {name}" for name, count in counts.most_common())
+    return f"Records that ship: {listed}."
+
+
+def sample(_: Path) -> str:
+    """What `tunegemm explain` says of a shipped record, on the recorded GPU."""
+    with TemporaryDirectory() as home:
+        environment = dict(os.environ) | {"TUNEGEMM_DB": f"{home}/none.sqlite", "XDG_DATA_HOME": home}
+        environment |= {
+            "PYTHONPATH": str(ROOT),
+            "TUNEGEMM_MODE": "",
+            "TUNEGEMM_POLICY": "",
+            "TUNEGEMM_PACK": "",
+        }
+        run = subprocess.run(
+            [sys.executable, "-m", "tunegemm", "explain", "--shape", SAMPLE, "--device", "replay:h200"],
+            capture_output=True, text=True, check=True, env=environment, cwd=home,
+        )  # fmt: skip
+    return f"```text\n$ tunegemm explain --shape {SAMPLE}\n{run.stdout.rstrip()}\n```"
+
+
+def labels(_: Path) -> str:
+    """Which word of a kernel's label stands for which parameter: one is changed at a time."""
+    from tunegemm.describe.space import Candidate
+    from tunegemm.generate import families
+
+    parts = []
+    for name in families.NAMES:
+        family = families.get(name)
+        if not family.compiled:
+            continue
+        space = families.load_space(name)
+        values = {**space.compile_values, **space.launch_values}
+
+        def label(
+            family: Any = family, space: Any = space, values: Any = values, **changed: Any
+        ) -> list[str]:
+            chosen = {parameter: listed[0] for parameter, listed in values.items()} | changed
+            tables = ({n: chosen[n] for n in table} for table in (space.compile_values, space.launch_values))
+            return family.label(Candidate.make(family.name, *tables)).split()
+
+        rows = []
+        for parameter, listed in values.items():
+            found = {value: label(**{parameter: value}) for value in listed}
+            # A word may come twice, as `w4` for warps and for the swizzle size: counted, not looked up.
+            shared = functools.reduce(operator.and_, map(Counter, found.values()))
+            words = {value: " ".join(Counter(mine) - shared) for value, mine in found.items()}
+            told = [f"`{word}` {value}" if word else f"nothing for {value}" for value, word in words.items()]
+            if len(set(words.values())) < 2:
+                told = [f"`{words[listed[0]]}`"]
+            if len(told) > _MANY:
+                told = [*told[: _MANY - 1], "...", told[-1]]
+            rows.append(f"| `{parameter}` | {', '.join(told)} |")
+        whole = " ".join(label())
+        head = [f"## {name}", "", f"Such as `{whole}`.", "", "| parameter | words, and what they stand for |"]
+        parts.append("\n".join([*head, "|---|---|", *rows]))
     return "\n\n".join(parts)
 
 
@@ -132,6 +209,9 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "moved-bytes": moved_bytes,
     "power-kernels": power_kernels,
     "cli": cli,
+    "labels": labels,
+    "sample": sample,
+    "shipped": shipped,
     "families": families,
     **{
         f"family-{name}": partial(family_figures, name)

@@ -23,9 +23,9 @@ ORDER = (
 )  # fmt: skip
 
 PUBLIC = [
-    "Candidate", "Database", "Device", "Epilogue", "Operation", "Problem", "TunegemmError", "addmm",
-    "baddbmm", "bmm", "disable", "enable", "explain", "gated_linear", "interleave", "linear", "matmul",
-    "patch", "policy", "record", "scaled_mm", "tune", "unpatch",
+    "Candidate", "Database", "Device", "Epilogue", "Operation", "Problem", "TunegemmError", "TunegemmWarning",
+    "addmm", "baddbmm", "bmm", "disable", "enable", "explain", "gated_linear", "interleave", "linear",
+    "matmul", "mm", "patch", "policy", "record", "scaled_mm", "tune", "unpatch",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "docs" / "quickstart.md",
+    ROOT / "docs" / "reference" / "python.md",
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
 ]
 
@@ -51,7 +52,7 @@ def commands() -> list[tuple[Path, str]]:
     """Each command line of the documents once, without its comment."""
     found: dict[str, Path] = {}
     for document in DOCUMENTS:
-        for block in blocks(document, ""):
+        for block in blocks(document, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
                 command = " ".join(shlex.split(line, comments=True)) if line.strip() else ""
                 if command and not command.startswith(_NOT_HERE):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tunegemm.describe.epilogue import Epilogue
     from tunegemm.describe.problem import Problem
     from tunegemm.describe.space import Candidate
-    from tunegemm.errors import TunegemmError
+    from tunegemm.errors import TunegemmError, TunegemmWarning
     from tunegemm.report.explain import explain
     from tunegemm.serve import (
         addmm,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         interleave,
         linear,
         matmul,
+        mm,
         policy,
         scaled_mm,
     )
@@ -42,6 +43,7 @@ __all__ = [
     "Operation",
     "Problem",
     "TunegemmError",
+    "TunegemmWarning",
     "addmm",
     "baddbmm",
     "bmm",
@@ -52,6 +54,7 @@ __all__ = [
     "interleave",
     "linear",
     "matmul",
+    "mm",
     "patch",
     "policy",
     "record",
@@ -68,6 +71,7 @@ _HOMES = {
     "Operation": "serve.operation",
     "Problem": "describe.problem",
     "TunegemmError": "errors",
+    "TunegemmWarning": "errors",
     "addmm": "serve",
     "baddbmm": "serve",
     "bmm": "serve",
@@ -78,6 +82,7 @@ _HOMES = {
     "interleave": "serve",
     "linear": "serve",
     "matmul": "serve",
+    "mm": "serve",
     "patch": "serve.torch.takeover",
     "policy": "serve",
     "record": "serve.torch.recording",

@@ -14,6 +14,7 @@
     ├── ArtifactError     a compiled object that is missing, foreign or damaged
     │   └── PackError     a pack that is cut, edited, of another format, or not loaded
     ├── CompileError      the compile pool itself cannot work (one failed candidate is a Failure)
+    ├── ArgumentError     a keyword that a function does not have
     ├── OperationError    a chosen kernel that cannot run, or a workspace that does not do
     ├── ClusterError      a Ray cluster that cannot be reached or used
     ├── MeasureError      the measuring worker itself cannot work (one failed candidate is a Failure)
@@ -25,9 +26,17 @@ What makes dispatch fall back to torch is a `TunegemmWarning`, given once.
 
 from __future__ import annotations
 
+import difflib
 import errno
+import functools
+import inspect
 import os
 import re
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 #: Letters of a word that a message holds whole; of a longer value its ends say which it was.
 _LONGEST_WORD = 400
@@ -89,6 +98,10 @@ class CompileError(TunegemmError):
     """The compile pool cannot work at all, for example because the compiler is not installed."""
 
 
+class ArgumentError(TunegemmError, TypeError):
+    """A keyword that a function does not have; the message names the nearest."""
+
+
 class OperationError(TunegemmError):
     """A chosen kernel that cannot run its problem or is not initialized, or a workspace that does not do."""
 
@@ -107,6 +120,27 @@ class DatabaseError(TunegemmError):
 
 class TunegemmWarning(UserWarning):
     """Dispatch falls back to torch for a product, and why. Given once per problem."""
+
+
+def named_arguments(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, but a keyword that it does not have is an ArgumentError that names the nearest.
+
+    Not for what is called in a program's inner loop.
+    """
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def called(*arguments: Given.args, **keywords: Given.kwargs) -> Result:
+        for name in keywords:
+            if name not in known:
+                # A part of a name, such as `budget`, is nearer than what is spelt alike.
+                near = [word for word in known if name in word or word in name]
+                near = near or difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+                raise ArgumentError(f"{function.__name__}() has no argument {name!r}; {hint}")
+        return function(*arguments, **keywords)
+
+    return called
 
 
 #: An operating system's errors that are the machine's at some moment.

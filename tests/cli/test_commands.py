@@ -151,8 +151,9 @@ class TestTune:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 130, errors
         assert "Traceback" not in errors
-        (line,) = [line for line in errors.splitlines() if "Go on with:" in line]
-        again = line.partition("Go on with: ")[2]
+        lead, again = errors.splitlines()[-2:]
+        assert lead.endswith("Go on with:")
+        again = again.strip()  # alone on its line, to be copied
         assert again.startswith("tunegemm tune --shape 4096x4096x4096 --shape 8192x8192x8192 ")
         for words in ("--effort exhaustive", "--seed 7", "--device replay:h200", "--families cute_sm90"):
             assert words in again
@@ -302,7 +303,7 @@ class TestDoctor:
             connection.execute("UPDATE measurements SET ratio = -1 WHERE id = 3")
             connection.execute("UPDATE measurements SET evidence = '[1]' WHERE id = 4")
         found = check("database")
-        assert found.status == "note" and "3 damaged row(s)" in found.detail
+        assert found.status == "note" and "3 damaged rows" in found.detail
         for said in ("measurements 2: samples_us", "measurements 3: ratio -1", "measurements 4: evidence"):
             assert said in found.detail
 

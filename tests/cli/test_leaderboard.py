@@ -132,3 +132,58 @@ def test_refusals(database: Path, arguments: tuple[str, ...], named: str) -> Non
     assert result.exit_code == 2
     assert named in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def two_devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two products on an H200 and one on an H100, at 10 and 12 us beside torch.mm's 15."""
+    path = tmp_path_factory.mktemp("db") / "tuning.sqlite"
+    with Database.open(path) as store:
+        for name, shapes in (("h200", SHAPES), ("h100-sxm", SHAPES[:1])):
+            device = dataclasses.replace(find_device(f"model:{name}"), spec="cuda:0")
+            for us, shape in zip((12.0, 10.0), shapes, strict=False):
+                candidate = Candidate.make("cute_sm90", {"tile_m": int(us)})
+                measurement = Measurement(candidate, (us,) * 5, (15.0,) * 5, 1e-3, 0.002)
+                store.publish(Problem.parse(shape), device, measurement, label=f"tile {us:.0f}")
+    return path
+
+
+def test_one_gpu_at_a_time_unless_all_are_asked_for(two_devices: Path) -> None:
+    shown = rows(text := leaderboard("--db", two_devices, "--format", "json"))
+    assert [row["device"] for row in shown] == ["NVIDIA H200"] * 2
+    assert "Not shown: NVIDIA H100 80GB HBM3; name one with --device, or all." in text
+    every = rows(leaderboard("--db", two_devices, "--device", "all", "--format", "json"))
+    assert len(every) == 3
+    one = rows(leaderboard("--db", two_devices, "--device", "h100", "--format", "json"))
+    assert [row["device"] for row in one] == ["NVIDIA H100 80GB HBM3"]
+
+
+def test_sorted_and_limited(two_devices: Path) -> None:
+    def labels(*arguments: str) -> list[str]:
+        found = rows(leaderboard("--db", two_devices, "--format", "json", *arguments))
+        return [row["candidate"] for row in found]
+
+    assert labels() == ["tile 12", "tile 10"], "by the shape"
+    assert labels("--sort", "ratio") == ["tile 10", "tile 12"]
+    assert labels("--sort", "time") == ["tile 12", "tile 10"]
+    assert labels("--sort", "ratio", "--limit", "1") == ["tile 10"]
+
+
+def test_no_column_is_empty_and_torch_stands_beside_each_time(two_devices: Path) -> None:
+    table = leaderboard("--db", two_devices, "--shape", SHAPES[1], "--format", "md")
+    head, _, *body = [line for line in table.splitlines() if line.startswith("|")]
+    columns = list(zip(*(line.strip("|").split("|") for line in (head, *body)), strict=True))
+    assert all(any(cell.strip() for cell in cells) for _, *cells in columns)
+    found = {head.strip(): [cell.strip() for cell in cells] for head, *cells in columns}
+    assert found["torch.mm us"] == ["15.00", "15.00"] and found["ratio to torch.mm"] == ["1.500", "1.000"]
+
+
+def test_torch_timed_as_a_candidate_is_1000(tmp_path: Path) -> None:
+    from tunegemm.generate.cublaslt import TORCH_MM
+
+    device = dataclasses.replace(find_device("model:h200"), spec="cuda:0")
+    with Database.open(tmp_path / "t.sqlite") as store:
+        measurement = Measurement(TORCH_MM, (15.0,) * 5, (15.1,) * 5, 1e-3, 0.002)
+        store.publish(Problem.parse(SHAPES[0]), device, measurement, label="torch.mm")
+    (row,) = rows(leaderboard("--db", tmp_path / "t.sqlite", "--shape", SHAPES[0], "--format", "json"))
+    assert (row["ratio_to_torch_mm"], row["torch_mm_us"]) == (1.0, 15.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 from tunegemm.cli import app, options
 from tunegemm.cli.options import UsageError, parse_families, parse_problems, parse_seconds, write_text
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import SpaceError
+from tunegemm.errors import SpaceError, TunegemmError
 
 
 @pytest.mark.parametrize(
@@ -85,3 +87,69 @@ class TestRunner:
 
         monkeypatch.setattr(options, "parse_problems", interrupt)
         assert self.runner.invoke(app, ["tune", "--shape", "1x1x1"]).exit_code == 130
+
+
+class TestShapes:
+    @pytest.mark.parametrize(
+        ("text", "shapes"),
+        [
+            ("8x16x24", ["8x16x24"]),
+            ("{512,1024}x6144x4096", ["512x6144x4096", "1024x6144x4096"]),
+            ("512:2048:512x8x8", ["512x8x8", "1024x8x8", "1536x8x8", "2048x8x8"]),
+            ("{1,16:48:16}x8x{8,64}x2", [f"{m}x8x{k}x2" for m in (1, 16, 32, 48) for k in (8, 64)]),
+        ],
+    )
+    def test_ranges_and_lists(self, text: str, shapes: list[str]) -> None:
+        assert [problem.shape for problem in options.parse_problems([text])] == shapes
+        assert options.parse_shapes([text]) == shapes
+
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("512:4096x8x8", "'512:4096' is not FIRST:LAST:STEP"),
+            ("8:4:2x8x8", "'8:4:2' is not FIRST:LAST:STEP"),
+            ("1:9:0x8x8", "'1:9:0' is not FIRST:LAST:STEP"),
+            ("1:999999999:1x8x8", "more than 1000 shapes"),
+            ("{1,2}x1:999:1x8", "more than 1000 shapes"),
+            ("{a,b}x8x8", "ax8x8"),
+        ],
+    )
+    def test_bad_ones_are_named(self, text: str, named: str) -> None:
+        with pytest.raises(TunegemmError, match=re.escape(named)):
+            options.parse_problems([text])
+
+
+class TestHelp:
+    def test_summaries_are_whole_and_every_command_has_two_examples_that_parse(self) -> None:
+        import shlex
+
+        import typer.main
+
+        from tunegemm.cli.help import EXAMPLES, summary
+
+        group: Any = typer.main.get_command(app)
+        commands = {name: command for name, command in group.commands.items() if name != "db"}
+        commands |= {f"db {name}": one for name, one in group.commands["db"].commands.items()}
+        assert set(commands) == set(EXAMPLES)
+        said = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
+        for name, command in commands.items():
+            if not name.startswith("db "):
+                assert summary(command.help) in said
+            shown = CliRunner().invoke(app, [*name.split(), "--help"]).stdout
+            for example in EXAMPLES[name]:
+                assert f"\n  {example}\n" in shown, "whole, on a line of its own"
+                words = shlex.split(example, comments=True)
+                words = words[words.index("tunegemm") + 1 + len(name.split()) :]
+                command.make_context(name, words, resilient_parsing=False)
+
+    def test_metavars_are_words(self) -> None:
+        shown = CliRunner().invoke(app, ["tune", "--help"]).stdout
+        assert "<str>" not in shown and "TEXT" not in shown
+        assert "--dtype DTYPE" in shown and "--layout LAYOUT" in shown
+
+    @pytest.mark.parametrize("flag", ["--family", "--families"])
+    @pytest.mark.parametrize("command", ["tune", "space", "leaderboard", "pack"])
+    def test_families_have_one_option(self, command: str, flag: str) -> None:
+        words = [command, flag, "nonsense"] + (["--out", "x"] if command == "pack" else [])
+        words += ["--shape", "8x8x8"] if command != "pack" else []
+        assert "'nonsense' is not known" in CliRunner().invoke(app, words).stderr

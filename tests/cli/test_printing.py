@@ -18,19 +18,21 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.cli.test_damage import COMMANDS, FORBIDDEN
+from tests.support.commands import process
 from tests.support.recorded import SHAPES, fill
 from tunegemm.cli import app, options
-from tunegemm.cli.tune import usage_line
+from tunegemm.cli.tune import say_gpu_command, verdict_line
 from tunegemm.describe.command import command_line, tune_command
 from tunegemm.describe.device import Fingerprint, find_device
 from tunegemm.describe.epilogue import ACTIVATIONS, GATED
 from tunegemm.describe.problem import ACCUMULATIONS, LAYOUTS, OUTPUT_DTYPES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ProblemError
+from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Measurement
 from tunegemm.report.text import clean, markdown, to_json
 from tunegemm.store import Database
-from tunegemm.tuning.progress import TuneResult
+from tunegemm.tuning.progress import Source, TuneResult
 
 #: What a terminal, Rich, HTML, Markdown, SVG, matplotlib and a table each take for something else.
 NAME = "H [/b] \x1b[31m $\\foo_{ <script>alert(1)</script> | two\nlines \u202eback\u200f \x9b31m `code` &amp;"
@@ -155,15 +157,62 @@ def test_a_printed_command_tunes_the_very_problem(problem: Problem) -> None:
     assert parsed(tune_command(problem)) == [problem]
 
 
-def test_a_tuning_without_a_gpu_ends_with_the_command_of_its_own_problem() -> None:
-    problem = Problem.parse("64x64x64", dtype="fp8_e4m3", layout="nt", alignment=8)
-    problem = dataclasses.replace(problem, epilogue="bias_n+relu", accumulation="two_level")
-    candidate = Candidate.make("cute_sm90", {"tile_m": 64})
-    best = Measurement(candidate, (9.0,) * 8, (10.0,) * 8, 0.0, 0.0)
-    for source in ("replayed", "modelled"):
-        result = TuneResult(problem, find_device("model:h200"), source, best, (best,), (), {}, 1.0, 1)
-        line = usage_line(result, "")
-        assert parsed(line[line.index("tunegemm tune") : line.index(" measures and")]) == [problem]
+def test_a_tuning_without_a_gpu_ends_with_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone on its line, with every option but those that only hold here."""
+    words = ["--shape", "64x64x64", "--dtype", "fp8_e4m3", "--alignment", "8", "--epilogue", "bias_n+relu"]
+    words += ["--accumulation", "two_level", "--families", "cute_sm90", "--trials", "3"]
+    given_ = ["--device", "replay:h200", *words]
+    context = typer.main.get_command(app).commands["tune"].make_context("tune", given_)  # type: ignore[attr-defined]
+    say_gpu_command(context, [Problem.parse("64x64x64")])
+    lead, line = capsys.readouterr().out.splitlines()
+    assert lead.endswith(":")
+    assert sorted(shlex.split(line)) == sorted(["tunegemm", "tune", *words])
+    assert [str(problem) for problem in parsed(line)] == ["64x64x64 fp8_e4m3 two_level tn align8 bias_n+relu"]
+
+
+def test_the_verdict_says_what_won_by_how_much_and_what_is_called_now() -> None:
+    device, problem = find_device("model:h200"), Problem.parse("512x6144x4096")
+    ours = Candidate.make("cute_sm90", {"tile_m": 64})
+
+    def verdict(source: Source, best: Measurement) -> str:
+        labels = {ours.digest: "co64"}
+        return verdict_line(
+            TuneResult(problem, device, source, best, (best,), (), labels, 1.0, 1), "t.sqlite"
+        )
+
+    won = Measurement(ours, (10.0,) * 8, (12.0,) * 8, 0.0, 0.002)
+    line = verdict("measured", won)
+    assert "co64 wins, 1.200 x torch.mm (10.00 us, torch.mm 12.00 us)" in line
+    assert "tunegemm.matmul(a, b) now uses this kernel for 512x6144x4096 bf16 tn (from t.sqlite)" in line
+    assert line.endswith("1.0 s, 1 kernel compiled.")
+    assert "within the noise" in verdict("measured", Measurement(ours, (10.0,) * 8, (10.1,) * 8, 0.0, 0.02))
+    lost = Measurement(TORCH_MM, (10.0,) * 8, (10.0,) * 8, 0.0, 0.0)
+    assert "no kernel is faster than torch.mm" in verdict("measured", lost)
+    assert "now calls torch.mm" in verdict("measured", lost)
+    assert "replayed, not measured here; nothing stored" in verdict("replayed", won)
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_prose_ends_between_words_and_a_command_stays_whole(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "  change    " + "some words that go on and on, as long as a line of prose may be " * 3
+    command = f"tunegemm tune {'--shape 512x6144x4096 ' * 9}".strip()
+    options.say(text, hang=12)
+    assert capsys.readouterr().out.count("\n") == 1, "a log gets it as one line"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    options.say(text, hang=12)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert others and all(len(line) <= width and line.startswith(" " * 12) for line in others)
+    assert " ".join([first.strip(), *map(str.strip, others)]).split() == text.split()
+    options.say_command("Go on with:", command)
+    assert capsys.readouterr().out == f"Go on with:\n  {command}\n"
+
+
+def test_a_pipe_gets_no_blanks_at_the_ends_of_lines() -> None:
+    said = process("leaderboard", "--limit", "5").stdout + process("doctor").stdout
+    assert said and not [line for line in said.splitlines() if line != line.rstrip()]
 
 
 def test_what_no_option_names_is_a_call() -> None:

@@ -17,6 +17,9 @@ import pytest
 
 from tests.support.commands import TUNEGEMM, here, process
 from tests.support.waiting import until
+from tunegemm.describe.problem import Problem
+from tunegemm.serve.snapshot import read_snapshot
+from tunegemm.tuning.tuner import open_device
 
 PROGRAM = """
 import importlib.util, sys
@@ -44,7 +47,7 @@ def test_a_script(tmp_path: Path) -> None:
     program = [sys.executable, script(tmp_path), "3", "--out", "x"]
     run = process("record", "--", *program, cwd=tmp_path)
     assert run.stdout == "done __main__ ['3', '--out', 'x']\n"
-    assert "1 products, 3 calls in 1 processes, in shapes.json" in run.stderr
+    assert "1 product, 3 calls in 1 process, in shapes.json" in run.stderr
     assert calls(tmp_path / "shapes.json") == {"8x24x16": 3}
     assert json.loads((tmp_path / "shapes.json").read_text())["program"] == program
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shapes.json", "train.py"]
@@ -54,7 +57,7 @@ def test_what_no_kernel_is_called_for_is_said(tmp_path: Path) -> None:
     """And a program of such products alone is not told to tune them."""
     more = "for _ in range(3):\n    torch.mm(a, b).addmm_(a, b)\n"
     run = process("record", "--", sys.executable, script(tmp_path, PROGRAM + more), "2", cwd=tmp_path)
-    assert "2 products, 8 calls in 1 processes" in run.stderr
+    assert "2 products, 8 calls in 1 process," in run.stderr
     assert (
         "1 of them, 3 calls, are torch's whatever is tuned, the first because: addmm 8x24x16: in place"
         in (run.stderr)
@@ -283,3 +286,20 @@ class TestTuneFrom:
     )
     def test_bad_input(self, arguments: tuple[str, ...], named: str) -> None:
         assert named in here("tune", *arguments, code=2).stderr
+
+
+def test_it_ends_with_the_costliest_products_and_what_is_known_of_them(tmp_path: Path) -> None:
+    """Ten of twelve; of the one that ships a record its ratio; the command to copy alone on its line."""
+    text = "import torch\nhalf = dict(dtype=torch.bfloat16)\n"
+    text += "for n in range(1, 12):\n    torch.randn(8, 64, **half) @ torch.randn(64 * n, 64, **half).t()\n"
+    text += "torch.nn.functional.linear(torch.randn(512, 4096, **half), torch.randn(6144, 4096, **half))\n"
+    run = process("record", "--", sys.executable, script(tmp_path, text), cwd=tmp_path)
+    lines = run.stderr.splitlines()
+    assert "12 products, 12 calls in 1 process" in lines[0]
+    assert "10 costliest" in lines[1]
+    rows = [line for line in lines if " bf16 tn " in line]
+    assert len(rows) == 10 and "512x6144x4096" in rows[0]
+    record = read_snapshot().find(Problem.parse("512x6144x4096"), open_device().fingerprint)
+    known = "none" if record is None else f"{record.ratio:.3f} x torch.mm"
+    assert known in rows[0] and "none" in rows[1]
+    assert lines[-1] == "  tunegemm tune --from shapes.json --budget 10m"

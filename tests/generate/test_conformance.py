@@ -6,22 +6,20 @@
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
+import pkgutil
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.generate import (
-    test_cute_sm80,
-    test_cute_sm90,
-    test_gluon_wgmma,
-    test_plug_ins,
-    test_skinny,
-    test_triton_tma,
-)
+import tests.generate
 from tests.support.examples import OTHERWISE, TOO_LARGE, Change, Examples, Rejection, compile_all
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem
@@ -32,10 +30,29 @@ from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.feasibility import refusal
 from tunegemm.generate.sources import hash_of_code
 
-MODULES = (test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_triton_tma, test_skinny, test_plug_ins)
-EXAMPLES = {
-    module.EXAMPLES.family: module.EXAMPLES for module in MODULES if module.EXAMPLES.family in families.NAMES
-}
+
+def _examples() -> dict[str, Examples]:
+    """Those of the test modules beside this one, and of a plug-in those of its module `examples`."""
+    names = [f"tests.generate.{module.name}" for module in pkgutil.iter_modules(tests.generate.__path__)]
+    names = [name for name in names if name.rpartition(".")[2].startswith("test_") and name != __name__]
+    names += [f"{point.module}.examples" for point in importlib.metadata.entry_points(group=families.GROUP)]
+    found = {}
+    for name in names:
+        if name.startswith("tests.") or _is_there(name):
+            examples = getattr(importlib.import_module(name), "EXAMPLES", None)
+            if isinstance(examples, Examples) and examples.family in families.NAMES:
+                found[examples.family] = examples
+    return found
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+EXAMPLES = _examples()
 COMPILED = [name for name in families.NAMES if families.get(name).compiled]
 SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "1"))
 SHAPES = ("4096x4096x4096", "8x16x24", "128x128x128x7")
@@ -46,7 +63,21 @@ every_generator = pytest.mark.parametrize("name", COMPILED)
 
 def usual(name: str) -> Problem:
     """The problem of which every good kernel of a family is feasible: of 4096 rows, or of few."""
-    return EXAMPLES[name].problems[0]
+    return examples_of(name).problems[0]
+
+
+@functools.cache
+def examples_of(name: str) -> Examples:
+    """A family's own; of one that has none a kernel that its rules accept."""
+    if name in EXAMPLES:
+        return EXAMPLES[name]
+    device = find_device("model:h200")
+    for problem in (Problem.parse("4096x4096x4096"), Problem.parse("16x4096x4096", dtype="fp16")):
+        for kernel in accepted(name, problem, device, 1):
+            launch = dict(launches(name, kernel)[0].launch_params)
+            every = frozenset(rule.__name__ for rule in families.get(name).rules)
+            return Examples(name, dict(kernel.compile_params), launch, [problem], [], [], [], every)
+    pytest.fail(f"{name}: its rules accept no kernel of 4096x4096x4096; give it Examples")
 
 
 def drawn(name: str, count: int) -> Iterator[Candidate]:
@@ -233,7 +264,7 @@ def compiles_clean(pool: CompilePool, pairs: list[tuple[Problem, Candidate]], de
 
 @every_generator
 def test_a_good_kernel_compiles(pool: CompilePool, h200: Device, name: str) -> None:
-    examples = EXAMPLES[name]
+    examples = examples_of(name)
     compiles_clean(pool, [(examples.problems[0], examples.candidate())], h200)
 
 
@@ -241,7 +272,7 @@ def test_a_good_kernel_compiles(pool: CompilePool, h200: Device, name: str) -> N
 @pytest.mark.timeout(600)
 @every_generator
 def test_what_is_accepted_compiles_clean_and_to_the_byte(pool: CompilePool, h200: Device, name: str) -> None:
-    examples = EXAMPLES[name]
+    examples = examples_of(name)
     each = -(-SAMPLE // len(examples.problems))
     pairs = [(p, kernel) for p in examples.problems for kernel in accepted(name, p, h200, each)]
     assert len(pairs) == each * len(examples.problems)
@@ -303,6 +334,8 @@ def test_each_rule_names_its_numbers(
 @every_generator
 def test_every_rule_can_object(name: str) -> None:
     """No dead rule: each has an example, here or in a test of its own. That of epilogues comes by itself."""
+    if name not in EXAMPLES:
+        pytest.skip(f'{name} has no Examples; CONTRIBUTING.md, "Adding things", says what they are')
     examples, rules = EXAMPLES[name], families.get(name).rules
     seen = {case.rule for case in examples.rejected} | {rule for rule, *_ in examples.objections}
     assert {rule.__name__ for rule in rules} - {"epilogue"} == seen | examples.elsewhere

@@ -123,6 +123,38 @@ def test_marks_explain_themselves_to_keyboard_and_mouse(page: Browser) -> None:
     assert "\u00d7 torch.mm" in page.evaluate(tip)
 
 
+def test_a_searchs_dots_tell_what_their_row_says(page: Browser) -> None:
+    shape = "document.querySelector('.shape:not([hidden])')"
+    spot = page.evaluate(
+        f"(figure => {{ figure.scrollIntoView({{behavior: 'instant', block: 'center'}});"
+        "const box = figure.getBoundingClientRect();"
+        "const [left, across, base, up] = figure.dataset.dots.split(' ').map(Number);"
+        "const row = figure.closest('figure').querySelector('.trials tbody tr');"
+        "const [number, ratio] = [...row.cells].map(cell => cell.textContent);"
+        "return [box.left + (left + across * number) * box.width / 100 + 2,"
+        " box.top + (base - up * ratio) * box.height / 100 + 2]; })"
+        f"({shape}.querySelector('svg[data-dots]'))"
+    )
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0], y=spot[1])
+    tip = page.evaluate("document.getElementById('tip').textContent")
+    trial = tip.rpartition("trial ")[2]
+    row = page.evaluate(f"[...{shape}.querySelector('tr.hot').cells].map(c => c.textContent.trim())")
+    assert row[0] == trial and tip == f"{row[3]}\n{row[1]} \u00d7 torch.mm, {row[2]} \u00b5s, trial {trial}"
+    parallel = f"{shape}.querySelector('figure[data-parallel]')"
+    assert page.evaluate(f"{parallel}.hidden") is False
+    assert page.evaluate(f"{parallel}.querySelectorAll('path.leader').length") == 8
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+    assert page.evaluate("document.getElementById('tip').hidden")
+
+
+def test_labels_of_kernels_are_on_one_line_and_a_tip_has_several(page: Browser) -> None:
+    page.evaluate("document.querySelector('.shape:not([hidden]) details').open = true")
+    heights = page.evaluate("[...document.querySelectorAll('td .mono')].map(e => e.getClientRects().length)")
+    assert set(heights) - {0} == {1}
+    tips = page.evaluate("[...document.querySelectorAll('.heat [data-tip]')].map(e => e.dataset.tip)")
+    assert tips and all("\n" in tip and "\\n" not in tip for tip in tips)
+
+
 def test_everything_has_a_name_for_those_who_do_not_see_it(page: Browser) -> None:
     nameless = page.evaluate(
         "[...document.querySelectorAll('button, input, select, a, [role=region], [role=img], [role=group]')]"

@@ -13,13 +13,14 @@ import tunegemm
 from tests.serve.test_neighbours import kernel
 from tests.support.commands import here
 from tests.support.recorded import fill, recorded_device
-from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.device import Device, cuda_device_count
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
 from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.measure.outcome import Measurement
 from tunegemm.report.explain import candidate_of, explain_problem
 from tunegemm.serve.policies import Policy
+from tunegemm.serve.snapshot import read_snapshot
 from tunegemm.store import Database
 
 SHAPE = "128x7168x16384"
@@ -54,7 +55,7 @@ def test_a_hit_with_its_evidence_and_its_runner_up(location: str, device: Device
         "evidence",
         "won a final race",
         "runner-up",
-        "--effort full: a wider search",
+        "a wider search; another driver, toolchain or kernel source:",
         "% of the roofline",
     ):
         assert line in text, line
@@ -74,7 +75,7 @@ def test_a_miss_says_why_and_what_would_change_it(location: str, device: Device)
     found = explain_problem(Problem(160, 2048, 4096), device, database=location)
     assert found.outcome == "miss" and found.record is None
     assert "torch: no record; predictions are for up to 128 rows; no recorded shape is" in str(found)
-    assert "change    tunegemm tune --shape 160x2048x4096" in str(found)
+    assert "change    a record of its own:\n            tunegemm tune --shape 160x2048x4096" in str(found)
 
 
 def test_modes_and_policies_are_heeded(
@@ -103,15 +104,19 @@ def test_a_kernel_without_an_object_is_said_to_be_torchs(
     assert "but torch computes it" in str(found)
 
 
-def test_tensors_and_the_command_line_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunegemm.tuning.tuner.open_device", lambda spec=None: find_device("model:h200"))
-    a, b = torch.empty(96, 4096, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.bfloat16).t()
+def test_tensors_and_the_command_line_say_the_same() -> None:
+    """Without a device named, too: without a GPU both tell of the recorded one, whose records serve it."""
+    a, b = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(6144, 4096, dtype=torch.bfloat16).t()
     found = tunegemm.explain(a, b)
-    assert found.problem == Problem(96, 4096, 4096)
-    command = ("explain", "--shape", "96x4096x4096", "--device", "model:h200")
+    assert found.problem == Problem(512, 6144, 4096)
+    command = ("explain", "--shape", "512x6144x4096")
     assert here(*command).stdout == f"{found}\n"
+    if not cuda_device_count():
+        assert found.device.spec == "replay:h200"
+        known = read_snapshot().find(found.problem, found.device.fingerprint)
+        assert (found.outcome == "hit") == (known is not None), "its records serve it"
     fused = tunegemm.explain(a, b, epilogue="bias_n+gelu", out_dtype=torch.float32)
-    assert fused.problem == Problem(96, 4096, 4096, out_dtype="fp32", epilogue="bias_n+gelu")
+    assert fused.problem == Problem(512, 6144, 4096, out_dtype="fp32", epilogue="bias_n+gelu")
     assert "--out-dtype fp32 --layout tn --epilogue bias_n+gelu" in fused.change
     assert json.loads(here(*command, "--json").stdout) == [json.loads(json.dumps(found.asdict()))]
 

@@ -215,6 +215,28 @@ class TestFamilies:
         assert {c.family for c in candidates(result)} == {name, TORCH_MM.family}
         assert result.best is not None
 
+    def test_a_family_without_recorded_times_is_ranked_and_said_so(self, cache: Path) -> None:
+        device = open_device("replay:h200")
+        with planted_tuner(device, cache=cache, families=["triton_tma"]) as tuner:
+            result = tuner.tune(PROBLEM, trials=2)
+        assert result.source == "modelled" and len(result.predictions) == 2
+        assert "has no times of triton_tma on replay:h200: ranked by the model" in result.note
+        with planted_tuner(device, cache=cache, families=["triton_tma", "cublaslt"]) as tuner:
+            result = tuner.tune(PROBLEM, trials=2)
+        assert {c.family for c in candidates(result)} == {"cublaslt"}
+        assert result.note.endswith("has no times of triton_tma on replay:h200")
+
+    def test_only_kernels_whose_label_matches_are_tried(self, cache: Path) -> None:
+        with planted_tuner(
+            open_device("replay:h200"), cache=cache, families=["cute_sm90"], matching="^co"
+        ) as t:
+            tried = [c for c in candidates(t.tune(PROBLEM, trials=3)) if c.family == "cute_sm90"]
+        assert tried and {c["schedule"] for c in tried} == {"cooperative"}
+        with planted_tuner(
+            open_device("replay:h200"), cache=cache, families=["cute_sm90"], matching="^zz"
+        ) as t:
+            assert "has a label that '^zz' matches" in t.tune(PROBLEM, trials=3).note
+
     def test_an_unknown_family(self, cache: Path) -> None:
         with pytest.raises(SpaceError, match="kernel family 'cutlas' is not known"):
             Tuner(open_device("replay:h200"), cache=cache, families=["cutlas"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 import tunegemm
 from tunegemm.cli import (
@@ -22,11 +22,14 @@ from tunegemm.cli import (
     pack,
     record,
     report,
+    run,
     shapes,
     space,
     tune,
     verify,
 )
+from tunegemm.cli.help import Command, Group
+from tunegemm.describe.served import UNATTACHED
 from tunegemm.errors import TunegemmError
 from tunegemm.extras import lack
 from tunegemm.untrusted import shown
@@ -39,7 +42,7 @@ BAD_INPUT, INTERRUPTED = 2, 130
 _UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-class OneLineErrors(TyperGroup):
+class OneLineErrors(Group):
     """A command group whose errors are one line on stderr and an exit code, never a traceback."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
@@ -131,22 +134,25 @@ def root(
 
 app.command("tune", cls=tune.Command)(options.of_problems(tune.command, required=False))
 # What follows the program's name is the program's.
-app.command("record", context_settings={"allow_interspersed_args": False})(record.command)
-app.command("shapes")(shapes.command)
-app.command("leaderboard")(leaderboard.command)
-app.command("verify")(verify.command)
-app.command("pack")(pack.pack_command)
-app.command("load")(pack.load_command)
-app.command("unload")(pack.unload_command)
-app.command("history")(options.of_problems(history.history))
-app.command("regress")(history.regress)
+app.command("record", cls=Command, context_settings={"allow_interspersed_args": False})(record.command)
+app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run.command)
+app.command("shapes", cls=Command)(shapes.command)
+app.command("leaderboard", cls=Command)(leaderboard.command)
+app.command("verify", cls=Command)(verify.command)
+app.command("pack", cls=Command)(pack.pack_command)
+app.command("load", cls=Command)(pack.load_command)
+app.command("unload", cls=Command)(pack.unload_command)
+app.command("history", cls=Command)(options.of_problems(history.history))
+app.command("regress", cls=Command)(history.regress)
 app.add_typer(db.app, name="db")
-app.command("report")(report.command)
-app.command("space")(options.of_problems(space.command))
-app.command("explain")(options.of_problems(explain.command))
-app.command("doctor")(doctor.command)
+app.command("report", cls=Command)(report.command)
+app.command("space", cls=Command)(options.of_problems(space.command))
+app.command("explain", cls=Command)(options.of_problems(explain.command))
+app.command("doctor", cls=Command)(doctor.command)
 
 
 def main() -> None:
     """Entry point of the `tunegemm` script."""
+    # In a container that serves by TUNEGEMM_ENABLE torch's products in a race are torch's all the same.
+    os.environ |= UNATTACHED if "TUNEGEMM_ENABLE" in os.environ else {}
     app(prog_name="tunegemm")

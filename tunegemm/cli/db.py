@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import commands, options
+from tunegemm.cli.help import Command, Group
 from tunegemm.cli.options import UsageError
 from tunegemm.files import descriptor
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from tunegemm.store.exchange import Report
     from tunegemm.store.formats import Format
 
-app = commands.App(help="Exchange and merge tuning databases.", rich_markup_mode=None)
+app = commands.App(cls=Group, help="Exchange and merge tuning databases.", rich_markup_mode=None)
 
 FORMATS = ("json", "csv", "parquet")
 FormatName = Annotated[
@@ -30,7 +32,7 @@ FormatName = Annotated[
 _NAMED = 20
 
 
-@app.command("export")
+@app.command("export", cls=Command)
 def export_command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The file; replaced as a whole.")
@@ -83,7 +85,7 @@ def export_command(
         options.say(f"wrote {path}", err=descriptor(path) == 1)  # where the rows go, nothing else goes
 
 
-@app.command("import")
+@app.command("import", cls=Command)
 def import_command(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Made by `tunegemm db export`.")],
     format: FormatName = None,
@@ -120,7 +122,7 @@ def import_command(
         raise typer.Exit(1)
 
 
-@app.command("merge")
+@app.command("merge", cls=Command)
 def merge_command(
     sources: Annotated[list[str], typer.Argument(metavar="DB...", help="Paths or URLs; only read.")],
     into: Annotated[str, typer.Option("--into", metavar="DB", help="Written; created when missing.")],
@@ -138,7 +140,7 @@ def root(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-@app.command("upgrade")
+@app.command("upgrade", cls=Command)
 def upgrade_command(
     databases: Annotated[list[str], typer.Argument(metavar="PATH|URL...", help="Tuning databases.")],
 ) -> None:
@@ -155,7 +157,7 @@ def upgrade_command(
             options.say(f"{display(database.location)}: up to date")
 
 
-@app.command("layers")
+@app.command("layers", cls=Command)
 def layers_command() -> None:
     """List the layers that dispatch reads, the widest first, and their records."""
     from collections import Counter
@@ -192,10 +194,16 @@ def _print(name: str, report: Report) -> None:
 
 
 def _name_skipped(lines: list[str]) -> None:
-    for line in lines[:_NAMED]:
-        options.say(f"left out: {line}", err=True)
-    if len(lines) > _NAMED:
-        options.say(f"left out: {len(lines) - _NAMED} more", err=True)
+    """Reasons that differ in numbers only are one line, with how many rows have them."""
+    groups: dict[str, list[str]] = {}
+    for line in lines:
+        groups.setdefault(re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", line), []).append(line)
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    for same in ordered[:_NAMED]:
+        more = f" (and {len(same) - 1} more like it)" if len(same) > 1 else ""
+        options.say(f"left out: {same[0]}{more}", err=True)
+    if rest := sum(map(len, ordered[_NAMED:])):
+        options.say(f"left out: {rest} more", err=True)
 
 
 def _format(name: str | None, path: Path) -> Format:

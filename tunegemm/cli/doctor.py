@@ -18,7 +18,8 @@ def command(
     """Check that all that tuning needs is here; exit 1 if not."""
     from tunegemm.report.doctor import examine
 
-    checks = examine(db)
+    with options.working("looking at packages, devices and files"):
+        checks = examine(db)
     if as_json:
         typer.echo(to_json([asdict(check) for check in checks]))
     else:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunegemm.cli import options
 from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
+
+if TYPE_CHECKING:
+    from tunegemm.report.explain import Explanation
 
 
 def command(
@@ -22,23 +25,31 @@ def command(
             help="Explain this candidate, not the record's. What is not given is its space's first value.",
         ),
     ] = None,
-    device: options.AnalysedDevice = None,
+    device: options.DeviceSpec = None,
     db: options.OneDatabase = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
     """Show the roofline of a shape, of a tile, and which kernel tunegemm.matmul would use."""
+    with options.working("looking up what dispatch would launch"):
+        found = _explained(problems, device, candidate, db)
+    if as_json:
+        typer.echo(to_json([explanation.asdict() for explanation in found]))
+        return
+    for explanation in found:
+        options.say(*str(explanation).splitlines(), hang=12)
+
+
+def _explained(
+    problems: list[Problem], device: str | None, candidate: str | None, db: str | None
+) -> list[Explanation]:
     from tunegemm.report.explain import candidate_of, explain_problem
+    from tunegemm.tuning.tuner import open_device
 
     chosen = candidate_of(candidate) if candidate is not None else None
-    opened = options.open_analysed(device)
+    opened = open_device(device)
     if opened.is_real and chosen is None:
         import torch
 
         with suppress(RuntimeError):  # no memory for a context: predictions have wider margins then
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's library is asked as in a program
-    found = [explain_problem(problem, opened, candidate=chosen, database=db) for problem in problems]
-    if as_json:
-        typer.echo(to_json([explanation.asdict() for explanation in found]))
-        return
-    for explanation in found:
-        options.say(*str(explanation).splitlines())
+    return [explain_problem(problem, opened, candidate=chosen, database=db) for problem in problems]

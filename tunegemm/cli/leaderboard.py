@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,20 +27,30 @@ class Format(StrEnum):
     md = "md"
 
 
+class Sort(StrEnum):
+    problem = "problem"
+    ratio = "ratio"
+    time = "time"
+
+
 def command(
     shape: options.SomeShapes = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of A and B. Default: any.")] = None,
     out_dtype: Annotated[str | None, typer.Option("--out-dtype", help="Of D. Default: any.")] = None,
     layout: Annotated[str | None, typer.Option("--layout", help="tn, tt, nn or nt. Default: any.")] = None,
-    family: Annotated[
-        str | None, typer.Option("--family", help="Only this kernel family. Default: all.")
-    ] = None,
+    families: options.Families = None,
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", metavar="NAME", help="Only this one, by its name or a part of it. Default: all."
+            "--device",
+            metavar="NAME",
+            help="A GPU by its name or a part of it, or all. Default: the one here, or that of most rows.",
         ),
     ] = None,
+    sort: Annotated[
+        Sort, typer.Option("--sort", help="Order of the shapes: problem, ratio (largest first), or time.")
+    ] = Sort.problem,
+    limit: Annotated[int | None, options.count_option("--limit", "Rows in all. Default: all.")] = None,
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write there, not to the terminal.")
@@ -51,40 +61,43 @@ def command(
     """Print a shape's measured candidates, or the best of every shape."""
     wanted = options.problem_filter(shape, dtype, layout, out_dtype)
     shapes = options.parse_shapes(shape)
-    if family is not None:
-        options.parse_families(family)
+    names = options.parse_families(families)
+    if sort is not Sort.problem and shapes:
+        raise options.UsageError(f"--sort {sort} with --shape: kernels of a shape stand by evidence")
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, problems_of
     from tunegemm.report.stored import of_all_layers
     from tunegemm.store import Database
     from tunegemm.store.leaders import leaders
 
     # Of a large database every shape's best is read, and nothing else.
-    narrow = not shapes and family is None
+    narrow = not shapes and names is None
 
     def read(database: Database) -> pandas.DataFrame:
         if narrow:
             return leaders(database, VENDOR_FAMILY)
         chosen = [problem for problem in database.problems() if wanted(problem)]
-        return database.frame(chosen[0] if len(chosen) == 1 else None, family=family)
+        return database.frame(chosen[0] if len(chosen) == 1 else None)
 
-    if db is None:
-        frame, warnings = of_all_layers(read, family=family)
-        place = "the layers of this folder"
-    else:
-        with Database.open(db, read_only=True) as database:
-            frame, warnings, place = read(database), [], database.name
+    with options.working("reading what was measured"):
+        if db is None:
+            frame, warnings = of_all_layers(read)
+            place = "the layers of this folder"
+        else:
+            with Database.open(db, read_only=True) as database:
+                frame, warnings, place = read(database), [], database.name
     options.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
+    if names is not None:
+        frame = frame[frame["family"].isin(names)]
     measured = problems_of(frame)
     problems = [problem for problem in measured if wanted(problem)]
     missing = [text for text in shapes if text not in {problem.shape for problem in problems}]
     if missing or not problems:
-        words = [*missing[:1], *filter(None, (dtype, out_dtype, layout, family))]
-        raise options.UsageError(_nothing(place, words, measured, missing, dtype, out_dtype, layout, family))
-    if device is not None:
-        from tunegemm.report.evidence import named_device
-
-        frame = frame[frame["device_name"] == named_device(device, sorted(set(frame["device_name"])))]
+        words = [*missing[:1], *filter(None, (dtype, out_dtype, layout, families))]
+        raise options.UsageError(
+            _nothing(place, words, measured, missing, dtype, out_dtype, layout, families)
+        )
     frame = _of(problems, frame)
+    frame, others = _of_device(frame, device)
     problems = problems_of(frame)
     if narrow:
         boards = [Leaderboard.best_of_all(frame)]
@@ -92,16 +105,37 @@ def command(
         boards = [Leaderboard.from_frame(problem, frame) for problem in problems]
     else:
         boards = [Leaderboard.summary(frame)]
-    console = options.stdout_console()
-    if format is Format.table and out is None and console.is_terminal:
-        for board in boards:
-            console.print(board.table(top, width=console.width))
-        return
+    boards = [board.sorted_by(sort).limited(limit) for board in boards]
+    if others:
+        boards[-1] = replace(boards[-1], note=f"{boards[-1].note} {others}")
+    if format is Format.table and out is None:
+        console = options.stdout_console()
+        if console.is_terminal:
+            options.page(console, [board.table(top, width=console.width) for board in boards])
+            return
     text = _render(boards, format, top)
     if out is None:
         typer.echo(text, nl=False)
     else:
         options.write_text(out, text)
+
+
+def _of_device(frame: pandas.DataFrame, device: str | None) -> tuple[pandas.DataFrame, str]:
+    """The rows of one GPU, unless all are asked for, and a sentence on the others."""
+    from tunegemm.report.evidence import named_device
+
+    counts = {str(name): int(count) for name, count in frame["device_name"].value_counts().items()}
+    if device == "all" or (device is None and len(counts) < 2):
+        return frame, ""
+    if device is not None:
+        name, others = named_device(device, sorted(counts)), ""
+    else:
+        from tunegemm.describe.device import cuda_device_count, find_device
+
+        here = find_device("cuda:0").name if cuda_device_count() else ""
+        name = here if here in counts else max(counts, key=counts.__getitem__)
+        others = f"Not shown: {', '.join(sorted(counts.keys() - {name}))}; name one with --device, or all."
+    return frame[frame["device_name"] == name], others
 
 
 def _nothing(

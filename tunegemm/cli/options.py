@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
+import itertools
+import math
+import os
 import re
-from collections.abc import Callable, Iterable
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -24,7 +32,8 @@ if TYPE_CHECKING:
     from tunegemm.store import Database
 
 SomeShapes = Annotated[
-    list[str] | None, typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated. Default: all.")
+    list[str] | None,
+    typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated, as may values. Default: all."),
 ]
 DeviceSpec = Annotated[
     str | None,
@@ -34,15 +43,14 @@ DeviceSpec = Annotated[
         help="cuda:N, replay:h200 (recorded) or model:h200. Default: cuda:0, or replay:h200 without a GPU.",
     ),
 ]
-#: For commands that time nothing.
-AnalysedDevice = Annotated[
-    str | None,
-    typer.Option("--device", metavar="SPEC", help="Default: cuda:0, or model:h200 without a GPU."),
-]
 #: For commands that measure and have no use for a recorded or modelled device.
 GpuSpec = Annotated[
     str | None,
     typer.Option("--device", metavar="cuda:N", help="The GPU to measure on. Default: cuda:0."),
+]
+Families = Annotated[
+    str | None,
+    typer.Option("--families", "--family", metavar="NAME[,NAME]", help="Kernel families. Default: all."),
 ]
 DatabaseLocation = Annotated[
     str | None,
@@ -56,6 +64,9 @@ OneDatabase = Annotated[
     str | None, typer.Option("--db", metavar="PATH|URL", help="Only this database. Default: all layers.")
 ]
 
+
+#: Shapes of one command line.
+_MOST_SHAPES = 1000
 
 #: Letters of a line that are printed; a message that lists values may be long.
 _LONGEST_LINE = 4000
@@ -83,15 +94,24 @@ Workers = Annotated[int | None, count_option("--workers", "Compile workers. Defa
 def parse_problems(
     shape: Annotated[
         list[str] | None,
-        typer.Option("--shape", metavar="MxNxK[xL]", help="Extents, and the batch if any; may be repeated."),
+        typer.Option(
+            "--shape",
+            metavar="MxNxK[xL]",
+            help="Extents, and the batch if any; may be repeated. Several values of one, quoted: "
+            "'{512,1024}x6144x4096', or '512:4096:512x6144x4096' from 512 to 4096 by 512.",
+        ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", help=f"Element type of A and B: {', '.join(OUTPUT_DTYPES)}.")
+        str,
+        typer.Option(
+            "--dtype", metavar="DTYPE", help=f"Element type of A and B: {', '.join(OUTPUT_DTYPES)}."
+        ),
     ] = "bf16",
     out_dtype: Annotated[
         str | None,
         typer.Option(
             "--out-dtype",
+            metavar="DTYPE",
             help="Element type of D: bf16, fp16 or fp32; of fp8 operands also fp8_e4m3 or fp8_e5m2; "
             "of int8 int32, or with scales bf16, fp16 or fp32. "
             "Default: as A and B; of fp8 bf16, of tf32 fp32, of int8 int32.",
@@ -101,6 +121,7 @@ def parse_problems(
         str,
         typer.Option(
             "--layout",
+            metavar="LAYOUT",
             help="Layout of A and B: tn (both K-major: activations times a transposed weight), tt, nn or nt.",
         ),
     ] = "tn",
@@ -125,6 +146,7 @@ def parse_problems(
         str,
         typer.Option(
             "--accumulation",
+            metavar="HOW",
             help="How sums of fp8 products are kept: fast, or two_level, in fp32 from every 128 of k on.",
         ),
     ] = "fast",
@@ -132,7 +154,7 @@ def parse_problems(
     """The problems of a command line, in order, without repetitions. Raises ProblemError."""
     how: dict[str, Any] = {"dtype": dtype, "out_dtype": out_dtype, "layout": layout, "alignment": alignment}
     how |= {"epilogue": epilogue, "accumulation": accumulation}
-    return list(dict.fromkeys(Problem.parse(text, **how) for text in shape or ()))
+    return list(dict.fromkeys(Problem.parse(text, **how) for text in expanded(shape)))
 
 
 def of_problems(command: Callable[..., None], *, required: bool = True) -> Callable[..., None]:
@@ -152,14 +174,6 @@ def of_problems(command: Callable[..., None], *, required: bool = True) -> Calla
     named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*shared.values(), *own)]
     run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
     return run
-
-
-def open_analysed(spec: str | None) -> Device:
-    """An `AnalysedDevice`: without a name the first GPU, or the H200's known limits, for nothing is timed."""
-    from tunegemm.describe.device import cuda_device_count, find_device
-    from tunegemm.tuning.tuner import open_device
-
-    return open_device(spec) if spec is not None or cuda_device_count() else find_device("model:h200")
 
 
 def require_memory(device: Device, problems: Iterable[Problem]) -> None:
@@ -204,7 +218,52 @@ def require_fingerprint(database: Database, start: str | None, flag: str) -> Non
 
 def parse_shapes(shapes: list[str] | None) -> list[str]:
     """The extents that are asked for, as `Problem.shape` writes them. Raises ProblemError."""
-    return list(dict.fromkeys(Problem.parse(text).shape for text in shapes or ()))
+    return list(dict.fromkeys(Problem.parse(text).shape for text in expanded(shapes)))
+
+
+_RANGE = re.compile(r"(\d{1,9}):(\d{1,9}):(\d{1,9})", re.ASCII)
+
+
+def expanded(shapes: list[str] | None) -> list[str]:
+    """Shapes without braces and ranges: ``{512,1024}x8x8`` is two, ``512:2048:512x8x8`` four.
+
+    Raises UsageError for a range that has no value, and for more than a thousand shapes.
+    """
+    found: list[str] = []
+    for text in shapes or ():
+        lists = [_values(text, part) for part in re.split(r"x(?![^{]*\})", text)]
+        if len(found) + math.prod(map(len, lists)) > _MOST_SHAPES:
+            raise UsageError(
+                f"--shape {shown(text)}: more than {_MOST_SHAPES} shapes; give fewer, or use --from"
+            )
+        found += ["x".join(parts) for parts in itertools.product(*lists)]
+    return found
+
+
+def _values(text: str, part: str) -> list[str]:
+    """The values of one extent."""
+    if part.startswith("{") and part.endswith("}"):
+        return [value for word in part[1:-1].split(",") for value in _values(text, word.strip())]
+    if ":" not in part:
+        return [part]
+    match = _RANGE.fullmatch(part)
+    first, last, step = map(int, match.groups()) if match else (0, 0, 0)
+    if not 0 < first <= last or not step:
+        raise UsageError(f"--shape {shown(text)}: {shown(part)} is not FIRST:LAST:STEP, as 512:4096:512")
+    values = range(first, last + 1, step)
+    if len(values) > _MOST_SHAPES:
+        raise UsageError(f"--shape {shown(text)}: more than {_MOST_SHAPES} shapes; give fewer, or use --from")
+    return list(map(str, values))
+
+
+def parse_pattern(text: str | None) -> str | None:
+    """A regular expression over labels, as it is. Raises UsageError for what is none."""
+    if text is not None:
+        try:
+            re.compile(text)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise UsageError(f"--kernels {shown(text)}: not a regular expression: {error}") from None
+    return text
 
 
 _DURATION = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9}(?:\.\d{1,9})?)s?)?", re.ASCII)
@@ -255,21 +314,72 @@ def parse_families(text: str | None) -> tuple[str, ...] | None:
     return names
 
 
-def say(*lines: object, err: bool = False) -> None:
-    """Prints each as one line, whatever the names in it hold (`report.text.clean`). err: on stderr."""
+def say(*lines: object, err: bool = False, hang: int = 0) -> None:
+    """Prints each as one line, whatever the names in it hold (`report.text.clean`); on a terminal as several
+    that end between words, all but the first `hang` columns in; but a command whole. err: on stderr.
+    """
+    stream = sys.stderr if err else sys.stdout
+    width = shutil.get_terminal_size().columns if stream.isatty() else 0
     for line in lines:
-        typer.echo(clean(line, _LONGEST_LINE), err=err)
+        text = clean(line, _LONGEST_LINE)
+        if len(text) > width > hang + 20 and not text.lstrip().startswith("tunegemm "):
+            text = textwrap.fill(
+                text, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False
+            )
+        typer.echo(text, err=err)
+
+
+def say_command(lead: str, command: str, *, err: bool = False) -> None:
+    """A command to copy: whole and alone on its line, under the words that lead to it."""
+    say(lead, f"  {command}", err=err)
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Says on a terminal what takes a while, until it is done; what it gives changes the words."""
+    console = stderr_console()
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status(f"{what} ...") as status:
+        yield lambda now: status.update(f"{clean(now)} ...")
 
 
 def stdout_console() -> Console:
     """For tables. A pipe or a log has no width of its own: there nothing is cut to 80 columns."""
     console = _console(stderr=False)
-    return console if console.is_terminal else _console(stderr=False, width=160)
+    return console if console.is_terminal else _console(file=_Lines(sys.stdout), width=160)
 
 
 def stderr_console() -> Console:
     """For what is said beside the result: progress, notes, warnings."""
-    return _console(stderr=True)
+    console = _console(stderr=True)
+    return console if console.is_terminal else _console(file=_Lines(sys.stderr), width=160)
+
+
+def page(console: Console, parts: Sequence[Any]) -> None:
+    """Prints on a terminal, through the user's pager what is longer than its screen."""
+    lines = sum(len(console.render_lines(part)) for part in parts)
+    if lines < console.height or not (sys.stdin.isatty() and console.is_terminal):
+        console.print(*parts, sep="\n")
+        return
+    os.environ.setdefault("LESS", "FRX")  # colours, and no pager for less than a screen
+    with console.pager(styles="PAGER" not in os.environ):
+        console.print(*parts, sep="\n")
+
+
+class _Lines(io.TextIOBase):
+    """Takes the blanks off the ends of lines, with which a table fills its last column."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(re.sub(r" +(?=\n)", "", text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 def _console(**how: Any) -> Console:

@@ -33,9 +33,7 @@ def pack_command(
             help="Only a program's products, as `tune --from` reads them. May be repeated.",
         ),
     ] = None,
-    families: Annotated[
-        str | None, typer.Option("--families", metavar="A,B", help="Of records. Default: all.")
-    ] = None,
+    families: options.Families = None,
     no_compile: Annotated[
         bool, typer.Option("--no-compile", help="Refuse where a kernel is not in the store.")
     ] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -49,8 +50,10 @@ def describe_counts(progress: Progress) -> str:
         f"feasible {progress.feasible}" if progress.feasible else "",
         f"compiled {progress.compiled}{waiting}" if progress.compiled or waiting else "",
         f"library {progress.library}" if progress.library else "",
-        # Where nothing can be timed, kernels are compiled only.
-        f"measured {progress.measured}/{progress.planned}" if progress.measured or progress.library else "",
+        # Where nothing can be timed, kernels are compiled only; of the library alone nothing is planned.
+        f"measured {progress.measured}/{progress.planned}"
+        if progress.planned and (progress.measured or progress.library)
+        else "",
         describe_failures(progress.failures),
     ]
     return " · ".join(part for part in parts if part)
@@ -63,12 +66,16 @@ class ProgressView:
     that stdout holds the result and nothing else.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, total: int = 1, budget_s: float | None = None) -> None:
+        """total: how many problems there are. budget_s: of each, to say what is left of it."""
         self._console = console
+        self._total, self._budget_s, self._ended = total, budget_s, 0
+        self._running: dict[Problem, tuple[Progress, float]] = {}  # the last of each, and when it came
         self._live = (
-            Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+            Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render_all)
+            if console.is_terminal
+            else None
         )
-        self._running: dict[Problem, Progress] = {}
         self._told: dict[Problem, tuple[str, float]] = {}  # the stage and when, of each one's last line
 
     def __enter__(self) -> ProgressView:
@@ -84,13 +91,12 @@ class ProgressView:
 
     def update(self, progress: Progress) -> None:
         if self._live is not None:
-            self._running[progress.problem] = progress
-            self._live.update(Group(*map(self._render, self._running.values())))
+            self._running[progress.problem] = progress, time.monotonic()
             return
         stage, told_s = self._told.get(progress.problem, ("", 0.0))
         if progress.stage != stage or progress.elapsed_s - told_s >= _QUIET_S:
-            line = [str(progress.problem), progress.stage, describe_counts(progress), describe_best(progress)]
-            line.append(f"{progress.elapsed_s:.0f} s")
+            line = [f"{self._place()}{progress.problem}", progress.stage, describe_counts(progress)]
+            line += [describe_best(progress), f"{progress.elapsed_s:.0f} s"]
             self._console.print(clean(" · ".join(part for part in line if part)), soft_wrap=True)
             self._told[progress.problem] = progress.stage, progress.elapsed_s
 
@@ -98,8 +104,7 @@ class ProgressView:
         """The problem's bar goes."""
         self._running.pop(problem, None)
         self._told.pop(problem, None)
-        if self._live is not None:
-            self._live.update(Group(*map(self._render, self._running.values())))
+        self._ended += 1
 
     @contextmanager
     def ended(self, problem: Problem) -> Iterator[None]:
@@ -111,18 +116,41 @@ class ProgressView:
         if self._live is not None:
             self._live.start()
 
-    @staticmethod
-    def _render(progress: Progress) -> Group:
-        done = progress.compiled if progress.stage == "compile" else progress.measured
-        done += sum(progress.failures.values())
-        bar = ProgressBar(total=max(progress.planned, 1), completed=min(done, progress.planned), width=30)
+    def _place(self) -> str:
+        """``[2/5] ``, of several problems."""
+        return f"[{min(self._ended + 1, self._total)}/{self._total}] " if self._total > 1 else ""
+
+    def _clock(self, progress: Progress, elapsed_s: float) -> str:
+        """The seconds so far, what the search may still take by its pace, and what is left of the budget."""
+        parts = [f"{elapsed_s:.0f} s"]
+        left = progress.planned - _done(progress)
+        if progress.measured and left > 0:
+            parts.append(f"about {left * progress.elapsed_s / _done(progress):.0f} s to go")
+        if self._budget_s is not None:
+            rest_s = self._budget_s - elapsed_s
+            parts.append(
+                f"{rest_s:.0f} s of the budget left" if rest_s > 0 else "the budget is spent: ending"
+            )
+        return ", ".join(parts)
+
+    def _render_all(self) -> Group:
+        """Called for every refresh, so that clocks run while nothing else happens."""
+        now = time.monotonic()
+        return Group(*(self._render(one, now - since) for one, since in list(self._running.values())))
+
+    def _render(self, progress: Progress, since_s: float) -> Group:
+        done = progress.compiled if progress.stage == "compile" else _done(progress)
+        bar = ProgressBar(total=max(progress.planned, 1), completed=min(done, progress.planned), width=20)
         head = Table.grid(padding=(0, 2))
-        head.add_row(
-            Text(clean(progress.problem), style="bold"),
-            progress.stage,
-            bar,
-            Text(f"{progress.elapsed_s:.0f} s"),
-        )
+        head.add_row(Text(f"{self._place()}{clean(progress.problem)}", style="bold"), progress.stage, bar)
+        clock = self._clock(progress, progress.elapsed_s + since_s)
         return Group(
-            head, Text(describe_counts(progress)), Text(clean(describe_best(progress)), style="green")
+            head,
+            Text(" · ".join(filter(None, (describe_counts(progress), clock)))),
+            Text(clean(describe_best(progress)), style="green"),
         )
+
+
+def _done(progress: Progress) -> int:
+    """Candidates that were tried."""
+    return progress.measured + sum(progress.failures.values())

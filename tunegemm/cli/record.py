@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -11,22 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options
+from tunegemm.cli import options, program
 from tunegemm.cli.signals import Signals
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
 from tunegemm.files import cause, check_target, read_text
+from tunegemm.report.text import clean, counted, significant
 from tunegemm.untrusted import decoded
 
 if TYPE_CHECKING:
-    from tunegemm.describe.workload import Workload
+    from tunegemm.describe.workload import Demand, Workload
 
-#: Holds the `sitecustomize` that begins the recording in each Python process.
-_START = Path(__file__).parent.parent / "serve" / "torch" / "start"
+#: Products that are named at the end.
+_COSTLIEST = 10
 
 
 def command(
-    program: Annotated[
+    words: Annotated[
         list[str], typer.Argument(metavar="COMMAND...", help="The program and its arguments, after `--`.")
     ],
     out: Annotated[
@@ -41,23 +40,16 @@ def command(
         check_target(out, WorkloadError)
     except OSError as error:  # a deleted working directory, or a folder that one may not search
         raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
-    with Signals() as signals, _folder() as parts:
-        code = _run(program, parts, signals)
-        _write(program, parts, out)
+    with Signals() as signals, program.folder("tunegemm-record-") as parts:
+        variables = program.attached(TUNEGEMM_RECORD_PARTS=parts)
+        code = program.run(words, variables, "record", signals)
+        _write(words, parts, out)
     raise typer.Exit(code)
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """For what each process writes."""
-    try:
-        return tempfile.TemporaryDirectory(prefix="tunegemm-record-")
-    except OSError as error:
-        raise WorkloadError(f"no temporary folder: {cause(error, 'name one in TMPDIR')}") from None
-
-
-def _write(program: list[str], parts: str, out: Path) -> None:
+def _write(words: list[str], parts: str, out: Path) -> None:
     """Adds up what the processes wrote."""
-    from tunegemm.describe.workload import Workload, merge
+    from tunegemm.describe.workload import Workload, demands, merge
 
     found = []
     for part in sorted(Path(parts).glob("[!.]*.json")):
@@ -71,7 +63,7 @@ def _write(program: list[str], parts: str, out: Path) -> None:
             err=True,
         )
         return
-    workload = merge(found, program)
+    workload = merge(found, words)
     try:
         workload.write(out)
     except WorkloadError as error:  # the program may have run for hours
@@ -80,23 +72,45 @@ def _write(program: list[str], parts: str, out: Path) -> None:
         raise WorkloadError(f"{error}; what was recorded is in {kept}") from None
     with suppress(OSError):  # of a terminal that is gone
         options.say(f"tunegemm: {_summary(workload, out)}", err=True)
+        if demands(workload.products)[0]:
+            _show_costliest(workload)
+            shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
+            again = command_line("tune", {"from": shown, "budget": "10m"})
+            options.say_command("Tune them where they lose most:", again, err=True)
 
 
-def _run(program: list[str], parts: str, signals: Signals) -> int:
-    """The command's exit code; 128 and more for one that a signal ended, as in a shell."""
-    path = os.pathsep.join(filter(None, [str(_START), os.environ.get("PYTHONPATH", "")]))
-    environment = os.environ | {"PYTHONPATH": path, "TUNEGEMM_RECORD_PARTS": parts}
+def _show_costliest(workload: Workload) -> None:
+    """The products that cost most, and what is known of them, on stderr."""
+    from rich.table import Table
+    from rich.text import Text
 
-    def start() -> subprocess.Popen[bytes]:
-        try:
-            return subprocess.Popen(program, env=environment)
-        except OSError as error:
-            raise options.UsageError(
-                f"{program[0]}: {error.strerror}; a script runs as: tunegemm record -- python {program[0]}"
-            ) from None
+    from tunegemm.describe.workload import demands
+    from tunegemm.generate.cublaslt import is_torch
+    from tunegemm.serve.snapshot import read_snapshot
+    from tunegemm.tuning.tuner import open_device
 
-    code = signals.run(start)
-    return code if code >= 0 else 128 - code
+    device, snapshot = open_device(), read_snapshot()
+
+    def cost_us(demand: Demand) -> float:
+        return demand.calls * (demand.call_us or device.roofline_us(demand.problem))
+
+    found = sorted(demands(workload.products)[0], key=cost_us, reverse=True)
+    whole = sum(map(cost_us, found)) or 1.0
+    which = f"The {_COSTLIEST} costliest of them" if len(found) > _COSTLIEST else "They"
+    timed = "" if all(demand.call_us for demand in found) else ", by the roofline where no GPU timed them"
+    table = Table(title=f"{which}, and the records for {device.name}{timed}", title_justify="left")
+    table.title_style = ""
+    for heading in ("product", "calls", "% of time", "us a call", "record"):
+        table.add_column(heading, justify="left" if heading in ("product", "record") else "right")
+    for demand in found[:_COSTLIEST]:
+        record = snapshot.find(demand.problem, device.fingerprint)
+        known = "none" if record is None else f"{record.ratio:.3f} x torch.mm"
+        if record is not None and is_torch(record.candidate):
+            known = "torch.mm is fastest"
+        share = f"{100 * cost_us(demand) / whole:.1f}"
+        cells = (str(demand.problem), f"{demand.calls:,}", share, significant(demand.call_us or 0.0), known)
+        table.add_row(*(Text(clean(cell)) for cell in cells))
+    options.stderr_console().print(table)
 
 
 def _summary(workload: Workload, out: Path) -> str:
@@ -104,7 +118,8 @@ def _summary(workload: Workload, out: Path) -> str:
 
     calls = sum(product.calls for product in workload.products)
     text = (
-        f"{len(workload.products)} products, {calls} calls in {workload.processes} processes, in {out.name}"
+        f"{counted(len(workload.products), 'product')}, {counted(calls, 'call')} in "
+        f"{counted(workload.processes, 'process')}, in {out.name}"
     )
     only_captured = sum(1 for product in workload.products if not product.calls)
     if only_captured:
@@ -115,7 +130,4 @@ def _summary(workload: Workload, out: Path) -> str:
         count, calls = len(own), sum(product.weight for product in own)
         _, (why, *_) = demands(own)
         text += f"; {count} of them, {calls} calls, are torch's whatever is tuned, the first because: {why}"
-    if len(own) < len(workload.products):
-        shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
-        text += f". Tune them: {command_line('tune', {'from': shown, 'budget': '10m'})}"
-    return text
+    return f"{text}."

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunegemm.cli import options
 from tunegemm.describe.command import command_line
+from tunegemm.report.text import counted
+
+if TYPE_CHECKING:
+    from tunegemm.report.evidence import Evidence
 
 
 def command(
@@ -37,6 +41,14 @@ def command(
 ) -> None:
     """Write one self-contained HTML page: speed-ups, roofline, searches, failures, environment."""
     shapes = options.parse_shapes(shape)
+    with options.working("reading the evidence and drawing the page"):
+        evidence = _write(out, shape, shapes, device, details, db)
+    options.say(f"{out}: {counted(len(evidence.winners), 'shape')}. {evidence.origin}")
+
+
+def _write(
+    out: Path, shape: list[str] | None, shapes: list[str], device: str | None, details: int, db: str | None
+) -> Evidence:
     from tunegemm.report.evidence import from_database, from_recording
     from tunegemm.report.html import report
 
@@ -58,4 +70,4 @@ def command(
     options.write_text(
         out, report(evidence, command=command_line("report", {"shape": shape, "device": device}))
     )
-    options.say(f"{out}: {len(evidence.winners)} shape(s). {evidence.origin}")
+    return evidence

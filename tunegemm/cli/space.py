@@ -24,21 +24,25 @@ class Format(StrEnum):
 
 def command(
     problems: list[Problem],
-    family: Annotated[
-        str | None, typer.Option("--family", metavar="NAME[,NAME]", help="Kernel families. Default: all.")
-    ] = None,
-    device: options.AnalysedDevice = None,
+    families: options.Families = None,
+    device: options.DeviceSpec = None,
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
-    from tunegemm.generate import families
+    from tunegemm.generate import families as known
     from tunegemm.report.census import take_census
+    from tunegemm.tuning.tuner import open_device
 
-    names = options.parse_families(family) or families.NAMES
-    spaces = [families.load_space(name) for name in names]
-    opened = options.open_analysed(device)
+    names = options.parse_families(families) or known.NAMES
+    spaces = [known.load_space(name) for name in names]
+    opened = open_device(device)
     options.require_memory(opened, problems)
-    counts = [take_census(space, problem, opened) for problem in problems for space in spaces]
+    counts = []
+    with options.working("counting candidates") as now:
+        for problem in problems:
+            for space in spaces:
+                now(f"counting {space.size:,} candidates of {space.family} for {problem}")
+                counts.append(take_census(space, problem, opened))
     if format is Format.json:
         typer.echo(to_json([count.asdict() for count in counts]))
         return

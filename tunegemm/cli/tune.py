@@ -8,7 +8,7 @@ import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from enum import StrEnum
@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tunegemm.cli import commands, options
-from tunegemm.describe.command import command_line, tune_command
+from tunegemm.cli import help, options
+from tunegemm.describe.command import command_line
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read_all
-from tunegemm.report.text import clean, to_json
+from tunegemm.report.text import clean, counted, significant, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from tunegemm.describe.device import Device
     from tunegemm.describe.space import Candidate
@@ -44,7 +45,7 @@ class Effort(StrEnum):
     exhaustive = "exhaustive"
 
 
-class Command(commands.Command):
+class Command(help.Command):
     """Lets `--ray` stand without an address; an option of Typer's takes a value always or never."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -86,8 +87,20 @@ def command(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0,
-    families: Annotated[
-        str | None, typer.Option("--families", metavar="A,B", help="Kernel families to try. Default: all.")
+    families: options.Families = None,
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            "--kernels", metavar="REGEX", help="Only generated kernels whose label has a match, as ^pp128x."
+        ),
+    ] = None,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--candidate",
+            metavar="FAMILY[,NAME=VALUE]",
+            help="Instead of a search: race this one beside torch.mm and the record; may be repeated.",
+        ),
     ] = None,
     device: options.DeviceSpec = None,
     devices: Annotated[
@@ -123,6 +136,12 @@ def command(
         bool, typer.Option("--energy", help="Meter the finalists' energy, a second each, for min_energy.")
     ] = False,
     top: Annotated[int, options.count_option("--top", "Rows to print per shape.")] = 10,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="Print a line for each shape and nothing else.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Print all rows, and each candidate that failed.")
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON document per shape, one per line, and nothing else."),
@@ -133,6 +152,10 @@ def command(
         raise options.UsageError(
             "give either --shape or --from: --shape 4096x4096x4096, or --from shapes.json"
         )
+    if quiet and (verbose or as_json):
+        raise options.UsageError(f"--quiet and {'--verbose' if verbose else '--json'}: give one of them")
+    if candidate and (of_search := search_options(context)):
+        raise options.UsageError(f"{', '.join(of_search)} with --candidate, which searches nothing")
     if from_files:
         of_shapes = {"dtype", "out_dtype", "layout", "alignment", "epilogue", "accumulation", "with_backward"}
         if given := [flag for name, flag in given_options(context).items() if name in of_shapes]:
@@ -149,7 +172,7 @@ def command(
     gpus = options.parse_gpus(devices) if devices is not None else ()
     how: dict[str, Any] = {
         "families": options.parse_families(families), "workers": workers, "seed": seed,
-        "compiled_only": compiled_only, "energy": energy,
+        "compiled_only": compiled_only, "energy": energy, "matching": options.parse_pattern(kernels),
     }  # fmt: skip
     with ExitStack() as stack:
         if ray is None and len(gpus) <= 1 and (device is None or device.startswith("cuda")):
@@ -157,6 +180,7 @@ def command(
         from tunegemm.cli.progress import ProgressView
         from tunegemm.store.connection import display
         from tunegemm.tuning.progress import Request
+        from tunegemm.tuning.tuner import Tuner
 
         out, log = options.stdout_console(), options.stderr_console()
         tuning: Tuner | Pool
@@ -166,9 +190,9 @@ def command(
         else:
             tuning, database = open_tuner(stack, f"cuda:{gpus[0]}" if gpus else device, problems, db, how)
         options.require_memory(tuning.device, problems)
-        if not (named or tuning.device.is_real or as_json):
+        if not (named or tuning.device.is_real or as_json or quiet):
             wanted = [*problems, *(demand.problem for demand in demands)]
-            log.print(clean(without_gpu(tuning.device, wanted), 2000), soft_wrap=True)
+            options.say(without_gpu(tuning.device, wanted, how["families"]), err=True)
         if demands:
             lacking = {demand.problem: tuning.device.lacks_memory(demand.problem) for demand in demands}
             ended = tune_program(
@@ -181,16 +205,28 @@ def command(
                 effort=effort.value if effort is not None else None,
                 trials=trials,
                 as_json=as_json,
+                quiet=quiet,
             )
+            if not (tuning.device.is_real or as_json or ended):
+                say_gpu_command(context, [])
             raise typer.Exit(ended)
         requests = [
             Request(one, (effort or Effort.quick).value, trials, budget_seconds, following)
             for one, following in itertools.zip_longest(problems, list(problems)[1:])
         ]
         found, cut, unfinished = 0, [], set(problems)
-        view = stack.enter_context(ProgressView(log))
-        for result in tuning.tune_all(requests, None if as_json else loading_pandas(view.update)):
+        results: list[TuneResult] = []
+        view = ProgressView(log, total=len(requests), budget_s=budget_seconds)
+        stack.enter_context(view)
+        if candidate:
+            if not isinstance(tuning, Tuner):
+                raise options.UsageError("--candidate is raced on one GPU; give --device cuda:N")
+            made = race_named(tuning, list(problems), candidate)
+        else:
+            made = tuning.tune_all(requests, None if as_json or quiet else loading_pandas(view.update))
+        for result in made:
             found += result.best is not None or bool(result.predictions)
+            results.append(result)
             with view.ended(result.problem):
                 if as_json:
                     typer.echo(to_json(result_document(result), indent=None))
@@ -198,7 +234,8 @@ def command(
                     # Nothing was tried: the reason is all there is to say, also beside a JSON document.
                     options.say(f"tunegemm: {result.note}", err=True)
                 elif not as_json:
-                    show_result(out, result, top, where=display(database.location) if database else "")
+                    stored = display(database.location) if database else ""
+                    show_result(out, result, None if verbose else top, stored, budget_seconds, quiet, verbose)
             if result.interrupted:
                 cut.append(result)
             else:
@@ -206,8 +243,12 @@ def command(
         if cut:
             left = {problems[problem] for problem in unfinished}
             again = resume_command(context, [problem for problem in asked_for if problem in left])
-            log.print(clean(interruption(cut, again), 2000), soft_wrap=True)
+            options.say_command(f"{interruption(cut)} Go on with:", again, err=True)
             raise typer.Exit(130)
+        if not (as_json or quiet) and len(results) > 1:
+            out.print(results_table(results))
+        if found and not (as_json or quiet or tuning.device.is_real):
+            say_gpu_command(context, asked_for)
     if found < len(problems):
         raise typer.Exit(1)
 
@@ -270,16 +311,22 @@ def open_pool(
     return stack.enter_context(cluster.Pool(opening)), database
 
 
-def without_gpu(device: Device, problems: Sequence[Problem]) -> str:
+def without_gpu(device: Device, problems: Sequence[Problem], families: Sequence[str] | None = None) -> str:
     """What a replayed tuning is worth: which times are known, and that nothing is stored."""
-    from tunegemm.measure.replay import open_replay
+    from tunegemm.measure.replay import ReplayMeasurer, open_replay
 
-    recorded = set(open_replay(device.spec).problems())
-    unknown = [problem for problem in problems if problem not in recorded]
+    recording = ReplayMeasurer(open_replay(device.spec))
+    unknown = []
+    for problem in problems:
+        known = recording.recorded(problem)
+        if not known or (families is not None and not any(c.family in families for c in known)):
+            unknown.append(problem)
+    recorded = set(recording.replay.problems())
+    of = f" of {', '.join(families)}" if families is not None and recorded.issuperset(unknown) else ""
     times = f"times come from a recorded {device.name} ({device.spec})"
     if unknown:
         which = str(unknown[0]) if len(problems) == 1 else f"{len(unknown)} of {len(problems)} products"
-        ranked = f"no time was recorded of {which}: a model ranks the kernels"
+        ranked = f"no time{of} was recorded of {which}: a model ranks the kernels"
         times = ranked if len(unknown) == len(problems) else f"{times}; {ranked}"
     return (
         f"No CUDA GPU here: candidates are really compiled for {device.architecture.compile_target}; "
@@ -300,13 +347,14 @@ def tune_program(
     from tunegemm.cli.savings import closing_lines, progress_line, savings_table
     from tunegemm.tuning.program import spend, standings
 
-    as_json = how.pop("as_json")
+    as_json, quiet = how.pop("as_json"), how.pop("quiet")
     plan = standings(demands, tuning.device)
     current = {standing.demand.problem: standing for standing in plan}
     interrupted = False
     with ExitStack() as stack:
         # In a log each product gets the one line below; on a terminal the bar shows what happens meanwhile.
-        view = stack.enter_context(ProgressView(log)) if log.is_terminal and not as_json else None
+        silent = as_json or quiet or not log.is_terminal
+        view = None if silent else stack.enter_context(ProgressView(log))
         for standing in spend(tuning, plan, on_progress=view.update if view else None, **how):
             current[standing.demand.problem] = standing
             assert standing.result is not None
@@ -317,29 +365,66 @@ def tune_program(
                 document = result_document(standing.result)
                 facts = {"calls": standing.demand.calls, "saving_s": standing.saving_s}
                 typer.echo(to_json(document | facts, indent=None))
-            else:
+            elif not quiet:
                 told = sum(each.result is not None for each in current.values())
                 log.print(clean(progress_line(standing, told, len(plan))), soft_wrap=True)
     if not as_json:
         out.print(savings_table(list(current.values())))
-        for line in closing_lines(list(current.values()), refused):
-            out.print(clean(line), soft_wrap=True)
+        options.say(*closing_lines(list(current.values()), refused))
     if interrupted:
         log.print("Interrupted: what was measured is kept; the same command goes on.")
         return 130
     return 0 if any(s.result and (s.result.best or s.result.predictions) for s in current.values()) else 1
 
 
-def show_result(console: Console, result: TuneResult, top: int, *, where: str) -> None:
+def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) -> Iterator[TuneResult]:
+    """A race of the candidates that a command line names, beside torch.mm and the record there is."""
+    from tunegemm.report.explain import candidate_of
+
+    candidates = [candidate_of(text) for text in named]
+    for problem in problems:
+        for one in candidates:
+            verdict = tuner.kernels.check(problem, one)
+            if not verdict:
+                raise options.UsageError(f"--candidate {one} cannot run {problem}: {verdict}")
+        known = tuner.database.best(problem, tuner.device.fingerprint) if tuner.database is not None else None
+        yield tuner.race(problem, [*candidates, *([known.candidate] if known is not None else [])])
+
+
+def search_options(context: typer.Context) -> list[str]:
+    """The given options that say how to search."""
+    of_search = {"from_files", "effort", "trials", "budget", "families", "kernels", "compiled_only"}
+    return [flag for name, flag in given_options(context).items() if name in of_search]
+
+
+def show_result(
+    console: Console,
+    result: TuneResult,
+    top: int | None,
+    where: str,
+    budget_seconds: float | None,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> None:
     """The leaderboard of one tuning, what failed, and how to use the winner."""
+    if quiet:
+        options.say(verdict_line(result, where))
+        return
+    if verbose:
+        options.say(*each_failure(result))
     board = leaderboard(result)
     if not board.frame.empty:
         console.print(board.table(top, width=console.width))
     note = f"Note: {result.note}." if result.note and not result.predictions else ""
-    closing = [note, failure_line(result), usage_line(result, where)]
+    over_s = result.seconds - (budget_seconds or result.seconds)
+    if over_s > 1:
+        note += (
+            f" {over_s:.0f} s over the budget: what is being compiled and the final race are not cut short."
+        )
+    closing = [note.strip(), failure_line(result), verdict_line(result, where)]
     for line in [failure_line(result)] if result.interrupted else closing:
         if line:
-            console.print(clean(line, 2000), soft_wrap=True)
+            options.say(line)
 
 
 def leaderboard(result: TuneResult) -> Leaderboard:
@@ -356,6 +441,14 @@ def leaderboard(result: TuneResult) -> Leaderboard:
     )
 
 
+def each_failure(result: TuneResult) -> list[str]:
+    """A line for each candidate that failed."""
+    from tunegemm.measure.outcome import Failure
+
+    failures = [outcome for outcome in result.outcomes if isinstance(outcome, Failure)]
+    return [f"Failed: {result.label(one.candidate)}: {one.stage}: {one.reason}" for one in failures]
+
+
 def failure_line(result: TuneResult) -> str:
     """How many candidates failed at which stage, and the first reason of each; empty when none did."""
     from tunegemm.measure.outcome import Failure
@@ -367,27 +460,69 @@ def failure_line(result: TuneResult) -> str:
     return f"Failed: {'; '.join(parts)}" if parts else ""
 
 
-def usage_line(result: TuneResult, where: str) -> str:
-    """The one line that says what the result is good for; empty when there was no time to try anything."""
-    problem, seconds = result.problem, f"{result.seconds:.1f} s"
-    if result.best is None and not result.predictions:
+def verdict_line(result: TuneResult, where: str) -> str:
+    """What won, by how much, and what `matmul` calls from now on; empty without time to try anything."""
+    from tunegemm.generate.cublaslt import is_torch
+
+    problem, best, seconds = result.problem, result.best, f"{result.seconds:.1f} s"
+    if best is None and not result.predictions:
         if not result.outcomes:
             return ""
         return f"No candidate for {problem} could be used, after {seconds}: see `tunegemm doctor`."
+    if best is None:
+        first = result.predictions[0].candidate
+        return (
+            f"{problem}: {result.label(first)} is first (a model's ranking, no measurement; nothing stored). "
+            f"{seconds}, {counted(result.compiled, 'kernel')} compiled."
+        )
+    if is_torch(best.candidate):
+        won = "no kernel is faster than torch.mm beyond the noise"
+    else:
+        times = f"{significant(best.median_us)} us, torch.mm {significant(best.baseline_median_us)} us"
+        won = f"{result.labels.get(best.candidate.digest, best.candidate)} wins, {best.ratio:.3f} x torch.mm"
+        won += f" ({times})" if best.baseline_us else ""
+        won += ", which is within the noise" if best.ratio < 1 + best.noise else ""
     if result.source == "measured":
-        return f"Tuned in {seconds}: tunegemm.matmul(a, b) now uses this kernel for {problem} (from {where})."
-    seconds += f", {result.compiled} kernels compiled"
-    origin = (
-        "replayed, not measured here" if result.source == "replayed" else "a model's ranking, no measurement"
-    )
-    return (
-        f"Done in {seconds} ({origin}; nothing stored). On your GPU: {tune_command(problem)} "
-        "measures and stores it for tunegemm.matmul(a, b)."
-    )
+        calls = "calls torch.mm" if is_torch(best.candidate) else "uses this kernel"
+        use = f"tunegemm.matmul(a, b) now {calls} for {problem} (from {where})"
+    else:
+        use = "replayed, not measured here; nothing stored"
+    return f"{problem}: {won}; {use}. {seconds}, {counted(result.compiled, 'kernel')} compiled."
 
 
-def interruption(results: Sequence[TuneResult], again: str) -> str:
-    """What interrupted tunings kept, and the command that goes on."""
+def results_table(results: Sequence[TuneResult]) -> Table:
+    """The winner of each of several products."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Products tuned", title_justify="left")
+    for heading in ("product", "ratio", "fastest", "us", "torch.mm us"):
+        table.add_column(heading, justify="left" if heading in ("product", "fastest") else "right")
+    for result in results:
+        row = [clean(result.problem)]
+        if (best := result.best) is not None:
+            label = result.labels.get(best.candidate.digest, str(best.candidate))
+            row += [f"{best.ratio:.3f}", clean(label), significant(best.median_us)]
+            row.append(significant(best.baseline_median_us) if best.baseline_us else "")
+        elif result.predictions:
+            first = result.predictions[0].candidate
+            row += ["", clean(f"{result.labels.get(first.digest, first)} (model)"), "", ""]
+        else:
+            row += ["", "none", "", ""]
+        table.add_row(*map(Text, row))
+    return table
+
+
+def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> None:
+    """The same command, as it measures on a GPU."""
+    given = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
+    given |= {"shape": [problem.shape for problem in asked_for], "device": None, "db": None}
+    options.say_command("On your GPU this measures, and stores it for tunegemm.matmul:",
+                        command_line("tune", {"shape": None} | given))  # fmt: skip
+
+
+def interruption(results: Sequence[TuneResult]) -> str:
+    """What interrupted tunings kept."""
     from tunegemm.measure.outcome import Measurement
 
     measured = {
@@ -396,8 +531,7 @@ def interruption(results: Sequence[TuneResult], again: str) -> str:
         for outcome in result.outcomes
         if isinstance(outcome, Measurement) and result.source == "measured"
     }
-    kept = f"{len(measured)} measured candidates are kept" if measured else "nothing to keep"
-    return f"Interrupted: {kept}. Go on with: {again}"
+    return f"Interrupted: {counted(len(measured), 'measured candidate')} kept."
 
 
 def resume_command(context: typer.Context, remaining: list[Problem]) -> str:

@@ -104,6 +104,13 @@ class Candidate:
         """SHA-256 of the canonical JSON, 16 hex digits: the name of this candidate in records."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
+    def __repr__(self) -> str:
+        """What makes it again, to be pasted after ``from tunegemm import Candidate``."""
+        tables = [repr(dict(self.compile_params))] + [repr(dict(self.launch_params))] * bool(
+            self.launch_params
+        )
+        return f"Candidate.make({self.family!r}, {', '.join(tables)})"
+
     def __str__(self) -> str:
         return " ".join(
             [self.family] + [f"{name}={value}" for name, value in self.compile_params + self.launch_params]

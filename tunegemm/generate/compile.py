@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from tunegemm.describe.served import UNATTACHED
 from tunegemm.errors import CompileError, is_transient
 from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key, digest
 from tunegemm.generate.ptxas import Resources
@@ -352,6 +353,7 @@ class _Worker:
             # Its own session: Ctrl-C reaches the tuner, which ends its workers itself.
             start_new_session=True,
             env=os.environ
+            | UNATTACHED
             | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         theirs.close()

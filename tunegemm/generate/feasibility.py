@@ -7,6 +7,7 @@ that forbid it. Each rule states one physical cause, once. Families list their r
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Remembered:
         for number, known in enumerate(self._known):
             while known is not None and known is not True and known is not False:
                 name = known["reads"]
-                value = getattr(candidate, name) if name in _WHOLE else params.get(name, _MISSING)
+                value = getattr(candidate, name) if name in _WHOLE else params.get(name, MISSING)
                 known = known["then"].get(value)
             if known is None:
                 known = self._ask(number, candidate)
@@ -90,16 +91,28 @@ class Remembered:
 
     def _ask(self, number: int, candidate: Candidate) -> bool:
         """Whether a rule allows what it was not asked yet; the verdict is remembered."""
-        rule, traced = self._rules[number], _Traced(candidate)
-        try:
-            verdict = rule(self._problem, traced, self._device) is None  # type: ignore[arg-type]
-        except _ReadsAll:
-            return rule(self._problem, candidate, self._device) is None
+        reason, read = ask(self._rules[number], self._problem, candidate, self._device)
+        verdict = reason is None
+        if read is None:
+            return verdict
         node: Any = verdict
-        for name, value in reversed(traced.read.items()):
+        for name, value in reversed(read.items()):
             node = {"reads": name, "then": {value: node}}
         self._known[number] = _merged(self._known[number], node)
         return verdict
+
+
+def ask(
+    rule: Rule, problem: Problem, candidate: Candidate, device: Device
+) -> tuple[str | None, dict[str, Any] | None]:
+    """What a rule says of a candidate, and what it read of it, in that order: any candidate that agrees in
+    that is told the same. None in its place of a rule that may have read anything.
+    """
+    traced = _Traced(candidate)
+    try:
+        return rule(problem, traced, device), traced.read  # type: ignore[arg-type]
+    except _ReadsAll:
+        return rule(problem, candidate, device), None
 
 
 def _merged(tree: Any, other: Any) -> Any:
@@ -112,7 +125,7 @@ def _merged(tree: Any, other: Any) -> Any:
 
 
 #: Stands for a parameter that a candidate does not have.
-_MISSING = object()
+MISSING = object()
 #: Of a candidate what may be read as one.
 _WHOLE = ("compile_params", "launch_params")
 
@@ -130,9 +143,9 @@ class _Traced:
         return self
 
     def __getitem__(self, name: str) -> Value:
-        value = self._candidate.params.get(name, _MISSING)
+        value = self._candidate.params.get(name, MISSING)
         self.read.setdefault(name, value)
-        if value is _MISSING:
+        if value is MISSING:
             raise KeyError(name)
         return value  # type: ignore[return-value]
 
@@ -145,12 +158,41 @@ class _Traced:
     def with_launch(self, **launch_params: Value) -> _Changed:
         return _Changed(self, launch_params)
 
+    def watched(self, make: Callable[[Candidate], Any]) -> Any:
+        """A dataclass that is made of the candidate's parameters, by their names: what is read of it is
+        remembered as read of the candidate, so that most rules read a few fields of a kernel's config.
+        """
+        made = make(self._candidate)
+        plain: Any = type(made)
+        kind = _watched_class(plain)
+        watched = object.__new__(kind)
+        values = {name: getattr(made, name) for name in kind.watched_fields}
+        watched.__dict__.update(values, _read_by=self.get)
+        return watched
+
     def __getattr__(self, name: str) -> Any:
         if name not in _WHOLE:
             raise _ReadsAll
         value = getattr(self._candidate, name)
         self.read.setdefault(name, value)
         return value
+
+
+@functools.cache
+def _watched_class(kind: Any) -> Any:
+    """A dataclass that says of each field that is read, also by its own properties, that it is."""
+
+    class Watched(kind):  # type: ignore[misc]
+        watched_fields = frozenset(kind.__dataclass_fields__)
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in kind.__dataclass_fields__:
+                read_by = object.__getattribute__(self, "__dict__").get("_read_by")
+                if read_by is not None:  # None of a copy, for which all were read
+                    read_by(name)
+            return object.__getattribute__(self, name)
+
+    return Watched
 
 
 class _Changed:

@@ -83,8 +83,12 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
 
     def config_of(problem: Problem, candidate: Candidate) -> AnyConfig:
         nonlocal last
-        params, swapped = candidate.compile_params, bool(candidate.params.get("swap_ab", False))
+        swapped = bool(candidate.params.get("swap_ab", False))
         gathered = gathers and candidate.params.get("cluster_order", "index") == "gpc"
+        # Where it is remembered what rules read, a config is read by its fields.
+        if (watched := getattr(candidate, "watched", None)) is not None:
+            return watched(lambda real: config_of(problem, real))
+        params = candidate.compile_params
         if (known := last) and known[0] is problem and known[1] is params and known[2] == (swapped, gathered):
             return known[3]
         in_dtype = swapped_dtype(problem.in_dtype) if swapped else problem.in_dtype

@@ -17,6 +17,7 @@ from typing import IO, Any, Self
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.served import UNATTACHED
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, MeasureError, one_line
 from tunegemm.measure import messages
@@ -199,7 +200,7 @@ class Child:
             stdout=self._output,
             stderr=self._output,
             pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": path} | UNATTACHED,
             start_new_session=True,  # Ctrl-C is for the parent, which then ends the child
         )
         theirs.close()

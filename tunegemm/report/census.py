@@ -9,11 +9,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import SearchSpace
+from tunegemm.describe.space import SearchSpace, Value
 from tunegemm.generate import families
+from tunegemm.generate.families import Family
 from tunegemm.generate.feasibility import Verdict
+from tunegemm.generate.verdicts import Grid
+
+_Values = Mapping[str, tuple[Value, ...]]
 
 
 @dataclass(frozen=True)
@@ -48,34 +54,76 @@ class Census:
 
 
 def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:
-    """Checks every kernel of a space, and of those that pass every launch whose verdict may differ."""
+    """What is said of every kernel of a space, and of every launch of those that pass whose verdict may
+    differ.
+    """
     family = families.get(space.family)
     # Most launch parameters never decide on feasibility, and their product has millions of candidates.
     deciding = {name: values for name, values in space.launch_values.items() if name in family.limited_launch}
-    multiplicity = space.launch_size // math.prod(map(len, deciding.values()))
-    defaults = {name: values[0] for name, values in space.launch_values.items()}
+    defaults = {name: values[:1] for name, values in space.launch_values.items()}
+    count = _by_rules if family.rules else _one_by_one
+    counted = count(family, space, defaults | deciding, problem, device)
+    launches = math.prod(map(len, deciding.values()))
+    multiplicity = space.launch_size // launches
     rejected: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    feasible = feasible_kernels = 0
-
-    def reject(verdict: Verdict, candidates: int) -> None:
+    for verdict, kernels, launched in counted.rejected:
         rule = str(verdict.rule)
-        rejected[rule] += candidates
+        rejected[rule] += kernels * space.launch_size + launched * multiplicity
         examples.setdefault(rule, verdict.reason)
+    return Census(
+        space.family, problem, device, space.compile_size, space.launch_size, counted.feasible_kernels,
+        counted.feasible_launches * multiplicity, dict(rejected.most_common()), examples,
+    )  # fmt: skip
 
+
+@dataclass(frozen=True)
+class _Counted:
+    feasible_kernels: int
+    feasible_launches: int
+    rejected: list[tuple[Verdict, int, int]]
+    """A verdict, and how many kernels and launches of others share it, in the space's order."""
+
+
+def _by_rules(
+    family: Family, space: SearchSpace, launch_values: _Values, problem: Problem, device: Device
+) -> _Counted:
+    rules = family.rules
+    kernels = Grid.kernels(space.family, space.compile_values)
+    of_kernel = kernels.rejected(rules, problem, device)
+    passed = np.flatnonzero(of_kernel == len(rules))
+    launched = kernels.with_launches(passed, launch_values)
+    of_launch = launched.rejected(rules, problem, device)
+    launches = math.prod(map(len, launch_values.values()))
+    found = []
+    for number in range(len(rules)):
+        rows, launch_rows = np.flatnonzero(of_kernel == number), np.flatnonzero(of_launch == number)
+        firsts = [(int(row), kernels.candidate(int(row))) for row in rows[:1]]
+        firsts += [(int(passed[row // launches]), launched.candidate(int(row))) for row in launch_rows[:1]]
+        if firsts:
+            place, first = min(firsts, key=lambda one: one[0])
+            found.append((place, (family.check(problem, first, device), len(rows), len(launch_rows))))
+    feasible = of_launch.reshape(-1, launches) == len(rules)
+    in_order = [one for _, one in sorted(found, key=lambda one: one[0])]
+    return _Counted(int(feasible.any(axis=1).sum()), int(feasible.sum()), in_order)
+
+
+def _one_by_one(
+    family: Family, space: SearchSpace, launch_values: _Values, problem: Problem, device: Device
+) -> _Counted:
+    """Of a library, which has no rules to be asked and few kernels."""
+    rejected: list[tuple[Verdict, int, int]] = []
+    feasible = feasible_kernels = 0
     for kernel in space.kernels():
         if not (verdict := family.check(problem, kernel, device)):
-            reject(verdict, space.launch_size)
+            rejected.append((verdict, 1, 0))
             continue
         before = feasible
-        for values in itertools.product(*deciding.values()):
-            launch = defaults | dict(zip(deciding, values, strict=True))
-            if verdict := family.check(problem, kernel.with_launch(**launch), device):
-                feasible += multiplicity
+        for values in itertools.product(*launch_values.values()):
+            launch = kernel.with_launch(**dict(zip(launch_values, values, strict=True)))
+            if verdict := family.check(problem, launch, device):
+                feasible += 1
             else:
-                reject(verdict, multiplicity)
+                rejected.append((verdict, 0, 1))
         feasible_kernels += feasible > before
-    return Census(
-        space.family, problem, device, space.compile_size, space.launch_size, feasible_kernels, feasible,
-        dict(rejected.most_common()), examples,
-    )  # fmt: skip
+    return _Counted(feasible_kernels, feasible, rejected)

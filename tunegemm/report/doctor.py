@@ -14,6 +14,7 @@ import tunegemm
 from tunegemm import extras
 from tunegemm.describe.device import cuda_device_count, find_device, package_version
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ExtraError
+from tunegemm.report.text import counted
 
 #: `note` is worth knowing and hinders nothing; `fail` keeps tunegemm from working.
 Status = Literal["ok", "note", "fail"]
@@ -51,6 +52,7 @@ def examine(database: str | None = None) -> list[Check]:
         *_families(),
         _linker(),
         _database(database),
+        *_shipped(),
         *_packs(),
         _cache(),
         _workers(),
@@ -114,6 +116,42 @@ def _families() -> list[Check]:
     return [*checks, *(Check("families", "note", detail, remedy) for detail, _, remedy in broken)]
 
 
+def _shipped() -> list[Check]:
+    """Of each kind of GPU here, how many of the shipped records and their kernels serve it; without a GPU, of
+    the recorded one.
+    """
+    from tunegemm.store import packs
+    from tunegemm.store.shipped import read_shipped
+    from tunegemm.store.validity import judge_stored
+    from tunegemm.tuning.tuner import open_device
+
+    records, warnings = read_shipped()
+    shipped = packs.shipped()
+    kernels = 0 if shipped is None else sum(1 for _ in shipped.each_key())
+    checks, seen = [], set()
+    for index in range(max(1, cuda_device_count())):
+        try:
+            device = find_device(f"cuda:{index}") if cuda_device_count() else open_device()
+        except DeviceError:  # said already
+            continue
+        if device.name in seen:
+            continue
+        seen.add(device.name)
+        usable = sum(judge_stored(record, device.fingerprint).usable for record in records)
+        detail = f"{usable:,} of {counted(len(records), 'record')} serve an {device.name}"
+        if usable and kernels:
+            checks.append(Check("shipped records", "ok", f"{detail}; {counted(kernels, 'compiled kernel')}"))
+        elif usable:
+            detail += "; none of their compiled kernels is here, so each is compiled when it is first used"
+            checks.append(
+                Check("shipped records", "note", detail, "install the wheel, or run `make kernels`")
+            )
+        else:
+            remedy = "`tunegemm tune` finds kernels for it"
+            checks.append(Check("shipped records", "note", detail, remedy))
+    return [*checks, *(Check("shipped records", "note", line, "install tunegemm anew") for line in warnings)]
+
+
 def _linker() -> Check:
     from tunegemm.generate.cute_object import find_linker
 
@@ -133,8 +171,8 @@ def _packs() -> list[Check]:
         records = pack.records
         names = ", ".join(sorted({record.fingerprint.device_name for record in records})) or "no GPU"
         detail = (
-            f"{pack.folder}: {len(records)} records of {names}, {pack.objects()} kernels, "
-            f"made by tunegemm {pack.version}"
+            f"{pack.folder}: {counted(len(records), 'record')} of {names}, "
+            f"{counted(pack.objects(), 'kernel')}, made by tunegemm {pack.version}"
         )
         troubles = [f"{name}: {why}" for name, why in packing.cannot_launch(records).items()]
         if refused := packing.refused_here(records):
@@ -172,11 +210,11 @@ def _database(location: str | None) -> Check:
             check_writable(place)
     except DatabaseError as error:
         return Check("database", "fail", str(error), "choose another with --db or TUNEGEMM_DB")
-    detail = f"{display(place)}: {records} tuned problem(s)"
+    detail = f"{display(place)}: {counted(records, 'tuned problem')}"
     if damaged:
         named = "; ".join(damaged[:_NAMED] + [f"and {len(damaged) - _NAMED} more"] * (len(damaged) > _NAMED))
         remedy = "they are left out; tune their shapes anew, or restore the file from a copy"
-        return Check("database", "note", f"{detail}, {len(damaged)} damaged row(s): {named}", remedy)
+        return Check("database", "note", f"{detail}, {counted(len(damaged), 'damaged row')}: {named}", remedy)
     return Check("database", "ok", detail)
 
 
@@ -196,7 +234,9 @@ def _cache() -> Check:
         return Check("kernel cache", "fail", str(error), remedy)
     except OSError as error:
         return Check("kernel cache", "fail", f"{error.filename}: {error.strerror}", "delete the folder")
-    return Check("kernel cache", "ok", f"{folder}: {len(stored)} files, {sum(stored) / 1e6:.1f} MB")
+    return Check(
+        "kernel cache", "ok", f"{folder}: {counted(len(stored), 'file')}, {sum(stored) / 1e6:.1f} MB"
+    )
 
 
 def _refusal_to_write(folder: Path) -> str:
@@ -211,10 +251,11 @@ def _refusal_to_write(folder: Path) -> str:
     return ""
 
 
-#: Variables that users set; `serve.torch.recording` hands the last one to child processes.
+#: Variables that users set; `record` and `run` hand the last two to child processes.
 _VARIABLES = (
-    "TUNEGEMM_CACHE_DIR", "TUNEGEMM_COMPILE", "TUNEGEMM_DB", "TUNEGEMM_MODE", "TUNEGEMM_ONLINE_BUDGET",
-    "TUNEGEMM_PACK", "TUNEGEMM_POLICY", "TUNEGEMM_RECORD_PARTS",
+    "TUNEGEMM_CACHE_DIR", "TUNEGEMM_COMPILE", "TUNEGEMM_DB", "TUNEGEMM_ENABLE", "TUNEGEMM_MODE",
+    "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK", "TUNEGEMM_POLICY", "TUNEGEMM_ENABLE_PARTS",
+    "TUNEGEMM_RECORD_PARTS",
 )  # fmt: skip
 
 
@@ -231,7 +272,7 @@ def _environment() -> Check:
         if name.startswith("TUNEGEMM_") and name not in _VARIABLES:
             words = [known.removeprefix("TUNEGEMM_") for known in _VARIABLES]
             near = difflib.get_close_matches(name.removeprefix("TUNEGEMM_"), words, 1)
-            hint = f"did you mean TUNEGEMM_{near[0]}?" if near else f"known are {', '.join(_VARIABLES[:-1])}"
+            hint = f"did you mean TUNEGEMM_{near[0]}?" if near else f"known are {', '.join(_VARIABLES[:-2])}"
             warnings.append(f"{name} is not known; {hint}")
     if warnings:
         return Check("dispatch", "note", "; ".join(warnings), "these have no effect: correct or unset them")
@@ -248,5 +289,7 @@ def _workers() -> Check:
 
     memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
     workers = default_workers()
-    detail = f"{memory / 1e9:.1f} GB of free RAM, {cores} core(s): {workers} compile worker(s)"
+    detail = (
+        f"{memory / 1e9:.1f} GB of free RAM, {counted(cores, 'core')}: {counted(workers, 'compile worker')}"
+    )
     return Check("workers", "ok", detail)

@@ -16,7 +16,7 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import ArtifactError, DeviceError, ProblemError, SpaceError
+from tunegemm.errors import ArtifactError, DeviceError, ProblemError, SpaceError, named_arguments
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
@@ -231,9 +231,15 @@ class Explanation:
                 f"{second.label}: {second.median_us:.1f} us, {second.ratio:.3f} x torch.mm "
                 f"in {_proof(second)}",
             )
-        yield "change", self.change
+        command, _, purpose = self.change.rpartition(": ")
+        if command.startswith("tunegemm "):  # to be copied: alone on its line
+            yield "change", f"{purpose}:"
+            yield "", command
+        else:
+            yield "change", self.change
 
 
+@named_arguments
 def explain(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import tunegemm
 from tunegemm.describe.device import Fingerprint
@@ -33,6 +33,8 @@ _ASSETS = Path(__file__).parent / "assets"
 #: Rows of the table and of the failures; the roofline and the figures at the top count all.
 MOST_ROWS, MOST_REASONS = 2_000, 100
 
+#: Trials of a search that are listed, the fastest.
+MOST_TRIALS = 300
 #: The fields of a fingerprint that are not the device itself.
 _SOFTWARE = [field.name for field in fields(Fingerprint) if field.name not in ("device_name", "sm_count")]
 
@@ -72,7 +74,7 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
         forest=lambda winner: _forest(winner, limits),
         significant=significant,
         heat=charts.heat_class,
-        told=charts.trial_told,
+        told=lambda trial: Markup(escape(charts.trial_told(trial))),  # of several lines, which are kept
         roofline=Markup(charts.inline_roofline(evidence)),
         named=len(winners) <= charts.NAMED_MARKS,
         replayed=any(details.sequence != details.trials for details in evidence.details),
@@ -125,6 +127,8 @@ def _shape(details: Details) -> dict[str, Any]:
         "raced": len(tried) < len(details.sequence),
         "convergence": Markup(charts.inline_convergence(details)),
         "gap": analysis.gap(details),
+        "parallel": charts.parallel(details),
+        "listed": sorted(enumerate(tried, 1), key=lambda one: -one[1].ratio)[:MOST_TRIALS],
         "importances": analysis.importances(details.trials),
         "grids": grids,
         "top": max(tiles, key=lambda trial: trial.ratio, default=None),

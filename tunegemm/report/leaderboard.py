@@ -49,11 +49,12 @@ VENDOR_FAMILY = "cublaslt"
 COLUMNS: Mapping[str, tuple[str, int | None]] = {
     "rank": ("rank", 0),
     "problem": ("problem", None),
+    "ratio_to_torch_mm": ("ratio to torch.mm", 3),
     "candidate": ("candidate", None),
     "median_us": ("median us", -1),
+    "torch_mm_us": ("torch.mm us", -1),
     "predicted_us": ("predicted us", -1),
     "tflops": ("TFLOP/s", 1),
-    "ratio_to_torch_mm": ("ratio to torch.mm", 3),
     "percent_of_roofline": ("% of roofline", 1),
     "spread_percent": ("spread %", 1),
     "best_vendor": ("best of vendor", None),
@@ -62,9 +63,17 @@ COLUMNS: Mapping[str, tuple[str, int | None]] = {
     "device": ("device", None),
 }
 
+#: Columns that a summary may be sorted by, by the words of a command line, and whether the least is first.
+SORTS: Mapping[str, tuple[str, bool]] = {
+    "problem": ("", True), "ratio": ("ratio_to_torch_mm", False), "time": ("median_us", False),
+}  # fmt: skip
+
 #: What a narrow terminal goes without, in this order, so that candidates stay readable: the title names the
 #: device, the label tells the family, and the other figures follow from those that stay.
-_DISPENSABLE = ("device", "family", "best_vendor", "spread_percent", "percent_of_roofline", "tflops")
+_DISPENSABLE = (
+    "family", "best_vendor", "spread_percent", "percent_of_roofline", "tflops", "best_vendor_ratio",
+    "torch_mm_us", "device",
+)  # fmt: skip
 
 #: Text wider than this may fold at its spaces before a column is left out.
 _READABLE = {"candidate": 36, "problem": 16, "best_vendor": 24}
@@ -80,9 +89,10 @@ class Leaderboard:
     """One or two sentences: where the times come from, and what was left out."""
     frame: pandas.DataFrame = field(compare=False)
     """The rows. Columns of one problem: ``rank``, ``tie`` (closer to the first of its rank than the noise),
-    ``problem``, ``candidate`` (its label), ``median_us``, ``tflops``, ``ratio_to_torch_mm``,
-    ``percent_of_roofline``, ``spread_percent``, ``family``, ``device``, ``evidence`` (``screen``
-    to ``final``; the better comes first), ``chosen`` (what is dispatched),
+    ``problem``, ``ratio_to_torch_mm``, ``candidate`` (its label), ``median_us``, ``torch_mm_us`` (torch's
+    time in the same rounds), ``tflops``, ``percent_of_roofline``, ``spread_percent``, ``family``,
+    ``device``, ``evidence`` (``screen`` to ``final``; the better comes first), ``chosen`` (what is
+    dispatched),
     ``origin`` (what it was imported from).
     A modelled one has ``predicted_us`` in place of all figures, since a model only ranks."""
 
@@ -210,6 +220,7 @@ class Leaderboard:
             problem=list(map(str, problems)),
             candidate=label.where(~lost, BASELINE),
             median_us=median_us,
+            torch_mm_us=found["baseline_median_us"],
             tflops=flops / median_us / 1e6,
             ratio_to_torch_mm=found["ratio"].where(~lost, 1.0),
             percent_of_roofline=[100 * floor for floor in floors] / median_us,
@@ -245,6 +256,7 @@ class Leaderboard:
         board = self.top(top)
         title, caption = Text(clean(board.title)), Text(clean(board.note, 2000))
         table = Table(title=title, caption=caption, caption_justify="left", title_justify="left")
+        table.caption_style = table.title_style = ""
         rows = board.frame.to_dict("records")
         widths = {name: _least_width(name, rows) for name in board._shown()}
         for name in _DISPENSABLE:
@@ -261,7 +273,8 @@ class Leaderboard:
                 table.add_column(heading, min_width=5, overflow="fold")
         for row in rows:
             style = "bold" if row.get("chosen") else ""
-            table.add_row(*(Text(_cell(name, row)) for name in widths), style=style)
+            cells = (Text(_cell(name, row), style=_colour(name, row)) for name in widths)
+            table.add_row(*cells, style=style)
         return table
 
     def markdown(self, top: int | None = None) -> str:
@@ -305,15 +318,34 @@ class Leaderboard:
         return self.csv(top) if format == "csv" else self.markdown(top)
 
     def _shown(self) -> list[str]:
-        """Columns for people. On a board of one problem the title names it."""
+        """Columns for people: without those that are empty, or the same in each row as the title says."""
         hidden = {"problem"} if "rank" in self.frame else set()
-        return [name for name in self.frame.columns if name in COLUMNS and name not in hidden]
+        hidden |= {"device"} if self.frame["device"].nunique() == 1 else set()
+        rows = self.frame.to_dict("records")
+        return [
+            name
+            for name in COLUMNS
+            if name in self.frame.columns and name not in hidden and (_longest(name, rows) or not rows)
+        ]
+
+    def sorted_by(self, key: str) -> Leaderboard:
+        """The rows by another of `SORTS`."""
+        column, ascending = SORTS[key]
+        frame = self.frame.sort_values(column, ascending=ascending, kind="stable") if column else self.frame
+        return replace(self, frame=frame.reset_index(drop=True))
+
+    def limited(self, count: int | None) -> Leaderboard:
+        """No more than the first `count` rows; all for None."""
+        if count is None or len(self.frame) <= count:
+            return self
+        note = f"{self.note} The first {count} of {len(self.frame):,} rows."
+        return replace(self, frame=self.frame.head(count), note=note)
 
 
 _PROBLEM_FIELDS = [entry.name for entry in fields(Problem)]
 _FINGERPRINT_FIELDS = [entry.name for entry in fields(Fingerprint)]
 _SUMMARY_COLUMNS = (
-    "problem", "candidate", "median_us", "tflops", "ratio_to_torch_mm", "percent_of_roofline",
+    "problem", "ratio_to_torch_mm", "candidate", "median_us", "torch_mm_us", "tflops", "percent_of_roofline",
     "spread_percent", "family", "device", "best_vendor", "best_vendor_ratio",
 )  # fmt: skip
 
@@ -332,7 +364,10 @@ def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas
     unnamed = frame["family"] + " " + frame["candidate"]
     label = frame["label"].where(frame["label"] != "", unnamed)
     chosen = frame.get("chosen", frame["confirmed"]).astype(bool)
-    rows = _placed(frame.assign(label=label, chosen=chosen))
+    # Timed as a candidate beside itself, torch.mm is off 1 by noise.
+    ratio = frame["ratio"].where(label != BASELINE, 1.0)
+    torch_us = frame["baseline_median_us"].where(label != BASELINE, frame["median_us"])
+    rows = _placed(frame.assign(label=label, chosen=chosen, ratio=ratio, baseline_median_us=torch_us))
     if len(rows) and not rows["label"].eq(BASELINE).any():
         # The leader's interleave is the one whose baseline can stand beside the leader's time.
         baseline = rows.iloc[[0]].assign(label=BASELINE, family=VENDOR_FAMILY, ratio=1.0, chosen=False)
@@ -349,10 +384,11 @@ def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas
             "rank": ranks,
             "tie": [ranks.count(rank) > 1 for rank in ranks],
             "problem": str(problem),
+            "ratio_to_torch_mm": rows["ratio"],
             "candidate": rows["label"],
             "median_us": rows["median_us"],
+            "torch_mm_us": rows["baseline_median_us"],
             "tflops": problem.flops / rows["median_us"] / 1e6,
-            "ratio_to_torch_mm": rows["ratio"],
             "percent_of_roofline": 100 * (device.roofline_us(problem) or math.nan) / rows["median_us"],
             "spread_percent": 100 * rows["spread"],
             "family": rows["family"],
@@ -412,7 +448,10 @@ def _how_to_read(rows: pandas.DataFrame) -> str:
     if rows.empty:
         return ""
     noise = max(NOISE_FLOOR, rows["noise"].max())
-    note = f"= marks ties: closer than the noise, here up to {100 * noise:.1f} %."
+    note = (
+        "Compare ratios: each is to torch.mm in the same rounds; times of other rounds are of other clocks. "
+        f"= marks ties: closer than the noise, here up to {100 * noise:.1f} %."
+    )
     found = Counter(map(Evidence, by_evidence(rows)["level"]))
     if len(found) < 2:
         return note
@@ -464,6 +503,13 @@ def _cell(name: str, row: Mapping[Any, Any]) -> str:
     if name == "rank":
         return f"{value}=" if row.get("tie") else str(value)
     return significant(value) if decimals < 0 else f"{value:.{decimals}f}"
+
+
+def _colour(name: str, row: Mapping[Any, Any]) -> str:
+    """Of a ratio that is beyond the usual noise: faster is green, slower is red."""
+    if name != "ratio_to_torch_mm" or math.isnan(row[name]):
+        return ""
+    return "green" if row[name] > 1 + NOISE_FLOOR else "red" if row[name] < 1 - NOISE_FLOOR else ""
 
 
 def _longest(name: str, rows: list[dict[Any, Any]]) -> int:

@@ -32,6 +32,12 @@ def markdown(text: str) -> str:
     return re.sub(r"([\\`*\[\]<>|$&])", r"\\\1", clean(text, 2000))
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 kernel``, ``2 kernels``, ``3 processes``."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
 def significant(value: float, digits: int = 4) -> str:
     """A positive number with so many significant digits, whole numbers above; empty for any other."""
     if not 0 < value < math.inf:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
@@ -44,12 +44,16 @@ def serve_by(other: Dispatcher) -> Dispatcher:
     return before
 
 
+#: What may follow a product in its kernel.
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+
+
 class Extras(TypedDict, total=False):
     """What `matmul` may do with the product in the same kernel."""
 
     bias: torch.Tensor | None
     """A value for each column."""
-    activation: str | None
+    activation: Activation | None
     """relu, gelu, gelu_tanh or silu, after the bias."""
     residual: torch.Tensor | None
     """A tensor of the result's shape, added last."""
@@ -100,7 +104,7 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``activation(x @ weight.T + bias) + residual``, with the meaning of ``torch.nn.functional.linear``.
@@ -122,7 +126,7 @@ def linear(
 
 
 def gated_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "silu"
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation = "silu"
 ) -> torch.Tensor:
     """``activation(x @ gate.T) * (x @ up.T)``, such as SwiGLU: half as many columns as `weight` has rows.
 
@@ -148,6 +152,19 @@ def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
         raise ProblemError(f"{' and '.join(shown)}; give two of one shape, dtype and device")
     return torch.stack((gate, up), 1).flatten(0, 1)
+
+
+def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The product of two matrices, (m, k) x (k, n): ``torch.mm``, served as `matmul` is."""
+    try:
+        fits = rank(a) == 2 and rank(b) == 2
+    except TypeError:
+        return node_of(mm, (a, b), {} if out is None else {"out": out}, torch.mm)
+    if not fits:
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    if torch.compiler.is_compiling():
+        return ops.traced_matmul(a, b, out)
+    return product(MATMUL, a, b, out)
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

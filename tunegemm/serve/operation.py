@@ -60,6 +60,14 @@ class Operation:
         self._given: torch.Tensor | None = None
         """A caller's tensor, which must not be freed."""
 
+    def __repr__(self) -> str:
+        """What makes it again."""
+        return f"Operation({self.problem!r}, {self.candidate!r}, {self.device.spec!r})"
+
+    def __str__(self) -> str:
+        state = "initialized" if self._launch is not None else "not initialized"
+        return f"{self._label} for {self.problem} on {self.device.spec}, {state}"
+
     def can_implement(self) -> Verdict:
         """Whether the kernel can be compiled and launched for the problem on the device, or why not."""
         if (missing := self._family.unavailable()) is not None and self._family.compiled:

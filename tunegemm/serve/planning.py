@@ -162,6 +162,12 @@ class Planner:
 
         return resume
 
+    def tuned(self) -> list[tuple[Problem, Record]]:
+        """The problems that have a plan with a tuned kernel, and the record of each."""
+        with self.lock:
+            plans = [plan for state in (self.state, *self._others.values()) for plan in state.plans.values()]
+        return [(p.problem, p.record) for p in plans if p and p.problem is not None and p.record is not None]
+
     @property
     def is_off(self) -> bool:
         """Whether torch computes every product."""

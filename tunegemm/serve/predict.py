@@ -212,4 +212,10 @@ def file_of(what: str, gpu: str, folder: Path | None = None) -> Path:
 
 def digest_of_list() -> str:
     """Of the listed kernels in their order: places in the file mean them."""
-    return hashlib.sha256("\n".join(map(repr, shortlist.listed())).encode()).hexdigest()[:16]
+    # Spelt out here, and not as a candidate prints itself, which may change: fitted files hold the digest.
+    listed = "\n".join(
+        f"Candidate(family={one.family!r}, compile_params={one.compile_params!r}, "
+        f"launch_params={one.launch_params!r})"
+        for one in shortlist.listed()
+    )
+    return hashlib.sha256(listed.encode()).hexdigest()[:16]

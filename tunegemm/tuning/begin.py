@@ -106,6 +106,9 @@ def start_search(
     if not searches:
         if kernels.generators:
             trials.note = without_kernels(problem, kernels, only_compiled=compiled is not None)
+            generators = set(kernels.generators)
+            if recorded is not None and generators.isdisjoint(c.family for c in recorded):
+                trials.note = _without_times(problem, kernels, device)
         searches.append(Search([], {}, library=library, known=values, effort=effort, trials=limit))
     portfolio = Portfolio(searches, effort)
     trials.planned = portfolio.trials
@@ -228,7 +231,7 @@ def rank_by_model(
     jobs = trials.compile([prediction.candidate for prediction in ranked])
     kept = tuple(one for one, (_, job) in zip(ranked, jobs, strict=True) if job is not None)
     trials.report(stage="done")
-    note = f"{problem} has no times on {trials.device.spec}: ranked by the model, which only ranks"
+    note = f"{_without_times(problem, kernels, trials.device)}: ranked by the model, which only ranks"
     return trials.result(None, note=note, predictions=kept)
 
 
@@ -238,7 +241,15 @@ def without_kernels(problem: Problem, kernels: Kernels, *, only_compiled: bool) 
         return f"{problem} can have no kernel: {reason}"
     if only_compiled:
         return f"no kernel for {problem} is compiled; leave out --compiled-only"
+    if kernels.matching is not None:
+        return f"no kernel for {problem} has a label that {kernels.matching!r} matches, and is feasible"
     return f"no kernel for {problem} is feasible; `tunegemm space` names the rules that reject them"
+
+
+def _without_times(problem: Problem, kernels: Kernels, device: Device) -> str:
+    """The note where what is to be tried has no times on a device, with the families if some were chosen."""
+    chosen = "" if set(kernels.families) == set(families.NAMES) else f" of {', '.join(kernels.generators)}"
+    return f"{problem} has no times{chosen} on {device.spec}"
 
 
 def _usable(stored: Candidate, kernels: Kernels, library: Collection[Candidate]) -> Candidate | None:

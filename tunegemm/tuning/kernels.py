@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from tunegemm.generate import families, model
 from tunegemm.generate.artifacts import digest
 from tunegemm.generate.compile import Ready, Shipped
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.generate.feasibility import Remembered
+from tunegemm.generate.feasibility import Remembered, Verdict
 from tunegemm.generate.possible import extent_check, kind_check, kind_of, possible_kernels
 from tunegemm.generate.terms import Columns
 
@@ -44,10 +45,15 @@ class Kernels:
     """What the families have for a device. Remembers which kernels all problems of a kind share."""
 
     def __init__(
-        self, device: Device, names: Sequence[str] | None = None, folder: Path | None = None
+        self,
+        device: Device,
+        names: Sequence[str] | None = None,
+        folder: Path | None = None,
+        matching: str | None = None,
     ) -> None:
         """names: of the families to try; by default all whose packages are installed. folder: where lists of
-        kernels are kept between processes; None for nowhere.
+        kernels are kept between processes; None for nowhere. matching: a regular expression that the labels
+        of generated kernels have to have a match of.
 
         Raises SpaceError for a family that is not known, DeviceError for one that cannot be used here.
         """
@@ -55,6 +61,8 @@ class Kernels:
         self.families = _usable(names)
         self.space: Callable[[str], SearchSpace] = cache(families.load_space)
         self._folder = folder
+        self.matching = matching
+        self._pattern = None if matching is None else re.compile(matching)
         self._possible: dict[tuple[str | int, ...], tuple[list[Candidate], Columns]] = {}
         self._latest: dict[tuple[Problem, str, int | None, Ready | None], Ranking] = {}
         self._lock = threading.Lock()
@@ -70,9 +78,19 @@ class Kernels:
         """The families whose kernels are compiled from a search space, the one expected to win first."""
         return tuple(name for name in self.families if families.get(name).compiled)
 
+    def _is_wanted(self, candidate: Candidate) -> bool:
+        """Whether the label of a candidate's kernel is one of those asked for."""
+        if self._pattern is None:
+            return True
+        return self._pattern.search(families.get(candidate.family).label(candidate.kernel)) is not None
+
     def is_feasible(self, problem: Problem, candidate: Candidate) -> bool:
         """Whether the candidate can compile and launch here."""
-        return families.get(candidate.family).check(problem, candidate, self.device).feasible
+        return self.check(problem, candidate).feasible
+
+    def check(self, problem: Problem, candidate: Candidate) -> Verdict:
+        """Whether it can, or why not."""
+        return families.get(candidate.family).check(problem, candidate, self.device)
 
     def is_worth_a_trial(self, problem: Problem, launch: Candidate) -> bool:
         """Whether the launch is feasible and differs from every other of its kernel."""
@@ -92,7 +110,11 @@ class Kernels:
             not launched or launched.keys() == space.launch_values.keys()
         )
         values = {**compiled, **launched}.items()
-        if not complete or any(families.expected(stored.family, name, value) for name, value in values):
+        if (
+            not complete
+            or not self._is_wanted(candidate)
+            or any(families.expected(stored.family, name, value) for name, value in values)
+        ):
             return None
         return candidate
 
@@ -207,7 +229,7 @@ class Kernels:
         kernels, columns = self._possible_of(problem, name)
         if compiled is not None:
             kernels, columns = self._compiled_of(problem, name, compiled)
-        fits = [fits_extents(kernel) for kernel in kernels]
+        fits = [fits_extents(kernel) and self._is_wanted(kernel) for kernel in kernels]
         return [kernel for kernel, fit in zip(kernels, fits, strict=True) if fit], columns.take(fits)
 
     def _fits_kind(self, problem: Problem, name: str) -> Remembered:

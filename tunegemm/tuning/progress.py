@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
+from importlib.util import find_spec
 from typing import Literal
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.generate import model
+from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.search.budget import Effort
 
@@ -28,6 +34,34 @@ class Request:
     """Most time; None for no limit."""
     following: Problem | None = None
     """What is likely to be asked for next: its kernels are compiled meanwhile."""
+
+
+@contextmanager
+def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable[[Progress], None]]:
+    """A tqdm bar over the candidates, a widget where a notebook has ipywidgets; `callback` is called, too."""
+    if "ipykernel" in sys.modules and find_spec("ipywidgets") is not None:
+        from tqdm.notebook import tqdm
+    else:
+        from tqdm import tqdm
+
+    stage = ""
+    with tqdm(unit="kernel", leave=False) as shown:
+
+        def told(progress: Progress) -> None:
+            nonlocal stage
+            shown.total = max(progress.planned, 1)
+            best = f"best {progress.best_ratio:.3f} x torch.mm" if progress.best_ratio is not None else ""
+            shown.set_description(f"{progress.problem} {progress.stage}", refresh=False)
+            shown.set_postfix_str(best, refresh=False)
+            done = min(progress.measured + sum(progress.failures.values()), shown.total)
+            shown.update(done - shown.n)  # which draws a few times a second
+            if progress.stage != stage:
+                stage = progress.stage
+                shown.refresh()
+            if callback is not None:
+                callback(progress)
+
+        yield told
 
 
 @dataclass(frozen=True)
@@ -59,9 +93,13 @@ class Progress:
     elapsed_s: float
 
 
-@dataclass(frozen=True)
+#: Rows of a result that is printed.
+_SHOWN = 8
+
+
+@dataclass(frozen=True, repr=False)
 class TuneResult:
-    """What a tuning found."""
+    """What a tuning found. Printed it is a short table, the winner first; so it is in a notebook."""
 
     problem: Problem
     device: Device
@@ -80,3 +118,64 @@ class TuneResult:
     interrupted: bool = False
     note: str = ""
     """One sentence for the user: what was not done, and how to go on."""
+
+    def rows(self) -> list[tuple[str, Measurement]]:
+        """Each candidate that was measured, by its label: the winner first, then the fastest beside torch.mm.
+
+        The last measurement of each counts.
+        """
+        latest = {one.candidate: one for one in self.outcomes if isinstance(one, Measurement)}
+        best = self.best.candidate if self.best is not None else None
+        ordered = sorted(latest.values(), key=lambda one: (one.candidate != best, -one.ratio))
+        return [(self.label(one.candidate), one) for one in ordered]
+
+    def label(self, candidate: Candidate) -> str:
+        """Its short name."""
+        return self.labels.get(candidate.digest, str(candidate))
+
+    def __repr__(self) -> str:
+        if self.best is not None:
+            found = f"{self.best.ratio:.3f} x torch.mm by {self.label(self.best.candidate)}"
+        elif self.predictions:
+            found = f"ranked by the model, {self.label(self.predictions[0].candidate)} first"
+        else:
+            found = "nothing found"
+        return f"<TuneResult of {self._title()}: {found}>"
+
+    def __str__(self) -> str:
+        lines = [self._title()]
+        cells = self._cells()
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for row in cells:
+            figures = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+            lines.append("  " + "  ".join([*figures, row[-1]]))
+        if self.best is not None:
+            lines.append(f"{self.best.candidate!r}")
+        return "\n".join(lines + ([self.note] if self.note else []))
+
+    def _repr_html_(self) -> str:
+        """The table, for a notebook."""
+        head, *body = self._cells()
+        cells = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"]
+        cells += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in body]
+        note = f"<p>{escape(self.note)}</p>" if self.note else ""
+        return f"<table><caption>{escape(self._title())}</caption>{''.join(cells)}</table>{note}"
+
+    def _title(self) -> str:
+        return f"{self.problem} on {self.device.name}, {self.source}, {self.seconds:.1f} s"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        """A heading and the rows that are printed."""
+        if self.predictions:
+            ranked = [(f"{one.total_us:.2f}", self.label(one.candidate)) for one in self.predictions[:_SHOWN]]
+            return [("model us", "kernel"), *ranked]
+        rows = [
+            (
+                f"{1.0 if is_torch(one.candidate) else one.ratio:.3f}",
+                f"{one.median_us:.2f}",
+                f"{one.baseline_median_us:.2f}",
+                label,
+            )
+            for label, one in self.rows()[:_SHOWN]
+        ]
+        return [("x torch.mm", "us", "torch.mm us", "kernel"), *rows]

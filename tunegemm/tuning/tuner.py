@@ -7,6 +7,7 @@ chooses the record). What is passed between them is plain data.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,7 +20,7 @@ from tunegemm import extras
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import DeviceError, ProblemError
+from tunegemm.errors import DeviceError, ProblemError, named_arguments
 from tunegemm.generate import families, model
 from tunegemm.generate.artifacts import ArtifactStore, Key
 from tunegemm.generate.compile import CompilePool, Ready, Urgency
@@ -36,11 +37,13 @@ from tunegemm.tuning import final
 from tunegemm.tuning.begin import RANKED, few_new, rank_by_model, screened_before, start_search
 from tunegemm.tuning.finalists import finalists
 from tunegemm.tuning.kernels import Kernels
-from tunegemm.tuning.progress import Progress, Request, TuneResult
+from tunegemm.tuning.progress import Progress, Request, TuneResult, bar
 from tunegemm.tuning.trials import Measurer, Trials
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
+    import torch
+
     from tunegemm.store import Database
 
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
@@ -69,6 +72,7 @@ class Tuner:
         cache: Path | str | None = None,
         compiled_only: bool = False,
         energy: bool = False,
+        matching: str | None = None,
         child: Child | None = None,
     ) -> None:
         """
@@ -80,6 +84,7 @@ class Tuner:
         cache: folder of compiled objects; default the user's cache directory.
         compiled_only: try no kernel that is neither in that folder yet nor shipped.
         energy: meter the finalists' energy, too, a second each.
+        matching: a regular expression over the labels of generated kernels; others are not tried.
         child: a measuring process that was started before the device was known.
 
         Raises SpaceError for a family or a seed that is not one, DeviceError for a family of no use here,
@@ -88,7 +93,7 @@ class Tuner:
         extras.require("tune")
         self.device, self.database = device, database
         store = ArtifactStore(cache)
-        self.kernels = Kernels(device, families, store.root.with_name("kernels"))
+        self.kernels = Kernels(device, families, store.root.with_name("kernels"), matching)
         self.pool = CompilePool(store, workers=workers, shipped=packs.shipped())
         self.compiled_only, self._seed = compiled_only, checked_seed(seed)
         self._energy_ms = _ENERGY_MS if energy else 0.0
@@ -248,7 +253,9 @@ class Tuner:
             self.pool.drop_waiting()
 
     def measurer_for(self, problem: Problem) -> Measurer | None:
-        """The worker of a real device; a recording when it has the problem; else None."""
+        """The worker of a real device; a recording when it has times of the families for the problem; else
+        None.
+        """
         if self.device.is_real:
             if self._measurer is None:
                 self._measurer = self._resources.enter_context(MeasureWorker(self.device, child=self._child))
@@ -257,7 +264,8 @@ class Tuner:
             return None
         if self._measurer is None:
             self._measurer = ReplayMeasurer(open_replay(self.device.spec))
-        return self._measurer if self._measurer.recorded(problem) else None
+        recorded = self._measurer.recorded(problem) or ()
+        return self._measurer if any(c.family in self.kernels.families for c in recorded) else None
 
     def _begin_with_library(
         self, state: Trials, measurer: Measurer, at_once: bool
@@ -353,19 +361,37 @@ def _tell(search: Portfolio, state: Trials, found: Iterable[Outcome]) -> None:
         search.tell(candidate, value)
 
 
+@named_arguments
 def tune(
-    problem: Problem | str,
+    problem: Problem | str | Sequence[int],
     *,
-    device: Device | str | None = None,
+    device: Device | str | torch.device | None = None,
     database: Database | None = None,
+    families: Sequence[str] | None = None,
     effort: Effort = "quick",
     trials: int | None = None,
     budget_seconds: float | None = None,
+    seed: int = 0,
+    callback: Callable[[Progress], None] | None = None,
+    progress: bool | None = None,
 ) -> TuneResult:
-    """Tune one problem, such as ``"4096x4096x4096"``.
+    """Find the fastest kernel of one product, and store it, so that `tunegemm.matmul` calls it.
 
-    On a real device the results are published into `database`, by default the user's. Arguments and errors
-    are those of `Tuner.tune`.
+    problem: a `Problem`; or its extents, bf16 and k-major, as ``"4096x4096x4096"`` or ``(4096, 4096, 4096)``.
+    device: a GPU as ``"cuda:0"`` or torch names it, by default the first; without one the recorded H200,
+    of which nothing is stored. database: where the results go, by default the user's. families: names of the
+    kernel families to try, by default all. effort: ``quick``, ``full`` or ``exhaustive``. trials: most
+    candidates to measure. budget_seconds: most time for the search; the final race follows. seed: of
+    operands, rounds and the search. callback: called with a `Progress` whenever something happened.
+    progress: whether to show a bar, by default in notebooks.
+
+    The result is a `TuneResult`: print it for a short table. `best` is the winner, a measurement with its
+    `candidate`, `ratio` to torch.mm, `median_us` and `baseline_median_us`; `outcomes` has every measurement
+    and failure, `labels` their short names, `predictions` a model's ranking where nothing could be timed,
+    `note` what was not done. Ctrl-C ends it early: `interrupted` says so.
+
+    Raises ProblemError for what is no product or does not fit the device, SpaceError for a family, effort,
+    trials, budget or seed that is not one, DeviceError for a device that is not there.
     """
     extras.require("tune")
     from tunegemm.store import Database
@@ -375,14 +401,27 @@ def tune(
     if database is not None:
         require(database, Database, "database")
     if not isinstance(problem, Problem):
-        problem = Problem.parse(problem)
+        problem = Problem.parse(problem if isinstance(problem, str) else _extents(problem))
     if not isinstance(device, Device):
-        device = open_device(device)
+        device = open_device(device if device is None else str(device))
     with ExitStack() as stack:
+        if progress or (progress is None and "ipykernel" in sys.modules):
+            callback = stack.enter_context(bar(callback))
         if database is None and device.is_real:
             database = stack.enter_context(Database.open())
-        tuner = stack.enter_context(Tuner(device, database))
-        return tuner.tune(problem, effort=effort, trials=trials, budget_seconds=budget_seconds)
+        tuner = stack.enter_context(Tuner(device, database, families=families, seed=seed))
+        return tuner.tune(
+            problem, effort=effort, trials=trials, budget_seconds=budget_seconds, on_progress=callback
+        )
+
+
+def _extents(problem: Sequence[int]) -> str:
+    """``MxNxK`` of three or four numbers. Raises ProblemError for anything else."""
+    if not isinstance(problem, tuple | list) or not all(type(extent) is int for extent in problem):
+        raise ProblemError(
+            f"problem {shown(problem)}: give a Problem, (m, n, k) or text such as 4096x4096x4096"
+        )
+    return "x".join(map(str, problem))
 
 
 def open_device(spec: str | None = None) -> Device:

@@ -16,7 +16,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -35,13 +34,12 @@ from tunegemm.serve.library import OPERATORS, call_of
 from tunegemm.serve.naming import Named, named
 from tunegemm.serve.operands import Refusal
 from tunegemm.serve.torch.aten import Layer, replacements
+from tunegemm.serve.torch.processes import Writer
 
 #: Timed calls per product; the median of so many is stable, and later calls cost no events.
 _TIMED = 32
 #: Events that may wait for the GPU before those that are done are read.
 _PENDING = 256
-#: Seconds between writes of a process that may be killed at any time.
-_WRITE_EVERY_S = 3.0
 
 #: What a kind has of its problem, beside what the call's form says.
 _OF_PROBLEM = (
@@ -181,58 +179,27 @@ def record_process(folder: str) -> None:
 
     Forked children begin anew: what ran before the fork is their parent's.
     """
-    recording = Recording()
-    writer = _Writer(recording, Path(folder))
+    recording, place = Recording(), Path(folder)
     recording.__enter__()
-    os.register_at_fork(after_in_child=writer.forked)
-    writer.start()
 
+    def written(is_child: bool) -> None:
+        workload = recording.workload()
+        if workload.products or not is_child:
+            workload.write(place / f"{os.getpid()}.json")
 
-class _Writer:
-    """Writes a recording again and again: a process that is killed loses seconds, not everything."""
+    def write(is_child: bool) -> None:
+        with suppress(WorkloadError):
+            written(is_child)
 
-    def __init__(self, recording: Recording, folder: Path) -> None:
-        self._recording = recording
-        self._folder = folder
-        self._is_child = False
-
-    def start(self) -> None:
-        self.write()
-        threading.Thread(target=self._run, name="tunegemm-record", daemon=True).start()
-        self._write_at_exit()
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(_WRITE_EVERY_S)
-            self.write()
-
-    def _write_at_exit(self) -> None:
-        # Not `atexit`: the children of multiprocessing end without it, and begin without older finalizers.
-        Finalize(None, self.last, exitpriority=0)
-        register_after_fork(self, _Writer._write_at_exit)
-
-    def forked(self) -> None:
-        """In a forked child, which has none of its parent's threads."""
-        self._recording.clear()
-        self._is_child = True
-        self.start()
-
-    def last(self) -> None:
+    def last(is_child: bool) -> None:
         _interception.drain(wait=True)
         try:
-            self._write()
+            written(is_child)
         except WorkloadError as error:
-            if self._folder.is_dir():  # a process may outlive `tunegemm record`, which takes its folder along
+            if place.is_dir():  # a process may outlive `tunegemm record`, which takes its folder along
                 print(f"tunegemm: products of process {os.getpid()} are lost: {error}", file=sys.stderr)
 
-    def write(self) -> None:
-        with suppress(WorkloadError):
-            self._write()
-
-    def _write(self) -> None:
-        workload = self._recording.workload()
-        if workload.products or not self._is_child:
-            workload.write(self._folder / f"{os.getpid()}.json")
+    Writer(write=write, clear=recording.clear, last=last).start()
 
 
 class _Interception:

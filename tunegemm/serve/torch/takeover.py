@@ -21,6 +21,9 @@ from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
 from tunegemm.serve.torch.fx import node_of
 
+#: Of an operator's name, what makes the function in its kernel's place, and that kernel.
+Counting = Callable[[str, Callable[[Any], Callable[..., Any]], Any], Callable[..., Any]]
+
 #: Whose products are taken over.
 DEVICE_KEYS = ("CUDA",)
 _is_compiling = torch.compiler.is_compiling
@@ -31,6 +34,14 @@ class Takeover:
 
     def __enter__(self) -> Self:
         return self
+
+    def __repr__(self) -> str:
+        """What it does now, and how it ends."""
+        if self not in _active:
+            return "<tunegemm.enable(): ended; torch computes its products>"
+        return (
+            "<tunegemm.enable(): torch's products of CUDA tensors run tuned kernels until tunegemm.disable()>"
+        )
 
     def __exit__(self, *_: object) -> None:
         with _lock:
@@ -55,12 +66,21 @@ def enable() -> Takeover:
     Meanwhile every product that falls back to torch costs a look-up more. Raises TunegemmError when this
     torch cannot replace its kernels.
     """
+    return begin()
+
+
+def begin(counting: Counting | None = None) -> Takeover:
+    """As `enable`. counting: makes of an operator's function, where this is the first of nested blocks, one
+    that counts its calls.
+    """
+
+    def wrap(name: str, kernel: Any) -> Callable[..., Any]:
+        return _SERVED[name](kernel) if counting is None else counting(name, _SERVED[name], kernel)
+
     takeover = Takeover()
     with _lock:
         if not _active:
-            replacements.put(
-                "takeover", Layer(tuple(_SERVED), DEVICE_KEYS, lambda name, kernel: _SERVED[name](kernel))
-            )
+            replacements.put("takeover", Layer(tuple(_SERVED), DEVICE_KEYS, wrap))
         _active.append(takeover)
     return takeover
 

@@ -1,4 +1,5 @@
-"""Begins a recording in every Python process under `tunegemm record`, which puts this folder on PYTHONPATH.
+"""Begins in every Python process under `tunegemm record`, which counts products, and under `tunegemm run`,
+which serves them: both put this folder on PYTHONPATH.
 
 Python imports `sitecustomize` at its start. Nothing is loaded until the process itself has imported torch.
 """
@@ -16,7 +17,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 class _AfterTorch:
-    """Finds torch as Python would, and begins the recording when its import is done."""
+    """Finds torch as Python would, and begins when its import is done."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -37,21 +38,34 @@ class _AfterTorch:
         load = loader.exec_module
 
         # A program may ask for the spec and not import it, as libraries do to see what is installed.
-        def load_and_record(module: ModuleType) -> None:
+        def load_and_begin(module: ModuleType) -> None:
             load(module)
             sys.meta_path.remove(self)
             _begin()
 
-        loader.exec_module = load_and_record
+        loader.exec_module = load_and_begin
         return spec
 
 
+def _is_wanted() -> bool:
+    on = os.environ.get("TUNEGEMM_ENABLE") not in (None, "", "0")
+    return bool(os.environ.get("TUNEGEMM_RECORD_PARTS")) or on
+
+
 def _begin() -> None:
-    try:
-        from tunegemm.serve.torch.recording import record_process
-    except ImportError:  # an interpreter without tunegemm: `tunegemm record` says so when nothing came
+    if not _is_wanted():  # one of tunegemm's own commands, which has unset it
         return
-    record_process(os.environ["TUNEGEMM_RECORD_PARTS"])
+    try:
+        if folder := os.environ.get("TUNEGEMM_RECORD_PARTS"):
+            from tunegemm.serve.torch.recording import record_process
+
+            record_process(folder)
+        else:
+            from tunegemm.serve.torch.enabled import serve_process
+
+            serve_process()
+    except ImportError:  # an interpreter without tunegemm: the command says so when nothing came
+        return
 
 
 def _run_the_one_behind() -> None:
@@ -62,6 +76,6 @@ def _run_the_one_behind() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if os.environ.get("TUNEGEMM_RECORD_PARTS"):
+if _is_wanted():
     sys.meta_path.insert(0, _AfterTorch())
 _run_the_one_behind()

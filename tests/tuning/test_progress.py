@@ -1,0 +1,97 @@
+"""What a tuning prints, in Python and in a notebook. Its figures are the tests'."""
+
+from __future__ import annotations
+
+import pytest
+
+import tunegemm
+from tunegemm import Candidate
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.measure.outcome import Failure, Measurement
+from tunegemm.tuning.progress import Progress, TuneResult, bar
+
+OURS = Candidate.make("cute_sm90", {"tile_m": 64, "schedule": "pingpong"}, {"swizzle_size": 4})
+
+
+def result(**changes: object) -> TuneResult:
+    """A win by 1.2 over torch.mm, which was measured as a candidate, too, and a failure."""
+    best = Measurement(OURS, (10.0,) * 8, (12.0,) * 8, 0.0, 0.002)
+    mm = Measurement(TORCH_MM, (12.1,) * 8, (12.0,) * 8, 0.0, 0.002)
+    failed = Failure(OURS.with_launch(swizzle_size=1), "launch", "no")
+    facts: dict[str, object] = {
+        "problem": Problem.parse("512x6144x4096"), "device": find_device("model:h200"), "source": "measured",
+        "best": best, "outcomes": (mm, best, failed), "predictions": (), "seconds": 1.5, "compiled": 1,
+        "labels": {OURS.digest: "pp64 <w4>", TORCH_MM.digest: "torch.mm"},
+    }  # fmt: skip
+    return TuneResult(**(facts | changes))  # type: ignore[arg-type]
+
+
+def test_a_result_prints_as_a_short_table_and_its_winner_can_be_pasted() -> None:
+    title, head, first, second, winner = str(result()).splitlines()
+    assert title == "512x6144x4096 bf16 tn on NVIDIA H200, measured, 1.5 s"
+    assert head.split() == ["x", "torch.mm", "us", "torch.mm", "us", "kernel"]
+    assert first.split() == ["1.200", "10.00", "12.00", "pp64", "<w4>"]
+    assert second.split() == ["1.000", "12.10", "12.00", "torch.mm"]
+    assert eval(winner, {"Candidate": Candidate}) == OURS
+    assert repr(result()).count("\n") == 0 and "1.200 x torch.mm by pp64 <w4>" in repr(result())
+    assert "nothing found" in repr(result(best=None, outcomes=()))
+
+
+def test_in_a_notebook_it_is_a_table_in_which_nothing_is_markup() -> None:
+    page = result(note="a <b>")._repr_html_()
+    assert page.startswith("<table>") and "<td>1.200</td>" in page
+    assert "pp64 &lt;w4&gt;" in page and "a &lt;b&gt;" in page
+
+
+def test_a_candidate_is_made_again_by_what_it_prints() -> None:
+    for one in (OURS, OURS.kernel, TORCH_MM):
+        assert eval(repr(one), {"Candidate": Candidate}) == one
+    operation = tunegemm.Operation(Problem.parse("64x64x64"), OURS, "model:h200")
+    names = {"Operation": tunegemm.Operation, "Problem": Problem, "Candidate": Candidate}
+    again = eval(repr(operation), names)
+    assert (again.problem, again.candidate, again.device) == (
+        operation.problem, operation.candidate, operation.device,
+    )  # fmt: skip
+
+
+def test_the_bar_tells_the_callback_too(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[Progress] = []
+    progress = Progress(
+        Problem.parse("64x64x64"), "screen", 10, 2, 0, 1, 3, 4, {"launch": 1}, "pp", 1.0, 1.25, 2.0
+    )
+    with bar(told.append) as callback:
+        callback(progress)
+    assert told == [progress]
+    assert "64x64x64 bf16 tn screen" in (said := capsys.readouterr().err) and "1.250 x torch.mm" in said
+
+
+def test_tune_takes_extents_a_torch_device_and_names_the_nearest_keyword() -> None:
+    import torch
+
+    told: list[Progress] = []
+    found = tunegemm.tune(
+        (64, 64, 64), device="model:h200", trials=1, families=["skinny"], callback=told.append
+    )
+    assert found.problem == Problem.parse("64x64x64") and told
+    assert {one.candidate.family for one in found.predictions} <= {"skinny"}
+    with pytest.raises(TunegemmError, match="cpu"):
+        tunegemm.tune((64, 64, 64), device=torch.device("cpu"))
+    with pytest.raises(ProblemError, match=r"give a Problem, \(m, n, k\)"):
+        tunegemm.tune((64, 64, "64"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="has no argument 'budget'; did you mean budget_seconds"):
+        tunegemm.tune("64x64x64", budget=3)  # type: ignore[call-arg]
+    with pytest.raises(TunegemmError, match="did you mean epilogue"):
+        tunegemm.explain(torch.ones(8, 8), torch.ones(8, 8), epilog="relu")  # type: ignore[call-arg]
+
+
+def test_mm_is_torchs_where_nothing_is_tuned() -> None:
+    import torch
+
+    a = torch.arange(12.0).reshape(3, 4)
+    assert torch.equal(tunegemm.mm(a, a.t()), torch.mm(a, a.t()))
+    with pytest.raises(RuntimeError, match=r"2D|matrices|matrix"):
+        tunegemm.mm(a[None], a.t())
+    assert issubclass(tunegemm.TunegemmWarning, UserWarning)

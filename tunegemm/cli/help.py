@@ -1,0 +1,91 @@
+"""What `--help` says beside what Typer does: whole summaries, and examples under each command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+from tunegemm.cli import commands
+
+#: Two command lines for each command; what stands after `#` says what they are for.
+EXAMPLES: dict[str, tuple[str, str]] = {
+    "tune": (
+        "tunegemm tune --shape 512x6144x4096 --shape 512x28672x4096",
+        "tunegemm tune --from shapes.json --budget 10m   # where a program loses most",
+    ),
+    "record": (
+        "tunegemm record -- python train.py --steps 20",
+        "tunegemm record --out serve.json -- vllm serve MODEL",
+    ),
+    "shapes": (
+        "tunegemm shapes Llama-3.1-8B/config.json",
+        "tunegemm shapes Llama-3.1-8B/config.json --rows 1,2,4,8 --out llama.json",
+    ),
+    "run": ("tunegemm run -- python train.py", "tunegemm run --env   # for a container or a service"),
+    "leaderboard": (
+        "tunegemm leaderboard --sort ratio --limit 20",
+        "tunegemm leaderboard --shape 512x6144x4096 --dtype bf16",
+    ),
+    "verify": ("tunegemm verify", "tunegemm verify --predicted --from shapes.json"),
+    "pack": (
+        "tunegemm pack --out llama.pack --from shapes.json",
+        "tunegemm pack --out h200.pack --gpu h200",
+    ),
+    "load": ("tunegemm load llama.pack", "tunegemm load llama.pack --sha256 DIGEST"),
+    "unload": ("tunegemm unload llama", "tunegemm unload --all"),
+    "history": ("tunegemm history --shape 512x6144x4096", "tunegemm history --shape 512x6144x4096 --json"),
+    "regress": (
+        "tunegemm regress --since 2026-11-01",
+        "tunegemm regress --since 2026-11-01 --shape 512x6144x4096",
+    ),
+    "report": (
+        "tunegemm report --out report.html",
+        "tunegemm report --device replay:h200   # of the recorded GPU",
+    ),
+    "space": (
+        "tunegemm space --shape 512x6144x4096",
+        "tunegemm space --shape 16x4096x4096 --families skinny,triton_tma",
+    ),
+    "explain": (
+        "tunegemm explain --shape 512x6144x4096",
+        "tunegemm explain --shape 512x6144x4096 --candidate cute_sm90,tile_m=256",
+    ),
+    "doctor": ("tunegemm doctor", "tunegemm doctor --json"),
+    "db export": ("tunegemm db export --out all.json", "tunegemm db export --records records"),
+    "db import": ("tunegemm db import all.json", "tunegemm db import a.json b.parquet --db team.sqlite"),
+    "db merge": (
+        "tunegemm db merge a.sqlite b.sqlite --into all.sqlite",
+        "tunegemm db merge URL --into mine.sqlite",
+    ),
+    "db upgrade": ("tunegemm db upgrade old.sqlite", "tunegemm db upgrade a.sqlite b.sqlite"),
+    "db layers": ("tunegemm db layers", "TUNEGEMM_DB=team.sqlite tunegemm db layers"),
+}
+
+
+class Command(commands.Command):
+    """Shows its examples, each whole on its line."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        name = " ".join(ctx.command_path.split()[1:])
+        if name in EXAMPLES:
+            formatter.write("\nExamples:\n")
+            formatter.write("".join(f"  {line}\n" for line in EXAMPLES[name]))
+
+
+class Group(TyperGroup):
+    """Lists its commands with their summaries whole, as many lines as that takes."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        listed = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                listed.append((name, summary(command.help or "")))
+        with formatter.section("Commands"):
+            formatter.write_dl(listed)
+
+
+def summary(text: str) -> str:
+    """The first paragraph of a command's help, in one line."""
+    return " ".join(text.strip().split("\n\n")[0].split())

@@ -1,0 +1,63 @@
+"""`tunegemm run`: run a program that is not edited, its products served by tuned kernels."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tunegemm.cli import options, program
+from tunegemm.cli.signals import Signals
+
+
+def command(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="COMMAND...", help="The program and its arguments, after `--`."),
+    ] = None,
+    env: Annotated[
+        bool,
+        typer.Option("--env", help="Print the variables that do the same, for a container or a service."),
+    ] = False,
+) -> None:
+    """Run a program with its matrix products served by tuned kernels, as `tunegemm.enable()` in each of its
+    Python processes: `-- vllm serve ...`.
+    """
+    if env == bool(words):
+        raise options.UsageError("give a program, as in: tunegemm run -- python train.py; or --env alone")
+    variables = program.attached(TUNEGEMM_ENABLE="1")
+    if env:
+        for name, value in variables.items():
+            typer.echo(f"export {name}={shlex.quote(value)}")
+        return
+    from tunegemm.describe.served import Served
+    from tunegemm.store.layers import read_records
+
+    records, warnings = read_records()
+    options.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
+    options.say(
+        f"tunegemm: {_start_line(words or [], [r.fingerprint.device_name for r in records])}", err=True
+    )
+    with Signals() as signals, program.folder("tunegemm-run-") as parts:
+        code = program.run(words or [], variables | {"TUNEGEMM_ENABLE_PARTS": parts}, "run", signals)
+        served = Served.read(Path(parts))
+    if served.calls:
+        options.say(f"tunegemm: {served}", err=True)
+    else:
+        options.say(
+            "tunegemm: served nothing: no Python process of the command multiplied on a GPU with tunegemm "
+            "installed beside its torch (python -I, -E and -S turn this off, too)",
+            err=True,
+        )
+    raise typer.Exit(code)
+
+
+def _start_line(words: list[str], devices: list[str]) -> str:
+    from tunegemm.describe.device import cuda_device_count, find_device
+
+    if not cuda_device_count():
+        return f"no CUDA GPU here, so that torch computes every product of {words[0]}"
+    name = find_device("cuda:0").name
+    return f"serving {words[0]} on {name} from {devices.count(name):,} records"

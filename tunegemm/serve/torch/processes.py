@@ -1,0 +1,50 @@
+"""What is done until a process ends, in it and in each of its forked children."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.util import Finalize, register_after_fork
+
+#: Seconds between writes of a process that may be killed at any time.
+_WRITE_EVERY_S = 3.0
+
+
+class Writer:
+    """Writes what a process counts again and again: one that is killed loses seconds, not everything."""
+
+    def __init__(
+        self, *, write: Callable[[bool], None], clear: Callable[[], None], last: Callable[[bool], None]
+    ) -> None:
+        """write, last: called with whether this is a forked child; `last` once, at the end. clear: forgets
+        what a child's parent counted. None of them raises.
+        """
+        self._write, self._clear, self._last = write, clear, last
+        self._is_child = False
+        os.register_at_fork(after_in_child=self._forked)
+
+    def start(self) -> None:
+        self._write(self._is_child)
+        threading.Thread(target=self._run, name="tunegemm-count", daemon=True).start()
+        self._at_exit()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_WRITE_EVERY_S)
+            self._write(self._is_child)
+
+    def _at_exit(self) -> None:
+        # Not `atexit`: the children of multiprocessing end without it, and begin without older finalizers.
+        Finalize(None, self._end, exitpriority=0)
+        register_after_fork(self, Writer._at_exit)
+
+    def _end(self) -> None:
+        self._last(self._is_child)
+
+    def _forked(self) -> None:
+        """In a forked child, which has none of its parent's threads."""
+        self._clear()
+        self._is_child = True
+        self.start()
