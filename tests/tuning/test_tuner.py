@@ -41,11 +41,11 @@ from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.policy import SCREEN, Policy
 from tunegemm.measure.statistics import tie
 from tunegemm.search import Portfolio
-from tunegemm.search.budget import Effort
 from tunegemm.store import Database
 from tunegemm.tuning import trials as tuning_trials
 from tunegemm.tuning import tuner as tuning
 from tunegemm.tuning.begin import start_search
+from tunegemm.tuning.efforts import Effort
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.tuner import Tuner, open_device, open_gpu
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import model
 from tunegemm.measure.outcome import Measurement, Outcome
-from tunegemm.search.budget import Effort
+from tunegemm.tuning.efforts import Effort
+
+if TYPE_CHECKING:
+    import optuna
 
 #: Where times come from: this GPU, a recording of another, or nothing but the model.
 Source = Literal["measured", "replayed", "modelled"]
@@ -78,5 +81,7 @@ class TuneResult:
     compiled: int
     """Kernels compiled by this call; those found in the object store are not counted."""
     interrupted: bool = False
+    study: optuna.Study | None = field(default=None, compare=False, repr=False)
+    """The search as an Optuna study, in memory; None where nothing was timed, or another process tuned."""
     note: str = ""
     """One sentence for the user: what was not done, and how to go on."""
