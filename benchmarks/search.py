@@ -9,8 +9,8 @@ part of that. Sweeps named NAME-steady were timed in steady state.
 
 - chance: a uniform draw without repeats
 - model: the model's order, cycles and energy in turn, each kernel at its recorded launches
-- roofline, tpe, gp, random, cmaes: `tunegemm tune --sampler` of that name: a `tunegemm.search.study.ProblemStudy`
-  of the effort quick with as many trials as are compared. roofline is the default
+- roofline, tpe, gp, random, cmaes: `tunegemm tune --sampler` of that name: a study of the effort quick with as
+  many trials as are compared, asked by the same door as in a tuning. roofline is the default
 - kt-NAME: strategies of kernel_tuner (extra `fit`) in its simulation mode, with its defaults
 """
 
@@ -74,8 +74,10 @@ def by_model(problem: Problem, values: Values, device: Device, seed: int) -> Ite
     yield from (one.candidate for one in model.in_turn(model.rank(problem, values, device)))
 
 
-def by_sampler(name: str, problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    """What a study asks for, by the same door as in a tuning: of recorded candidates only, and of one family."""
+def by_sampler(
+    name: str, problem: Problem, values: Values, device: Device, seed: int
+) -> Iterator[Candidate]:
+    """What a study asks for, as in a tuning: of recorded candidates only, and of one family."""
     order = list(by_model(problem, values, device, seed))
     lists = value_lists(values)
     launch_names = {name for candidate in values for name, _ in candidate.launch_params}

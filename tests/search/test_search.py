@@ -14,11 +14,10 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError
 from tunegemm.generate import model
 from tunegemm.generate.families import load_space
+from tunegemm.generate.feasibility import FEASIBLE
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
-from tunegemm.generate.feasibility import FEASIBLE
 from tunegemm.search import Search, first_of_each_kernel
-from tunegemm.search.budget import budget_for
 from tunegemm.search.delegate import Delegate, quiet_optuna
 from tunegemm.tuning.efforts import EFFORTS, Effort, profile
 
@@ -416,7 +415,8 @@ def test_the_order_of_a_quick_search_needs_no_optuna() -> None:
         "import sys; sys.path.insert(0, sys.argv[1]); import test_search as t;"
         "t.run(t.search_of(t.kernels(), t.LAUNCHES));"
         "assert 'optuna' not in sys.modules;"
-        "t.run(t.search_of(t.kernels(), t.LAUNCHES, effort='full', trials=50)); assert 'optuna' in sys.modules"
+        "t.run(t.search_of(t.kernels(), t.LAUNCHES, effort='full', trials=50));"
+        "assert 'optuna' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], check=True)
 

@@ -46,7 +46,7 @@ class OrderedSampler(BaseSampler):  # type: ignore[misc]
         """order, space: the candidates, and how they are a trial's parameters. beyond: makes the other
         sampler, once it is needed.
         """
-        self._order, self._space, self._make_beyond = order, space, beyond
+        self._order, self.space, self._make_beyond = order, space, beyond
         self._waiting: deque[Candidate] = deque()
         self._given: dict[int, Candidate] = {}
         #: What a search goes by in place of the value that the study is told.
@@ -70,18 +70,18 @@ class OrderedSampler(BaseSampler):  # type: ignore[misc]
         self._beyond.reseed_rng()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        if self._space is None or not self.prepare(1):
+        if self.space is None or not self.prepare(1):
             return dict(self._beyond.infer_relative_search_space(study, trial))
         candidate = self._given[trial.number] = self._waiting.popleft()
-        return self._space.distributions(candidate)
+        return self.space.distributions(candidate)
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         candidate = self._given.get(trial.number)
-        if candidate is None or self._space is None:
+        if candidate is None or self.space is None:
             return dict(self._beyond.sample_relative(study, trial, search_space))
-        return self._space.params(candidate)
+        return self.space.params(candidate)
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -104,13 +104,13 @@ class OrderedSampler(BaseSampler):  # type: ignore[misc]
 
     def __getstate__(self) -> Mapping[str, Any]:
         """Without the order, which knows kernels of this process: a study that is kept needs it no more."""
-        lost = {"_order": None, "_space": None, "_waiting": deque(), "_given": {}, "_worth": {}}
+        lost = {"_order": None, "_waiting": deque(), "_given": {}, "_worth": {}}
         return self.__dict__ | lost | {"_make_beyond": functools.partial(explorer, None)}
 
 
 class RooflineSampler(OrderedSampler):
-    """The model's order by cycles and joules, what won for neighbours, variants and launches of the best; after
-    these Optuna's Gaussian process.
+    """The model's order by cycles and joules and what won for neighbours, then variants and launches of the
+    best; after these Optuna's Gaussian process.
 
     `tunegemm.tune` gives it the order of its problem. Alone, as in a study of something else, it is that
     Gaussian process.

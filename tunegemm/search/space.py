@@ -59,6 +59,17 @@ class StudySpace:
         text = json.dumps([sorted(self._families), self.lists])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The choices of the parameter `family`: the library's, too."""
+        return tuple(self._distribution(FAMILY).choices)
+
+    def names(self, family: str) -> tuple[str, ...]:
+        """The parameters of a family, without `family`."""
+        if family not in self._families:
+            return (ALGORITHM,)
+        return tuple(sorted(frozenset().union(*self._families[family])))
+
     def distributions(self, candidate: Candidate) -> dict[str, BaseDistribution]:
         """Of the parameters of a candidate's trial."""
         return {name: self._distribution(name) for name in self.params(candidate)}

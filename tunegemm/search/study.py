@@ -1,8 +1,8 @@
 """The search of one problem is an Optuna study: what is tried, known or impossible is a trial of it.
 
-A trial's value is the measured speed relative to torch.mm. Its user attributes say the rest: `stage`, `family`,
-`label`, `candidate`, `evidence`, `microseconds`, and `failure` or `rule` and `reason`. What fails to compile
-or to run is FAIL; what a rule forbids is PRUNED, and was neither compiled nor counted.
+A trial's value is the measured speed relative to torch.mm. Its user attributes say the rest: `stage`,
+`family`, `label`, `candidate`, `evidence`, `microseconds`, and `failure` or `rule` and `reason`. What fails to
+compile or to run is FAIL; what a rule forbids is PRUNED, and was neither compiled nor counted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ProblemStudy:
 
         from tunegemm.search.roofline import OrderedSampler, RooflineSampler, explorer
 
-        self._space, self._label = space, label
+        self.space, self._label = space, label
         self._order: Portfolio | Suggested = portfolio
         searches = [search for search in portfolio.searches if search.ranked]
         if sampler is not None:
@@ -86,7 +86,7 @@ class ProblemStudy:
             self.study = optuna.create_study(direction="maximize", sampler=self._sampler, study_name=name)
         for key, value in {**(attributes or {}), "space": space.digest}.items():
             self.study.set_user_attr(key, value)
-        self._added: set[tuple[Candidate, str]] = set()
+        self._done: set[Candidate] = set()
         self._running: dict[Candidate, tuple[optuna.trial.Trial, StageName]] = {}
 
     @property
@@ -116,7 +116,7 @@ class ProblemStudy:
         """The candidates of new trials, at most `count`; empty when the budget is spent."""
         batch = self._sampler.prepare(count)
         for candidate in batch:
-            trial = self.study.ask(self._space.distributions(candidate))
+            trial = self.study.ask(self.space.distributions(candidate))
             self._running[candidate] = trial, self._order.stage_of(candidate)
         return batch
 
@@ -129,25 +129,26 @@ class ProblemStudy:
         told = told or Told(worth)
         if candidate in self._running:
             trial, stage = self._running.pop(candidate)
+            self._done.add(candidate)
             for name, value in self._attributes(candidate, stage, told).items():
                 trial.set_user_attr(name, value)
             self._sampler.expect(candidate, worth)
             self.study.tell(trial, told.ratio, state=None if told.ratio is not None else _states().FAIL)
             return
-        if (candidate, "library") not in self._added and self._order.stage_of(candidate) == "library":
-            self.add(candidate, told, "library")
+        if candidate not in self._done:
+            self.add(candidate, told, self._order.stage_of(candidate))
         self._order.tell(candidate, worth)
 
     def add(self, candidate: Candidate, told: Told, stage: str) -> None:
         """A finished trial that nobody asked for: a known result, or one of the final race."""
         import optuna
 
-        self._added.add((candidate, stage))
+        self._done.add(candidate)
         state = _states().COMPLETE if told.ratio is not None else _states().FAIL
         self.study.add_trial(
             optuna.trial.create_trial(
-                params=self._space.params(candidate),
-                distributions=self._space.distributions(candidate),
+                params=self.space.params(candidate),
+                distributions=self.space.distributions(candidate),
                 value=told.ratio,
                 state=state,
                 user_attrs=self._attributes(candidate, stage, told),
@@ -161,8 +162,8 @@ class ProblemStudy:
         shown = {"rule": verdict.rule or "", "reason": verdict.reason}
         self.study.add_trial(
             optuna.trial.create_trial(
-                params=self._space.params(candidate),
-                distributions=self._space.distributions(candidate),
+                params=self.space.params(candidate),
+                distributions=self.space.distributions(candidate),
                 state=_states().PRUNED,
                 user_attrs=self._attributes(candidate, "explore", Told(None)) | shown,
             )

@@ -30,7 +30,7 @@ from tunegemm.measure.replay import ReplayMeasurer, open_replay
 from tunegemm.measure.worker import Child, MeasureWorker
 from tunegemm.search import Portfolio, Search
 from tunegemm.search.budget import checked_seconds, checked_seed, checked_trials
-from tunegemm.search.samplers import Sampler, sampler_of
+from tunegemm.search.samplers import sampler_of
 from tunegemm.search.study import ProblemStudy
 from tunegemm.store import packs
 from tunegemm.store.layers import read_texts
@@ -45,6 +45,7 @@ from tunegemm.tuning.trials import Measurer, Trials, evidence_word
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
+    from tunegemm.search.samplers import Sampler
     from tunegemm.store import Database
 
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
