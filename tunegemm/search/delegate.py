@@ -3,8 +3,8 @@
 Most points of the value lists are infeasible: a ring too deep for its tile, say. So the sampler works on a
 study of its own, which is in memory and has one static space whatever the family: numbers are their places
 in the lists, words are categories, what a family lacks has the first value. The nearest feasible candidate
-stands for what is suggested, and the sampler learns what came of that one. Untouched, Optuna's TPE was 11 % behind
-after 32 trials where it was 1.2 % behind so (median of six sweeps of an H200, replayed 2026-11-22).
+stands for what is suggested, and the sampler learns what came of that one. Untouched, Optuna's TPE was 11 %
+behind after 32 trials where it was 1.2 % behind so (median of six sweeps of an H200, replayed 2026-11-22).
 """
 
 from __future__ import annotations

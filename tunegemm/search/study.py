@@ -1,8 +1,8 @@
 """The search of one problem is an Optuna study: what is tried, known or impossible is a trial of it.
 
 A trial's value is the measured speed relative to torch.mm. Its user attributes say the rest: `stage`,
-`family`, `label`, `candidate`, `evidence`, `microseconds`, and `failure` or `rule` and `reason`. What fails to
-compile or to run is FAIL; what a rule forbids is PRUNED, and was neither compiled nor counted.
+`family`, `label`, `candidate`, `evidence`, `microseconds`, and `failure` or `rule` and `reason`. What fails
+to compile or to run is FAIL; what a rule forbids is PRUNED, and was neither compiled nor counted.
 """
 
 from __future__ import annotations

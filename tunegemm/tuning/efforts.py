@@ -62,16 +62,17 @@ class Profile:
 
 
 # A candidate costs some 15 ms once compiled. On an H200 the model's order, which knows cycles and joules, has
-# the winner's tile among its first few; the rest is to find its ring and its launch. A full search may look at
-# many launches, since one that the model misjudged can be the best of a kernel that is far from the top.
+# the winner's tile among its first few; the rest is to find its ring and its launch. A full search may look
+# at many launches, since one that the model misjudged can be the best of a kernel that is far from the top.
 #
-# In a quick search another family goes on only if its first round is no more than 1 % behind the best of
-# the others, either: what follows gains some 1 % over it. Of 27 second families that were searched to their end
+# In a quick search another family goes on only if its first round is no more than 1 % behind the best of the
+# others, either: what follows gains some 1 % over it. Of 27 second families that were searched to their end
 # three won, and none of the 16 that were further behind (87 products of an H200, 2026-11-24).
 #
-# In steady state the four finalists of which most is expected, two launches of a kernel at most, lack 0.6 % of
-# the fastest of 15 to 63 that were timed so, in the mean, and three of as many kernels 0.9 % (twelve products
-# of an H200, nine of an H100, 2026-11-25; of either some 0.4 % is the luck of the fastest in three turns).
+# In steady state the four finalists of which most is expected, two launches of a kernel at most, lack 0.6 %
+# of the fastest of 15 to 63 that were timed so, in the mean, and three of as many kernels 0.9 % (twelve
+# products of an H200, nine of an H100, 2026-11-25; of either some 0.4 % is the luck of the fastest in three
+# turns).
 _QUICK = Profile(
     Plan(32, screen=7 / 16, probe=3 / 16, refine=3 / 16, vary=1.0, leaders=3, behind=0.01, beyond=96),
     ranked=512, compiling=(Compiling(8, 20), Compiling(1, 2)),

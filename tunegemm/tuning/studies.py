@@ -1,4 +1,4 @@
-"""Where studies are kept for optuna-dashboard and `optuna.visualization`: a journal file, or a database's URL.
+"""Where studies are kept for optuna-dashboard and `optuna.visualization`: a journal file or a database.
 
 A search works on a study in memory, and its finished trials are copied, so that neither a slow disk nor a
 dashboard holds up a GPU. The tuning database is refused: Optuna and this project's migrations both claim its
@@ -37,7 +37,7 @@ class Studies:
     """A storage of Optuna's with a study per problem. Raises StudyError for one that cannot be used."""
 
     def __init__(self, location: str | Path, *, database: Path | URL | None = None) -> None:
-        """location: a file, which is made, or a URL of SQLAlchemy. database: of the tuning, which is refused."""
+        """location: a file, which is made, or a URL. database: the tuning's, which is refused."""
         self.location = str(location)
         self._storage = _opened(self.location, database)
         self._studies: dict[str, optuna.Study] = {}
@@ -67,7 +67,7 @@ class Studies:
             others = optuna.get_all_study_names(self._storage)
         if others and not set(names) & set(others):
             raise StudyError(
-                f"{self.location}: it has the study of {shown(others[0])}; give another file for {next(iter(names))}"
+                f"study {self.location} is of {shown(others[0])}; give another file for {next(iter(names))}"
             )
 
     def begin(self, study: optuna.Study) -> None:
@@ -83,7 +83,7 @@ class Studies:
             for key, value in study.user_attrs.items():
                 if key in _SAME and attributes.get(key, None if trials else value) != value:
                     raise StudyError(
-                        f"{self.location}: the study {shown(name)} is of {_SAME[key]}"
+                        f"study {self.location}: {shown(name)} is of {_SAME[key]}"
                         f"{shown(attributes.get(key, 'another program'))}, not of {value}; give another file"
                     )
                 if attributes.get(key) != value:
@@ -142,7 +142,7 @@ def _translated(location: str) -> Iterator[None]:
                 f"study {_hidden(location)} is locked by another process; wait for it to end"
             ) from None
         raise StudyError(
-            f"study {_hidden(location)} cannot be used ({text}); give a file, or a URL such as sqlite:///study.db"
+            f"study {_hidden(location)} cannot be used ({text}); give a file, or a URL as sqlite:///study.db"
         ) from None
 
 
