@@ -163,6 +163,16 @@ def test_a_sampler_of_infeasible_points_ends_and_says_which_rule_it_was() -> Non
     assert str(sum(t.state == TrialState.PRUNED for t in study.study.trials)) in study.note
 
 
+class Broken(Largest):
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        raise RuntimeError("no idea")
+
+
+def test_a_sampler_that_raises_is_named() -> None:
+    with pytest.raises(SpaceError, match="the sampler Broken failed: no idea"):
+        run(study_of_landscape(sampler=Broken()))
+
+
 def test_two_families_are_one_study_for_any_sampler() -> None:
     study = run(study_of_landscape(("cute_sm90", "triton_tma"), trials=60, sampler=quiet("tpe")))
     families = [t.params["family"] for t in study.trials if t.params["family"] != "cublaslt"]

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.space import Candidate, Value
+from tunegemm.errors import SpaceError, one_line
 from tunegemm.generate.feasibility import Verdict
 from tunegemm.search.search import Search, StageName, launches_around
 
@@ -80,7 +81,11 @@ class Delegate:
         """
         if not self._distributions:
             return None
-        trial = self._learned().ask(self._distributions)
+        try:
+            trial = self._learned().ask(self._distributions)
+        except Exception as error:  # a sampler may be anybody's
+            name = type(self._sampler).__name__
+            raise SpaceError(f"the sampler {name} failed: {one_line(error, 200)}; use another") from error
         self.suggestions += 1
         point = self._decode(trial.params)
         search = self._searches[point.family]

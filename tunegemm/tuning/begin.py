@@ -121,7 +121,10 @@ def start_search(
             listed = lists.compile_values.get(name) or lists.launch_values.get(name, ())
             if value not in listed:
                 return Verdict("values", f"{name} {value} is none of {', '.join(map(str, listed))}")
-        return families.get(point.family).check(problem, point, device)
+        found = families.get(point.family).check(problem, point, device)
+        if found and recorded is not None and point not in recorded:
+            return Verdict("recorded", f"{device.spec} has no time of it")
+        return found
 
     def features(candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         return opinions(problem, candidates, device)

@@ -7,6 +7,7 @@ chooses the record). What is passed between them is plain data.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -175,13 +176,18 @@ class Tuner:
                 if not self.compiled_only:
                     self.pool.start()
                 self._begin_to_compile(problem, effort, trials)
-                read_texts()  # remembered for the search: a tenth of a second while the worker is busy
+                # While the worker is busy: Optuna's import, 0.25 s, and what the search remembers.
+                importlib.import_module("tunegemm.search.roofline")
+                read_texts()
             library, measured = first.result()
             search = start_search(
                 state, self.kernels, library,
                 recorded=measurer.recorded(problem), compiled=self._compiled(),
                 ready=self._ready(problem, effort), effort=effort, limit=trials, seed=self._seed,
+                sampler=sampler_of(self._sampler, seed=self._seed),
             )  # fmt: skip
+            if self._studies is not None:
+                self._studies.begin(search.study)
             state.compile_ahead(search.planned_screen())
             _tell(search, state, measured)
             if following is not None and self.device.is_real and not self.compiled_only:
