@@ -9,6 +9,7 @@ behind after 32 trials where it was 1.2 % behind so (median of six sweeps of an 
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,16 +19,15 @@ from typing import TYPE_CHECKING, Any
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError, one_line
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.search.search import Search, StageName, launches_around
+from tunegemm.search.search import Search, StageName
 
 if TYPE_CHECKING:
-    import numpy as np
     import optuna
 
 #: The parameter that tells families apart.
 FAMILY = "family"
-#: Kernels that are looked at for one with a launch that was not tried yet.
-_NEAR_KERNELS = 8
+#: Kernels, and launches of them, that are looked at for one that was not tried yet.
+_NEAR_KERNELS, _NEAR_LAUNCHES = 32, 4000
 #: Suggestions in a row that come to nothing new before a search by a sampler alone is ended.
 _MAX_SKIPS = 100
 #: Suggestions before their values are needed, as many as a full search explores with.
@@ -154,15 +154,7 @@ class Delegate:
 
     def _nearest(self, point: Candidate, params: Mapping[str, Any]) -> Candidate | None:
         search = self._searches[point.family]
-        for kernel in self._kernels.near(point.family, params):
-            values = {name: point[name] for name in search.launch_values}
-            wanted = kernel.with_launch(**values) if values else kernel
-            for launch in launches_around(wanted, search.launch_values):
-                if search.is_open(launch):
-                    return launch
-            if search.is_open(kernel):
-                return kernel
-        return None
+        return next(filter(search.is_open, self._kernels.near(point.family, params)), None)
 
     def _encode(self, candidate: Candidate) -> dict[str, Any] | None:
         return self._kernels.encode(candidate)
@@ -270,7 +262,7 @@ class _Kernels:
         self._lists = {name: listed for name, listed in lists.items() if len(listed) > 1}
         self._places = {name: {v: i for i, v in enumerate(listed)} for name, listed in self._lists.items()}
         self._ordered = {name: is_ordered(listed) for name, listed in self._lists.items()}
-        self.distributions: dict[str, optuna.distributions.BaseDistribution] = {}
+        self.distributions: dict[str, Any] = {}
         if len(searches) > 1:
             names = [search.family for search in searches]
             self.distributions[FAMILY] = optuna.distributions.CategoricalDistribution(names)
@@ -281,7 +273,8 @@ class _Kernels:
                 else optuna.distributions.CategoricalDistribution(listed)
             )
         self._ranked = {search.family: list(search.ranked) for search in searches}
-        self._launch = {search.family: set(search.launch_values) for search in searches}
+        self._launch = {search.family: dict(search.launch_values) for search in searches}
+        self._grids: dict[str, list[dict[str, Value]]] = {}
         self._features: dict[Candidate, dict[str, float]] = {}
         if features is not None and any(self._ranked.values()):
             kernels = [kernel for ranked in self._ranked.values() for kernel in ranked]
@@ -293,7 +286,7 @@ class _Kernels:
                     self.distributions[name] = optuna.distributions.FloatDistribution(low, high)
                     for kernel, value in zip(kernels, column, strict=True):
                         self._features.setdefault(kernel.kernel, {})[name] = float(value)
-        self._columns: dict[str, np.ndarray[Any, Any]] = {}
+        self._columns: dict[str, tuple[Any, Any]] = {}
         self._numpy = numpy
 
     def encode(self, candidate: Candidate) -> dict[str, Any] | None:
@@ -316,20 +309,48 @@ class _Kernels:
         return params
 
     def near(self, family: str, params: Mapping[str, Any]) -> Iterator[Candidate]:
-        """The family's kernels nearest to a point; of equally near ones the first in rank."""
+        """Launches of the family's kernels that are nearest to a point, the nearest first; of equally near
+        ones that of the kernel which is first in rank.
+        """
         numpy = self._numpy
         names = [n for n in self.distributions if n != FAMILY and n not in self._launch[family]]
+        launched = [n for n in self.distributions if n in self._launch[family]]
         if family not in self._columns:
             rows = [self.encode(kernel) or {} for kernel in self._ranked[family]]
-            self._columns[family] = numpy.array(
-                [[self._number(n, row.get(n)) for n in names] for row in rows]
+            grid = [
+                dict(zip(self._launch[family], values, strict=True))
+                for values in itertools.product(*self._launch[family].values())
+            ]
+            encoded = [self._encoded(launch) for launch in grid]
+            self._columns[family] = (
+                numpy.array([[self._number(n, row.get(n)) for n in names] for row in rows]),
+                numpy.array([[self._number(n, row.get(n)) for n in launched] for row in encoded]),
             )
+            self._grids[family] = grid
+        kernels, launches = self._columns[family]
+        of_kernels = self._distance(names, kernels, params)
+        nearest = numpy.argsort(of_kernels, kind="stable")[:_NEAR_KERNELS]
+        together = of_kernels[nearest][:, None] + self._distance(launched, launches, params)[None, :]
+        for place in numpy.argsort(together, axis=None, kind="stable")[:_NEAR_LAUNCHES]:
+            kernel, launch = divmod(int(place), together.shape[1])
+            yield self._ranked[family][int(nearest[kernel])].with_launch(**self._grids[family][launch])
+        for kernel in nearest:
+            yield self._ranked[family][int(kernel)]
+
+    def _distance(self, names: list[str], columns: Any, params: Mapping[str, Any]) -> Any:
+        """Of each row to a point: numbers by their places, as a part of the list, words by being the same."""
+        numpy = self._numpy
+        if not names:
+            return numpy.zeros(len(columns))
         point = numpy.array([self._number(name, params[name]) for name in names])
-        steps = numpy.abs(self._columns[family] - point)
+        steps = numpy.abs(columns - point)
         scale = numpy.array([self._scale(name) for name in names])
-        distance = numpy.where(scale > 0, steps / numpy.maximum(scale, 1e-12), steps != 0).sum(axis=1)
-        order = numpy.argsort(distance, kind="stable")[:_NEAR_KERNELS]
-        return iter([self._ranked[family][int(place)] for place in order])
+        return numpy.where(scale > 0, steps / numpy.maximum(scale, 1e-12), steps != 0).sum(axis=1)
+
+    def _encoded(self, launch: Mapping[str, Value]) -> dict[str, Any]:
+        return {
+            n: self._places[n][v] if self._ordered[n] else v for n, v in launch.items() if n in self._lists
+        }
 
     def _number(self, name: str, value: Any) -> float:
         if value is None:

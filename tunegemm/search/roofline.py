@@ -34,7 +34,7 @@ class Order(Protocol):
     def tell(self, candidate: Candidate, value: float | None) -> None: ...
 
 
-class OrderedSampler(BaseSampler):  # type: ignore[misc]
+class OrderedSampler(BaseSampler):
     """Suggests the candidates of an order, one a trial; where it has none, another sampler does."""
 
     def __init__(
@@ -104,7 +104,7 @@ class OrderedSampler(BaseSampler):  # type: ignore[misc]
 
     def __getstate__(self) -> Mapping[str, Any]:
         """Without the order, which knows kernels of this process: a study that is kept needs it no more."""
-        lost = {"_order": None, "_waiting": deque(), "_given": {}, "_worth": {}}
+        lost: dict[str, Any] = {"_order": None, "_waiting": deque(), "_given": {}, "_worth": {}}
         return self.__dict__ | lost | {"_make_beyond": functools.partial(explorer, None)}
 
 

@@ -33,8 +33,9 @@ _CLUSTER = ("cluster_m", "cluster_n")
 _CLUSTERS_PER_TILE = 3
 #: Rasterization, where a family has both: which mode first, and how many tiles of the other at a time.
 _RASTER, _SWIZZLE = "raster_order", "swizzle_size"
-#: Suggestions per batch of the exploring stage: the sampler learns between batches only.
-_EXPLORE_BATCH = 12
+#: Suggestions per batch of the exploring stage: the sampler learns between batches only, and finds less by
+#: suggestions that it has to make blindly.
+_EXPLORE_BATCH = 4
 
 
 class Explorer(Protocol):

@@ -51,7 +51,7 @@ class StudySpace:
             name: in_order(values) for name, values in sorted(lists.items())
         }
         self._library = {candidate: place for place, candidate in enumerate(library)}
-        self._known: dict[str, BaseDistribution] = {}
+        self._known: dict[str, Any] = {}
 
     @property
     def digest(self) -> str:
@@ -96,7 +96,7 @@ class StudySpace:
             )
         return next((one for one, place in self._library.items() if place == params.get(ALGORITHM)), None)
 
-    def _distribution(self, name: str) -> BaseDistribution:
+    def _distribution(self, name: str) -> Any:
         if name not in self._known:
             from optuna.distributions import CategoricalDistribution, IntDistribution
 
