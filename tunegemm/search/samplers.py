@@ -52,7 +52,7 @@ def sampler_of(sampler: Sampler | None, *, seed: int) -> optuna.samplers.BaseSam
         name, packages = _OPTUNAS[sampler]
         for package in packages:
             if importlib.util.find_spec(package) is None:
-                raise SpaceError(f"sampler {sampler} needs {package}: pip install {package}")
+                raise SpaceError(f"sampler {sampler} needs {package}: pip install 'tunegemm[samplers]'")
         import optuna
 
         return _made(getattr(optuna.samplers, name), sampler, seed)
