@@ -1,17 +1,16 @@
 """Compares search strategies on recorded sweeps: how far behind the best is the best of the first candidates?
 
     python -m benchmarks.search                                   # results/h200/search.json
-    python -m benchmarks.search --recorded h100-drawn --strategies random,model,quick --seeds 3
+    python -m benchmarks.search --recorded h100-drawn --strategies chance,model,roofline --seeds 3
 
 Every strategy may ask for the recorded candidates of one family and gets the recorded ratio to torch.mm; no
 GPU is used. *Regret* after a number of them is what their best lacks to the best of the whole sweep, as a
 part of that. Sweeps named NAME-steady were timed in steady state.
 
-- random: a uniform draw without repeats
+- chance: a uniform draw without repeats
 - model: the model's order, cycles and energy in turn, each kernel at its recorded launches
-- quick: `tunegemm.search.Search`, as `tunegemm tune` runs it; the rest is by the model's order
-- optuna-tpe, optuna-gp: Optuna's samplers with their defaults, over the same value lists. A suggestion that
-  is not recorded stands for the recorded candidate that differs from it in the fewest parameters
+- roofline, tpe, gp, random, cmaes: `tunegemm tune --sampler` of that name: a study of the effort quick with
+  as many trials as are compared, asked by the same door as in a tuning. roofline is the default
 - kt-NAME: strategies of kernel_tuner (extra `fit`) in its simulation mode, with its defaults
 """
 
@@ -30,19 +29,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import command_line, problem_fields
+from benchmarks.results import command_line, problem_fields, results_path
 from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import model
+from tunegemm.generate.feasibility import Verdict
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
 from tunegemm.measure.sweeps import Sweep
-from tunegemm.search import Search, first_of_each_kernel
-from tunegemm.search.sampler import quiet_optuna
+from tunegemm.search import Portfolio, Search, first_of_each_kernel
+from tunegemm.search.samplers import NAMES, sampler_of
+from tunegemm.search.space import StudySpace
+from tunegemm.search.study import ProblemStudy
+from tunegemm.tuning.begin import opinions
+from tunegemm.tuning.efforts import EFFORTS
 
-COUNTS = (8, 16, 32)
+COUNTS = (8, 16, 32, 64)
 STEADY = "-steady"
 #: Sweeps that everybody may replay, and those that only searches are compared on.
 FOLDERS = ("db/sweeps", "benchmarks/sweeps")
@@ -70,40 +74,33 @@ def by_model(problem: Problem, values: Values, device: Device, seed: int) -> Ite
     yield from (one.candidate for one in model.in_turn(model.rank(problem, values, device)))
 
 
-def by_quick(problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    order = list(by_model(problem, values, device, seed))
-    launch_names = {name for candidate in values for name, _ in candidate.launch_params}
-    launches = {name: listed for name, listed in value_lists(values).items() if name in launch_names}
-    search = Search(
-        first_of_each_kernel(order), launches, allowed=values.__contains__, effort="quick", seed=seed
-    )
-    asked = set()
-    while batch := search.ask():
+def by_sampler(name: str, problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
+    """What a study asks for, as in a tuning."""
+    study = study_of_sweep(problem, values, device, sampler=name, trials=max(COUNTS), seed=seed)
+    while batch := study.ask():
         for candidate in batch:
-            asked.add(candidate)
             yield candidate
-            search.tell(candidate, values[candidate])
-    yield from (candidate for candidate in order if candidate not in asked)
+            study.tell(candidate, values[candidate])
 
 
-def by_optuna(name: str, problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    import optuna
-
-    samplers = {"tpe": optuna.samplers.TPESampler, "gp": optuna.samplers.GPSampler}
-    lists = {parameter: listed for parameter, listed in value_lists(values).items() if len(listed) > 1}
-    choices: dict[str, optuna.distributions.BaseDistribution] = {
-        p: optuna.distributions.CategoricalDistribution(listed) for p, listed in lists.items()
-    }
-    left = {candidate: {p: candidate.params.get(p) for p in lists} for candidate in values}
-    with quiet_optuna():
-        study = optuna.create_study(direction="maximize", sampler=samplers[name](seed=seed))
-        while left:
-            suggested = study.ask(choices).params
-            candidate = min(left, key=lambda one: sum(left[one][p] != suggested[p] for p in lists))
-            params = {p: value for p, value in left.pop(candidate).items() if value in lists[p]}
-            yield candidate
-            if (value := values[candidate]) is not None and len(params) == len(lists):
-                study.add_trial(optuna.trial.create_trial(params=params, distributions=choices, value=value))
+def study_of_sweep(
+    problem: Problem, values: Values, device: Device, *, sampler: str, trials: int, seed: int = 0
+) -> ProblemStudy:
+    """The study of a tuning that has the recorded candidates of one family, and no others."""
+    order = list(by_model(problem, values, device, seed))
+    lists = value_lists(values)
+    launch_names = {name for candidate in values for name, _ in candidate.launch_params}
+    plan = EFFORTS["quick"].plan
+    search = Search(
+        first_of_each_kernel(order), {name: lists[name] for name in lists if name in launch_names}, plan,
+        allowed=values.__contains__, trials=trials,
+    )  # fmt: skip
+    return ProblemStudy(
+        Portfolio([search], plan), StudySpace([], candidates=values),
+        verdict=lambda point: Verdict("recorded", f"{point} is not in the recording"),
+        features=lambda candidates: opinions(problem, candidates, device),
+        sampler=sampler_of(sampler, seed=seed), seed=seed,
+    )  # fmt: skip
 
 
 def by_kernel_tuner(
@@ -163,14 +160,13 @@ def _recorded_only(names: list[str], points: list[tuple[Value, ...]]) -> Any:
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "random": by_chance,
+    "chance": by_chance,
     "model": by_model,
-    "quick": by_quick,
-    **{f"optuna-{name}": lambda *given, name=name: by_optuna(name, *given) for name in ("tpe", "gp")},
+    **{name: lambda *given, name=name: by_sampler(name, *given) for name in NAMES},
     **{f"kt-{name}": lambda *given, name=name: by_kernel_tuner(name, *given) for name in OF_KERNEL_TUNER},
 }
-#: Seeds of strategies that ask for the same whatever the seed, and of one that takes a minute for a sweep.
-_SEEDS = {"model": 1, "quick": 1, "optuna-gp": 2}
+#: Seeds of the strategy that asks for the same whatever the seed, and of those whose asks take 0.3 s.
+_SEEDS = {"model": 1, "roofline": 2, "gp": 2}
 
 
 def value_lists(candidates: Values) -> dict[str, tuple[Value, ...]]:
@@ -233,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", type=int, default=10, help="of strategies by chance (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, help="folder of search.json (default: results/NAME)")
+    parser.add_argument("--out", type=Path, help="folder of search.json (default: that of the GPU)")
     options = parser.parse_args(arguments)
     try:
         run(options)
@@ -244,27 +240,31 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises TunegemmError for a strategy that is none, and where no sweep has the family."""
+    """Writes after every sweep; rows of other strategies stay, so that they can run one by one.
+
+    Raises TunegemmError for a strategy that is none, and where no sweep has the family.
+    """
     names = options.strategies.split(",")
     for name in names:
         if name not in STRATEGIES:
             raise TunegemmError(f"--strategies {name}: use {', '.join(STRATEGIES)}")
-    rows: list[dict[str, Any]] = []
-    told: dict[str, Any] = {}
     root = _root(options)
-    for recorded in (options.recorded, options.recorded + STEADY):
-        if recorded.endswith(STEADY) and not (root / recorded).is_dir():
-            continue
-        replay = open_replay(recorded, root=root)
+    replays = {"interleaved": open_replay(options.recorded, root=root)}
+    if (root / (options.recorded + STEADY)).is_dir():
+        replays["steady"] = open_replay(options.recorded + STEADY, root=root)
+    device = replays["interleaved"].device
+    path = results_path(options.out, device, "search.json")
+    rows = _rows_of_before(path)
+    told = False
+    for timing, replay in replays.items():
         for problem in replay.problems():
             sweep = replay.sweep(problem)
             values = recorded_values(sweep, options.family)
             if not any(values.values()):
                 continue
-            told = told or {"gpu": replay.device.name, "driver": sweep.fingerprint.driver}
+            told = True
             of_sweep = problem_fields(problem) | {
-                "timing": "steady" if recorded.endswith(STEADY) else "interleaved",
-                "recorded": sweep.recorded_at[:10], "candidates": len(values),
+                "timing": timing, "recorded": sweep.recorded_at[:10], "candidates": len(values)
             }  # fmt: skip
             for name in names:
                 seeds = range(min(options.seeds, _SEEDS.get(name, options.seeds)))
@@ -278,24 +278,44 @@ def run(options: argparse.Namespace) -> None:
                 by_count = {
                     str(count): list(one) for count, one in zip(COUNTS, zip(*found, strict=True), strict=True)
                 }
-                rows.append(of_sweep | {"strategy": name, "regret": by_count})
-            print(f"{problem}, {of_sweep['timing']}, {len(values)} candidates", flush=True)
-    if not rows:
+                row = of_sweep | {"strategy": name, "regret": by_count}
+                rows = [one for one in rows if _place(one) != _place(row)] + [row]
+            print(f"{problem}, {timing}, {len(values)} candidates", flush=True)
+            write(path, rows, {"gpu": device.name, "driver": sweep.fingerprint.driver})
+    if not told:
         raise TunegemmError(f"no sweep of {options.recorded} has a measured candidate of {options.family}")
-    strategies = summary(rows)
-    for one in strategies:
+    for one in summary(rows):
         print(*one.values())
+    print(f"written: {path}")
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What there is one row of."""
+    return tuple(value for name, value in row.items() if name not in ("regret", "recorded", "candidates"))
+
+
+def _rows_of_before(path: Path) -> list[dict[str, Any]]:
+    """Of strategies that there are still, as far as they were compared after as many candidates."""
+    if not path.exists():
+        return []
+    wanted = {str(count) for count in COUNTS}
+    rows = json.loads(path.read_text())["rows"]
+    return [row for row in rows if row["strategy"] in STRATEGIES and row["regret"].keys() == wanted]
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]], told: Mapping[str, str]) -> None:
+    """Rows in the order of the strategies, and what sums them up."""
+    order = list(STRATEGIES)
+    ordered = sorted(rows, key=lambda row: (row["timing"], order.index(row["strategy"])))
     versions = {name: package_version(name) for name in ("tunegemm", "optuna", "kernel_tuner")}
     head = {
         "command": command_line(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds"), **told,
         "packages": {name: version for name, version in versions.items() if version}, "method": METHOD,
     }  # fmt: skip
-    path = (options.out or Path(__file__).parent / "results" / options.recorded) / "search.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    entries = f'"strategies": {json.dumps(strategies, indent=1)},\n"rows": [\n{lines}\n]'
+    lines = ",\n".join(json.dumps(row) for row in ordered)
+    entries = f'"strategies": {json.dumps(summary(ordered), indent=1)},\n"rows": [\n{lines}\n]'
     path.write_text(f'{{"meta": {json.dumps(head)},\n{entries}}}\n')
-    print(f"written: {path}")
 
 
 def _root(options: argparse.Namespace) -> Path:

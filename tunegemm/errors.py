@@ -18,6 +18,7 @@
     ├── OperationError    a chosen kernel that cannot run, or a workspace that does not do
     ├── ClusterError      a Ray cluster that cannot be reached or used
     ├── MeasureError      the measuring worker itself cannot work (one failed candidate is a Failure)
+    ├── StudyError        a study of Optuna's that is locked, of another problem, or a tuning database
     └── DatabaseError     a database that cannot be opened, read or written
 
 What goes wrong with *one candidate* is data, not an exception: see `tunegemm.measure.outcome.Failure`.
@@ -112,6 +113,10 @@ class ClusterError(TunegemmError):
 
 class MeasureError(TunegemmError):
     """The measuring worker cannot work at all, for example because the GPU went away."""
+
+
+class StudyError(TunegemmError):
+    """A study of Optuna's that is locked, of another problem or space, or a tuning database."""
 
 
 class DatabaseError(TunegemmError):

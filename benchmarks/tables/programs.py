@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -94,12 +95,19 @@ def search(results: Path) -> str:
     lines = [
         [
             one["strategy"], one["timing"], str(one["sweeps"]),
-            *(f"{one[f'median_{count}']:.2%} / {one[f'ninth_{count}']:.2%}" for count in (8, 16, 32)),
+            *(_regret(one, count) for count in (8, 16, 32, 64)),
         ]
         for one in data["strategies"]
     ]  # fmt: skip
-    header = ["strategy", "timing", "sweeps", "after 8", "after 16", "after 32"]
+    header = ["strategy", "timing", "sweeps", "after 8", "after 16", "after 32", "after 64"]
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+
+
+def _regret(one: Mapping[str, Any], count: int) -> str:
+    """Median and ninth decile; a dash where an older run did not go so far."""
+    if f"median_{count}" not in one:
+        return "-"
+    return f"{one[f'median_{count}']:.2%} / {one[f'ninth_{count}']:.2%}"
 
 
 def campaign(results: Path) -> str:

@@ -44,7 +44,7 @@ def test_compares_strategies(tmp_path: Path) -> None:
     write_sweep(
         tmp_path, "h200-steady", device, problem, rows[:20], recorded_at=datetime.now(UTC), command="x"
     )
-    strategies = "random,model,quick,optuna-tpe" + (",kt-genetic_algorithm" if KERNEL_TUNER else "")
+    strategies = "chance,model,roofline,tpe" + (",kt-genetic_algorithm" if KERNEL_TUNER else "")
     command = [
         sys.executable,
         "-m",
@@ -69,11 +69,18 @@ def test_compares_strategies(tmp_path: Path) -> None:
     for row in told["rows"]:
         for asked in zip(*row["regret"].values(), strict=True):
             assert list(asked) == sorted(asked, reverse=True) and asked[-1] >= 0, "more never find less"
-    by_chance, by_quick = (
-        next(one for one in told["strategies"] if one["strategy"] == name) for name in ("random", "quick")
+    by_chance, by_default = (
+        next(one for one in told["strategies"] if one["strategy"] == name) for name in ("chance", "roofline")
     )
-    assert by_quick["median_32"] == 0.0 < by_chance["median_8"]
+    assert by_default["median_32"] == 0.0 < by_chance["median_8"]
+    again = subprocess.run(
+        [*command, "--strategies", "random"], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr
+    kept = json.loads((tmp_path / "search.json").read_text())["rows"]
+    assert {row["strategy"] for row in kept} == {*names, "random"}, "one strategy after the other"
+    assert [row for row in kept if row["strategy"] != "random"] == told["rows"]
     unknown = subprocess.run(
         [*command, "--strategies", "luck"], cwd=ROOT, env=environment(), capture_output=True, text=True
     )
-    assert unknown.returncode == 2 and unknown.stderr.startswith("--strategies luck: use random")
+    assert unknown.returncode == 2 and unknown.stderr.startswith("--strategies luck: use chance")

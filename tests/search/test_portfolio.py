@@ -5,14 +5,15 @@ import pytest
 from tests.search.test_search import LAUNCHES, kernels, truth
 from tunegemm.describe.space import Candidate
 from tunegemm.search import Portfolio, Search
-from tunegemm.search.budget import Effort
+from tunegemm.tuning.efforts import EFFORTS, Effort
 
+QUICK, FULL = EFFORTS["quick"].plan, EFFORTS["full"].plan
 LIBRARY = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
 
 
 def search(family: str, **arguments: object) -> Search:
     ranked = [Candidate(family, c.compile_params, c.launch_params) for c in kernels()]
-    return Search(ranked, LAUNCHES, trials=40, **arguments)  # type: ignore[arg-type]
+    return Search(ranked, LAUNCHES, QUICK, trials=40, **arguments)  # type: ignore[arg-type]
 
 
 def run(portfolio: Portfolio, speed: dict[str, float]) -> dict[str, int]:
@@ -31,7 +32,7 @@ def run(portfolio: Portfolio, speed: dict[str, float]) -> dict[str, int]:
 
 
 def portfolio() -> Portfolio:
-    return Portfolio([search("cute_sm90", library=[]), search("triton_tma"), search("cute_sm80")])
+    return Portfolio([search("cute_sm90", library=[]), search("triton_tma"), search("cute_sm80")], FULL)
 
 
 def test_a_family_that_is_far_behind_costs_its_first_round() -> None:
@@ -53,7 +54,7 @@ def test_a_quick_search_leaves_a_family_that_the_first_one_has_passed() -> None:
     """
 
     def asked(first: float, effort: Effort, second: float = 1.0) -> int:
-        searches = Portfolio([search("cute_sm90"), search("triton_tma")], effort)
+        searches = Portfolio([search("cute_sm90"), search("triton_tma")], EFFORTS[effort].plan)
         counts = {"cute_sm90": 0, "triton_tma": 0}
         while batch := searches.ask():
             for candidate in batch:
@@ -87,13 +88,15 @@ def test_the_plan_is_what_is_asked() -> None:
 
 
 def test_library_comes_with_the_first_search_and_counts_for_nothing() -> None:
-    one = Portfolio([search("cute_sm90", library=[LIBRARY])])
+    one = Portfolio([search("cute_sm90", library=[LIBRARY])], FULL)
     assert one.trials == 40
     assert run(one, {"cute_sm90": 1.0, "cublaslt": 1.0}) == {"cute_sm90": 40, "cublaslt": 1}
 
 
 def test_library_alone() -> None:
-    assert run(Portfolio([Search([], {}, library=[LIBRARY])]), {"cublaslt": 1.0}) == {"cublaslt": 1}
+    assert run(Portfolio([Search([], {}, QUICK, library=[LIBRARY])], FULL), {"cublaslt": 1.0}) == {
+        "cublaslt": 1
+    }
 
 
 def test_trials_are_those_that_are_sure() -> None:
@@ -104,7 +107,9 @@ def test_trials_are_those_that_are_sure() -> None:
 def test_small_budgets_give_each_family_one_candidate(trials: int) -> None:
     def small(family: str) -> Search:
         ranked = [Candidate(family, c.compile_params, c.launch_params) for c in kernels()]
-        return Search(ranked, LAUNCHES, trials=trials)
+        return Search(ranked, LAUNCHES, QUICK, trials=trials)
 
-    asked = run(Portfolio([small("cute_sm90"), small("triton_tma")]), {"cute_sm90": 1.0, "triton_tma": 0.5})
+    asked = run(
+        Portfolio([small("cute_sm90"), small("triton_tma")], FULL), {"cute_sm90": 1.0, "triton_tma": 0.5}
+    )
     assert asked == {"cute_sm90": trials, "triton_tma": 1}

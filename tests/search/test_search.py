@@ -14,13 +14,32 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError
 from tunegemm.generate import model
 from tunegemm.generate.families import load_space
+from tunegemm.generate.feasibility import FEASIBLE
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
-from tunegemm.search import Search, budget_for, first_of_each_kernel
-from tunegemm.search.sampler import Sampler
+from tunegemm.search import Search, first_of_each_kernel
+from tunegemm.search.delegate import Delegate, quiet_optuna
+from tunegemm.tuning.efforts import EFFORTS, Effort, profile
 
 LAUNCHES = {"raster_order": ("along_m", "along_n"), "swizzle_size": (1, 2, 4, 8), "ctas": ("all", "balanced")}
 GRID = 16
+
+
+def search_of(ranked, launches, *, effort: Effort = "quick", seed: int = 0, **options) -> Search:
+    """A search that explores by Optuna's TPE, which takes milliseconds."""
+    search = Search(ranked, launches, EFFORTS[effort].plan, **options)
+
+    def explorer() -> Delegate:
+        import optuna
+
+        with quiet_optuna():
+            tpe = optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True
+            )
+        return Delegate(tpe, [search], verdict=lambda point: FEASIBLE, reject=lambda point, verdict: None)
+
+    search.make_explorer = explorer
+    return search
 
 
 def kernels() -> list[Candidate]:
@@ -82,14 +101,14 @@ def run(search: Search, value=truth, count: int = 24) -> list[Candidate]:
 )
 def test_spends_its_budget_on_distinct_candidates(effort, trials) -> None:
     ranked = kernels()
-    asked = run(Search(ranked, LAUNCHES, effort=effort))
+    asked = run(search_of(ranked, LAUNCHES, effort=effort))
     assert len(asked) == len(set(asked)) == trials
     assert {candidate.kernel for candidate in asked} <= {candidate.kernel for candidate in ranked}
 
 
 def test_launches_of_the_last_stage_are_known_before_it() -> None:
     """As far as what comes between leaves those in front that were."""
-    search = Search(sorted(kernels(), key=truth, reverse=True), LAUNCHES)
+    search = search_of(sorted(kernels(), key=truth, reverse=True), LAUNCHES)
     assert search.planned_launches() == [], "nothing leads yet"
     while batch := search.ask():
         first, last = search.stage == "screen", batch
@@ -113,14 +132,14 @@ def test_a_kernel_whose_rasterization_the_model_got_wrong_is_found() -> None:
 
     ranked = sorted(kernels(), key=truth, reverse=True)
     assert sum(truth(candidate) > 0.95 for candidate in ranked) > 20
-    search = Search(ranked, LAUNCHES, effort="full")
+    search = search_of(ranked, LAUNCHES, effort="full")
     run(search, crossed)
     assert search.best is not None and search.best[1] == 1.2
 
 
 def test_same_seed_and_values_give_the_same_asks() -> None:
     def asked(seed: int, **options) -> list[Candidate]:
-        return run(Search(shuffled(1), LAUNCHES, seed=seed, **options))
+        return run(search_of(shuffled(1), LAUNCHES, seed=seed, **options))
 
     runs = [asked(seed, effort="full", trials=108) for seed in (7, 7, 8)]
     assert runs[0] == runs[1]
@@ -132,7 +151,7 @@ def test_asks_do_not_depend_on_string_hashing() -> None:
     """Two processes with other hash seeds ask the same."""
     code = (
         "import json, sys; sys.path.insert(0, sys.argv[1]); import test_search as t;"
-        "search = t.Search(t.shuffled(1), t.LAUNCHES, effort='full', trials=50);"
+        "search = t.search_of(t.shuffled(1), t.LAUNCHES, effort='full', trials=50);"
         "print(json.dumps([c.digest for c in t.run(search)]))"
     )
     outputs = {
@@ -159,7 +178,7 @@ def test_finds_more_than_chance_under_a_blind_model() -> None:
     """The mean of the best, over seeds: random draws, and the full search with a shuffled ranking."""
     found = []
     for seed in range(5):
-        search = Search(shuffled(seed), LAUNCHES, effort="full", trials=108, seed=seed)
+        search = search_of(shuffled(seed), LAUNCHES, effort="full", trials=108, seed=seed)
         run(search)
         found.append(search.best[1])
     assert sum(found) / 5 > sum(drawn(seed, 108) for seed in range(5)) / 5 + 0.01
@@ -173,7 +192,7 @@ def test_a_quick_search_makes_much_of_a_fair_model() -> None:
         rng = random.Random(seed)
         guess = {kernel: truth(kernel) + rng.gauss(0, 0.05) for kernel in kernels()}
         ranked = sorted(guess, key=guess.__getitem__, reverse=True)
-        search = Search(ranked, LAUNCHES)
+        search = search_of(ranked, LAUNCHES)
         run(search)
         first.append(max(map(truth, ranked[:32])))
         found.append(search.best[1])
@@ -184,7 +203,7 @@ def test_a_quick_search_makes_much_of_a_fair_model() -> None:
 
 def test_exhaustive_takes_every_kernel_and_the_leaders_whole_grid() -> None:
     ranked = kernels()
-    search = Search(ranked, LAUNCHES, effort="exhaustive")
+    search = search_of(ranked, LAUNCHES, effort="exhaustive")
     asked = run(search, count=48)
     assert set(ranked) <= set(asked)
     assert len(asked) == len(ranked) + search.budget.leaders * (GRID - 1)
@@ -195,7 +214,7 @@ def test_exhaustive_takes_every_kernel_and_the_leaders_whole_grid() -> None:
 
 
 def test_refining_needs_no_further_kernel() -> None:
-    search = Search(kernels(), LAUNCHES)
+    search = search_of(kernels(), LAUNCHES)
     before: set[Candidate] = set()
     while batch := search.ask():
         if search.stage == "refine":
@@ -211,7 +230,7 @@ def shape(candidate: Candidate) -> tuple[object, ...]:
 
 def test_a_full_screen_trusts_the_model_and_then_spreads() -> None:
     ranked = sorted(kernels(), key=truth, reverse=True)
-    screen = Search(ranked, LAUNCHES, effort="full").ask(40)
+    screen = search_of(ranked, LAUNCHES, effort="full").ask(40)
     assert screen[:24] == ranked[:24]
     assert len(set(map(shape, screen[24:]))) == 16
 
@@ -219,7 +238,7 @@ def test_a_full_screen_trusts_the_model_and_then_spreads() -> None:
 def test_a_quick_screen_has_each_tile_once_and_varies_those_of_the_leaders() -> None:
     """Kernels that differ by their ring alone wait until their tile has shown what it can do."""
     ranked = sorted(kernels(), key=truth, reverse=True)
-    search = Search(ranked, LAUNCHES)
+    search = search_of(ranked, LAUNCHES)
     assert (search.budget.screen, search.budget.vary, search.budget.explore) == (14, 6, 0)
     screen = search.ask(40)
     best_of_tile = {shape(kernel): kernel for kernel in reversed(ranked)}
@@ -250,7 +269,7 @@ def test_quick_search_comes_within_a_percent_on_recorded_sweeps(every: int) -> N
         launches = sorted(ratios, key=Candidate.to_json)
         ranked = [p.candidate for p in model.in_turn(model.rank(problem, launches, replay.device))]
         values = load_space("cute_sm90").launch_values
-        search = Search(first_of_each_kernel(ranked), values, allowed=ratios.__contains__)
+        search = search_of(first_of_each_kernel(ranked), values, allowed=ratios.__contains__)
         while batch := search.ask():
             for candidate in batch:
                 search.tell(candidate, ratios[candidate])
@@ -263,7 +282,7 @@ def test_disallowed_launches_are_never_asked() -> None:
     def allowed(candidate: Candidate) -> bool:
         return candidate["swizzle_size"] != 8 and candidate["ctas"] == "all"
 
-    asked = run(Search(kernels(), LAUNCHES, allowed=allowed))
+    asked = run(search_of(kernels(), LAUNCHES, allowed=allowed))
     assert all(allowed(candidate) for candidate in asked)
     assert len(asked) == 32
 
@@ -271,22 +290,22 @@ def test_disallowed_launches_are_never_asked() -> None:
 @pytest.mark.parametrize(("effort", "trials"), [("quick", 32), ("full", 108)])
 def test_failures_teach_and_are_not_asked_again(effort, trials) -> None:
     """All of one tile fails: the budget is still spent, and nothing failed is a finalist."""
-    search = Search(kernels(), LAUNCHES, effort=effort, trials=trials)
+    search = search_of(kernels(), LAUNCHES, effort=effort, trials=trials)
     asked = run(search, lambda c: None if c["tile_m"] == 128 else truth(c))
     assert len(asked) == len(set(asked)) == trials
     assert all(candidate["tile_m"] != 128 for candidate in search.finalists(trials))
 
 
 def test_all_failing_ends() -> None:
-    search = Search(kernels(), LAUNCHES)
+    search = search_of(kernels(), LAUNCHES)
     assert len(run(search, lambda c: None)) == search.budget.screen, "nothing leads, so nothing is varied"
-    search = Search(kernels(), LAUNCHES, effort="full", trials=108)
+    search = search_of(kernels(), LAUNCHES, effort="full", trials=108)
     assert len(run(search, lambda c: None)) <= 80
     assert search.finalists(5) == [] and search.best is None
 
 
 def test_finalists_are_the_highest_values_first() -> None:
-    search = Search(kernels(), LAUNCHES, library=[Candidate.make("cublaslt", {"algo": 1})])
+    search = search_of(kernels(), LAUNCHES, library=[Candidate.make("cublaslt", {"algo": 1})])
     asked = run(search, lambda c: 2.0 if c.family == "cublaslt" else truth(c))
     finalists = search.finalists(6)
     assert finalists[0].family == "cublaslt"
@@ -299,7 +318,7 @@ def test_library_and_seeds_come_first_and_only_seeds_are_trials() -> None:
     seed_candidate = kernels()[100].with_launch(swizzle_size=4)
     foreign = Candidate.make("cute_sm90", {"tile_m": 7})
     asked = run(
-        Search(kernels(), LAUNCHES, library=library, seeds=[foreign, seed_candidate], trials=20),
+        search_of(kernels(), LAUNCHES, library=library, seeds=[foreign, seed_candidate], trials=20),
         lambda c: 1.0,
     )
     assert asked[:9] == [*library, seed_candidate]
@@ -308,47 +327,47 @@ def test_library_and_seeds_come_first_and_only_seeds_are_trials() -> None:
 
 def test_seeds_take_no_place_of_the_screen() -> None:
     """Ten kernels of an older release once kept a search from the one that was fastest now."""
-    blind, seeds = Search(kernels(), LAUNCHES), kernels()[-10:]
-    search = Search(kernels(), LAUNCHES, seeds=seeds)
+    blind, seeds = search_of(kernels(), LAUNCHES), kernels()[-10:]
+    search = search_of(kernels(), LAUNCHES, seeds=seeds)
     assert {*blind.planned_screen(), *seeds} == {*search.planned_screen()}
     assert search.budget.trials == blind.budget.trials + 10
-    assert Search(kernels(), LAUNCHES, seeds=seeds, trials=50).budget.trials == 50
+    assert search_of(kernels(), LAUNCHES, seeds=seeds, trials=50).budget.trials == 50
 
 
 def test_library_alone_is_a_search() -> None:
     library = [Candidate.make("cublaslt", {"algo": number}) for number in range(3)]
-    assert run(Search([], LAUNCHES, library=library), lambda c: 1.0) == library
+    assert run(search_of([], LAUNCHES, library=library), lambda c: 1.0) == library
 
 
 def test_known_results_are_learned_and_not_asked() -> None:
     ranked = shuffled(3)
     known = [(candidate, truth(candidate)) for candidate in sorted(ranked, key=truth)[-40:]]
     failed = [(ranked[0], None)]
-    search = Search(ranked, LAUNCHES, known=[*known, *failed])
+    search = search_of(ranked, LAUNCHES, known=[*known, *failed])
     asked = run(search)
     assert not {candidate for candidate, _ in known + failed} & set(asked)
     assert search.best[1] >= max(value for _, value in known)
-    blind = Search(ranked, LAUNCHES)
+    blind = search_of(ranked, LAUNCHES)
     run(blind)
     assert search.best[1] >= blind.best[1]
 
 
 def test_a_small_space_is_exhausted_without_repeats() -> None:
     ranked = kernels()[:3]
-    asked = run(Search(ranked, LAUNCHES, trials=1000))
+    asked = run(search_of(ranked, LAUNCHES, trials=1000))
     assert len(asked) == len(set(asked))
     assert set(ranked) <= set(asked) and len(asked) >= 2 * GRID
 
 
 def test_one_kernel_with_one_launch() -> None:
     only = kernels()[0]
-    assert run(Search([only], {"swizzle_size": (1,)})) == [only]
+    assert run(search_of([only], {"swizzle_size": (1,)})) == [only]
 
 
 @pytest.mark.parametrize("trials", [1, 2, 3, 7])
 def test_tiny_budgets(trials) -> None:
     """They go to the screen first: variants of a single tile would be all that is known."""
-    search = Search(kernels(), LAUNCHES, trials=trials)
+    search = search_of(kernels(), LAUNCHES, trials=trials)
     asked = run(search)
     assert len(asked) == trials
     assert len(set(map(shape, asked))) >= min(trials, 4) == search.budget.screen
@@ -357,19 +376,19 @@ def test_tiny_budgets(trials) -> None:
 @pytest.mark.parametrize("trials", [1, 10, 5000])
 def test_exhaustive_with_trials_stops_there(trials) -> None:
     ranked = kernels()
-    assert len(run(Search(ranked, LAUNCHES, effort="exhaustive", trials=trials), count=512)) == min(
+    assert len(run(search_of(ranked, LAUNCHES, effort="exhaustive", trials=trials), count=512)) == min(
         trials, len(ranked) + 8 * (GRID - 1)
     )
 
 
 def test_bad_arguments_name_the_value() -> None:
     with pytest.raises(SpaceError, match=r"'fast'.*quick, full, exhaustive"):
-        budget_for("fast", kernels=1, launches=1)
+        profile("fast")
     with pytest.raises(SpaceError, match="trials = 0"):
-        Search(kernels(), LAUNCHES, trials=0)
+        search_of(kernels(), LAUNCHES, trials=0)
     with pytest.raises(SpaceError, match="one family"):
-        Search([kernels()[0], Candidate.make("cublaslt", {"algo": 1})], LAUNCHES)
-    search = Search(kernels(), LAUNCHES)
+        search_of([kernels()[0], Candidate.make("cublaslt", {"algo": 1})], LAUNCHES)
+    search = search_of(kernels(), LAUNCHES)
     for value in (float("nan"), 0.0, -1.0, float("inf")):
         with pytest.raises(ValueError, match=str(value)):
             search.tell(kernels()[0], value)
@@ -378,23 +397,11 @@ def test_bad_arguments_name_the_value() -> None:
 def test_untold_candidates_do_not_block() -> None:
     """A batch whose values never come, as after a crash, costs that batch only."""
     for options, most in (({}, 32), ({"effort": "full", "trials": 108}, 80)):
-        search = Search(kernels(), LAUNCHES, **options)
+        search = search_of(kernels(), LAUNCHES, **options)
         total = 0
         while batch := search.ask():
             total += len(batch)
         assert 0 < total <= most and search.finalists(1) == []
-
-
-def test_sampler_is_drawn_to_good_points() -> None:
-    values = {"x": tuple(range(0, 200, 10)), "word": ("a", "b", "c"), "constant": (5,)}
-    sampler = Sampler(values, seed=0)
-    for x, word in itertools.product(values["x"], values["word"]):
-        candidate = Candidate.make("f", {"x": x, "word": word, "constant": 5})
-        sampler.tell(candidate, 1.0 / (1 + abs(x - 150)) + (word == "b"))
-    points = [sampler.suggest() for _ in range(30)]
-    assert all(set(point) == {"x", "word"} for point in points)
-    assert sum(point["word"] == "b" for point in points) > 20
-    assert sum(abs(point["x"] - 150) <= 40 for point in points) > 15
 
 
 def test_optuna_loads_on_first_use_only() -> None:
@@ -402,13 +409,14 @@ def test_optuna_loads_on_first_use_only() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_quick_search_never_loads_optuna() -> None:
-    """A tuning should begin to measure soon."""
+def test_the_order_of_a_quick_search_needs_no_optuna() -> None:
+    """It is planned ahead for the next product, while another one is measured."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import test_search as t;"
-        "t.run(t.Search(t.kernels(), t.LAUNCHES));"
+        "t.run(t.search_of(t.kernels(), t.LAUNCHES));"
         "assert 'optuna' not in sys.modules;"
-        "t.run(t.Search(t.kernels(), t.LAUNCHES, effort='full', trials=50)); assert 'optuna' in sys.modules"
+        "t.run(t.search_of(t.kernels(), t.LAUNCHES, effort='full', trials=50));"
+        "assert 'optuna' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], check=True)
 
@@ -421,7 +429,7 @@ def test_stored_launches_of_before_a_parameter_existed_are_completed() -> None:
         Candidate(c.family, c.compile_params, tuple((n, v) for n, v in c.launch_params if n in older))
         for c in ranked[:30]
     ]
-    search = Search(
+    search = search_of(
         ranked,
         LAUNCHES,
         seeds=before[:3],

@@ -11,7 +11,7 @@ from tests.tuning.planted import kernels, launches, measurement
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Measurement
-from tunegemm.search.budget import EFFORTS, Effort
+from tunegemm.tuning.efforts import EFFORTS, Effort
 from tunegemm.tuning.finalists import finalists
 
 ALGORITHMS = [Candidate.make("cublaslt", {"algorithm": number}) for number in range(8)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from benchmarks.sweep_files import write_sweep
@@ -32,7 +34,7 @@ from tests.tuning.planted import (
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import DeviceError, ProblemError, SpaceError
+from tunegemm.errors import DeviceError, ProblemError, SpaceError, StudyError
 from tunegemm.generate import families
 from tunegemm.generate.artifacts import Key, digest
 from tunegemm.generate.compile import CompileResult, Urgency
@@ -41,11 +43,11 @@ from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.policy import SCREEN, Policy
 from tunegemm.measure.statistics import tie
 from tunegemm.search import Portfolio
-from tunegemm.search.budget import Effort
 from tunegemm.store import Database
 from tunegemm.tuning import trials as tuning_trials
 from tunegemm.tuning import tuner as tuning
 from tunegemm.tuning.begin import start_search
+from tunegemm.tuning.efforts import Effort
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.tuner import Tuner, open_device, open_gpu
 
@@ -192,6 +194,57 @@ class TestEndedEarly:
         assert result.note == (
             "the budget of 0 s ended the search after 0 measurements; a larger one goes on"
         )
+
+
+class TestStudy:
+    """The search of a tuning is an Optuna study."""
+
+    def test_a_finished_tunings_study_holds_every_outcome(self, tuner: Tuner) -> None:
+        result = tuner.tune(PROBLEM, effort="exhaustive")
+        assert result.study is not None
+        trials = result.study.get_trials(deepcopy=False)
+        assert [t.user_attrs["candidate"] for t in trials if t.user_attrs["stage"] == "final"] != []
+        told = Counter(t.user_attrs["candidate"] for t in trials)
+        assert told == Counter(outcome.candidate.to_json() for outcome in result.outcomes)
+        by_state = Counter(trial.state.name for trial in trials)
+        failed = sum(isinstance(outcome, Failure) for outcome in result.outcomes)
+        assert by_state == {"COMPLETE": len(trials) - failed, "FAIL": failed}
+        measured = {
+            (o.candidate.to_json(), o.median_us) for o in result.outcomes if isinstance(o, Measurement)
+        }
+        found = {
+            (t.user_attrs["candidate"], t.user_attrs["microseconds"])
+            for t in trials
+            if t.state.name == "COMPLETE"
+        }
+        assert found == measured
+        assert result.study.user_attrs["problem"] == str(PROBLEM)
+
+    def test_another_sampler_prunes_by_the_families_rules(self, cache: Path, tmp_path: Path) -> None:
+        path = tmp_path / "study.log"
+        device = open_device("replay:h200")
+        with planted_tuner(
+            device, cache=cache, sampler="random", study=path, families=["cute_sm90"]
+        ) as tuner:
+            result = tuner.tune(PROBLEM, trials=6)
+        assert result.best is not None and result.study is not None
+        pruned = [t for t in result.study.trials if t.state.name == "PRUNED"]
+        assert pruned and all(t.user_attrs["rule"] and t.user_attrs["reason"] for t in pruned)
+        compiled = {outcome.candidate.to_json() for outcome in result.outcomes}
+        assert not compiled & {t.user_attrs["candidate"] for t in pruned}
+        own = {c for c in compiled if '"cute_sm90"' in c}
+        assert 0 < len(own) <= 6
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+        (kept,) = optuna.get_all_study_summaries(storage)
+        assert kept.n_trials == len(result.study.trials)
+
+    def test_what_is_no_sampler_or_no_study_is_refused_first(self, cache: Path, tmp_path: Path) -> None:
+        device = open_device("replay:h200")
+        with pytest.raises(SpaceError, match="'luck': use roofline, tpe"):
+            planted_tuner(device, cache=cache, sampler="luck")
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(StudyError, match="a folder"):
+            planted_tuner(device, cache=cache, study=tmp_path / "folder")
 
 
 def test_compiled_only_tries_what_the_store_holds(

@@ -135,6 +135,24 @@ def command(
     energy: Annotated[
         bool, typer.Option("--energy", help="Meter the finalists' energy, a second each, for min_energy.")
     ] = False,
+    sampler: Annotated[
+        str | None,
+        typer.Option(
+            "--sampler",
+            metavar="NAME",
+            help="Optuna sampler of the search: roofline (the default), tpe, gp, random, cmaes or "
+            "package.module:Class.",
+        ),
+    ] = None,
+    study: Annotated[
+        str | None,
+        typer.Option(
+            "--study",
+            metavar="FILE|URL",
+            help="Keep the Optuna study of each shape there, for optuna-dashboard: a journal file, or "
+            "sqlite:///FILE.",
+        ),
+    ] = None,
     top: Annotated[int, options.count_option("--top", "Rows to print per shape.")] = 10,
     quiet: Annotated[
         bool, typer.Option("-q", "--quiet", help="Print a line for each shape and nothing else.")
@@ -173,7 +191,12 @@ def command(
     how: dict[str, Any] = {
         "families": options.parse_families(families), "workers": workers, "seed": seed,
         "compiled_only": compiled_only, "energy": energy, "matching": options.parse_pattern(kernels),
+        "sampler": sampler, "study": study,
     }  # fmt: skip
+    if sampler is not None:
+        from tunegemm.search.samplers import check_sampler
+
+        check_sampler(sampler)  # before anything is begun
     with ExitStack() as stack:
         if ray is None and len(gpus) <= 1 and (device is None or device.startswith("cuda")):
             how["child"] = begin_to_measure(stack)
@@ -193,6 +216,8 @@ def command(
         if not (named or tuning.device.is_real or as_json or quiet):
             wanted = [*problems, *(demand.problem for demand in demands)]
             options.say(without_gpu(tuning.device, wanted, how["families"]), err=True)
+        if study is not None:
+            require_studies(tuning, study, database, [*problems, *(demand.problem for demand in demands)])
         if demands:
             lacking = {demand.problem: tuning.device.lacks_memory(demand.problem) for demand in demands}
             ended = tune_program(
@@ -305,10 +330,23 @@ def open_pool(
     database = stack.enter_context(Database.open(db))
     stack.enter_context(cluster.started_here(gpus) if ray is None else cluster.connected(ray))
     cluster.refuse_file(database.location)
+    if (study := how["study"]) is not None and "://" not in study:
+        cluster.refuse_file(Path(study))
     place = database.location
     location = str(place) if isinstance(place, Path) else place.render_as_string(hide_password=False)
     opening = functools.partial(cluster.worker_tuner, location, **how)
     return stack.enter_context(cluster.Pool(opening)), database
+
+
+def require_studies(
+    tuning: Tuner | Pool, location: str, database: Database | None, problems: Sequence[Problem]
+) -> None:
+    """Raises StudyError where studies cannot be kept there, or are those of other problems."""
+    from tunegemm.tuning.begin import study_name
+    from tunegemm.tuning.studies import Studies
+
+    with Studies(location, database=database.location if database is not None else None) as studies:
+        studies.require([study_name(problem, tuning.device) for problem in problems])
 
 
 def without_gpu(device: Device, problems: Sequence[Problem], families: Sequence[str] | None = None) -> str:

@@ -11,7 +11,8 @@ from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.statistics import NOISE_FLOOR
 from tunegemm.report.evidence import Details, Winner
 from tunegemm.report.leaderboard import VENDOR_FAMILY
-from tunegemm.search.importance import Importance, importance
+from tunegemm.search.study import importances as importances_of
+from tunegemm.search.study import study_of
 from tunegemm.store.record import Record
 
 
@@ -78,14 +79,13 @@ def tile_grids(trials: Sequence[Record]) -> list[Grid]:
     return sorted(grids, key=lambda grid: -max(trial.ratio for trial in grid.best.values()))
 
 
-def importances(trials: Iterable[Record]) -> dict[str, Importance]:
+def importances(trials: Iterable[Record]) -> dict[str, dict[str, float]]:
     """By family; those of a library and those with too few trials are left out."""
-    ratios: dict[str, dict[Candidate, float]] = {}
+    ratios: dict[Candidate, float] = {}
     for trial in trials:
         if trial.candidate.family != VENDOR_FAMILY and trial.policy == SCREEN:
-            ratios.setdefault(trial.candidate.family, {})[trial.candidate] = trial.ratio
-    judged = {family: importance(list(found.items())) for family, found in ratios.items()}
-    return {family: one for family, one in judged.items() if one.compile or one.launch}
+            ratios[trial.candidate] = trial.ratio
+    return importances_of(study_of(ratios.items())) if ratios else {}
 
 
 def ratio_limits(winners: Sequence[Winner]) -> tuple[float, float]:

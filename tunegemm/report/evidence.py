@@ -295,6 +295,7 @@ def _replayed_search(
     """
     from tunegemm.generate import model
     from tunegemm.search import Search, first_of_each_kernel
+    from tunegemm.tuning.efforts import EFFORTS
 
     library = [candidate for candidate in trials if candidate.family == VENDOR_FAMILY]
     own = Counter(candidate.family for candidate in trials if candidate.family != VENDOR_FAMILY)
@@ -307,7 +308,8 @@ def _replayed_search(
         name: tuple(dict.fromkeys(candidate[name] for candidate in candidates))
         for name, _ in candidates[0].launch_params
     }
-    search = Search(ranked, values, allowed=trials.__contains__, library=library)
+    plan = EFFORTS["quick"].plan
+    search = Search(ranked, values, plan, allowed=trials.__contains__, library=library)
     while batch := search.ask():
         for candidate in batch:
             search.tell(candidate, trials[candidate].ratio)

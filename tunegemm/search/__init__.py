@@ -1,20 +1,34 @@
-"""Which candidates to try next. Knows candidates and their values; neither GPU nor database.
+"""Which candidates to try next: the search of a problem is an Optuna study. Neither GPU nor database.
 
-`search` is that of one family, `portfolio` runs those of several, `sampler` suggests by Optuna, `budget`
-says how many trials there are, `importance` which parameters decided. Imports `describe`.
+`study` is that of a problem, `roofline` its own sampler, `delegate` lets any other of Optuna's take its
+place. `search` is the order in which one family's candidates are tried, `portfolio` that of several families,
+`budget` how many trials there are, `space` a study's parameters. Optuna is loaded on first use.
 """
 
-from tunegemm.search.budget import EFFORTS, Budget, Effort, budget_for
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.search.budget import Budget, Plan, budget_for
 from tunegemm.search.portfolio import Portfolio
 from tunegemm.search.search import Search, first_of_each_kernel, launches_around
 
+if TYPE_CHECKING:
+    from tunegemm.search.roofline import RooflineSampler
+
 __all__ = [
-    "EFFORTS",
     "Budget",
-    "Effort",
+    "Plan",
     "Portfolio",
+    "RooflineSampler",
     "Search",
     "budget_for",
     "first_of_each_kernel",
     "launches_around",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RooflineSampler":
+        from tunegemm.search.roofline import RooflineSampler
+
+        return RooflineSampler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

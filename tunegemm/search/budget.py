@@ -6,12 +6,39 @@ import math
 import os
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal, get_args
 
 from tunegemm.errors import SpaceError
 
-Effort = Literal["quick", "full", "exhaustive"]
-EFFORTS: tuple[Effort, ...] = get_args(Effort)
+
+@dataclass(frozen=True)
+class Plan:
+    """How a search spends its trials, in whichever space: one row of `tunegemm.tuning.efforts`."""
+
+    trials: int | None
+    """Of the first family; None for every kernel, and every launch of the leaders."""
+    screen: float = 1.0
+    """Part of the trials for kernels at their model-best launch."""
+    probe: float = 0.0
+    """Part for other rasterizations."""
+    refine: float = 0.0
+    """Part for further launches of the leaders."""
+    vary: float = 0.0
+    """Part for further kernels of the leaders' tiles, at most; what is over then is for Optuna's sampler."""
+    leaders: int = 1
+    """How many kernels share the launches of the last stage."""
+    refinements: int = 1
+    """Rounds of the last stage: each turns around the best launch that the one before has found."""
+    trusted: int = 0
+    """Kernels taken in the model's order before tiles are spread: many of them differ by the depth of the
+    ring only, which few trials leave to the leaders."""
+    margin: float = 0.0
+    """Another family goes on when the best of its first round is at most this part slower than the best
+    first round."""
+    behind: float = 1.0
+    """And at most this part slower than the best of the others so far."""
+    beyond: int = 0
+    """Of more trials than the plan's own, how many are for Optuna's sampler, after all others; the shares
+    grow by the rest. An ask costs more with every trial that it knows."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +57,14 @@ class Budget:
     """Further launches of the leaders: they cost no compile."""
     leaders: int
     """How many kernels share the launches of the last stage."""
+    beyond: int = 0
+    """Suggestions of the sampler after all these."""
 
     @property
     def trials(self) -> int:
-        return self.screen + self.vary + self.explore + self.probe + self.refine
+        return self.screen + self.vary + self.explore + self.probe + self.refine + self.beyond
 
 
-# A candidate costs some 15 ms once compiled. On an H200 the model's order, which knows cycles and joules, has
-# the winner's tile among its first few; the rest is to find its ring and its launch.
-_TRIALS = {"quick": 32, "full": 440}
-#: Parts of the trials: screen, probe, refine. What a quick search has over is for `vary`; a full one may look
-#: at many launches, since one that the model misjudged can be the best of a kernel that is far from the top.
-_SHARES = {"quick": (7 / 16, 3 / 16, 3 / 16), "full": (3 / 8, 1 / 4, 13 / 50)}
 #: Kernels that are screened at least, if there are so many trials: the first of either ranking, and two more.
 _FEWEST = 4
 #: Larger than any number of trials or seconds that is meant.
@@ -49,35 +72,36 @@ _LARGEST = 2**53
 #: Of tuning in one process where TUNEGEMM_ONLINE_BUDGET is not set. With its kernels compiled a product takes
 #: 2 to 6 s (H200, benchmarks/results/h200/campaign.json).
 _ONLINE_S = 60.0
-_LEADERS = {"quick": 3, "full": 6, "exhaustive": 8}
 
 
-def budget_for(effort: Effort, *, kernels: int, launches: int, trials: int | None = None) -> Budget:
-    """The budget of an effort in a space of `kernels`, each with `launches`; `trials` overrides its total.
+def budget_for(plan: Plan, *, kernels: int, launches: int, trials: int | None = None) -> Budget:
+    """The budget of a plan in a space of `kernels`, each with `launches`; `trials` overrides its total.
 
-    Raises SpaceError for an unknown effort and for a number of trials that is not a whole one from 1.
+    Raises SpaceError for a number of trials that is not a whole one from 1.
     """
-    if not isinstance(effort, str) or effort not in EFFORTS:
-        raise SpaceError(f"effort {effort!r} is not known; use one of {', '.join(EFFORTS)}")
     if trials is not None:
-        trials = _whole("trials", trials, least=1)
+        trials = checked_trials(trials)
     if not kernels:
         return Budget(0, 0, 0, 0, 0, 0)
-    leaders = min(_LEADERS[effort], kernels)
-    if effort == "exhaustive":
+    leaders = min(plan.leaders, kernels)
+    if plan.trials is None:
         grid = leaders * (launches - 1)
         screen = kernels if trials is None else min(kernels, trials)
         return Budget(screen, 0, 0, 0, grid if trials is None else min(grid, trials - screen), leaders)
-    total = _TRIALS[effort] if trials is None else trials
-    of_screen, of_probe, of_refine = _SHARES[effort]
-    screen = min(kernels, max(min(total, _FEWEST), int(total * of_screen)))
-    probe = min(total - screen, int(total * of_probe), kernels * (launches - 1))
-    refine = min(total - screen - probe, int(total * of_refine), leaders * (launches - 1))
+    asked = plan.trials if trials is None else trials
+    beyond = min(max(asked - plan.trials, 0), plan.beyond)
+    total = asked - beyond
+    screen = min(kernels, max(min(total, _FEWEST), int(total * plan.screen)))
+    probe = min(total - screen, int(total * plan.probe), kernels * (launches - 1))
+    refine = min(total - screen - probe, int(total * plan.refine), leaders * (launches - 1))
     left = total - screen - probe - refine
-    if effort == "quick":
-        return Budget(screen, left, 0, probe, refine, leaders)
-    vary = min(left, total // 16)
-    return Budget(screen, vary, left - vary, probe, refine, leaders)
+    vary = min(left, int(total * plan.vary))
+    return Budget(screen, vary, left - vary, probe, refine, leaders, beyond)
+
+
+def checked_trials(trials: int) -> int:
+    """A number of trials that is asked for. Raises SpaceError for one that is not a whole one from 1."""
+    return _whole("trials", trials, least=1)
 
 
 def checked_seconds(budget_seconds: float | None) -> float:

@@ -9,25 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tunegemm.describe.space import Candidate
-from tunegemm.search.budget import Effort
+from tunegemm.search.budget import Plan
 from tunegemm.search.search import Search, StageName
 
 #: Candidates of each family but the first before its chances are judged, as a part of its budget: 2 of 32.
 _FIRST_ROUND = 0.08
-#: A family goes on when the best of its first round is at most this much slower than the best first round; in
-#: a quick search only the best one does.
-_MARGIN, _QUICK_MARGIN = 0.02, 0.0
-#: In a quick search only if that first round is no more behind the best of the others, either: what follows
-#: gains some 1 % over it. Of 27 second families that were searched to their end three won, and none of the 16
-#: that were further behind (87 products of an H200, 2026-11-24).
-_QUICK_BEHIND = 0.01
 
 
 class Portfolio:
     """Asks and tells as `Search` does. The first search is the one expected to win."""
 
-    def __init__(self, searches: Sequence[Search], effort: Effort = "full") -> None:
-        self._margin, self._behind = (_QUICK_MARGIN, _QUICK_BEHIND) if effort == "quick" else (_MARGIN, 1.0)
+    def __init__(self, searches: Sequence[Search], plan: Plan) -> None:
+        """plan: whose margins say which family goes on."""
+        self._margin, self._behind = plan.margin, plan.behind
         self._searches = list(searches)
         self._current: Search | None = self._searches[0] if self._searches else None
         self._by_family = {search.family: search for search in self._searches}
@@ -43,6 +37,15 @@ class Portfolio:
     def stage(self) -> StageName:
         """The stage of the candidate asked for last; ``done`` when there are no more."""
         return self._current.stage if self._current is not None else "done"
+
+    @property
+    def searches(self) -> Sequence[Search]:
+        """The search of each family."""
+        return self._searches
+
+    def stage_of(self, candidate: Candidate) -> StageName:
+        """In which stage a candidate was asked for."""
+        return self._by_family.get(candidate.family, self._searches[0]).stage_of(candidate)
 
     def planned_screen(self) -> list[Candidate]:
         """What will be asked for whatever the results: may be compiled ahead, in this order."""

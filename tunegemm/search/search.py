@@ -2,27 +2,27 @@
 
 ::
 
-    search = Search(ranked, space.launch_values, allowed=feasible, effort="quick", seed=0)
+    search = Search(ranked, space.launch_values, EFFORTS["quick"].plan, allowed=feasible)
     while batch := search.ask():
         for candidate, ratio in evaluate(batch):     # compile, measure; None where it failed
             search.tell(candidate, ratio)
     race(search.finalists(6))
+
+The stage `explore` is Optuna's: what `search.make_explorer` makes suggests its candidates.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError
-from tunegemm.search.budget import Budget, Effort, budget_for
-from tunegemm.search.sampler import Sampler, is_ordered
+from tunegemm.search.budget import Budget, Plan, budget_for
 
 #: What the search is doing. `library` is the vendor's algorithms and the seeds.
 StageName = Literal["library", "screen", "vary", "explore", "probe", "refine", "done"]
@@ -33,13 +33,22 @@ _CLUSTER = ("cluster_m", "cluster_n")
 _CLUSTERS_PER_TILE = 3
 #: Rasterization, where a family has both: which mode first, and how many tiles of the other at a time.
 _RASTER, _SWIZZLE = "raster_order", "swizzle_size"
-#: Kernels taken in the model's order before tiles are spread, by effort: many of them differ by the depth of
-#: the ring only, which few trials leave to the leaders.
-_TRUSTED = {"quick": 0, "full": 24, "exhaustive": 24}
-#: Suggestions per batch of the exploring stage: the sampler learns between batches only.
-_EXPLORE_BATCH = 12
-#: Suggestions in a row that come to nothing new before the model's next best is taken instead.
-_MAX_SKIPS = 12
+#: Suggestions per batch of the exploring stage: the sampler learns between batches only, and finds less by
+#: suggestions that it has to make blindly.
+_EXPLORE_BATCH = 4
+
+
+class Explorer(Protocol):
+    """Suggests candidates of a family: what Optuna's sampler is to a search (`tunegemm.search.delegate`)."""
+
+    def suggest(self) -> Candidate | None:
+        """A new, allowed candidate; None where it has nothing new to say."""
+
+    def start(self, candidate: Candidate) -> None:
+        """The candidate is being tried."""
+
+    def tell(self, candidate: Candidate, value: float | None) -> None:
+        """What came of it."""
 
 
 class Search:
@@ -52,19 +61,19 @@ class Search:
         self,
         ranked: Sequence[Candidate],
         launch_values: Mapping[str, Sequence[Value]],
+        plan: Plan,
         *,
         allowed: Callable[[Candidate], bool] | None = None,
         library: Sequence[Candidate] = (),
         seeds: Sequence[Candidate] = (),
         known: Iterable[tuple[Candidate, float | None]] = (),
-        effort: Effort = "quick",
         trials: int | None = None,
-        seed: int = 0,
     ) -> None:
         """A search over the kernels of `ranked` and their launches.
 
         ranked: one candidate per feasible kernel of one family, at its model-best launch, best first.
         launch_values: the values of each launch-time parameter.
+        plan, trials: the budget; see `budget_for`.
         allowed: whether a *launch* of these kernels may be asked for; default all. On a replay device,
             whether it was recorded.
         library: candidates outside the space, such as the vendor's algorithms: asked first, all of them,
@@ -72,30 +81,30 @@ class Search:
         seeds: candidates of the space to begin with, such as winners of older kernels. They are trials, too:
             beyond an effort's, but within a number of trials that is given.
         known: stored results (value None: it failed). They are learned from and never asked again.
-        effort, trials: the budget; see `budget_for`.
 
         Raises SpaceError for kernels of several families, for kernels with unlike parameters, and for a
         budget that makes no sense.
         """
         _check_alike(ranked)
         self._ranked = list(ranked)
-        self._effort: Effort = effort
+        self._plan = plan
+        self.make_explorer: Callable[[], Explorer] | None = None
+        """Makes what suggests the candidates of the stage `explore`: on first use, as that takes a second."""
+        self._explorer: Explorer | None = None
         self._launch_values = {name: tuple(values) for name, values in launch_values.items()}
         self._allowed = allowed or (lambda candidate: True)
         self._by_kernel = {candidate.kernel: candidate for candidate in self._ranked}
         self._library, self._seeds = list(library), [self._completed(seed) for seed in seeds]
         launches = math.prod(len(values) for values in self._launch_values.values())
-        self._budget = budget_for(effort, kernels=len(self._ranked), launches=launches, trials=trials)
+        self._budget = budget_for(plan, kernels=len(self._ranked), launches=launches, trials=trials)
         if trials is None:
             # They are of older kernels or other software. At 4096x4096x14336 ten of them took the places of
             # the last ten kernels to be screened, the fastest among them (H200, 2026-11-22).
             begun = sum(seed.kernel in self._by_kernel for seed in self._seeds)
             self._budget = replace(self._budget, screen=min(self._budget.screen + begun, len(self._ranked)))
-        self._seed = seed
-        self._sampler: Sampler | None = None
         self._asked: list[Candidate] = []
-        self._unlearned: list[tuple[Candidate, float | None]] = []
         self._results: dict[Candidate, float | None] = {}
+        self._stage_of: dict[Candidate, StageName] = {}
         self._around: dict[Candidate, list[Candidate]] = {}
         self._spent = 0
         self._stage: StageName = "library"
@@ -128,6 +137,33 @@ class Search:
         """The highest value so far and its candidate."""
         leaders = self.finalists(1)
         return (leaders[0], self._results[leaders[0]] or 0.0) if leaders else None
+
+    @property
+    def ranked(self) -> Sequence[Candidate]:
+        """The kernels, each at its model-best launch, best first."""
+        return self._ranked
+
+    @property
+    def launch_values(self) -> Mapping[str, Sequence[Value]]:
+        """The values of each launch-time parameter."""
+        return self._launch_values
+
+    @property
+    def results(self) -> Mapping[Candidate, float | None]:
+        """What came of every candidate that was asked for or is known, None where it failed or is awaited."""
+        return self._results
+
+    def stage_of(self, candidate: Candidate) -> StageName:
+        """In which stage a candidate was asked for."""
+        return self._stage_of.get(candidate, "library")
+
+    def claim(self, candidate: Candidate) -> None:
+        """The candidate is tried whatever the stages say: it is not asked for again."""
+        self._claim(candidate, "explore", counted=True)
+
+    def is_open(self, candidate: Candidate) -> bool:
+        """Whether the candidate may be asked for and was not yet."""
+        return self._is_new(candidate) and self._is_allowed(candidate)
 
     def planned_screen(self) -> list[Candidate]:
         """What the screen will ask for whatever the results: may be compiled ahead, in this order."""
@@ -164,7 +200,8 @@ class Search:
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"value {value} of {candidate}: a positive ratio, or None for a failure")
         self._results[candidate] = value
-        self._unlearned.append((candidate, value))
+        if self._explorer is not None:
+            self._explorer.tell(candidate, value)
 
     def finalists(self, count: int) -> list[Candidate]:
         """The candidates with the highest values, best first; of equals the earlier one."""
@@ -187,15 +224,18 @@ class Search:
             yield None
             yield from self._explore(spent + budget.vary + budget.explore)
             yield None
+        planned = budget.trials - budget.beyond
         if budget.probe:
-            yield from self._take(self._other_rasterizations(), "probe", limit=budget.trials - budget.refine)
+            yield from self._take(self._other_rasterizations(), "probe", limit=planned - budget.refine)
         yield None
-        # Two rounds, so that the second one turns around the best launch that the first has found; a quick
-        # search has time for one.
-        first = budget.trials if self._effort == "quick" else budget.trials - budget.refine // 2
-        for limit in dict.fromkeys((first, budget.trials)):
+        for left in reversed(range(self._plan.refinements)):
+            limit = planned - left * (budget.refine // self._plan.refinements)
             yield from self._take(self._launches_of_leaders(), "refine", limit=limit)
             yield None
+        if budget.beyond:
+            yield from self._explore(budget.trials)
+            yield None
+            yield from self._take(self._launches_of_leaders(), "refine", limit=budget.trials)
         self._stage = "done"
 
     def _take(
@@ -207,11 +247,14 @@ class Search:
                 return
             if not self._is_new(candidate) or (counted and not self._is_allowed(candidate)):
                 continue
-            self._stage = stage
-            self._spent += counted
-            self._results.setdefault(candidate, None)
-            self._asked.append(candidate)
+            self._claim(candidate, stage, counted=counted)
             yield candidate
+
+    def _claim(self, candidate: Candidate, stage: StageName, *, counted: bool) -> None:
+        self._stage = self._stage_of[candidate] = stage
+        self._spent += counted
+        self._results.setdefault(candidate, None)
+        self._asked.append(candidate)
 
     def _completed(self, candidate: Candidate) -> Candidate:
         """A stored launch with the parameters that came later, at their first values: what it did then."""
@@ -228,47 +271,22 @@ class Search:
         return best_launch is not None and (candidate == best_launch or self._allowed(candidate))
 
     def _explore(self, limit: int) -> Iterator[Candidate | None]:
+        """Without an explorer, or where it has nothing new, the model's next best."""
+        if self._explorer is None and self.make_explorer is not None:
+            self._explorer = self.make_explorer()
         for number in itertools.count():
             if self._spent >= limit:
                 return
             if number and number % _EXPLORE_BATCH == 0:
                 yield None
-            sampler = self._learned_sampler()
-            candidate = self._suggestion(sampler) or next(filter(self._is_new, self._ranked), None)
+            candidate = self._explorer.suggest() if self._explorer is not None else None
+            if candidate is None or not self.is_open(candidate):
+                candidate = next(filter(self._is_new, self._ranked), None)
             if candidate is None:
                 return
-            sampler.start(candidate)
+            if self._explorer is not None:
+                self._explorer.start(candidate)
             yield from self._take([candidate], "explore", limit=limit)
-
-    @functools.cached_property
-    def _values(self) -> dict[str, tuple[Value, ...]]:
-        return _value_lists(self._ranked, self._launch_values)
-
-    def _learned_sampler(self) -> Sampler:
-        """The sampler, with every result that came in since; made on first use, as it loads Optuna."""
-        if self._sampler is None:
-            self._sampler = Sampler(self._values, self._seed)
-            self._nearest = _Nearest(
-                self._ranked, {name: self._values[name] for name, _ in self._ranked[0].compile_params}
-            )
-        for candidate, value in self._unlearned:
-            if candidate.kernel in self._by_kernel:
-                self._sampler.tell(candidate, value)
-        self._unlearned.clear()
-        return self._sampler
-
-    def _suggestion(self, sampler: Sampler) -> Candidate | None:
-        """A new, allowed candidate near the sampler's suggestion; None after too many that were neither."""
-        for _ in range(_MAX_SKIPS):
-            point = {name: values[0] for name, values in self._values.items()} | sampler.suggest()
-            # Most of the product of all lists is infeasible (a ring too deep for its tile, say): the nearest
-            # feasible kernel is what the suggestion means.
-            best_launch = self._nearest.to(point)
-            suggested = best_launch.with_launch(**{name: point[name] for name in self._launch_values})
-            for candidate in (suggested, best_launch):
-                if self._is_new(candidate) and self._is_allowed(candidate):
-                    return candidate
-        return None
 
     def _variants(self) -> Iterator[Candidate]:
         """Kernels that share tile and cluster with the fastest, of each in the model's order, in turn."""
@@ -281,7 +299,7 @@ class Search:
             yield from (kernel for kernel in kernels if kernel is not None)
 
     def _screening_order(self) -> list[Candidate]:
-        return _spread(self._ranked, _TRUSTED[self._effort])
+        return _spread(self._ranked, self._plan.trusted)
 
     def _other_rasterizations(self) -> Iterator[Candidate]:
         """For each kernel, the fastest first, both raster orders with a small and with a large swizzle size.
@@ -342,30 +360,6 @@ def launches_around(leader: Candidate, launch_values: Mapping[str, Sequence[Valu
 _END = Candidate("end of the stream")
 
 
-class _Nearest:
-    """Finds the kernel nearest to a point: numbers by their places in the list, words by being the same."""
-
-    def __init__(self, ranked: Sequence[Candidate], values: Mapping[str, Sequence[Value]]) -> None:
-        import numpy
-
-        self._ranked = ranked
-        self._values = {name: listed for name, listed in values.items() if len(listed) > 1}
-        self._columns = numpy.array([self._coordinates(candidate.params) for candidate in ranked])
-        self._ordered = numpy.array([is_ordered(listed) for listed in self._values.values()], dtype=bool)
-        self._scale = numpy.array([len(listed) - 1 for listed in self._values.values()])
-
-    def to(self, point: Mapping[str, Value]) -> Candidate:
-        """The nearest one; of equally near ones the first in rank."""
-        import numpy
-
-        steps = numpy.abs(self._columns - numpy.array(self._coordinates(point)))
-        distance = numpy.where(self._ordered, steps / self._scale, steps != 0).sum(axis=1)
-        return self._ranked[int(distance.argmin())]
-
-    def _coordinates(self, point: Mapping[str, Value]) -> list[int]:
-        return [listed.index(point[name]) for name, listed in self._values.items()]
-
-
 def _spread(ranked: Sequence[Candidate], trusted: int) -> list[Candidate]:
     """The model's first in its order; then, in case it is wrong, the best of each tile and cluster shape
     first, few clusters per tile, and the rest."""
@@ -385,19 +379,6 @@ def _spread(ranked: Sequence[Candidate], trusted: int) -> list[Candidate]:
 
 def _tile_and_cluster(candidate: Candidate) -> tuple[Value | None, ...]:
     return tuple([candidate.params.get(name) for name in (*_TILE, *_CLUSTER)])
-
-
-def _value_lists(
-    ranked: Sequence[Candidate], launch_values: Mapping[str, Sequence[Value]]
-) -> dict[str, tuple[Value, ...]]:
-    """Every parameter's values, sorted: fixed for the whole study."""
-    lists: dict[str, set[Value]] = {name: set(values) for name, values in launch_values.items()}
-    for candidate in ranked:
-        for name, value in candidate.compile_params:
-            lists.setdefault(name, set()).add(value)
-    return {
-        name: tuple(sorted(values, key=lambda v: (str(type(v)), v))) for name, values in sorted(lists.items())
-    }
 
 
 def _check_alike(ranked: Sequence[Candidate]) -> None:

@@ -5,6 +5,7 @@ every generator's kernels in the model's order. Where nothing can be timed, that
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,24 +15,25 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate import families, model
 from tunegemm.generate.compile import Ready
+from tunegemm.generate.feasibility import FEASIBLE, Verdict
 from tunegemm.measure.evidence import Evidence
-from tunegemm.measure.outcome import Measurement
+from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
-from tunegemm.search.budget import Effort, budget_for
+from tunegemm.search.budget import budget_for
+from tunegemm.search.space import StudySpace
+from tunegemm.search.study import ProblemStudy, Told
 from tunegemm.store.history import related, seeds
 from tunegemm.store.layers import read_texts
+from tunegemm.tuning.efforts import Effort, profile
 from tunegemm.tuning.kernels import Kernels, Ranking
 from tunegemm.tuning.progress import TuneResult
-from tunegemm.tuning.trials import Trial, Trials, speed
+from tunegemm.tuning.trials import Trial, Trials, label, speed
 
 if TYPE_CHECKING:
+    from optuna.samplers import BaseSampler
+
     from tunegemm.store import Database
 
-#: How many kernels of a family a search knows, of several thousand: a quick one measures 32.
-RANKED: dict[Effort, int | None] = {"quick": 512, "full": None, "exhaustive": None}
-#: Most kernels that a quick search compiles, of the first family and of each other one, and as many as it
-#: wants to know of it: it compiles more only where fewer are compiled already.
-_NEW, _WANTED = (8, 1), (20, 2)
 #: What kernels differ by in more than their ring and their epilogue; and by how much the model may think a
 #: kernel of the same shape slower for it to be measured in place of one that would have to be compiled.
 _SHAPE = ("schedule", "tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
@@ -51,13 +53,15 @@ def start_search(
     effort: Effort = "quick",
     limit: int | None = None,
     seed: int = 0,
-) -> Portfolio:
-    """One search per generator that has kernels for the problem; the first one has the library's algorithms.
+    sampler: BaseSampler | None = None,
+) -> ProblemStudy:
+    """The study of a problem: one search per generator that has kernels for it; the first one has the
+    library's algorithms. What is known of the problem already are trials of the study.
 
     recorded, compiled: see `Kernels.ranked`. ready: see `few_new`. effort, limit: how many candidates; see
-    `tunegemm.search`.
+    `tunegemm.tuning.efforts`. sampler: one of Optuna's in place of the project's.
     """
-    problem, device = trials.problem, trials.device
+    problem, device, numbers = trials.problem, trials.device, profile(effort)
     if recorded is not None and compiled is not None:
         # A kernel that is compiled in one order of clusters may have been recorded in another.
         generated = set(kernels.generators)
@@ -68,7 +72,8 @@ def start_search(
     known = known_results(trials.database, problem, device, kernels, library)
     trials.results += (known := [one for one in known if one.candidate not in measured])
     values = list(trials.worth(one.measurement for one in known))
-    values += [(c, None) for c in known_failures(trials, kernels, library)]
+    failed = known_failures(trials, kernels, library)
+    values += [(c, None) for c in failed]
     first_tries = seeds_of(trials.database, problem, device, kernels)
 
     def allowed(launch: Candidate) -> bool:
@@ -80,13 +85,13 @@ def start_search(
 
     searches: list[Search] = []
     for name in kernels.generators:
-        ranking = kernels.ranked(problem, name, recorded=recorded, compiled=compiled, most=RANKED[effort])
+        ranking = kernels.ranked(problem, name, recorded=recorded, compiled=compiled, most=numbers.ranked)
         trials.feasible += ranking.feasible
         if not ranking.predictions:
             continue
         is_first = not searches
         begin = [seed for seed in first_tries if seed.family == name]
-        ranked = few_new(kernels, problem, ranking, ready, is_first=is_first)
+        ranked = few_new(kernels, problem, ranking, ready, effort, is_first=is_first)
         # What is known to be good is tried whatever the model says of it.
         kernels_ranked = {candidate.kernel for candidate in ranked}
         ranked += [c for c in begin if c.kernel not in kernels_ranked and allowed(c)]
@@ -94,13 +99,12 @@ def start_search(
             Search(
                 first_of_each_kernel(ranked),
                 ranking.launch_values,
+                numbers.plan,
                 allowed=allowed,
                 library=library if is_first else (),
                 seeds=list(dict.fromkeys(begin)),
                 known=[(c, value) for c, value in values if c.family == name or is_first],
-                effort=effort,
                 trials=limit,
-                seed=seed,
             )
         )
     if not searches:
@@ -109,14 +113,83 @@ def start_search(
             generators = set(kernels.generators)
             if recorded is not None and generators.isdisjoint(c.family for c in recorded):
                 trials.note = _without_times(problem, kernels, device)
-        searches.append(Search([], {}, library=library, known=values, effort=effort, trials=limit))
-    portfolio = Portfolio(searches, effort)
-    trials.planned = portfolio.trials
-    return portfolio
+        searches.append(Search([], {}, numbers.plan, library=library, known=values, trials=limit))
+
+    def verdict(point: Candidate) -> Verdict:
+        """Why a point of the value lists is no candidate, or not one that may be tried here."""
+        if point.family not in kernels.generators:
+            return FEASIBLE
+        for name, value in point.params.items():
+            lists = kernels.space(point.family)
+            listed = lists.compile_values.get(name) or lists.launch_values.get(name, ())
+            if value not in listed:
+                return Verdict("values", f"{name} {value} is none of {', '.join(map(str, listed))}")
+        found = families.get(point.family).check(problem, point, device)
+        if found and recorded is not None and point not in recorded:
+            return Verdict("recorded", f"{device.spec} has no time of it")
+        return found
+
+    def features(candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
+        return opinions(problem, candidates, device)
+
+    study = ProblemStudy(
+        Portfolio(searches, numbers.plan),
+        StudySpace(
+            [kernels.space(name) for name in kernels.generators],
+            library,
+            [candidate for search in searches for candidate in (*search.ranked[:1], *first_tries)],
+        ),
+        library=library,
+        verdict=verdict,
+        label=label,
+        features=features,
+        sampler=sampler,
+        seed=seed,
+        name=study_name(problem, device),
+        attributes={"problem": str(problem), "device": device.name},
+    )
+    for one in known:
+        study.add(one.candidate, told_of(one.measurement, one.evidence.name.lower()), "known")
+    for candidate in failed:
+        study.add(candidate, Told(None, failure="failed before"), "known")
+    trials.planned = study.trials
+    return study
+
+
+def study_name(problem: Problem, device: Device) -> str:
+    """Of a problem's study, as dashboards list it. What a recording gave is no measurement."""
+    replayed = "" if device.is_real else f", {device.spec}"
+    return f"{problem} on {device.name}{replayed}"
+
+
+def told_of(outcome: Outcome, evidence: str = "") -> Told:
+    """An outcome as a trial of a study has it."""
+    if isinstance(outcome, Failure):
+        return Told(None, failure=f"{outcome.stage}: {outcome.reason}")
+    return Told(speed(outcome), outcome.median_us, evidence)
+
+
+def opinions(problem: Problem, candidates: Sequence[Candidate], device: Device) -> list[tuple[float, ...]]:
+    """What the model thinks of each candidate, as coordinates for a sampler: the logarithm of the best one's
+    time over its own, by cycles and at the power cap, at least -1.
+    """
+    predicted = {one.candidate: one for one in model.rank(problem, candidates, device)}
+    ordered = [predicted[candidate] for candidate in candidates]
+    columns = []
+    for times in ([one.total_us for one in ordered], [one.steady_us for one in ordered]):
+        best = min(times)
+        columns.append([max(math.log(best / time), -1.0) for time in times])
+    return list(zip(*columns, strict=True))
 
 
 def few_new(
-    kernels: Kernels, problem: Problem, ranking: Ranking, ready: Ready | None, *, is_first: bool
+    kernels: Kernels,
+    problem: Problem,
+    ranking: Ranking,
+    ready: Ready | None,
+    effort: Effort = "quick",
+    *,
+    is_first: bool,
 ) -> list[Candidate]:
     """A family's kernels in the model's order, but few that have no object yet.
 
@@ -124,7 +197,8 @@ def few_new(
     expected to win.
     """
     ranked = model.in_turn(ranking.predictions)
-    if ready is None:
+    compiling = profile(effort).compiling
+    if ready is None or compiling is None:
         return [prediction.candidate for prediction in ranked]
     is_ready = [kernels.is_compiled(problem, prediction.candidate, ready) for prediction in ranked]
     siblings: dict[tuple[Value | None, ...], list[model.Prediction]] = {}
@@ -139,8 +213,8 @@ def few_new(
             for one in siblings.get(_shape(prediction.candidate), ())
         )
 
-    place = 0 if is_first else 1
-    left = max(_NEW[place], _WANTED[place] - sum(is_ready))
+    most = compiling[0 if is_first else 1]
+    left = max(most.new, most.wanted - sum(is_ready))
     unready = (one for one, has_object in zip(ranked, is_ready, strict=True) if not has_object)
     new = {one.candidate for one in itertools.islice(filter(is_new, unready), left)}
     return [
@@ -223,7 +297,7 @@ def rank_by_model(
     rankings = (kernels.ranked(problem, name, compiled=compiled) for name in kernels.generators)
     ranked = next(filter(None, (ranking.predictions for ranking in rankings)), [])
     trials.feasible = len(ranked)
-    budget = budget_for(effort, kernels=len(ranked), launches=1, trials=limit)
+    budget = budget_for(profile(effort).plan, kernels=len(ranked), launches=1, trials=limit)
     if not ranked:
         return trials.result(None, note=without_kernels(problem, kernels, only_compiled=compiled is not None))
     ranked = ranked[: min(_MODELLED, budget.trials)]

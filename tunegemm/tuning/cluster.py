@@ -72,7 +72,8 @@ class Worker:
         return self._tuner.device
 
     def tune(self, request: Request) -> TuneResult:
-        return next(self._tuner.tune_all([request], self._tell))
+        # A study stays where it is: `--study` keeps it, and it is large beside what else is sent.
+        return replace(next(self._tuner.tune_all([request], self._tell)), study=None)
 
     def progress(self) -> Progress | None:
         """The latest, once there are news or some time has passed."""

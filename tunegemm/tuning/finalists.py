@@ -4,38 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.measure.outcome import Measurement
-from tunegemm.search.budget import Effort
+from tunegemm.tuning.efforts import Effort, profile
 
 Measured = Mapping[Candidate, Measurement]
 
 
-@dataclass(frozen=True)
-class Places:
-    """How many candidates a final race has, beside torch.mm."""
-
-    own: int
-    """Own ones, by what is expected of them."""
-    quickest: int
-    """Own ones by time, not by ratio."""
-    library: int
-    """Of the library's algorithms."""
-
-
-#: In interleaved timing a candidate costs milliseconds; in steady state a turn in each round. There the four
-#: of which most is expected, two launches of a kernel at most, lack 0.6 % of the fastest of 15 to 63 that
-#: were timed so, in the mean, and three of as many kernels 0.9 % (twelve products of an H200, nine of an
-#: H100, 2026-11-25; of either some 0.4 % is the luck of the fastest in three turns).
-_INTERLEAVED: Mapping[Effort, Places] = {
-    "quick": Places(6, 2, 3), "full": Places(12, 4, 6), "exhaustive": Places(12, 4, 6),
-}  # fmt: skip
-_STEADY: Mapping[Effort, Places] = {
-    "quick": Places(4, 1, 1), "full": Places(12, 4, 3), "exhaustive": Places(12, 4, 3),
-}  # fmt: skip
 _LAUNCHES_PER_FINALIST = 2
 
 
@@ -53,7 +30,8 @@ def finalists(
     interleaves throughout: a candidate that met the slow one leads by ratio
     (H200, benchmarks/results/h200/torch-modes-2026-11-22.json).
     """
-    places = (_INTERLEAVED if lasting is None else _STEADY)[effort]
+    numbers = profile(effort)
+    places = numbers.interleaved if lasting is None else numbers.steady
     own, library = _by_ratio(screened)
     if lasting is None:
         expected, quickest = own, sorted(own, key=lambda m: m.median_us)

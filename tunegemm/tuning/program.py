@@ -2,7 +2,7 @@
 
 First a quick pass over each problem, then, where times are measured, a full one: each time the one with the
 most headroom, which is the calls times what a call takes above the roofline. A quick pass finds nearly all
-there is (search/budget.py has the figures), so that the second pass of a large problem comes after the first
+there is, so that the second pass of a large problem comes after the first
 one of a small one.
 """
 
@@ -15,7 +15,8 @@ from typing import Protocol
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.workload import Demand
-from tunegemm.search.budget import Effort, checked_seconds
+from tunegemm.search.budget import checked_seconds
+from tunegemm.tuning.efforts import Effort
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 
 # torch.mm reaches about 70 % of an H200's dense bf16 peak at 4096 and more rows (README, 2026-11-20).

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from importlib.util import find_spec
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -16,7 +16,10 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate import model
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement, Outcome
-from tunegemm.search.budget import Effort
+from tunegemm.tuning.efforts import Effort
+
+if TYPE_CHECKING:
+    import optuna
 
 #: Where times come from: this GPU, a recording of another, or nothing but the model.
 Source = Literal["measured", "replayed", "modelled"]
@@ -116,6 +119,8 @@ class TuneResult:
     compiled: int
     """Kernels compiled by this call; those found in the object store are not counted."""
     interrupted: bool = False
+    study: optuna.Study | None = field(default=None, compare=False, repr=False)
+    """The search as an Optuna study, in memory; None where nothing was timed, or another process tuned."""
     note: str = ""
     """One sentence for the user: what was not done, and how to go on."""
 

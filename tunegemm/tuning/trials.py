@@ -236,7 +236,7 @@ class Trials:
         self.stage = stage
         for one in found:
             outcome = self._with_expected(one)
-            self._publish(outcome, _word(outcome, stage))
+            self._publish(outcome, evidence_word(outcome, stage))
             self.report()
             yield outcome
 
@@ -357,7 +357,7 @@ def speed(outcome: Outcome) -> float | None:
     return ratio if 0 < (ratio := outcome.ratio) < math.inf else None
 
 
-def _word(outcome: Outcome, stage: str) -> str:
+def evidence_word(outcome: Outcome, stage: str) -> str:
     """The stored word for what an outcome of a stage proves."""
     if stage != "final":
         return evidence.SCREEN

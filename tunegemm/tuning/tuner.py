@@ -7,6 +7,7 @@ chooses the record). What is passed between them is plain data.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,32 +26,34 @@ from tunegemm.generate import families, model
 from tunegemm.generate.artifacts import ArtifactStore, Key
 from tunegemm.generate.compile import CompilePool, Ready, Urgency
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.outcome import Outcome
-from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Job, Policy
+from tunegemm.measure.outcome import Failure, Outcome
+from tunegemm.measure.policy import SCREEN, Job, Policy
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
 from tunegemm.measure.worker import Child, MeasureWorker
 from tunegemm.search import Portfolio, Search
-from tunegemm.search.budget import Effort, budget_for, checked_seconds, checked_seed
+from tunegemm.search.budget import checked_seconds, checked_seed, checked_trials
+from tunegemm.search.samplers import sampler_of
+from tunegemm.search.study import ProblemStudy
 from tunegemm.store import packs
 from tunegemm.store.layers import read_texts
 from tunegemm.tuning import final
-from tunegemm.tuning.begin import RANKED, few_new, rank_by_model, screened_before, start_search
+from tunegemm.tuning.begin import few_new, rank_by_model, screened_before, start_search, study_name, told_of
+from tunegemm.tuning.efforts import Effort, profile
 from tunegemm.tuning.finalists import finalists
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult, bar
-from tunegemm.tuning.trials import Measurer, Trials
+from tunegemm.tuning.studies import Studies
+from tunegemm.tuning.trials import Measurer, Trials, evidence_word
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
     import torch
 
+    from tunegemm.search.samplers import Sampler
     from tunegemm.store import Database
 
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
 _BATCH = 32
-#: Seconds that a final race in steady-state timing takes, by effort. A search that has a budget leaves it so
-#: much, but no more than half.
-_STEADY_S = {"quick": 5.0, "full": 25.0, "exhaustive": 25.0}
 #: Seconds for which the energy of a finalist is metered: ten steps and more of NVML's meter.
 _ENERGY_MS = 1000.0
 
@@ -73,6 +76,8 @@ class Tuner:
         compiled_only: bool = False,
         energy: bool = False,
         matching: str | None = None,
+        sampler: Sampler | None = None,
+        study: str | Path | None = None,
         child: Child | None = None,
     ) -> None:
         """
@@ -85,10 +90,14 @@ class Tuner:
         compiled_only: try no kernel that is neither in that folder yet nor shipped.
         energy: meter the finalists' energy, too, a second each.
         matching: a regular expression over the labels of generated kernels; others are not tried.
+        sampler: of the study that a search is: a name of `tunegemm.search.samplers.NAMES`, a class as
+            ``package.module:Class``, or an object of a class of Optuna's; default the project's own.
+        study: a file or a URL where studies are kept (`tunegemm.tuning.studies`); default in memory only.
         child: a measuring process that was started before the device was known.
 
-        Raises SpaceError for a family or a seed that is not one, DeviceError for a family of no use here,
-        ExtraError where only what serves is installed.
+        Raises SpaceError for a family, a seed or a sampler that is not one, DeviceError for a family of no
+        use here, StudyError for a study that cannot be kept there, ExtraError where only what serves is
+        installed.
         """
         extras.require("tune")
         self.device, self.database = device, database
@@ -96,6 +105,10 @@ class Tuner:
         self.kernels = Kernels(device, families, store.root.with_name("kernels"), matching)
         self.pool = CompilePool(store, workers=workers, shipped=packs.shipped())
         self.compiled_only, self._seed = compiled_only, checked_seed(seed)
+        self._sampler = sampler
+        sampler_of(sampler, seed=self._seed)  # refused now, made anew for each problem
+        place = database.location if database is not None else None
+        self._studies = Studies(study, database=place) if study is not None else None
         self._energy_ms = _ENERGY_MS if energy else 0.0
         self._ready_for: dict[Problem, Ready] = {}
         self._planned: dict[Problem, Future[list[tuple[str, Key]]]] = {}
@@ -118,6 +131,13 @@ class Tuner:
         self._resources.close()  # the measuring worker, too, which another thread may be waiting for
         self._library.shutdown()
         self._measurer = None
+        if self._studies is not None:
+            self._studies.close()
+
+    def require_studies(self, problems: Iterable[Problem]) -> None:
+        """Raises StudyError where the file that keeps studies has some, and none of these problems."""
+        if self._studies is not None:
+            self._studies.require([study_name(problem, self.device) for problem in problems])
 
     def tune(
         self,
@@ -138,13 +158,15 @@ class Tuner:
         Raises ProblemError for a problem that the device's memory cannot hold, SpaceError for an effort, a
         number of trials or a budget that is not one.
         """
-        budget_for(effort, kernels=0, launches=0, trials=trials)  # what makes no sense is refused first
+        numbers = profile(effort)  # what makes no sense is refused first
+        trials = checked_trials(trials) if trials is not None else None
         budget_s = checked_seconds(budget_seconds)
         deadline = time.monotonic() + budget_s
         state = self._begin(problem, on_progress)
         # A GPU's time is dear; a recording has none, and finds the same each time.
-        measurer, hurried = state.measurer, effort == "quick" and self.device.is_real
+        measurer, hurried = state.measurer, numbers.is_hurried and self.device.is_real
         first: Future[tuple[list[Candidate], list[Outcome]]] | None = None
+        search: ProblemStudy | None = None
         try:
             if measurer is None:
                 return rank_by_model(state, self.kernels, effort, trials, compiled=self._compiled())
@@ -159,13 +181,18 @@ class Tuner:
                 if not self.compiled_only:
                     self.pool.start()
                 self._begin_to_compile(problem, effort, trials)
-                read_texts()  # remembered for the search: a tenth of a second while the worker is busy
+                # While the worker is busy: Optuna's import, 0.25 s, and what the search remembers.
+                importlib.import_module("tunegemm.search.roofline")
+                read_texts()
             library, measured = first.result()
             search = start_search(
                 state, self.kernels, library,
                 recorded=measurer.recorded(problem), compiled=self._compiled(),
                 ready=self._ready(problem, effort), effort=effort, limit=trials, seed=self._seed,
+                sampler=sampler_of(self._sampler, seed=self._seed),
             )  # fmt: skip
+            if self._studies is not None:
+                self._studies.begin(search.study)
             state.compile_ahead(search.planned_screen())
             _tell(search, state, measured)
             if following is not None and self.device.is_real and not self.compiled_only:
@@ -176,7 +203,7 @@ class Tuner:
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
             # search learns how fast each candidate was.
             while batch := search.ask(_BATCH):
-                reserved_s = min(_STEADY_S[effort], budget_s / 2) if state.lasting is not None else 0.0
+                reserved_s = min(numbers.steady_s, budget_s / 2) if state.lasting is not None else 0.0
                 if time.monotonic() >= deadline - reserved_s:
                     self.pool.drop_waiting()
                     state.note = (
@@ -189,17 +216,26 @@ class Tuner:
                 was_throttled = state.is_throttled
                 found = list(state.evaluate(batch, SCREEN, stage=search.stage, hurried=hurried))
                 # What was told before the clocks fell is told anew.
-                _tell(search, state, state.screened.values() if state.is_throttled > was_throttled else found)
+                if state.is_throttled > was_throttled:
+                    failed = [outcome for outcome in found if isinstance(outcome, Failure)]
+                    found = [*state.screened.values(), *failed]
+                _tell(search, state, found)
+                self._keep(search)
             else:
-                list(state.evaluate(state.late(), SCREEN, stage=state.stage))
+                _tell(search, state, state.evaluate(state.late(), SCREEN, stage=state.stage))
+                state.note = state.note or search.note
 
             # The best once more, in many rounds: at the power cap in steady state, as there a GPU slows each
             # kernel by what it draws. The winner becomes the record.
-            runners = finalists(state.screened, effort, state.lasting)
-            return final.race(state, runners, self._final(problem, effort))
+            runners, before = finalists(state.screened, effort, state.lasting), len(state.outcomes)
+            result = final.race(state, runners, self._final(problem, effort))
+            for outcome in state.outcomes[before:]:
+                told = told_of(outcome, evidence_word(outcome, "final"))
+                search.add(outcome.candidate, told, "final")
+            return self._with_study(result, search)
         except KeyboardInterrupt:
             self.pool.drop_waiting()
-            return state.interrupted()
+            return self._with_study(state.interrupted(), search)
         finally:
             if first is not None:
                 wait([first])  # the worker is in the middle of it
@@ -252,6 +288,18 @@ class Tuner:
         finally:
             self.pool.drop_waiting()
 
+    def _with_study(self, result: TuneResult, search: ProblemStudy | None) -> TuneResult:
+        """The result, with the study that its search was."""
+        if search is None:
+            return result
+        search.finish()
+        self._keep(search)
+        return replace(result, study=search.study)
+
+    def _keep(self, search: ProblemStudy) -> None:
+        if self._studies is not None:
+            self._studies.keep(search.study)
+
     def measurer_for(self, problem: Problem) -> Measurer | None:
         """The worker of a real device; a recording when it has times of the families for the problem; else
         None.
@@ -296,18 +344,18 @@ class Tuner:
         """Begins to compile what searches ask for first, as far as that does not depend on the database; and,
         where cores have nothing else to do, the kernels that it returns: what a quick one may ask for later.
         """
-        if self.device.lacks_memory(problem) is not None:
+        if self.device.lacks_memory(problem) is not None or sampler_of(self._sampler, seed=0) is not None:
             return []
         searches: list[Search] = []
         new: list[Candidate] = []
         compiled, ready = self._compiled(), self._ready(problem, effort)
         for name in self.kernels.generators:
-            ranking = self.kernels.ranked(problem, name, compiled=compiled, most=RANKED[effort])
+            ranking = self.kernels.ranked(problem, name, compiled=compiled, most=profile(effort).ranked)
             if ranking.predictions:
-                ranked = few_new(self.kernels, problem, ranking, ready, is_first=not searches)
+                ranked = few_new(self.kernels, problem, ranking, ready, effort, is_first=not searches)
                 if ready is not None and not searches:
                     new = [c for c in ranked if not self.kernels.is_compiled(problem, c, ready)]
-                searches.append(Search(ranked, {}, effort=effort, trials=trials))
+                searches.append(Search(ranked, {}, profile(effort).plan, trials=trials))
 
         def keys(candidates: Iterable[Candidate]) -> list[tuple[str, Key]]:
             return [
@@ -315,7 +363,7 @@ class Tuner:
             ]
 
         later = keys(new)
-        for family, key in keys(Portfolio(searches).planned_screen()):
+        for family, key in keys(Portfolio(searches, profile(effort).plan).planned_screen()):
             self.pool.submit(family, key, urgency=urgency)
         for family, key in later:
             self.pool.submit(family, key, urgency=Urgency.IDLE)
@@ -341,13 +389,13 @@ class Tuner:
         )
 
     def _final(self, problem: Problem, effort: Effort) -> Policy:
-        policy = QUICK_FINAL if effort == "quick" else FINAL
+        policy = profile(effort).final
         steady_ms = 0.0 if model.is_memory_bound(problem) else policy.steady_ms
         return replace(policy, steady_ms=steady_ms, energy_ms=self._energy_ms)
 
     def _ready(self, problem: Problem, effort: Effort) -> Ready | None:
         """What a quick search prefers: the same before and after it began to compile. None for anything."""
-        if effort != "quick" or not self.device.is_real:
+        if profile(effort).compiling is None or not self.device.is_real:
             return None
         return self._ready_for.setdefault(problem, self.pool.ready())
 
@@ -356,9 +404,10 @@ class Tuner:
         return self.pool.ready() if self.compiled_only else None
 
 
-def _tell(search: Portfolio, state: Trials, found: Iterable[Outcome]) -> None:
-    for candidate, value in state.worth(found):
-        search.tell(candidate, value)
+def _tell(search: ProblemStudy, state: Trials, found: Iterable[Outcome]) -> None:
+    found = list(found)
+    for outcome, (candidate, worth) in zip(found, state.worth(found), strict=True):
+        search.tell(candidate, worth, told_of(outcome, evidence_word(outcome, "screen")))
 
 
 @named_arguments
@@ -371,6 +420,8 @@ def tune(
     effort: Effort = "quick",
     trials: int | None = None,
     budget_seconds: float | None = None,
+    sampler: Sampler | None = None,
+    study: str | Path | None = None,
     seed: int = 0,
     callback: Callable[[Progress], None] | None = None,
     progress: bool | None = None,
@@ -381,17 +432,19 @@ def tune(
     device: a GPU as ``"cuda:0"`` or torch names it, by default the first; without one the recorded H200,
     of which nothing is stored. database: where the results go, by default the user's. families: names of the
     kernel families to try, by default all. effort: ``quick``, ``full`` or ``exhaustive``. trials: most
-    candidates to measure. budget_seconds: most time for the search; the final race follows. seed: of
-    operands, rounds and the search. callback: called with a `Progress` whenever something happened.
-    progress: whether to show a bar, by default in notebooks.
+    candidates to measure. budget_seconds: most time for the search; the final race follows. sampler, study:
+    see `Tuner`. seed: of operands, rounds and the search. callback: called with a `Progress` whenever
+    something happened. progress: whether to show a bar, by default in notebooks.
 
     The result is a `TuneResult`: print it for a short table. `best` is the winner, a measurement with its
     `candidate`, `ratio` to torch.mm, `median_us` and `baseline_median_us`; `outcomes` has every measurement
     and failure, `labels` their short names, `predictions` a model's ranking where nothing could be timed,
-    `note` what was not done. Ctrl-C ends it early: `interrupted` says so.
+    `note` what was not done, `study` the search as an Optuna study. Ctrl-C ends it early: `interrupted` says
+    so.
 
     Raises ProblemError for what is no product or does not fit the device, SpaceError for a family, effort,
-    trials, budget or seed that is not one, DeviceError for a device that is not there.
+    trials, budget, seed or sampler that is not one, DeviceError for a device that is not there, StudyError
+    for a study that cannot be kept there.
     """
     extras.require("tune")
     from tunegemm.store import Database
@@ -409,7 +462,10 @@ def tune(
             callback = stack.enter_context(bar(callback))
         if database is None and device.is_real:
             database = stack.enter_context(Database.open())
-        tuner = stack.enter_context(Tuner(device, database, families=families, seed=seed))
+        tuner = stack.enter_context(
+            Tuner(device, database, families=families, seed=seed, sampler=sampler, study=study)
+        )
+        tuner.require_studies([problem])
         return tuner.tune(
             problem, effort=effort, trials=trials, budget_seconds=budget_seconds, on_progress=callback
         )

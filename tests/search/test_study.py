@@ -1,0 +1,250 @@
+"""The search of a problem is an Optuna study: what is in it, whoever suggests."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from tunegemm.describe.space import Candidate, SearchSpace
+from tunegemm.errors import SpaceError
+from tunegemm.generate.feasibility import FEASIBLE, Verdict
+from tunegemm.search import Portfolio, Search
+from tunegemm.search.samplers import sampler_of
+from tunegemm.search.space import StudySpace
+from tunegemm.search.study import ProblemStudy, Told, importances, of_family, study_of
+from tunegemm.tuning.efforts import EFFORTS, Effort
+
+LAUNCHES = {"raster_order": ("along_m", "along_n"), "swizzle_size": (1, 2, 4, 8)}
+TILES = {"tile_m": (64, 128, 192, 256), "tile_n": tuple(range(32, 257, 32)), "stages": (2, 3, 4, 5, 6)}
+LIBRARY = [Candidate.make("cublaslt", {"algorithm": number}) for number in range(3)]
+SMEM = 160_000
+
+
+def smem_bytes(params: Mapping[str, Any]) -> int:
+    return 128 * (params["tile_m"] + params["tile_n"]) * params["stages"]
+
+
+def verdict(point: Candidate) -> Verdict:
+    need = smem_bytes(point.params)
+    return FEASIBLE if need <= SMEM else Verdict("smem_capacity", f"smem {need} B > {SMEM} B")
+
+
+def kernels(family: str) -> list[Candidate]:
+    points = (dict(zip(TILES, values, strict=True)) for values in itertools.product(*TILES.values()))
+    first = {name: values[0] for name, values in LAUNCHES.items()}
+    return [Candidate.make(family, point, first) for point in points if smem_bytes(point) <= SMEM]
+
+
+def landscape(params: Mapping[str, Any]) -> float:
+    """Smooth, with one best point: 128x160, 4 stages, along_n at 4."""
+    value = 1.3 - 0.1 * abs(params["tile_m"] - 128) / 64 - 0.03 * abs(params["tile_n"] - 160) / 32
+    value -= 0.02 * abs(params["stages"] - 4) + 0.02 * (params["raster_order"] != "along_n")
+    return value - 0.02 * abs(params["swizzle_size"].bit_length() - 3)
+
+
+BEST = 1.3
+
+
+def study_of_landscape(
+    families: Sequence[str] = ("cute_sm90",),
+    *,
+    effort: Effort = "quick",
+    trials: int | None = None,
+    sampler: optuna.samplers.BaseSampler | None = None,
+    library: Sequence[Candidate] = LIBRARY,
+) -> ProblemStudy:
+    """The model of it knows the best tile's rank to within a few places."""
+    plan = EFFORTS[effort].plan
+    searches = []
+    for family in families:
+        ranked = sorted(kernels(family), key=lambda c: landscape(c.params), reverse=True)
+        ranked = ranked[5:20] + ranked[:5] + ranked[20:]
+        first = library if family == families[0] else ()
+        searches.append(Search(ranked, LAUNCHES, plan, library=first, trials=trials))
+    spaces = [SearchSpace(family, TILES, LAUNCHES) for family in families]
+    return ProblemStudy(
+        Portfolio(searches, plan), StudySpace(spaces, library),
+        library=library, verdict=verdict, sampler=sampler, name="a problem",
+    )  # fmt: skip
+
+
+def run(study: ProblemStudy, broken: Iterable[int] = ()) -> optuna.Study:
+    """To its end; tiles of some widths do not compile."""
+    while batch := study.ask():
+        for candidate in batch:
+            if candidate.family == "cublaslt":
+                study.tell(candidate, 1.0, Told(1.0, 10.0, "screen"))
+            elif candidate["tile_n"] in broken:
+                study.tell(candidate, None, Told(None, failure="compile: no such tile"))
+            else:
+                ratio = landscape(candidate.params) * (1.0 if candidate.family == "cute_sm90" else 0.9)
+                study.tell(candidate, ratio, Told(ratio, 10 / ratio, "screen"))
+    study.finish()
+    return study.study
+
+
+def quiet(name: str) -> optuna.samplers.BaseSampler:
+    found = sampler_of(name, seed=1)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("effort", ["quick", "full", "exhaustive"])
+def test_every_effort_finds_the_planted_best(effort: Effort) -> None:
+    trials = {"quick": None, "full": 108, "exhaustive": None}[effort]
+    assert run(study_of_landscape(effort=effort, trials=trials)).best_value == pytest.approx(BEST, abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["tpe", "random", "optuna.samplers:NSGAIISampler"])
+def test_other_samplers_of_optunas_find_it_too(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        study = run(study_of_landscape(trials=150, sampler=quiet(name)))
+    assert study.best_value == pytest.approx(BEST, abs=0.05)
+
+
+def test_all_that_was_tried_is_a_trial_with_what_is_known_of_it() -> None:
+    study = run(study_of_landscape(("cute_sm90", "triton_tma")), broken=(64,))
+    assert {trial.params["family"] for trial in study.trials} == {"cute_sm90", "triton_tma", "cublaslt"}
+    by_state = {state: [t for t in study.trials if t.state == state] for state in TrialState}
+    assert not by_state[TrialState.RUNNING] and not by_state[TrialState.WAITING]
+    assert len([t for t in study.trials if t.params["family"] == "cute_sm90"]) == 32
+    for trial in by_state[TrialState.COMPLETE]:
+        attributes = trial.user_attrs
+        assert attributes["family"] == trial.params["family"] and attributes["evidence"] == "screen"
+        assert attributes["microseconds"] == pytest.approx(10 / trial.value)
+        candidate = Candidate.from_json(attributes["candidate"])
+        if candidate.family != "cublaslt":
+            assert dict(candidate.params) == {n: v for n, v in trial.params.items() if n != "family"}
+    assert {t.user_attrs["failure"] for t in by_state[TrialState.FAIL]} <= {"compile: no such tile"}
+    stages = {trial.user_attrs["stage"] for trial in study.trials}
+    assert stages == {"library", "screen", "vary", "probe", "refine"}
+
+
+def test_infeasible_points_are_pruned_with_the_rule_and_its_numbers() -> None:
+    study = run(study_of_landscape(trials=40, sampler=quiet("random")))
+    pruned = [trial for trial in study.trials if trial.state == TrialState.PRUNED]
+    assert pruned
+    for trial in pruned:
+        need = smem_bytes(trial.params)
+        assert trial.user_attrs["rule"] == "smem_capacity"
+        assert trial.user_attrs["reason"] == f"smem {need} B > {SMEM} B" and need > SMEM
+    counted = [t for t in study.trials if t.state == TrialState.COMPLETE and t.params["family"] != "cublaslt"]
+    assert len(counted) == 40, "what is pruned counts for nothing"
+
+
+class Largest(optuna.samplers.BaseSampler):  # type: ignore[misc]
+    """Suggests one point for ever, which has no room in shared memory."""
+
+    def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        return distribution.high if hasattr(distribution, "high") else distribution.choices[-1]
+
+
+def test_a_sampler_of_infeasible_points_ends_and_says_which_rule_it_was() -> None:
+    study = study_of_landscape(sampler=Largest())
+    run(study)
+    tried = [t for t in study.study.trials if t.state == TrialState.COMPLETE]
+    assert len(tried) <= 4 + len(LIBRARY)
+    assert "suggestions are infeasible" in study.note and "smem_capacity" in study.note
+    assert str(sum(t.state == TrialState.PRUNED for t in study.study.trials)) in study.note
+
+
+class Broken(Largest):
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        raise RuntimeError("no idea")
+
+
+def test_a_sampler_that_raises_is_named() -> None:
+    with pytest.raises(SpaceError, match="the sampler Broken failed: no idea"):
+        run(study_of_landscape(sampler=Broken()))
+
+
+def test_two_families_are_one_study_for_any_sampler() -> None:
+    study = run(study_of_landscape(("cute_sm90", "triton_tma"), trials=60, sampler=quiet("tpe")))
+    families = [t.params["family"] for t in study.trials if t.params["family"] != "cublaslt"]
+    assert set(families) == {"cute_sm90", "triton_tma"}
+    assert study.best_trial.params["family"] == "cute_sm90"
+
+
+def test_what_is_told_anew_stays_one_trial() -> None:
+    study = study_of_landscape()
+    batch = study.ask()
+    for candidate in batch:
+        study.tell(candidate, 1.0)
+    for candidate in batch:
+        study.tell(candidate, 1.1)
+    assert len(study.study.trials) == len(batch)
+
+
+def test_charts_and_importances_of_optunas_run_on_it() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    study = run(study_of_landscape(trials=60), broken=(64,))
+    own = of_family(study, "cute_sm90")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for chart in ("plot_optimization_history", "plot_slice", "plot_timeline"):
+            getattr(optuna.visualization.matplotlib, chart)(study)
+        optuna.visualization.matplotlib.plot_parallel_coordinate(own)
+    shares = importances(study)["cute_sm90"]
+    assert set(shares) == {*TILES, *LAUNCHES} and sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_importances_find_what_was_made_to_matter() -> None:
+    found = importances(
+        study_of((c, 1 + c["tile_m"] / 100 + c["stages"] / 1e4) for c in kernels("cute_sm90"))
+    )
+    shares = found["cute_sm90"]
+    assert next(iter(shares)) == "tile_m" and shares["tile_m"] > 0.6
+    assert set(shares) == set(TILES), "launches never varied, so they cannot matter"
+
+
+def test_importances_of_few_trials_tell_nothing() -> None:
+    study = study_of_landscape()
+    for candidate in study.ask(10):
+        study.tell(candidate, 1.0)
+    assert importances(study.study) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("luck", "roofline, tpe, gp, random, cmaes or package.module:Class"),
+        ("no.such.module:Sampler", "importing no.such.module fails"),
+        ("optuna.samplers:NoSampler", "optuna.samplers has no NoSampler"),
+        ("optuna.pruners:MedianPruner", "MedianPruner is no sampler"),
+        ("collections:OrderedDict", "OrderedDict is no sampler"),
+        ("optuna.samplers:BaseSampler", "cannot be made"),
+        ("optuna.samplers:", "package.module:Class"),
+        ("", "package.module:Class"),
+        (7, "an object of a class"),
+        (optuna.samplers.TPESampler, "an object of a class"),
+    ],
+)
+def test_what_is_no_sampler_is_refused(name: Any, says: str) -> None:
+    with pytest.raises(SpaceError, match=says.replace(".", r"\.")):
+        sampler_of(name, seed=0)
+
+
+def test_a_quick_search_loads_no_torch() -> None:
+    """What it hands over to needs torch, which takes two seconds."""
+    code = (
+        "import sys; from tests.search.test_study import *; run(study_of_landscape());"
+        "assert 'torch' not in sys.modules and 'scipy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=__file__.rpartition("/tests/")[0])

@@ -1,0 +1,167 @@
+"""Where studies are kept: a journal or a database of Optuna's, and never the tuning database."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+
+from tests.search.test_study import landscape, study_of_landscape
+from tunegemm.errors import StudyError
+from tunegemm.search.study import ProblemStudy
+from tunegemm.store import Database
+from tunegemm.tuning import studies as kept_studies
+from tunegemm.tuning.studies import Studies
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_studies, "_LOCKED_S", 0.2)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    with Database.open(tmp_path / "tuning.sqlite") as database:
+        yield database
+
+
+def searched(trials: int = 10) -> ProblemStudy:
+    study = study_of_landscape(trials=trials)
+    while batch := study.ask():
+        for candidate in batch:
+            study.tell(candidate, 1.0 if candidate.family == "cublaslt" else landscape(candidate.params))
+    study.finish()
+    return study
+
+
+def kept(location: str, study: ProblemStudy) -> None:
+    with Studies(location) as studies:
+        studies.begin(study.study)
+        studies.keep(study.study)
+        studies.keep(study.study)
+
+
+def loaded(location: str) -> optuna.Study:
+    """As a dashboard or a notebook reads it."""
+    storage: optuna.storages.BaseStorage | str = location
+    if "://" not in location:
+        backend = optuna.storages.journal.JournalFileBackend(location)
+        storage = optuna.storages.JournalStorage(backend)
+    return optuna.load_study(study_name="a problem", storage=storage)
+
+
+@pytest.mark.parametrize("form", ["{}/study.log", "{}/new/folder/study", "sqlite:///{}/study.db"])
+def test_optuna_reads_there_what_was_searched(tmp_path: Path, form: str) -> None:
+    location, study = form.format(tmp_path), searched()
+    kept(location, study)
+    there = loaded(location)
+    before = len(there.trials)
+    assert [(t.params, t.value, t.user_attrs) for t in there.trials] == [
+        (t.params, t.value, t.user_attrs) for t in study.study.trials
+    ]
+    assert there.best_value == study.study.best_value
+    kept(location, searched(5))
+    assert len(loaded(location).trials) > before, "a later search goes on in the same study"
+
+
+def test_a_study_of_another_problem_is_refused(tmp_path: Path) -> None:
+    location = str(tmp_path / "study.log")
+    kept(location, searched())
+    with Studies(location) as studies:
+        studies.require(["a problem", "a second one of the same command"])
+        with pytest.raises(StudyError, match="is of 'a problem'; give another file for 64x64x64"):
+            studies.require(["64x64x64"])
+
+
+def test_a_study_of_another_space_or_of_nobody_is_refused(tmp_path: Path) -> None:
+    location = f"sqlite:///{tmp_path}/study.db"
+    study = searched()
+    kept(location, study)
+    loaded(location).set_user_attr("space", "older")
+    with Studies(location) as studies, pytest.raises(StudyError, match="search space 'older', not of"):
+        studies.begin(study.study)
+    foreign = f"sqlite:///{tmp_path}/foreign.db"
+    theirs = optuna.create_study(study_name="a problem", storage=foreign, direction="maximize")
+    theirs.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    with Studies(foreign) as studies, pytest.raises(StudyError, match="another program"):
+        studies.begin(study.study)
+
+
+@pytest.mark.parametrize("form", ["{}", "sqlite:///{}"])
+def test_the_tuning_database_is_refused(database: Database, form: str) -> None:
+    """Also one that is not this tuning's."""
+    location = form.format(database.location)
+    for own in (database.location, None):
+        with pytest.raises(StudyError, match="is a tuning database, which Optuna must not share"):
+            Studies(location, database=own)
+
+
+def test_one_that_will_be_the_tuning_database_is_refused(tmp_path: Path) -> None:
+    later = tmp_path / "later.sqlite"
+    (tmp_path / "link").symlink_to(later)
+    for location in (f"sqlite:///{later}", str(later), str(tmp_path / "link")):
+        with pytest.raises(StudyError, match="is a tuning database"):
+            Studies(location, database=later)
+    assert not later.exists()
+
+
+def test_a_locked_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "study.log"
+    kept(str(path), searched())
+    with path.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(StudyError, match=r"study\.log is locked by another process"):
+            Studies(str(path))
+    Path(f"{path}.lock").symlink_to(path)
+    with pytest.raises(StudyError, match=r"locked by another process.*remove .*study\.log\.lock"):
+        Studies(str(path))
+
+
+def test_a_locked_database_is_named(tmp_path: Path) -> None:
+    import sqlite3
+
+    location = f"sqlite:///{tmp_path}/study.db"
+    kept(location, searched())
+    other = sqlite3.connect(tmp_path / "study.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(StudyError, match=r"study\.db is locked by another process"):
+        kept(location, searched())
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path.mkdir(), "a folder; give a file in it"),
+        (lambda path: path.write_text("hello\n"), "no journal of Optuna"),
+        (lambda path: path.write_bytes(b"SQLite format 3\0"), "give it as sqlite:///"),
+    ],
+)
+def test_what_is_no_journal_is_refused(tmp_path: Path, make, says: str) -> None:
+    path = tmp_path / "study"
+    make(path)
+    with pytest.raises(StudyError, match=says):
+        Studies(str(path))
+
+
+@pytest.mark.parametrize("location", ["nonsense://x", "sqlite://", "mysql+none://u:secret@h/d"])
+def test_a_url_that_is_none_is_one_line_without_its_password(location: str) -> None:
+    with pytest.raises(StudyError) as raised:
+        Studies(location)
+    assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
+
+
+def test_a_storage_that_fails_meanwhile_does_not_end_the_search(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    study = searched()
+    with Studies(str(tmp_path / "study.log")) as studies:
+        studies.begin(study.study)
+        (tmp_path / "study.log").unlink()
+        (tmp_path / "study.log").mkdir()
+        studies.keep(study.study)
+        studies.keep(study.study)
+    assert caplog.text.count("what follows is not kept there") == 1

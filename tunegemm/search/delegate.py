@@ -1,0 +1,419 @@
+"""Any Optuna sampler over a problem's candidates.
+
+Most points of the value lists are infeasible: a ring too deep for its tile, say. So the sampler works on a
+study of its own, which is in memory and has one static space whatever the family: numbers are their places
+in the lists, words are categories, what a family lacks has the first value. The nearest feasible candidate
+stands for what is suggested, and the sampler learns what came of that one. Untouched, Optuna's TPE was 11 %
+behind after 32 trials where it was 1.2 % behind so (median of six sweeps of an H200, replayed 2026-11-22).
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.describe.space import Candidate, Value
+from tunegemm.errors import SpaceError, one_line
+from tunegemm.generate.feasibility import Verdict
+from tunegemm.search.search import Search, StageName
+
+if TYPE_CHECKING:
+    import optuna
+
+#: The parameter that tells families apart.
+FAMILY = "family"
+#: Kernels, and launches of them, that are looked at for one that was not tried yet.
+_NEAR_KERNELS, _NEAR_LAUNCHES = 32, 4000
+#: Suggestions in a row that come to nothing new before a search by a sampler alone is ended.
+_MAX_SKIPS = 100
+#: Suggestions before their values are needed, as many as a full search explores with.
+_BATCH = 12
+
+#: What the model thinks of candidates: a row of numbers each, higher for better.
+Features = Callable[[Sequence[Candidate]], Sequence[Sequence[float]]]
+
+
+class Delegate:
+    """An Optuna sampler that suggests candidates of one family, or of several."""
+
+    def __init__(
+        self,
+        sampler: optuna.samplers.BaseSampler,
+        searches: Sequence[Search],
+        *,
+        verdict: Callable[[Candidate], Verdict],
+        reject: Callable[[Candidate, Verdict], None],
+        features: Features | None = None,
+        keeps_suggested: bool = False,
+    ) -> None:
+        """
+        searches: of each family, whose candidates may be suggested, and whose results are known.
+        verdict: why a point of the lists is no candidate; reject: called with each such point.
+        features: further coordinates, the model's opinion of each kernel.
+        keeps_suggested: whether the sampler is also told the value at the very point that it suggested. Those
+            that keep a state with their trials, as CMA-ES does, learn by nothing else.
+        """
+        self._sampler, self._searches = sampler, {search.family: search for search in searches}
+        self._verdict, self._reject, self._keeps = verdict, reject, keeps_suggested
+        self._lists = _value_lists(searches)
+        self._kernels = _Kernels(searches, self._lists, features)
+        self._distributions = self._kernels.distributions
+        self._study: optuna.Study | None = None
+        self._running: dict[Candidate, list[int]] = {}
+        self._told: dict[Candidate, float | None] = {}
+        self._suggested: dict[Candidate, optuna.trial.Trial] = {}
+        self._seen: set[tuple[Any, ...]] = set()
+        self.rejected: Counter[str] = Counter()
+        """Infeasible suggestions, by rule."""
+        self.suggestions = 0
+        for search in searches:
+            for candidate, value in search.results.items():
+                if value is not None:
+                    self.tell(candidate, value)
+
+    def suggest(self) -> Candidate | None:
+        """A new candidate: what the sampler suggests, or the nearest to it that was not tried. None where a
+        suggestion came to nothing new.
+        """
+        if not self._distributions:
+            return None
+        try:
+            trial = self._learned().ask(self._distributions)
+        except Exception as error:  # a sampler may be anybody's
+            name = type(self._sampler).__name__
+            raise SpaceError(f"the sampler {name} failed: {one_line(error, 200)}; use another") from error
+        self.suggestions += 1
+        point = self._decode(trial.params)
+        search = self._searches[point.family]
+        chosen = point if search.is_open(point) else None
+        if chosen is None:
+            is_repeated = tuple(trial.params.values()) in self._seen
+            self._seen.add(tuple(trial.params.values()))
+            if point not in search.results and not (verdict := self._verdict(point)):
+                self.rejected[verdict.rule or ""] += 1
+                self._reject(point, verdict)
+            # The same infeasible point again stands for nothing more.
+            chosen = None if is_repeated else self._nearest(point, trial.params)
+        if chosen is not None:
+            self._suggested[chosen] = trial
+        else:
+            self._learned().tell(trial, state=_failed())
+        return chosen
+
+    def start(self, candidate: Candidate) -> None:
+        """The candidate is being tried: suggestions keep away from it until its result (*constant liar*)."""
+        if not self._distributions or (params := self._encode(candidate)) is None:
+            return
+        trial = self._suggested.pop(candidate, None)
+        study = self._learned()
+        if trial is not None and (trial.params == params or self._keeps):
+            self._running.setdefault(candidate, []).append(trial.number)
+            if trial.params == params:
+                return
+        elif trial is not None:
+            study.tell(trial, state=_failed())  # which has no part in what the sampler learns
+        study.add_trial(_created(params, self._distributions, None))
+        self._running.setdefault(candidate, []).append(len(study.get_trials(deepcopy=False)) - 1)
+
+    def tell(self, candidate: Candidate, value: float | None) -> None:
+        """What came of a candidate, started or not, told anew or not; None when it failed."""
+        if candidate.family not in self._searches:
+            return
+        if candidate in self._told and self._told[candidate] != value:
+            self._study = None  # a finished trial cannot change: all are told to a new study
+        self._told[candidate] = value
+        running = self._running.pop(candidate, [])
+        if self._study is None:
+            return
+        for number in running:
+            self._study.tell(number, value, state=None if value is not None else _failed())
+        if not running:
+            self._add(candidate, value)
+
+    def _learned(self) -> optuna.Study:
+        """The sampler's study, with all that was told."""
+        import optuna
+
+        if self._study is None:
+            with quiet_optuna():
+                self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
+            for candidate, value in self._told.items():
+                self._add(candidate, value)
+            self._running.clear()
+            self._suggested.clear()
+        return self._study
+
+    def _add(self, candidate: Candidate, value: float | None) -> None:
+        if value is not None and (params := self._encode(candidate)) is not None:
+            assert self._study is not None
+            self._study.add_trial(_created(params, self._distributions, value))
+
+    def _nearest(self, point: Candidate, params: Mapping[str, Any]) -> Candidate | None:
+        search = self._searches[point.family]
+        return next(filter(search.is_open, self._kernels.near(point.family, params)), None)
+
+    def _encode(self, candidate: Candidate) -> dict[str, Any] | None:
+        return self._kernels.encode(candidate)
+
+    def _decode(self, params: Mapping[str, Any]) -> Candidate:
+        family = params.get(FAMILY, next(iter(self._searches)))
+        search = self._searches[family]
+        first = search.ranked[0]
+
+        def value(name: str, own: Value) -> Value:
+            listed = self._lists.get(name, ())
+            if name not in params:
+                return own
+            return listed[params[name]] if is_ordered(listed) else params[name]
+
+        return Candidate(
+            family,
+            tuple((name, value(name, own)) for name, own in first.compile_params),
+            tuple(sorted((name, value(name, listed[0])) for name, listed in search.launch_values.items())),
+        )
+
+
+class Suggested:
+    """A search by a sampler alone: the library's algorithms, then what is suggested. Asks and tells as
+    `tunegemm.search.Portfolio` does.
+    """
+
+    def __init__(
+        self, delegate: Delegate, searches: Sequence[Search], library: Sequence[Candidate], trials: int
+    ) -> None:
+        self._delegate, self._trials, self._left = delegate, trials, trials
+        self._by_family = {search.family: search for search in searches}
+        self._library = [one for one in library if all(one not in search.results for search in searches)]
+        self.searches = list(searches)
+        self.stage: StageName = "library"
+        self.note = ""
+        """Why it ended before its trials were spent, or that no suggestion was feasible."""
+
+    @property
+    def trials(self) -> int:
+        return self._trials
+
+    def planned_screen(self) -> list[Candidate]:
+        """Nothing is known beforehand."""
+        return []
+
+    def planned_launches(self) -> list[Candidate]:
+        return []
+
+    def stage_of(self, candidate: Candidate) -> StageName:
+        return "explore" if candidate.family in self._by_family else "library"
+
+    def ask(self, count: int = 24) -> list[Candidate]:
+        """The next candidates, at most `count`; empty when trials or new suggestions are spent."""
+        library, self._library = self._library[:count], self._library[count:]
+        batch: list[Candidate] = []
+        skipped = 0
+        while self._left and len(batch) < min(count - len(library), _BATCH) and skipped < _MAX_SKIPS:
+            candidate = self._delegate.suggest()
+            if candidate is None:
+                skipped += 1
+                if not self._delegate.suggestions:
+                    break  # there is nothing to choose
+                continue
+            skipped = 0
+            self._by_family[candidate.family].claim(candidate)
+            self._delegate.start(candidate)
+            batch.append(candidate)
+            self._left -= 1
+        if batch:
+            self.stage = "explore"
+        self.note = self._note(skipped)
+        if not library and not batch:
+            self.stage = "done"
+        return library + batch
+
+    def tell(self, candidate: Candidate, value: float | None) -> None:
+        search = self._by_family.get(candidate.family)
+        if search is not None:
+            search.tell(candidate, value)
+            self._delegate.tell(candidate, value)
+
+    def _note(self, skipped: int) -> str:
+        rejected, suggested = self._delegate.rejected, self._delegate.suggestions
+        infeasible = rejected.total()
+        if not rejected or (skipped < _MAX_SKIPS and infeasible < suggested):
+            return ""
+        rule, most = rejected.most_common(1)[0]
+        ended = f", so that the search ended after {self._trials - self._left} trials"
+        return (
+            f"{infeasible} of the sampler's {suggested} suggestions are infeasible, {most} of them by the "
+            f"rule {rule}{ended if skipped >= _MAX_SKIPS else ''}; another --sampler goes on"
+        )
+
+
+class _Kernels:
+    """The kernels of all families as points of the static space."""
+
+    def __init__(
+        self, searches: Sequence[Search], lists: Mapping[str, tuple[Value, ...]], features: Features | None
+    ) -> None:
+        import numpy
+        import optuna
+
+        self._lists = {name: listed for name, listed in lists.items() if len(listed) > 1}
+        self._places = {name: {v: i for i, v in enumerate(listed)} for name, listed in self._lists.items()}
+        self._ordered = {name: is_ordered(listed) for name, listed in self._lists.items()}
+        self.distributions: dict[str, Any] = {}
+        if len(searches) > 1:
+            names = [search.family for search in searches]
+            self.distributions[FAMILY] = optuna.distributions.CategoricalDistribution(names)
+        for name, listed in self._lists.items():
+            self.distributions[name] = (
+                optuna.distributions.IntDistribution(0, len(listed) - 1)
+                if self._ordered[name]
+                else optuna.distributions.CategoricalDistribution(listed)
+            )
+        self._ranked = {search.family: list(search.ranked) for search in searches}
+        self._launch = {search.family: dict(search.launch_values) for search in searches}
+        self._grids: dict[str, list[dict[str, Value]]] = {}
+        self._features: dict[Candidate, dict[str, float]] = {}
+        if features is not None and any(self._ranked.values()):
+            kernels = [kernel for ranked in self._ranked.values() for kernel in ranked]
+            rows = numpy.array(features(kernels), dtype=float)
+            for number, column in enumerate(rows.T):
+                low, high = float(column.min()), float(column.max())
+                if high > low:
+                    name = f"model_{number}"
+                    self.distributions[name] = optuna.distributions.FloatDistribution(low, high)
+                    for kernel, value in zip(kernels, column, strict=True):
+                        self._features.setdefault(kernel.kernel, {})[name] = float(value)
+        self._columns: dict[str, tuple[Any, Any]] = {}
+        self._numpy = numpy
+
+    def encode(self, candidate: Candidate) -> dict[str, Any] | None:
+        """The point of a candidate; None where a value is in no list, as of an older space."""
+        params: dict[str, Any] = {}
+        features = self._features.get(candidate.kernel, {})
+        for name, distribution in self.distributions.items():
+            if name == FAMILY:
+                params[name] = candidate.family
+            elif name not in self._lists:
+                if name not in features:
+                    return None
+                params[name] = features[name]
+            elif (value := candidate.params.get(name)) is None:
+                params[name] = 0 if self._ordered[name] else distribution.choices[0]
+            elif value not in self._places[name]:
+                return None
+            else:
+                params[name] = self._places[name][value] if self._ordered[name] else value
+        return params
+
+    def near(self, family: str, params: Mapping[str, Any]) -> Iterator[Candidate]:
+        """Launches of the family's kernels that are nearest to a point, the nearest first; of equally near
+        ones that of the kernel which is first in rank.
+        """
+        numpy = self._numpy
+        names = [n for n in self.distributions if n != FAMILY and n not in self._launch[family]]
+        launched = [n for n in self.distributions if n in self._launch[family]]
+        if family not in self._columns:
+            rows = [self.encode(kernel) or {} for kernel in self._ranked[family]]
+            grid = [
+                dict(zip(self._launch[family], values, strict=True))
+                for values in itertools.product(*self._launch[family].values())
+            ]
+            encoded = [self._encoded(launch) for launch in grid]
+            self._columns[family] = (
+                numpy.array([[self._number(n, row.get(n)) for n in names] for row in rows]),
+                numpy.array([[self._number(n, row.get(n)) for n in launched] for row in encoded]),
+            )
+            self._grids[family] = grid
+        kernels, launches = self._columns[family]
+        of_kernels = self._distance(names, kernels, params)
+        nearest = numpy.argsort(of_kernels, kind="stable")[:_NEAR_KERNELS]
+        together = of_kernels[nearest][:, None] + self._distance(launched, launches, params)[None, :]
+        for place in numpy.argsort(together, axis=None, kind="stable")[:_NEAR_LAUNCHES]:
+            kernel, launch = divmod(int(place), together.shape[1])
+            yield self._ranked[family][int(nearest[kernel])].with_launch(**self._grids[family][launch])
+        for kernel in nearest:
+            yield self._ranked[family][int(kernel)]
+
+    def _distance(self, names: list[str], columns: Any, params: Mapping[str, Any]) -> Any:
+        """Of each row to a point: numbers by their places, as a part of the list, words by being the same."""
+        numpy = self._numpy
+        if not names:
+            return numpy.zeros(len(columns))
+        point = numpy.array([self._number(name, params[name]) for name in names])
+        steps = numpy.abs(columns - point)
+        scale = numpy.array([self._scale(name) for name in names])
+        return numpy.where(scale > 0, steps / numpy.maximum(scale, 1e-12), steps != 0).sum(axis=1)
+
+    def _encoded(self, launch: Mapping[str, Value]) -> dict[str, Any]:
+        return {
+            n: self._places[n][v] if self._ordered[n] else v for n, v in launch.items() if n in self._lists
+        }
+
+    def _number(self, name: str, value: Any) -> float:
+        if value is None:
+            return 0.0
+        if name in self._lists and not self._ordered[name]:
+            return float(self._places[name][value])
+        return float(value)
+
+    def _scale(self, name: str) -> float:
+        """Of an ordered parameter its width; 0 for words, which are the same or not."""
+        if name in self._lists and not self._ordered[name]:
+            return 0.0
+        distribution = self.distributions[name]
+        return float(distribution.high - distribution.low)
+
+
+def is_ordered(listed: Sequence[Value]) -> bool:
+    """Whether the values are numbers, so that near ones are alike."""
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in listed)
+
+
+def in_order(values: Iterable[Value]) -> tuple[Value, ...]:
+    """Distinct values of a list that stays the same for a whole study."""
+    return tuple(sorted(dict.fromkeys(values), key=lambda value: (str(type(value)), value)))
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Without Optuna's lines about new studies and experimental options."""
+    import optuna
+
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+def _value_lists(searches: Sequence[Search]) -> dict[str, tuple[Value, ...]]:
+    lists: dict[str, dict[Value, None]] = {}
+    for search in searches:
+        for name, values in search.launch_values.items():
+            lists.setdefault(name, {}).update(dict.fromkeys(values))
+        for kernel in search.ranked:
+            for name, value in kernel.compile_params:
+                lists.setdefault(name, {})[value] = None
+    return {name: in_order(values) for name, values in sorted(lists.items())}
+
+
+def _created(params: Mapping[str, Any], distributions: Mapping[str, Any], value: float | None) -> Any:
+    """A finished trial, or without a value one that is running."""
+    import optuna
+
+    state = optuna.trial.TrialState.RUNNING if value is None else optuna.trial.TrialState.COMPLETE
+    return optuna.trial.create_trial(
+        params=dict(params), distributions=dict(distributions), value=value, state=state
+    )
+
+
+def _failed() -> optuna.trial.TrialState:
+    import optuna
+
+    return optuna.trial.TrialState.FAIL

@@ -1,0 +1,93 @@
+"""Samplers by name: the project's, some of Optuna's, and any class of a module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.errors import SpaceError, one_line
+from tunegemm.untrusted import shown
+
+if TYPE_CHECKING:
+    import optuna
+
+    Sampler = str | optuna.samplers.BaseSampler
+
+ROOFLINE = "roofline"
+#: Of each name Optuna's class, and the packages that it needs beside Optuna's own.
+_OPTUNAS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tpe": ("TPESampler", ()),
+    "gp": ("GPSampler", ("scipy", "torch")),
+    "random": ("RandomSampler", ()),
+    "cmaes": ("CmaEsSampler", ("cmaes",)),
+}
+NAMES = (ROOFLINE, *_OPTUNAS)
+
+
+def check_sampler(sampler: Sampler | None) -> None:
+    """Raises SpaceError for what `sampler_of` refuses, before anything is begun."""
+    sampler_of(sampler, seed=0)
+
+
+def sampler_of(sampler: Sampler | None, *, seed: int) -> optuna.samplers.BaseSampler | None:
+    """A sampler of Optuna's kind by its name, or itself; None for the project's own, as for no name.
+
+    A name is one of `NAMES` or a class, ``package.module:Class``. It gets `seed`, if it takes one. Raises
+    SpaceError for another name, for what is no sampler and for one that lacks a package.
+    """
+    if sampler is None or sampler == ROOFLINE:
+        return None
+    if not isinstance(sampler, str):
+        from optuna.samplers import BaseSampler
+
+        if not isinstance(sampler, BaseSampler):
+            raise SpaceError(
+                f"sampler {shown(sampler)}: give one of {', '.join(NAMES)}, package.module:Class, "
+                "or an object of a class of Optuna's BaseSampler"
+            )
+        return sampler
+    if sampler in _OPTUNAS:
+        name, packages = _OPTUNAS[sampler]
+        for package in packages:
+            if importlib.util.find_spec(package) is None:
+                raise SpaceError(f"sampler {sampler} needs {package}: pip install 'tunegemm[samplers]'")
+        import optuna
+
+        return _made(getattr(optuna.samplers, name), sampler, seed)
+    module, separator, name = sampler.partition(":")
+    if not separator or not module or not name.isidentifier():
+        raise SpaceError(f"sampler {shown(sampler)}: use {', '.join(NAMES)} or package.module:Class")
+    return _made(_class(sampler, module, name), sampler, seed)
+
+
+def _class(sampler: str, module: str, name: str) -> Any:
+    from optuna.samplers import BaseSampler
+
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # whatever a module of the user's raises
+        raise SpaceError(
+            f"sampler {shown(sampler)}: importing {module} fails ({one_line(error, 150)}); "
+            "it must be on the path (PYTHONPATH)"
+        ) from None
+    if found is None:
+        raise SpaceError(f"sampler {shown(sampler)}: {module} has no {name}")
+    if not (inspect.isclass(found) and issubclass(found, BaseSampler)):
+        raise SpaceError(
+            f"sampler {shown(sampler)}: {name} is no sampler; give a class of Optuna's BaseSampler"
+        )
+    return found
+
+
+def _made(found: Any, sampler: str, seed: int) -> optuna.samplers.BaseSampler:
+    from tunegemm.search.delegate import quiet_optuna
+
+    try:
+        takes_seed = "seed" in inspect.signature(found).parameters
+        with quiet_optuna():
+            made = found(seed=seed) if takes_seed else found()
+    except Exception as error:  # the user's class, or one that is abstract
+        raise SpaceError(f"sampler {shown(sampler)} cannot be made: {one_line(error, 150)}") from None
+    return made

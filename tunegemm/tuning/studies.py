@@ -1,0 +1,263 @@
+"""Where studies are kept for optuna-dashboard and `optuna.visualization`: a journal file or a database.
+
+A search works on a study in memory, and its finished trials are copied, so that neither a slow disk nor a
+dashboard holds up a GPU. The tuning database is refused: Optuna and this project's migrations both claim its
+table `alembic_version`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.errors import StudyError, one_line
+from tunegemm.search.delegate import quiet_optuna
+from tunegemm.untrusted import shown
+
+if TYPE_CHECKING:
+    import optuna
+    from sqlalchemy import URL
+
+#: How long another process may hold a file before it is called locked.
+_LOCKED_S = 3.0
+#: Tables that no other program's database has together.
+_OURS = {"fingerprints", "problems", "candidates", "measurements"}
+#: What a study must have been made for, and how a message names it.
+_SAME = {"problem": "", "device": "", "space": "search space "}
+
+_log = logging.getLogger(__name__)
+
+
+class Studies:
+    """A storage of Optuna's with a study per problem. Raises StudyError for one that cannot be used."""
+
+    def __init__(self, location: str | Path, *, database: Path | URL | None = None) -> None:
+        """location: a file, which is made, or a URL. database: the tuning's, which is refused."""
+        self.location = str(location)
+        self._storage = _opened(self.location, database)
+        self._studies: dict[str, optuna.Study] = {}
+        self._copied: dict[str, set[int]] = {}
+        self._known: dict[str, set[str]] = {}
+
+    def __enter__(self) -> Studies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """What was copied is stored already."""
+        if (engine := getattr(self._storage, "engine", None)) is not None:
+            engine.dispose()
+
+    def require(self, names: Iterable[str]) -> None:
+        """A file has the studies of one command: raises StudyError where it has those of other problems, and
+        none of these. A database may have any.
+        """
+        import optuna
+
+        if "://" in self.location:
+            return
+        with self._translated():
+            others = optuna.get_all_study_names(self._storage)
+        if others and not set(names) & set(others):
+            raise StudyError(
+                f"study {self.location} is of {shown(others[0])}; give another file for {next(iter(names))}"
+            )
+
+    def begin(self, study: optuna.Study) -> None:
+        """The kept study of a search's. Raises StudyError for one of another problem or space."""
+        import optuna
+
+        name = study.study_name
+        with self._translated(), quiet_optuna():
+            kept = optuna.create_study(
+                study_name=name, storage=self._storage, direction="maximize", load_if_exists=True
+            )
+            trials, attributes = kept.get_trials(deepcopy=False), kept.user_attrs
+            for key, value in study.user_attrs.items():
+                if key in _SAME and attributes.get(key, None if trials else value) != value:
+                    raise StudyError(
+                        f"study {self.location}: {shown(name)} is of {_SAME[key]}"
+                        f"{shown(attributes.get(key, 'another program'))}, not of {value}; give another file"
+                    )
+                if attributes.get(key) != value:
+                    kept.set_user_attr(key, value)
+        self._studies[name], self._copied[name] = kept, set()
+        self._known[name] = {trial.user_attrs.get("candidate", "") for trial in trials}
+
+    def keep(self, study: optuna.Study) -> None:
+        """Copies what has finished since. A storage that fails now is given up: the search goes on."""
+        name = study.study_name
+        if (kept := self._studies.get(name)) is None:
+            return
+        copied = self._copied[name]
+        try:
+            with self._translated():
+                for trial in study.get_trials(deepcopy=False):
+                    if trial.number in copied or not trial.state.is_finished():
+                        continue
+                    attributes = trial.user_attrs
+                    # What a study knew before it was opened again is not added again.
+                    if attributes.get("stage") != "known" or attributes["candidate"] not in self._known[name]:
+                        kept.add_trial(trial)
+                    copied.add(trial.number)
+        except StudyError as error:
+            del self._studies[name]
+            _log.warning("%s: what follows is not kept there", error)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        with _translated(self.location):
+            yield
+
+
+@contextlib.contextmanager
+def _translated(location: str) -> Iterator[None]:
+    """Errors of Optuna's storages and their drivers as one line that names the storage."""
+    import optuna
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (
+        optuna.exceptions.OptunaError,
+        SQLAlchemyError,
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+    ) as error:
+        if isinstance(error, StudyError):
+            raise
+        cause = error.__cause__ or error
+        text = one_line(cause, 160)
+        if "locked" in str(cause):
+            raise StudyError(
+                f"study {_hidden(location)} is locked by another process; wait for it to end"
+            ) from None
+        raise StudyError(
+            f"study {_hidden(location)} cannot be used ({text}); give a file, or a URL as sqlite:///study.db"
+        ) from None
+
+
+def _opened(location: str, database: Path | URL | None) -> Any:
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    if "://" in location:
+        with _translated(location), quiet_optuna():
+            return _of_url(location, database)
+    path = Path(location)
+    _check_file(path, database)
+    with _translated(location), quiet_optuna():
+        return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
+
+
+def _of_url(location: str, database: Path | URL | None) -> Any:
+    import optuna
+    import sqlalchemy
+
+    url = sqlalchemy.make_url(location)
+    is_sqlite = url.get_backend_name() == "sqlite"
+    if is_sqlite:
+        if not url.database or url.database == ":memory:":
+            raise StudyError(f"study {location}: in memory it is lost at exit; give sqlite:///FILE")
+        _refuse_same(Path(url.database), database, location)
+    elif database is not None and not isinstance(database, Path):
+        theirs, ours = ((one.host, one.port, one.database) for one in (url, database))
+        if theirs == ours:
+            raise StudyError(_refusal(location))
+    arguments = {"connect_args": {"timeout": _LOCKED_S}} if is_sqlite else {}
+    if not is_sqlite or Path(str(url.database)).exists():
+        engine = sqlalchemy.create_engine(url, **arguments)
+        try:
+            if set(sqlalchemy.inspect(engine).get_table_names()) >= _OURS:
+                raise StudyError(_refusal(location))
+        finally:
+            engine.dispose()
+    return optuna.storages.RDBStorage(location, engine_kwargs=arguments)
+
+
+def _check_file(path: Path, database: Path | URL | None) -> None:
+    """Raises StudyError for a file that is no journal, or that another process holds."""
+    _refuse_same(path, database, str(path))
+    try:
+        if path.is_dir():
+            raise StudyError(f"study {path}: a folder; give a file in it")
+        if path.exists():
+            with path.open("rb") as file:
+                head = file.read(64)
+        else:
+            head = b""
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if head.startswith(b"SQLite format 3"):
+            raise StudyError(
+                _refusal(path)
+                if _is_ours(path)
+                else f"study {path}: an SQLite file; give it as sqlite:///{path}"
+            )
+        if head and not head.startswith(b"{"):
+            raise StudyError(f"study {path}: no journal of Optuna; give another file")
+        _check_lock(path)
+    except OSError as error:
+        raise StudyError(f"study {path} cannot be written ({error.strerror}); give another file") from None
+
+
+def _check_lock(path: Path) -> None:
+    lock = path.with_name(path.name + ".lock")
+    deadline = time.monotonic() + _LOCKED_S
+    while True:
+        held = lock.is_symlink() or lock.exists()
+        if not held:
+            with path.open("ab") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                except BlockingIOError:
+                    held = True
+        if time.monotonic() >= deadline:
+            hint = f", or remove {lock} if there is none" if lock.is_symlink() or lock.exists() else ""
+            raise StudyError(f"study {path} is locked by another process; wait for it to end{hint}")
+        time.sleep(0.05)
+
+
+def _refuse_same(path: Path, database: Path | URL | None, location: str) -> None:
+    if isinstance(database, Path) and path.resolve() == database.resolve():
+        raise StudyError(_refusal(location))
+
+
+def _is_ours(path: Path) -> bool:
+    import sqlite3
+
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+        ) as connection:
+            found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            return {name for (name,) in found} >= _OURS
+    except sqlite3.Error:
+        return False
+
+
+def _refusal(location: str | Path) -> str:
+    named = _hidden(str(location))
+    return f"study {named}: it is a tuning database, which Optuna must not share; give another file"
+
+
+def _hidden(location: str) -> str:
+    """A location without a password."""
+    if "://" not in location:
+        return location
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        return make_url(location).render_as_string(hide_password=True)
+    except (ArgumentError, ValueError):
+        return location.partition("://")[0] + "://..."
