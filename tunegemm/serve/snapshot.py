@@ -39,7 +39,7 @@ class Snapshot:
             by_problem[record.problem].append(record)
         self._records = dict(by_problem)
         self._lookups = tuple(lookups)
-        self._found: dict[tuple[Problem, Fingerprint], Record | None] = {}
+        self._judged: dict[tuple[Problem, Fingerprint], list[tuple[Judgement, Record]]] = {}
         self.warnings = tuple(warnings)
 
     def __len__(self) -> int:
@@ -93,26 +93,24 @@ class Snapshot:
 
         The better grade comes first, then the narrower layer, then the better evidence, then the faster.
         """
+        key = problem, fingerprint
+        if (known := self._judged.get(key)) is not None:  # of products with any number of rows
+            return known
         records = [*self._records.get(problem, ())]
         for lookup in self._lookups:
             records += lookup.find(problem)
         judged = [(judge_stored(record, fingerprint), record) for record in records]
-        return sorted(
-            judged,
-            key=lambda pair: (pair[0].grade, NARROWNESS.get(pair[1].layer, 0), rank(pair[1])),
-            reverse=True,
+        judged.sort(
+            key=lambda pair: (pair[0].grade, NARROWNESS.get(pair[1].layer, 0), rank(pair[1])), reverse=True
         )
+        if judged:
+            self._judged[key] = judged
+        return judged
 
     def find(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
         """The record to launch: the best one that may be used under this fingerprint."""
-        key = problem, fingerprint
-        if key in self._found:  # products of any number of rows ask for the same neighbours
-            return self._found[key]
         judged = self.judged(problem, fingerprint)
-        record = judged[0][1] if judged and judged[0][0].usable else None
-        if judged:
-            self._found[key] = record
-        return record
+        return judged[0][1] if judged and judged[0][0].usable else None
 
     def find_kernel(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
         """The record to launch, or where there is none, one of another GPU whose kernel runs here just so.
