@@ -52,9 +52,9 @@ class Database:
         """Open by path or SQLAlchemy URL; None means the project's or else the user's (`store.layers`).
 
         For writing, a missing file and its folder are created and an older schema is migrated, from
-        `tunegemm.store.schema.OLDEST_SCHEMA` on. Read-only opening changes nothing, and works in a folder that
-        cannot be written to. Raises DatabaseError for a file that is missing (read-only), unreadable, damaged,
-        no tuning database, or of a schema that is not read.
+        `tunegemm.store.schema.OLDEST_SCHEMA` on. Read-only opening changes nothing, and works in a folder
+        that cannot be written to. Raises DatabaseError for a file that is missing (read-only), unreadable,
+        damaged, no tuning database, or of a schema that is not read.
         """
         place = resolve(location)
         database = cls(place, connect(place, read_only=read_only), read_only=read_only, layer=layer)
