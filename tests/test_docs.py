@@ -284,7 +284,7 @@ def test_the_check_fails_on_a_stale_block(tmp_path: Path) -> None:
     assert subprocess.run([*command, "--check"], capture_output=True).returncode == 0
 
 
-#: What tells of the tree as it is: no history, and no files that others made.
+#: What tells of the tree as it is, which history does not.
 TOLD = [
     path
     for folder in ("docs", "tunegemm", "benchmarks", "db", "search_spaces", ".")
