@@ -1,14 +1,13 @@
 """Our own kernels that ship compiled, launched on large products; one product's operands and replays.
 
-What `benchmarks.power_kernels`, `moved_bytes` and `power_cap` share. Nothing is compiled: the objects are
-those of `make kernels`.
+Of `benchmarks.power_cap`. Nothing is compiled: the objects are those of `make kernels`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,22 +53,11 @@ class Launches:
             places.setdefault(self.candidates[place].kernel, place)
         return list(places.values())
 
-    def take(self, places: Sequence[int]) -> Launches:
-        """Some of them."""
-        rows = np.array(places, dtype=np.int64)
-        return Launches(
-            tuple(self.candidates[place] for place in places), self.columns.take(rows), self.terms.take(rows),
-            self.steady.take(rows), self.mj[rows],
-        )  # fmt: skip
-
-    def label(self, number: int) -> str:
-        return families.get(self.candidates[number].family).label(self.candidates[number])
-
 
 def table_of(device: Device) -> energy.Table:
     """The joules of work on a device. Raises MeasureError where nobody measured them."""
     if (table := energy.table_of(device.fingerprint.device_name)) is None:
-        raise MeasureError(f"{device.name} has no table of joules; measure one by benchmarks.power_roof")
+        raise MeasureError(f"{device.name} has no table of joules (docs/decisions/0014)")
     return table
 
 
@@ -118,20 +106,6 @@ def launches(problem: Problem, device: Device) -> Launches:
     if not found:
         raise ArtifactError(f"{problem}: no compiled kernel that suits it; run `make kernels`")
     return _told(problem, tuple(dict.fromkeys(found)), device)
-
-
-def told(problem: Problem, candidate: Candidate, device: Device) -> Launches:
-    """What the model says of one launch."""
-    return _told(problem, (candidate,), device)
-
-
-def told_bytes(one: Launches) -> dict[str, float]:
-    """What the model says that a launch moves."""
-    found = one.terms
-    return {
-        "l2_read": float(found.l2_bytes[0]), "crossing": float(found.crossing_bytes[0]),
-        "dram": float(found.dram_bytes[0]),
-    }  # fmt: skip
 
 
 def _told(problem: Problem, candidates: tuple[Candidate, ...], device: Device) -> Launches:
@@ -193,21 +167,6 @@ class Product:
             replay.start()
             us = replay.finish()
         return replay, us * self.products * 1e-6
-
-    def launch_for_counters(self, candidate: Candidate) -> None:
-        """One launch between profiler start and stop, on the last operand set, after one on each of the
-        others, as in use.
-        """
-        import torch
-
-        launcher = self._launcher(candidate)
-        for one in (self._sets[-1], *self._sets[:-1]):  # first what a first launch does once
-            self._backend.launch(launcher, one)
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        self._backend.launch(launcher, self._sets[-1])
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
 
     def _launcher(self, candidate: Candidate) -> Callable[..., Any]:
         family = families.get(candidate.family)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.batch_invariance import KINDS, of_kind
 from benchmarks.large_kernels import Product, launches, object_of, roof_tflops
-from benchmarks.power_kernels import SHAPES
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -38,6 +37,11 @@ from tunegemm.store.shipped import read_shipped
 
 if TYPE_CHECKING:
     from tunegemm.measure.backend import Backend
+
+SHAPES = (
+    "8192x8192x8192", "4096x28672x4096", "4096x14336x4096", "4096x4096x14336", "8448x9216x2048",
+    "2048x7168x8192", "4096x6144x4096", "4096x4096x4096", "8192x3584x3584", "6144x6144x6144",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.tables.batches import batch_invariance, class_order, class_splits, decode_bits
 from benchmarks.tables.families import families, family_figures
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
-from benchmarks.tables.power import moved_bytes, power_cap, power_cap_kinds, power_kernels
+from benchmarks.tables.power import power_cap, power_cap_kinds
 from benchmarks.tables.programs import (
     campaign,
     clients,
@@ -206,8 +206,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "class-splits": class_splits,
     "power-cap": power_cap,
     "power-cap-kinds": power_cap_kinds,
-    "moved-bytes": moved_bytes,
-    "power-kernels": power_kernels,
     "cli": cli,
     "labels": labels,
     "sample": sample,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import environment
+from tunegemm.report.doctor import VARIABLES
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = environment()
@@ -283,13 +284,46 @@ def test_the_check_fails_on_a_stale_block(tmp_path: Path) -> None:
     assert subprocess.run([*command, "--check"], capture_output=True).returncode == 0
 
 
+#: What tells of the tree as it is, which history does not.
+TOLD = [
+    path
+    for folder in ("docs", "tunegemm", "benchmarks", "db", "search_spaces", ".")
+    for path in sorted(ROOT.glob("*.md") if folder == "." else (ROOT / folder).rglob("*"))
+    if path.suffix in (".md", ".py", ".toml") and "history" not in path.parts and path.name != "CHANGELOG.md"
+]
+
+
 def test_result_files_that_documents_and_comments_name_are_there() -> None:
     """A file that a sentence cites must not vanish or be renamed. The history cites files of its days."""
-    results = {path.name for path in (ROOT / "benchmarks" / "results").rglob("*.json")}
+    results = {path.name for path in (ROOT / "benchmarks").rglob("*.json")}
     missing = []
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tunegemm").rglob("*.py")]:
-        if "history" in path.parts or path.name == "CHANGELOG.md":
-            continue
+    for path in TOLD:
         cited = re.findall(r"([\w-]+-20\d\d-\d\d-\d\d\.json)", path.read_text())
         missing += [f"{path.relative_to(ROOT)}: {name}" for name in cited if name not in results]
     assert not missing, missing
+
+
+def test_files_and_modules_that_documents_and_comments_name_are_there() -> None:
+    missing = []
+    for path in TOLD:
+        text = path.read_text()
+        cited = re.findall(r"\b(?:tests|docs|tunegemm|benchmarks)/[\w/-]+\.(?:py|md|toml|html)\b", text)
+        modules = re.findall(r"(?:-m |`)benchmarks\.(\w+)", text)
+        cited += [f"benchmarks/{name}" for name in modules]
+        missing += [
+            f"{path.relative_to(ROOT)}: {name}"
+            for name in cited
+            if not any((ROOT / place).exists() for place in (name, f"{name}.py"))
+        ]
+    assert not missing, missing
+
+
+def test_the_environments_variables_are_those_that_the_code_reads() -> None:
+    """Named in one table for users, and known to `tunegemm doctor`, which takes others for misspelt."""
+    named = re.compile(r"\"(TUNEGEMM_\w+)\"")
+    read = {name for path in (ROOT / "tunegemm").rglob("*.py") for name in named.findall(path.read_text())}
+    assert read == set(VARIABLES)
+    table = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    listed = re.findall(r"^\| `(TUNEGEMM_\w+)` \|", table, re.MULTILINE)
+    assert set(listed) == {name for name in read if not name.endswith("_PARTS")}, "of child processes alone"
+    assert len(listed) == len(set(listed))

@@ -18,6 +18,8 @@ import pytest
 from rich.console import Console
 
 from tests.support.commands import TUNEGEMM, here, process
+from tests.support.stores import damage
+from tunegemm.store.schema import OLDEST_SCHEMA, VERSION_TABLE
 
 SHAPE = "4096x4096x4096"
 
@@ -423,12 +425,18 @@ class TestExplain:
 
 
 class TestDatabaseUpgrade:
-    def test_an_older_database_is_refused_with_the_command_that_mends_it(self, tmp_path: Path) -> None:
+    def test_a_database_of_before_the_first_schema_is_refused_with_the_command_that_mends_it(
+        self, tmp_path: Path
+    ) -> None:
         old = tmp_path / "old.sqlite"
-        shutil.copy(Path(__file__).parents[1] / "data" / "schema-0001.sqlite", old)
-        assert "tunegemm db upgrade" in here("leaderboard", "--db", str(old), code=2).stderr
+        shutil.copy(Path(__file__).parents[1] / "data" / f"schema-{OLDEST_SCHEMA}.sqlite", old)
         assert "up to date" in here("db", "upgrade", str(old)).stdout
         here("leaderboard", "--db", str(old))
+        damage(old, f"UPDATE {VERSION_TABLE} SET version_num = '0001'")
+        for command in (("leaderboard", "--db"), ("db", "upgrade")):
+            said = here(*command, str(old), code=2).stderr
+            assert f"schema 0001 is older than {OLDEST_SCHEMA}" in said and said.count("\n") == 1
+            assert "run `tunegemm db upgrade` of a checkout at commit" in said
 
     def test_the_cause_is_the_true_one(self, tmp_path: Path) -> None:
         for place, named in ((tmp_path, "a folder"), (Path("/dev/null"), "a device")):

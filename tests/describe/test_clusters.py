@@ -13,7 +13,7 @@ from tunegemm.describe.device import find_device
 from tunegemm.generate.cute_sm90 import Order, block_of_a_gpc
 
 #: As an H200 hands out 66 clusters of two: four pairs of multiprocessors that no larger cluster has, then in
-#: turn to eight GPCs, of which the first has four pairs and the last two nine (gpc-2026-11-22.json there).
+#: turn to eight GPCs, of which the first has four pairs and the last two nine (2026-11-22).
 H200 = (8, 9, 10, 11, *[*range(8)] * 4, *[*range(1, 8)] * 4, 6, 7)
 
 

@@ -337,9 +337,9 @@ class TestStored:
     def test_the_vendors_best_is_of_what_had_the_chip_to_itself(self, database: Database) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.06, 9, family="cublaslt"), label="hungry")
         database.publish(
-            PROBLEM, DEVICE, measurement(1.01, 7, family="cublaslt"), label="a66", policy="alone"
+            PROBLEM, DEVICE, measurement(1.01, 7, family="cublaslt"), label="a66", policy="steady_final"
         )
-        database.publish(PROBLEM, DEVICE, measurement(1.03, 128), label="pp", policy="alone")
+        database.publish(PROBLEM, DEVICE, measurement(1.03, 128), label="pp", policy="steady_final")
         (row,) = Leaderboard.summary(database.frame()).as_dict()["rows"]
         assert (row["candidate"], row["best_vendor"], row["best_vendor_ratio"]) == ("pp", "a66", 1.01)
         (row,) = Leaderboard.best_of_all(leaders(database, "cublaslt")).as_dict()["rows"]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.batch_bits import BASES
 from benchmarks.batch_invariance import product
 from tests.serve.test_neighbours import kernel
 from tests.support.serving import Kernel, Row, operands, quietly, serve_with
@@ -50,6 +49,35 @@ KINDS: list[dict[str, str]] = [
     {"epilogue": "bias_n+gelu_tanh"},
 ]  # fmt: skip
 ROWS = [1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 64, 65, 127, 300, 1025, 4096, 16384]
+
+#: A plain kernel of each family.
+BASES: dict[str, dict[str, Any]] = {
+    "cute_sm90": {
+        "schedule": "cooperative", "tile_scheduler": "static", "tile_m": 128, "tile_n": 128, "tile_k": 64,
+        "stages": 4, "cluster_m": 1, "cluster_n": 1, "epi_n": 32,
+        "swap_ab": False, "raster_order": "along_m", "swizzle_size": 1, "cluster_order": "index",
+        "ctas": "all", "split_k": 1, "reduction": "pairs", "l2_hint": "none",
+    },
+    "cute_sm80": {
+        "tile_m": 128, "tile_n": 128, "tile_k": 32, "stages": 3, "warps_m": 2, "warps_n": 2, "atoms_n": 2,
+        "smem_swizzle": 2, "vector_bytes": 16, "ctas_per_sm": 1, "acc_dtype": "fp32",
+        "raster_order": "along_m", "swizzle_size": 1, "ctas": "tiles", "split_k": 1,
+    },
+    "triton_tma": {
+        "schedule": "pipelined", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 3, "warps": 8,
+        "epi_n": 64, "swap_ab": False, "raster_order": "along_m", "swizzle_size": 1, "ctas": "all",
+        "split_k": 1,
+    },
+    "gluon_wgmma": {
+        "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4, "warps": 8,
+        "instr_n": 256, "lhs_in_registers": False, "occupancy": 1, "swap_ab": False,
+        "raster_order": "along_m", "swizzle_size": 1, "ctas": "all",
+    },
+    "skinny": {
+        "tile_m": 16, "tile_n": 32, "tile_k": 256, "warps_n": 1, "warps_k": 8, "stages": 4,
+        "vector_bytes": 16, "ctas_per_sm": 1, "ctas": "tiles", "split_k": 1,
+    },
+}  # fmt: skip
 
 
 def of(family: str, **changes: Any) -> Candidate:

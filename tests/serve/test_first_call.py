@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import database as synthetic
 from tests.support.processes import environment
+from tests.support.stores import damage
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import cute_object, families
@@ -23,6 +24,7 @@ from tunegemm.measure.outcome import Measurement
 from tunegemm.report.explain import candidate_of
 from tunegemm.store import Database
 from tunegemm.store.lookup import read_file
+from tunegemm.store.schema import VERSION_TABLE
 
 DEVICE = find_device("model:h200")
 PROBLEM = Problem.parse("128x128x64")
@@ -124,7 +126,9 @@ def test_a_file_is_read_as_the_store_reads_it(many_records: Path, tmp_path: Path
 def test_an_unusual_file_is_left_to_the_store(what: str, many_records: Path, tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
     if what == "older":
-        path.write_bytes((Path(__file__).parents[1] / "data" / "schema-0004.sqlite").read_bytes())
+        path.write_bytes((Path(__file__).parents[1] / "data" / "schema-0007.sqlite").read_bytes())
+        assert read_file(path, "user") is not None
+        damage(path, f"UPDATE {VERSION_TABLE} SET version_num = '0006'")
     elif what == "damaged":
         content = bytearray(many_records.read_bytes())
         content[200:5000:7] = b"x" * len(content[200:5000:7])

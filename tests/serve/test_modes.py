@@ -91,13 +91,6 @@ def test_compiling_in_the_background_is_on_unless_the_environment_says_0(monkeyp
     assert said == ["TUNEGEMM_COMPILE='no' is not known and has no effect; use 0 or 1 or unset it"]
 
 
-def test_a_mode_that_was_names_what_counts_products_now(monkeypatch):
-    monkeypatch.setenv("TUNEGEMM_MODE", "record")
-    said: list[str] = []
-    assert read_mode(said.append) == "predict"
-    assert "`tunegemm record -- PROGRAM`" in said[0] and "tunegemm.record(FILE)" in said[0]
-
-
 def test_a_near_hit_is_silent_and_takes_the_next_option_where_an_object_is_missing(device, kernel):
     """The two neighbours' kernels are in order of promise; the store has but the second."""
     tried = []

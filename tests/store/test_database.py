@@ -29,7 +29,7 @@ from tunegemm.generate import families
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import Database, Record
-from tunegemm.store.schema import SCHEMA_VERSION, VERSION_TABLE
+from tunegemm.store.schema import OLDEST_SCHEMA, SCHEMA_VERSION, VERSION_TABLE
 
 FINGERPRINT = Fingerprint(
     "NVIDIA H200", 132, "9.0", "", 132, "580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0"
@@ -554,12 +554,13 @@ class TestPermissions:
         assert "t.sqlite: you may not read it; change its permissions" in self.run(folder / "t.sqlite", mode)
 
 
-class TestOlderSchemas:
+class TestReleasedSchemas:
     def test_there_is_one_of_every_schema(self) -> None:
-        assert len(SCHEMAS) == int(SCHEMA_VERSION) and SCHEMAS[-1] == SCHEMA_VERSION
+        released = range(int(OLDEST_SCHEMA), int(SCHEMA_VERSION) + 1)
+        assert [f"{number:04}" for number in released] == SCHEMAS
 
     @pytest.mark.parametrize("version", SCHEMAS)
-    def test_a_database_of_that_schema_is_upgraded_and_read(self, path: Path, version: str) -> None:
+    def test_a_database_of_that_schema_is_read(self, path: Path, version: str) -> None:
         shutil.copy(Path(__file__).parents[1] / "data" / f"schema-{version}.sqlite", path)
         with Database.open(path) as database:
             (problem,) = database.problems()
@@ -577,67 +578,6 @@ class TestOlderSchemas:
             (SCHEMA_VERSION,)
         ]
         connection.close()
-
-    def test_fingerprints_that_differ_in_kernel_sources_become_one(self, path: Path) -> None:
-        """The later confirmed record stays; the other is history. Ragged problems get their alignment."""
-        shutil.copy(Path(__file__).parents[1] / "data" / "schema-0001.sqlite", path)
-        connection = sqlite3.connect(path)
-
-        def copy(table: str, changes: str, where: str = "id = 1") -> None:
-            columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
-            changed = dict(part.split("=") for part in changes.split(","))
-            values = ", ".join(changed.get(name, name) for name in columns)
-            connection.execute(f"INSERT INTO {table} SELECT {values} FROM {table} WHERE {where}")
-
-        copy("fingerprints", "id=2,digest='other',kernel_source='fedcba9876543210'")
-        copy("problems", "id=2,k=1001")
-        copy("candidates", "id=9,digest='library',family='cublaslt'")
-        copy("measurements", "id=11,fingerprint_id=2", "id = 3")
-        copy("measurements", "id=12,problem_id=2,fingerprint_id=2,candidate_id=9", "id = 3")
-        copy("records", "id=11,fingerprint_id=2,measurement_id=11,chosen_at='2027-01-01T00:00:00+00:00'")
-        copy("records", "id=12,problem_id=2,fingerprint_id=2,measurement_id=12")
-        connection.commit()
-        connection.close()
-        with Database.open(path) as database:
-            square, ragged = sorted(database.problems(), key=lambda problem: -problem.k)
-            assert (square.alignment, ragged.alignment) == (16, 2)
-            record = database.best(square, FINGERPRINT)
-            assert record is not None and record.kernel_source == "fedcba9876543210"
-            assert len(database.measurements(square, FINGERPRINT)) == 4
-        connection = sqlite3.connect(path)
-        assert connection.execute("SELECT id FROM fingerprints").fetchall() == [(1,)]
-        query = "SELECT measurement_id, fingerprint_id FROM choices WHERE problem_id = 1 ORDER BY id"
-        assert connection.execute(query).fetchall() == [(3, 1), (11, 1)]
-        query = "SELECT kernel_source FROM measurements WHERE id = 12"
-        assert connection.execute(query).fetchall() == [("",)], "a library's kernels have no sources here"
-        connection.close()
-
-    @pytest.mark.parametrize(("policy", "kept"), [("heat", "co128x256"), ("screen", "pp128x256")])
-    def test_records_of_unlike_evidence_are_chosen_anew(self, path: Path, policy: str, kept: str) -> None:
-        """As the screen's 1.04 was, of a kernel that a qualifying round had found slower than torch.mm."""
-        shutil.copy(Path(__file__).parents[1] / "data" / "schema-0005.sqlite", path)
-        connection = sqlite3.connect(path)
-        with connection:
-            connection.execute("UPDATE records SET settled = 0, measurement_id = 1, ratio = 1.04")
-            connection.execute("UPDATE measurements SET ratio = 1.01 WHERE id = 2")
-            connection.execute("UPDATE measurements SET ratio = 0.98, policy = ? WHERE id = 3", (policy,))
-            if policy == "screen":
-                connection.execute("UPDATE measurements SET ratio = 1.02 WHERE id = 3")
-        connection.close()
-        with Database.open(path) as database:
-            (record,) = database.records()
-            assert (record.label, record.confirmed, record.policy) == (kept, False, "screen")
-            words = {entry.policy for entry in database.entries()}
-            assert words == {"screen", "qualifying" if policy == "heat" else "screen"}
-            assert database.history(record.problem)[-1].candidate == record.candidate
-
-    def test_a_dangling_row_stops_the_migration_and_nothing_is_changed(self, path: Path) -> None:
-        shutil.copy(Path(__file__).parents[1] / "data" / "schema-0001.sqlite", path)
-        damage(path, "UPDATE measurements SET candidate_id = 77 WHERE id = 1")
-        before = path.read_bytes()
-        with pytest.raises(DatabaseError, match="'measurements' refers to a missing one in 'candidates'"):
-            Database.open(path)
-        assert path.read_bytes() == before
 
 
 def test_the_package_loads_without_sqlalchemy() -> None:

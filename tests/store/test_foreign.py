@@ -258,9 +258,9 @@ class TestConflicts:
 
     def claim(self, rows: list[dict[str, Any]], tmp_path: Path, **changes: Any) -> Path:
         """A confirmed record of another candidate."""
-        row = {**rows[0], "id": "claim", "origin": "", "policy": "alone", **changes}
+        row = {**rows[0], "id": "claim", "origin": "", "policy": "steady_final", **changes}
         choice = {
-            "kind": "choice", "measurement": "claim", "policy": "fastest", "settled": True,
+            "kind": "choice", "measurement": "claim", "policy": "fastest", "confirmed": True,
             "chosen_at": "2026-11-22T00:00:00Z",
         }  # fmt: skip
         return as_file([row, choice], tmp_path / "claim.json")

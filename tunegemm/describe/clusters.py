@@ -1,7 +1,7 @@
 """Where a GPU puts thread block clusters: how many run at once, and which of them share a GPC.
 
 A graphics processing cluster (GPC) merges its multiprocessors' reads of the same lines of L2, if they come at
-about the same time; not those of multicasts (H200, benchmarks/results/h200/gpc-2026-11-22.json). A grid's
+about the same time; not those of multicasts (H200, 2026-11-22). A grid's
 clusters are handed out to one GPC after the other, always alike on an idle device, so that clusters of
 neighbouring indices lie apart. CUDA reports neither. What is measured here only decides which cluster
 computes which tile: where it does not hold, kernels are slower and as right.

@@ -38,7 +38,7 @@ _TILE_GRID = ("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
 #: How a kernel goes through the grid.
 _RASTERIZATION = ("raster_order", "swizzle_size")
 #: At the power cap clusters of a GPC take neighbouring tiles, of so many: the reads that it then saves are
-#: clock, some per cent of a large product (benchmarks/results/h200/gpc-2026-11-22.json).
+#: clock, some per cent of a large product (2026-11-22).
 _GATHERED: Mapping[str, Value] = {"cluster_order": "gpc", "swizzle_size": 8}
 #: What decides on the best launch: the grid of tiles, and for a split of k also the length of the main loop.
 _GRID_PARAMETERS = (*_TILE_GRID, "tile_k", "schedule", "tile_scheduler")
@@ -182,7 +182,7 @@ def l2_hint(problem: Problem, kernel: Candidate) -> str:
     """Which operand to let go from L2 first: the one that no second cluster reads, if any.
 
     With one row of clusters all of B is read by one cluster only, and lines kept for no other push out
-    those of A. On an H200 (one interleave per shape, kernel-log-2026-11-21.json) the hint took 128x6144x4096
+    those of A. On an H200 (one interleave per shape, 2026-11-21) the hint took 128x6144x4096
     from 0.97 to 1.03 of torch.mm, 128x7168x16384 from 1.13 to 1.17 and 256x4096x4096 from 0.98 to 1.01; on
     operands that are read again it changed nothing or cost up to 1 %.
     """

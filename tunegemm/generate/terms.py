@@ -69,7 +69,7 @@ _DRAM_EFFICIENCY = 0.77
 _L2_USABLE = 0.6
 # Clusters of stream-K go through k out of step: that share of what L2 would else have served is read again.
 _OUT_OF_STEP = 0.6
-# What follows tells the bytes of 416 launches that were counted (H200, results/h200/moved_bytes.json).
+# What follows tells the bytes of 416 launches that were counted (H200, docs/decisions/0022).
 # Clusters are out of step by some multiplications: of short tiles they find again what others just read.
 _BEHIND = 1.6e7
 # Clusters of stream-K are out of step with those of whole tiles; and of wide groups, where L2 has much to do.
@@ -80,7 +80,7 @@ _MERGED, _MERGED_SINGLE, _MERGED_ELSE = 0.72, 0.87, 0.95
 # Where the operand that a group does not share is let go first: of the other one's part of the group, if it
 # is no more than this part of L2, a wave reads this part again. A larger part, and clusters so far out
 # of step, make what is read again so many times as much: lines go before all have read them. Of 28
-# launches that were counted (H200, results/h200/power_kernels.json).
+# launches that were counted (H200, docs/decisions/0022).
 _GROUP_FITS, _GROUP_AGAIN, _GROUP_OUT_OF_STEP, _GROUP_LOST = 0.28, 0.3, 0.2, 1.5
 # Epilogue: cycles per 64-row subtile beside its bytes (stmatrix, fence, TMA store, barrier).
 _SUBTILE_CYCLES = 185
@@ -88,7 +88,7 @@ _SUBTILE_CYCLES = 185
 _REDUCTION_US = 1.5
 # Sums that meet in pairs, or in a second kernel: for each level of the tree, for the kernel, and the bytes a
 # microsecond in which sums are written and read. Fitted by hand to splits of five shapes on an H200,
-# each timed both ways (splits-log-2026-11-21.json).
+# each timed both ways (2026-11-21).
 _MEETING_US, _PAIRS_BYTES_PER_US = 3.0, 3.5e6
 _SECOND_KERNEL_US, _SECOND_BYTES_PER_US = 2.5, 7.0e6
 # Where stream-K's whole tiles follow, sums that meet do so under others' main loops; those of a second kernel

@@ -21,7 +21,7 @@ class Evidence(IntEnum):
     RACE = 1
     """The many interleaved rounds of a final race."""
     STEADY = 2
-    """A qualifying round in steady-state timing, as older releases had before their final races."""
+    """A qualifying round in steady-state timing. No search has such now; databases hold some."""
     FINAL = 3
     """A final race in steady-state timing, or one that was won."""
 
@@ -37,16 +37,8 @@ _EVIDENCE = {
 }
 POLICIES = tuple(_EVIDENCE)
 
-#: Words of files and databases of before schema 0006, and those that took their place.
-_FORMER = {"heat": QUALIFYING, "alone": STEADY_FINAL}
-
 #: Policies of steady-state timing.
 STEADY_POLICIES = (QUALIFYING, STEADY_FINAL)
-
-
-def policy_word(word: str) -> str:
-    """The word for a policy, where a file may have a former one."""
-    return _FORMER.get(word, word)
 
 
 def evidence_of(policy: str, *, confirmed: bool = False) -> Evidence:
@@ -54,7 +46,7 @@ def evidence_of(policy: str, *, confirmed: bool = False) -> Evidence:
 
     confirmed: it won a final race, and is the record for that.
     """
-    return Evidence.FINAL if confirmed else _EVIDENCE.get(policy_word(policy), Evidence.SCREEN)
+    return Evidence.FINAL if confirmed else _EVIDENCE.get(policy, Evidence.SCREEN)
 
 
 class Result(Protocol):

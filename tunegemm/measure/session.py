@@ -258,7 +258,7 @@ class Session:
         if objection := checked.objection(limit):
             return Failure(candidate, "wrong", objection)
         # As many products as the baseline's replay has, since to begin one takes some 5 us, of which each
-        # bears its part (H200, benchmarks/results/h200/replays-2026-11-22.json). Only the slow get fewer:
+        # bears its part (H200, 2026-11-22). Only the slow get fewer:
         # they will drop out and should not take long to do so.
         passes = self._passes(baseline_us, len(bench.sets), policy)
         self._step(index, "launch", _SLOWEST * self._replay_seconds(baseline_us, passes, bench))

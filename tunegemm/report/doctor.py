@@ -252,27 +252,28 @@ def _refusal_to_write(folder: Path) -> str:
 
 
 #: Variables that users set; `record` and `run` hand the last two to child processes.
-_VARIABLES = (
+VARIABLES = (
     "TUNEGEMM_CACHE_DIR", "TUNEGEMM_COMPILE", "TUNEGEMM_DB", "TUNEGEMM_ENABLE", "TUNEGEMM_MODE",
-    "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK", "TUNEGEMM_POLICY", "TUNEGEMM_ENABLE_PARTS",
-    "TUNEGEMM_RECORD_PARTS",
+    "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK", "TUNEGEMM_POLICY", "TUNEGEMM_SUMMARY",
+    "TUNEGEMM_ENABLE_PARTS", "TUNEGEMM_RECORD_PARTS",
 )  # fmt: skip
 
 
 def _environment() -> Check:
     from tunegemm.search.budget import online_budget
-    from tunegemm.serve.modes import read_compile, read_mode, read_policy
+    from tunegemm.serve.modes import read_compile, read_mode, read_policy, read_summary
 
     warnings: list[str] = []
     mode, policy = read_mode(warnings.append), read_policy(warnings.append)
     read_compile(warnings.append)
+    read_summary(warnings.append)
     if problem := online_budget()[1]:
         warnings.append(problem)
     for name in sorted(os.environ):
-        if name.startswith("TUNEGEMM_") and name not in _VARIABLES:
-            words = [known.removeprefix("TUNEGEMM_") for known in _VARIABLES]
+        if name.startswith("TUNEGEMM_") and name not in VARIABLES:
+            words = [known.removeprefix("TUNEGEMM_") for known in VARIABLES]
             near = difflib.get_close_matches(name.removeprefix("TUNEGEMM_"), words, 1)
-            hint = f"did you mean TUNEGEMM_{near[0]}?" if near else f"known are {', '.join(_VARIABLES[:-2])}"
+            hint = f"did you mean TUNEGEMM_{near[0]}?" if near else f"known are {', '.join(VARIABLES[:-2])}"
             warnings.append(f"{name} is not known; {hint}")
     if warnings:
         return Check("dispatch", "note", "; ".join(warnings), "these have no effect: correct or unset them")

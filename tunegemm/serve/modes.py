@@ -26,10 +26,6 @@ def read_mode(warn: Callable[[str], None]) -> Mode:
     mode = os.environ.get("TUNEGEMM_MODE", "") or DEFAULT
     if mode not in get_args(Mode):
         remedy = f"use one of {', '.join(get_args(Mode))} or unset it"
-        if mode == "record":  # was a mode once
-            remedy = "`tunegemm record -- PROGRAM` or `with tunegemm.record(FILE):` counts products"
-        if mode == "near":  # was one, too
-            remedy = "predict serves what it did, and more"
         warn(f"TUNEGEMM_MODE={mode!r} is not known and has no effect; {remedy}")
         return DEFAULT
     return cast(Mode, mode)

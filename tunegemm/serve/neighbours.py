@@ -18,7 +18,7 @@ recorded kernel is taken for another problem where both agree:
    beyond the edge than 16, than m / 32 or than its neighbour has. A second tile reads the weights again: at
    28672x4096 a kernel with tiles of 16 was 1.10 of torch up to m = 16 and 0.67 at 17. And TMA fills rows
    beyond the edge slowly: at 4096x4096 a kernel with tiles of 64 took 12.4 us for m = 120 to 128 and 20.9 us
-   for m = 65 (H200, 2026-11-21, benchmarks/results/h200/decode-first-rule-2026-11-21.json). Families whose
+   for m = 65 (H200, 2026-11-21). Families whose
    last tile begins inside have no such rows where a tile fits at all (`edges_inside`); but for epilogues that
    read a matrix, which may be D.
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 #: Least gain over torch by neighbours of the same n and k, and what each doubling between them adds. Two
 #: sessions of one H200 disagree in the ratio of one kernel by 0.2 to 0.3 % (medians of 9 and 39 kernels), at
 #: one of 9 and seven of 39 by over 2 % (2026-11-21, db/records of that evening and of that noon, and
-#: benchmarks/results/h200/peers.json; `python -m benchmarks.near`).
+#: benchmarks/results/h200/peers.json; tests/serve/test_neighbours.py).
 MARGIN, MARGIN_PER_DOUBLING = 0.02, 0.01
 #: Doublings of m between two neighbours, and from a single one, that are still a neighbourhood.
 MAX_GAP, MAX_REACH = 3.0, 1.0

@@ -22,7 +22,7 @@ class Policy:
     """Which candidates may be launched, and which of them is best."""
 
     prefer: Preference = "fastest"
-    """See docs/guide/dispatch.md."""
+    """See docs/guide/policies.md."""
     max_sms: int | None = None
     """Multiprocessors that a launch may fill; None for all."""
 

@@ -19,7 +19,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError
 from tunegemm.generate.ptxas import Resources
-from tunegemm.measure.evidence import FINAL, POLICIES, SCREEN, STEADY_FINAL, policy_word
+from tunegemm.measure.evidence import FINAL, POLICIES, SCREEN, STEADY_FINAL
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import frames, migrations, publishing, rows
 from tunegemm.store.connection import connect, display, migrating, resolve, translated, writer
@@ -51,9 +51,10 @@ class Database:
     def open(cls, location: str | Path | None = None, *, read_only: bool = False, layer: str = "") -> Self:
         """Open by path or SQLAlchemy URL; None means the project's or else the user's (`store.layers`).
 
-        For writing, a missing file and its folder are created and an older schema is migrated. Read-only
-        opening changes nothing, and works in a folder that cannot be written to. Raises DatabaseError for
-        a file that is missing (read-only), unreadable, damaged, no tuning database, or of a newer schema.
+        For writing, a missing file and its folder are created and an older schema is migrated, from
+        `tunegemm.store.schema.OLDEST_SCHEMA` on. Read-only opening changes nothing, and works in a folder
+        that cannot be written to. Raises DatabaseError for a file that is missing (read-only), unreadable,
+        damaged, no tuning database, or of a schema that is not read.
         """
         place = resolve(location)
         database = cls(place, connect(place, read_only=read_only), read_only=read_only, layer=layer)
@@ -106,7 +107,7 @@ class Database:
         that is not real, and for samples that are not times.
         """
         rows.require(outcome, Measurement | Failure, "outcome")
-        if not isinstance(policy, str) or policy_word(policy) not in POLICIES:
+        if not isinstance(policy, str) or policy not in POLICIES:
             raise DatabaseError(f"policy {shown(policy)} is not known; use one of {', '.join(POLICIES)}")
         values = rows.outcome_values(outcome, resources, policy)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):

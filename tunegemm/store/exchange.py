@@ -42,7 +42,6 @@ from tunegemm.store.models import (
     ProblemRow,
     RecordRow,
 )
-from tunegemm.store.record import FORMER_CONFIRMED
 from tunegemm.store.rows import (
     FINGERPRINT_FIELDS,
     PROBLEM_FIELDS,
@@ -325,7 +324,7 @@ def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> Row:
     reference = line(row.get("measurement"), "measurement", 64)
     if reference not in measurement_ids:
         raise BadValueError(f"measurement {shown(reference)} is not among the rows that were taken")
-    confirmed = row.get("confirmed", row.get(FORMER_CONFIRMED))
+    confirmed = row.get("confirmed")
     if type(confirmed) is not bool:
         raise BadValueError(f"confirmed {shown(confirmed)} is neither true nor false")
     return {

@@ -21,7 +21,6 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.files import read_bytes, replacing
 from tunegemm.store.exchange import Row
-from tunegemm.store.record import FORMER_CONFIRMED
 from tunegemm.untrusted import decoded, listed, members, printable, shown
 
 FORMAT = "tunegemm-database/1"
@@ -39,8 +38,8 @@ _DERIVED = ("median_us", "baseline_median_us", "ratio")
 COLUMNS = (
     "kind", "id", *_PROBLEM, *_FINGERPRINT, *_TEXTS, *_DERIVED, *_NUMBERS, *_LISTS, *_OBJECTS, *_CHOICE,
 )  # fmt: skip
-_KNOWN = frozenset({*COLUMNS, FORMER_CONFIRMED})
-_NOT_TEXT = (*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", FORMER_CONFIRMED, *_OBJECTS)
+_KNOWN = frozenset(COLUMNS)
+_NOT_TEXT = (*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", *_OBJECTS)
 
 
 class Format(StrEnum):

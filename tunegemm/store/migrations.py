@@ -22,12 +22,14 @@ from sqlalchemy import (
 from tunegemm.errors import DatabaseError
 from tunegemm.resources import data_path
 from tunegemm.store.models import Base
-from tunegemm.store.schema import SCHEMA_VERSION, VERSION_TABLE
+from tunegemm.store.schema import OLDEST_SCHEMA, SCHEMA_VERSION, VERSION_TABLE
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
+#: Of before version 0.1.0; has all revisions of its development.
+_READS_OLDER = "6f01e17"
 #: Names the lock among those of other programs on the server; any number that is not changed will do.
 _MIGRATION_LOCK = 7_463_311
 
@@ -69,15 +71,16 @@ def upgrade(connection: Connection) -> None:
     if version is None:
         _create(connection)
         return
-    _refuse_newer(version)
+    _refuse_unknown(version)
     from alembic import command
     from alembic.util.exc import CommandError
+    from sqlalchemy.exc import NoSuchTableError
 
     config = alembic_config()
     config.attributes["connection"] = connection
     try:
         command.upgrade(config, "head")
-    except (CommandError, KeyError, ValueError) as error:  # as of a constraint that is not there
+    except (CommandError, KeyError, NoSuchTableError, ValueError) as error:  # KeyError: of a constraint
         raise DatabaseError(
             f"damaged: its tables are not those of its schema {version} ({error}); restore a copy, or choose "
             "another path"
@@ -105,7 +108,7 @@ def require_current(connection: Connection) -> None:
     version = stored_version(connection)
     if version == SCHEMA_VERSION:
         return
-    _refuse_newer(version)
+    _refuse_unknown(version)
     raise DatabaseError(
         f"its schema {version or '(none)'} is older than {SCHEMA_VERSION}; run `tunegemm db upgrade` on it"
     )
@@ -121,8 +124,13 @@ def alembic_config() -> Config:
     return config
 
 
-def _refuse_newer(version: str | None) -> None:
+def _refuse_unknown(version: str | None) -> None:
     if version is not None and version > SCHEMA_VERSION:
         raise DatabaseError(
             f"its schema {version} is newer than {SCHEMA_VERSION}, the newest known here; upgrade tunegemm"
+        )
+    if version is not None and version < OLDEST_SCHEMA:
+        raise DatabaseError(
+            f"its schema {version} is older than {OLDEST_SCHEMA}, that of version 0.1.0; run `tunegemm db "
+            f"upgrade` of a checkout at commit {_READS_OLDER} on it, or choose another path"
         )

@@ -16,9 +16,6 @@ from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.evidence import FINAL, Evidence, evidence_of
 from tunegemm.measure.outcome import Measurement
 
-#: In files of before schema 0006, the word for `confirmed`.
-FORMER_CONFIRMED = "settled"
-
 #: Where a narrow reading leaves the time out.
 UNKNOWN_TIME = datetime.min.replace(tzinfo=UTC)
 

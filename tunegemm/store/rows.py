@@ -26,7 +26,6 @@ from tunegemm.errors import DatabaseError
 from tunegemm.generate import families
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.ptxas import Resources
-from tunegemm.measure.evidence import policy_word
 from tunegemm.measure.outcome import Failure, Measurement, Stage
 from tunegemm.store.checks import LONGEST_US, SHORTEST_US
 from tunegemm.store.lookup import UNREADABLE, checked_candidate, checked_fingerprint
@@ -266,7 +265,7 @@ def outcome_values(
     if resources is not None:
         require(resources, Resources, "resources")
     found = {} if resources is None else dataclasses.asdict(resources)
-    return {**made, "policy": policy_word(policy), **measurement_values(outcome), **found}
+    return {**made, "policy": policy, **measurement_values(outcome), **found}
 
 
 def _is_number(value: object) -> bool:

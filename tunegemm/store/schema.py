@@ -6,6 +6,9 @@ from __future__ import annotations
 #: does not load Alembic; a test compares it with Alembic's head.
 SCHEMA_VERSION = "0007"
 
+#: The oldest revision there, which databases are brought up from.
+OLDEST_SCHEMA = "0007"
+
 #: Not Alembic's default name: Optuna's storages claim that one, should both live on one server.
 VERSION_TABLE = "tunegemm_alembic_version"
 

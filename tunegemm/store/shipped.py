@@ -31,7 +31,7 @@ from tunegemm.store.checks import (
     typed,
 )
 from tunegemm.store.lookup import problem_fields
-from tunegemm.store.record import FORMER_CONFIRMED, Record
+from tunegemm.store.record import Record
 from tunegemm.untrusted import decoded, line, listed, members, moment, number, shown
 
 FORMAT = "tunegemm-records/1"
@@ -273,8 +273,6 @@ def _line(record: Record, names: Mapping[Fingerprint, str]) -> str:
 
 
 def _record(row: Any, fingerprints: Mapping[str, Fingerprint], layer: str) -> Record:
-    if isinstance(row, dict) and FORMER_CONFIRMED in row:
-        row = {"confirmed": row[FORMER_CONFIRMED]} | {k: v for k, v in row.items() if k != FORMER_CONFIRMED}
     row = members(row, "it", _FIELDS)
     figures: dict[str, Any] = {name: number(row[name], name, *bounds) for name, bounds in _NUMBERS.items()}
     problem = typed(Problem, row["problem"])

@@ -16,10 +16,10 @@ from tunegemm.tuning.trials import Trials, label, speed
 #: (2026-11-21) the noisiest had 0.4 %; beside one 70 and 144 % were seen, with a winner at 1.5 of torch.mm.
 _DISTURBED = 0.05
 #: Steady-state rounds are few, and clocks move between them: with the GPU to itself the noisiest of 36 races
-#: had 3.4 % (H200, benchmarks/results/h200/alone-2026-11-22.json).
+#: had 3.4 % (H200, 2026-11-22).
 _DISTURBED_IN_STEADY_STATE = 0.1
 #: Likewise of torch.mm's time relative to that while searching. 52 undisturbed races had 1.22 and less (H200,
-#: 2026-11-22, benchmarks/results/h200/races-2026-11-22.json), most of all large products, whose first
+#: 2026-11-22), most of all large products, whose first
 #: interleaves ended before the power cap was felt: clocks did not settle first then. Beside another process
 #: 1.38, 3.1 and 3.4 were seen, that of 3.1 with a noise of 0.3 % and a winner at 3.2.
 _SLOWED = 1.3

@@ -28,7 +28,7 @@ def finalists(
 
     By time, too, since for some shapes torch.mm has two speeds, some 10 % apart, and keeps one for most
     interleaves throughout: a candidate that met the slow one leads by ratio
-    (H200, benchmarks/results/h200/torch-modes-2026-11-22.json).
+    (H200, 2026-11-22).
     """
     numbers = profile(effort)
     places = numbers.interleaved if lasting is None else numbers.steady

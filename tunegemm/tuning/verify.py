@@ -9,7 +9,7 @@ from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.evidence import STEADY_POLICIES, Evidence, policy_word
+from tunegemm.measure.evidence import STEADY_POLICIES, Evidence
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.statistics import tie
 from tunegemm.store.history import TOP, leaders
@@ -103,5 +103,5 @@ def _is_alike(before: Record, outcome: Measurement) -> bool:
     """Whether a stored result is of a final race, too, and of the same timing: only then ratios compare."""
     if not before.samples_us:  # a shipped record, which has no more to say
         return before.confirmed
-    was_steady = policy_word(before.policy) in STEADY_POLICIES
+    was_steady = before.policy in STEADY_POLICIES
     return before.evidence in (Evidence.RACE, Evidence.FINAL) and was_steady == outcome.is_steady

@@ -26,7 +26,7 @@ from tunegemm.generate.tiles import (
 
 #: Registers a consumer thread needs beside its accumulators: descriptors, barriers, addresses, the
 #: epilogue's fragment. Of a budget of 240, 208 accumulators leave 32 and compile without spills; 216 leave
-#: 24 and spill (both in tests/test_cute_sm90.py, nvidia-cutlass-dsl 4.8.1).
+#: 24 and spill (both in tests/generate/test_cute_sm90.py, nvidia-cutlass-dsl 4.8.1).
 _OVERHEAD_REGISTERS = 32
 #: The same beside both sums of two-level accumulation, of which the epilogue needs but one: 224 of 240 and
 #: 144 of 160 leave 16 and compile without spills; 240 and 160 spill (same tests).
@@ -38,7 +38,7 @@ _SWIZZLE_ROW_BYTES = 128
 _TMA_UNIT_BYTES = 16
 
 #: More of them with an epilogue that reads a matrix or converts int32 sums: 176 accumulators compile without
-#: spills, of 192 some kernels spill (tests/test_epilogue.py).
+#: spills, of 192 some kernels spill (tests/describe/test_epilogue.py).
 _FUSED_REGISTERS = 24
 #: And with one that gates and stages by elements: 160 compile, 176 spill (same tests). With one that reads a
 #: vector and stages its tile whole it takes little to spill 176: of two states of the kernel one did.
@@ -47,7 +47,7 @@ _ELEMENT_REGISTERS = 40
 #: some kernels (same tests); 192 and 13 spilled in one state of the kernel and not in another.
 _VECTOR_REGISTERS = 4
 #: More of them for stream-K's schedule: 192 accumulators compile without spills, 208 spill 72 B in pingpong
-#: with operands that are not k-major (tests/test_cute_sm90.py).
+#: with operands that are not k-major (tests/generate/test_cute_sm90.py).
 _STREAM_REGISTERS = 8
 #: More than so many accumulators leave pingpong's turns no room for the bookkeeping of clusters: 208 compile
 #: without spills where there are none, and spill 80 B in 6 of 10 kernels with them, by one ptxas of two or
@@ -80,7 +80,7 @@ def fused_registers(problem: Problem, candidate: Candidate, device: Device) -> s
 
     What ptxas makes of such kernels follows no simple law, and the rule is stricter than the compiler: of 25
     that it rejects 11 spilled, of the 40 that it admits none (nvidia-cutlass-dsl 4.8.1; some are in
-    tests/test_epilogue.py).
+    tests/describe/test_epilogue.py).
     """
     config = config_of(problem, candidate)
     atoms, sums = config.atoms_per_warpgroup, config.accumulator_registers

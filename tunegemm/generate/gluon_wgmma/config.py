@@ -176,7 +176,7 @@ class KernelConfig(Mapped):
     @property
     def barrier_bytes(self) -> int:
         """The ring's barriers, each kind 16-byte aligned; pingpong's turns; and what the compiler passes to
-        the partitions through shared memory, the same in Triton 3.6 to 3.9 (docs/kernels/gluon_wgmma.md).
+        the partitions through shared memory, the same in Triton 3.6 to 3.9 (docs/internals/kernels).
         """
         full = self.full_barriers * _BARRIER_BYTES
         if not self.specialized:

@@ -1,9 +1,9 @@
-"""First schema: fingerprints, problems, candidates, measurements, failures, records."""
+"""The first schema: that of version 0.1.0. Earlier ones, of its development, are not in the tree."""
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001"
+revision = "0007"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -26,12 +26,14 @@ def upgrade() -> None:
         sa.Column("digest", sa.String(length=16), nullable=False),
         sa.Column("device_name", sa.String(length=128), nullable=False),
         sa.Column("sm_count", sa.Integer(), nullable=False),
+        sa.Column("capability", sa.String(length=8), server_default="", nullable=False),
+        sa.Column("mig", sa.String(length=32), server_default="", nullable=False),
+        sa.Column("sm_budget", sa.Integer(), server_default="0", nullable=False),
         sa.Column("driver", sa.String(length=64), nullable=False),
         sa.Column("cuda", sa.String(length=64), nullable=False),
         sa.Column("torch", sa.String(length=64), nullable=False),
         sa.Column("cutlass_dsl", sa.String(length=64), nullable=False),
         sa.Column("triton", sa.String(length=64), nullable=False),
-        sa.Column("kernel_source", sa.String(length=64), nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_fingerprints"),
         sa.UniqueConstraint("digest", name="uq_fingerprints_digest"),
     )
@@ -47,6 +49,9 @@ def upgrade() -> None:
         sa.Column("a_major", sa.String(length=1), nullable=False),
         sa.Column("b_major", sa.String(length=1), nullable=False),
         sa.Column("out_major", sa.String(length=1), nullable=False),
+        sa.Column("alignment", sa.Integer(), server_default="16", nullable=False),
+        sa.Column("epilogue", sa.String(length=128), server_default="", nullable=False),
+        sa.Column("accumulation", sa.String(length=16), server_default="fast", nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_problems"),
         sa.UniqueConstraint(
             "m",
@@ -58,6 +63,9 @@ def upgrade() -> None:
             "a_major",
             "b_major",
             "out_major",
+            "alignment",
+            "epilogue",
+            "accumulation",
             name="uq_problems_all",
         ),
     )
@@ -67,6 +75,8 @@ def upgrade() -> None:
         sa.Column("problem_id", sa.Integer(), nullable=False),
         sa.Column("candidate_id", sa.Integer(), nullable=False),
         sa.Column("fingerprint_id", sa.Integer(), nullable=False),
+        sa.Column("kernel_source", sa.String(length=16), server_default="", nullable=False),
+        sa.Column("origin", sa.Text(), server_default="", nullable=False),
         sa.Column("stage", sa.String(length=16), nullable=False),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("created_at", sa.String(length=32), nullable=False),
@@ -75,17 +85,21 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["problem_id"], ["problems.id"], name="fk_failures_problem_id"),
         sa.PrimaryKeyConstraint("id", name="pk_failures"),
     )
-    op.create_index(
-        "ix_failures_problem_id_fingerprint_id_candidate_id",
-        "failures",
-        ["problem_id", "fingerprint_id", "candidate_id"],
-    )
+    with op.batch_alter_table("failures") as batch_op:
+        batch_op.create_index(
+            "ix_failures_problem_id_fingerprint_id_candidate_id",
+            ["problem_id", "fingerprint_id", "candidate_id"],
+            unique=False,
+        )
+
     op.create_table(
         "measurements",
         sa.Column("id", sa.Integer(), nullable=False),
         sa.Column("problem_id", sa.Integer(), nullable=False),
         sa.Column("candidate_id", sa.Integer(), nullable=False),
         sa.Column("fingerprint_id", sa.Integer(), nullable=False),
+        sa.Column("kernel_source", sa.String(length=16), server_default="", nullable=False),
+        sa.Column("origin", sa.Text(), server_default="", nullable=False),
         sa.Column("policy", sa.String(length=16), nullable=False),
         sa.Column("samples_us", sa.Text(), nullable=False),
         sa.Column("baseline_us", sa.Text(), nullable=False),
@@ -116,26 +130,63 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["problem_id"], ["problems.id"], name="fk_measurements_problem_id"),
         sa.PrimaryKeyConstraint("id", name="pk_measurements"),
     )
-    op.create_index(
-        "ix_measurements_problem_id_fingerprint_id_candidate_id",
-        "measurements",
-        ["problem_id", "fingerprint_id", "candidate_id"],
+    with op.batch_alter_table("measurements") as batch_op:
+        batch_op.create_index(
+            "ix_measurements_compared",
+            ["candidate_id", "fingerprint_id", "problem_id", "policy", "origin", "ratio"],
+            unique=False,
+        )
+        batch_op.create_index(
+            "ix_measurements_problem_id_fingerprint_id_candidate_id",
+            ["problem_id", "fingerprint_id", "candidate_id"],
+            unique=False,
+        )
+
+    op.create_table(
+        "choices",
+        sa.Column("id", sa.Integer(), nullable=False),
+        sa.Column("problem_id", sa.Integer(), nullable=False),
+        sa.Column("fingerprint_id", sa.Integer(), nullable=False),
+        sa.Column("policy", sa.String(length=32), nullable=False),
+        sa.Column("measurement_id", sa.Integer(), nullable=False),
+        sa.Column("confirmed", sa.Boolean(), nullable=False),
+        sa.Column("chosen_at", sa.String(length=32), nullable=False),
+        sa.ForeignKeyConstraint(["fingerprint_id"], ["fingerprints.id"], name="fk_choices_fingerprint_id"),
+        sa.ForeignKeyConstraint(["measurement_id"], ["measurements.id"], name="fk_choices_measurement_id"),
+        sa.ForeignKeyConstraint(["problem_id"], ["problems.id"], name="fk_choices_problem_id"),
+        sa.PrimaryKeyConstraint("id", name="pk_choices"),
     )
+    with op.batch_alter_table("choices") as batch_op:
+        batch_op.create_index(
+            "ix_choices_problem_id_fingerprint_id_policy",
+            ["problem_id", "fingerprint_id", "policy"],
+            unique=False,
+        )
+
     op.create_table(
         "records",
         sa.Column("id", sa.Integer(), nullable=False),
         sa.Column("problem_id", sa.Integer(), nullable=False),
         sa.Column("fingerprint_id", sa.Integer(), nullable=False),
+        sa.Column("policy", sa.String(length=32), server_default="fastest", nullable=False),
         sa.Column("measurement_id", sa.Integer(), nullable=False),
-        sa.Column("settled", sa.Boolean(), nullable=False),
+        sa.Column("candidate_id", sa.Integer(), nullable=False),
+        sa.Column("ratio", sa.Double(), nullable=False),
+        sa.Column("kernel_source", sa.String(length=16), nullable=False),
+        sa.Column("measured_by", sa.String(length=16), server_default="screen", nullable=False),
+        sa.Column("confirmed", sa.Boolean(), nullable=False),
         sa.Column("chosen_at", sa.String(length=32), nullable=False),
+        sa.ForeignKeyConstraint(["candidate_id"], ["candidates.id"], name="fk_records_candidate_id"),
         sa.ForeignKeyConstraint(["fingerprint_id"], ["fingerprints.id"], name="fk_records_fingerprint_id"),
         sa.ForeignKeyConstraint(["measurement_id"], ["measurements.id"], name="fk_records_measurement_id"),
         sa.ForeignKeyConstraint(["problem_id"], ["problems.id"], name="fk_records_problem_id"),
         sa.PrimaryKeyConstraint("id", name="pk_records"),
-        sa.UniqueConstraint("problem_id", "fingerprint_id", name="uq_records_problem_id_fingerprint_id"),
+        sa.UniqueConstraint(
+            "problem_id", "fingerprint_id", "policy", name="uq_records_problem_id_fingerprint_id_policy"
+        ),
     )
-    op.create_index("ix_records_fingerprint_id", "records", ["fingerprint_id"])
+    with op.batch_alter_table("records") as batch_op:
+        batch_op.create_index("ix_records_fingerprint_id", ["fingerprint_id"], unique=False)
 
 
 def downgrade() -> None:
