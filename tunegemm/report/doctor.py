@@ -254,18 +254,20 @@ def _refusal_to_write(folder: Path) -> str:
 #: Variables that users set; `record` and `run` hand the last two to child processes.
 _VARIABLES = (
     "TUNEGEMM_CACHE_DIR", "TUNEGEMM_COMPILE", "TUNEGEMM_DB", "TUNEGEMM_ENABLE", "TUNEGEMM_MODE",
-    "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK", "TUNEGEMM_POLICY", "TUNEGEMM_ENABLE_PARTS",
-    "TUNEGEMM_RECORD_PARTS",
+    "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK", "TUNEGEMM_POLICY", "TUNEGEMM_SGLANG", "TUNEGEMM_VLLM",
+    "TUNEGEMM_ENABLE_PARTS", "TUNEGEMM_RECORD_PARTS",
 )  # fmt: skip
 
 
 def _environment() -> Check:
     from tunegemm.search.budget import online_budget
-    from tunegemm.serve.modes import read_compile, read_mode, read_policy
+    from tunegemm.serve.modes import read_compile, read_engine, read_mode, read_policy
 
     warnings: list[str] = []
     mode, policy = read_mode(warnings.append), read_policy(warnings.append)
     read_compile(warnings.append)
+    for engine in ("vllm", "sglang"):
+        read_engine(engine, warnings.append)
     if problem := online_budget()[1]:
         warnings.append(problem)
     for name in sorted(os.environ):
