@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,69 +35,58 @@ def register() -> None:
     engines.install("sglang", _log, parts)
 
 
-def _around(target: str, parameters: tuple[str, ...], hook: Any) -> None:
-    of_engine(target, parameters)
+def _around(target: str, parameters: tuple[str, ...], make: Callable[[Any], Any]) -> None:
+    """Registers the hook that `make` makes for what stands at a target now, once."""
+    if target in _hooked:
+        return
+    _, own = of_engine(target, parameters)
     _, registry = of_engine("sglang.srt.plugins.hook_registry.HookRegistry")
     _, kinds = of_engine("sglang.srt.plugins.hook_registry.HookType")
-    if target not in _hooked:
-        registry.register(target, hook, kinds.AROUND)
-        _hooked.add(target)
+    registry.register(target, make(own), kinds.AROUND)
+    _hooked.add(target)
 
 
 def _sixteen_bits() -> None:
-    for name in ("get_bf16_gemm_backend", "is_batch_invariant_mode_enabled"):
-        of_engine(f"{_QUANTIZATION}.unquant.{name}")
     target = f"{_QUANTIZATION}.unquant.UnquantizedLinearMethod.apply"
-    _around(target, ("self", "layer", "x", "bias"), linear)
+    for name in ("get_bf16_gemm_backend", "is_batch_invariant_mode_enabled"):
+        unquant, _ = of_engine(f"{_QUANTIZATION}.unquant.{name}")
+
+    def linear(
+        own: Any, method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        # A backend that the user chose is left alone, and SGLang's batch invariance unless it is ours, too.
+        backend = unquant.get_bf16_gemm_backend()
+        others = (
+            unquant.is_batch_invariant_mode_enabled() and not api.dispatcher.planner.policy.is_batch_invariant
+        )
+        if others or backend.is_cutedsl() or backend.is_gemv() or not engines.is_served_kind(x, layer.weight):
+            return own(method, layer, x, bias)
+        return api.linear(x, engines.plain(layer.weight), bias)
+
+    _around(target, ("self", "layer", "x", "bias"), lambda own: linear)
 
 
 def _fp8() -> None:
-    _around(
-        "sglang.kernels.ops.gemm.fp8_scaled_mm",
-        ("mat_a", "mat_b", "scales_a", "scales_b", "out_dtype", "bias"),
-        scaled_mm,
-    )
+    def make(own: Any) -> Any:
+        def sglangs(
+            a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+            bias: torch.Tensor | None, out_dtype: torch.dtype,
+        ) -> torch.Tensor:  # fmt: skip
+            return own(a, b, scale_a, scale_b, out_dtype, bias)
+
+        engines.own["sglang_fp8"] = sglangs
+        return _scaled_mm
+
+    parameters = ("mat_a", "mat_b", "scales_a", "scales_b", "out_dtype", "bias")
+    _around("sglang.kernels.ops.gemm.fp8_scaled_mm", parameters, make)
 
 
-def linear(
-    own: Any, method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Around `UnquantizedLinearMethod.apply`. A backend that the user chose is left alone, and so is SGLang's
-    batch invariance, unless it is tunegemm's policy, too."""
-    from sglang.srt.layers.quantization import unquant
-
-    backend = unquant.get_bf16_gemm_backend()
-    invariant = unquant.is_batch_invariant_mode_enabled()
-    if (
-        not engines.is_served_kind(x, layer.weight)
-        or backend.is_cutedsl()
-        or backend.is_gemv()
-        or (invariant and not api.dispatcher.planner.policy.is_batch_invariant)
-    ):
-        return own(method, layer, x, bias)
-    return api.linear(x, engines.plain(layer.weight), bias)
-
-
-def scaled_mm(
-    own: Any,
-    mat_a: torch.Tensor,
-    mat_b: torch.Tensor,
-    scales_a: torch.Tensor,
-    scales_b: torch.Tensor,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Around `fp8_scaled_mm`."""
-
-    def sglangs(
-        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
-        bias: torch.Tensor | None, out_dtype: torch.dtype,
-    ) -> torch.Tensor:  # fmt: skip
-        return own(a, b, scale_a, scale_b, out_dtype, bias)
-
+def _scaled_mm(
+    own: Any, mat_a: torch.Tensor, mat_b: torch.Tensor, scales_a: torch.Tensor, scales_b: torch.Tensor,
+    out_dtype: torch.dtype, bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     if mat_a.device.type != ops.DEVICE_TYPE:
         return own(mat_a, mat_b, scales_a, scales_b, out_dtype, bias)
-    engines.own.setdefault("sglang_fp8", sglangs)
     return torch.ops.tunegemm.engine_scaled_mm(
         mat_a, mat_b, scales_a, scales_b, bias, out_dtype, "sglang_fp8"
     )

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import tunegemm
+from tunegemm.errors import one_line
 from tunegemm.serve import api
 from tunegemm.serve.integrations import engines
 from tunegemm.serve.integrations.engines import Misfit, of_engine, replace
@@ -154,12 +156,15 @@ def _fp8_kernel(cutlass: Any) -> type:
 
 
 def _configuration() -> None:
+    def add(config: Any) -> None:
+        if isinstance(config.additional_config, dict) and CONFIG_KEY not in config.additional_config:
+            facts = {"served": engines.fingerprint(), "records": engines.fingerprint(anywhere=True)}
+            config.additional_config = {**config.additional_config, CONFIG_KEY: facts}
+
     def make(own: Any) -> Any:
         def __post_init__(self: Any) -> None:
             own(self)
-            if isinstance(self.additional_config, dict) and CONFIG_KEY not in self.additional_config:
-                facts = {"served": engines.fingerprint(), "records": engines.fingerprint(anywhere=True)}
-                self.additional_config = {**self.additional_config, CONFIG_KEY: facts}
+            _attempt(lambda: add(self))
 
         return __post_init__
 
@@ -200,19 +205,18 @@ def _prepare(config: Any) -> None:
 
 
 def _report(model: torch.nn.Module) -> None:
-    from vllm import __version__
-
+    _, version = of_engine("vllm.__version__")
     planner = api.dispatcher.planner
     _log.info(
         "tunegemm %s in vLLM %s: %s; policy %s, records %s",
-        tunegemm.__version__, __version__, engines.served(model), planner.policy,
+        tunegemm.__version__, version, engines.served(model), planner.policy,
         engines.fingerprint(anywhere=True),
     )  # fmt: skip
 
 
-def _attempt(step: Any) -> None:
+def _attempt(step: Callable[[], None]) -> None:
     """Nothing that tunegemm says or prepares may end the engine."""
     try:
         step()
     except Exception as error:
-        _log.warning("tunegemm: %s: %s", type(error).__name__, error)
+        _log.warning("tunegemm: %s: %s", type(error).__name__, one_line(error))
