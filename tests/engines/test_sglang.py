@@ -73,6 +73,7 @@ from tests.support.engines import serve_on_cpu
 from tunegemm.describe.problem import Problem
 kernel = serve_on_cpu(*[Problem(m, 48, 64, epilogue=text) for m in (2, 7, 32) for text in ("", "bias_n")])
 method, plain, other = unquant.UnquantizedLinearMethod(), layer(), layer(40)
+unquant.get_bf16_gemm_backend()  # which an engine has chosen before it compiles
 bias = torch.ones(48).bfloat16()
 counter = CompileCounterWithBackend("inductor")
 def layers(x):

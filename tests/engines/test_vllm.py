@@ -29,7 +29,10 @@ def config(**more):
 """
 
 _HOPPER = """
+import sys
+import types
 import vllm.platforms
+sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("")  # wants CUDA's driver
 from vllm.platforms.cuda import NonNvmlCudaPlatform
 from vllm.platforms.interface import DeviceCapability
 
@@ -276,7 +279,7 @@ found["with a bias"] = served(token, channel, 2, 48, bias=torch.linspace(-1, 1, 
 found["per tensor"] = served(tensor, tensor, 1, 1)
 found["rows by a tensor's"] = served(token, tensor, 2, 1)
 found["a tensor's by channels"] = served(tensor, channel, 1, 48)
-found["padded"] = served(token, channel, 2, 40, columns=40)
+found["padded"] = served(token, tensor, 2, 1, columns=40)
 os.environ["VLLM_DISABLED_KERNELS"] = "TunegemmFP8ScaledMMLinearKernel"
 found["disabled"] = type(kernel_for(token, channel)).__name__
 os.environ["VLLM_DISABLED_KERNELS"] = "CutlassFP8ScaledMMLinearKernel"
@@ -384,7 +387,9 @@ def test_a_worker_says_what_is_served_and_where_ranks_differ(engine: str, run: R
         engine,
         _LOADS
         + """
+import logging
 from vllm.v1.worker import worker_base
+logging.basicConfig(level=logging.INFO)  # which the engine's start sets up
 calls = []
 class Worker:
     def init_device(self):

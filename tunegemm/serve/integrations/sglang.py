@@ -56,12 +56,13 @@ def _sixteen_bits() -> None:
     ) -> torch.Tensor:
         # A backend that the user chose is left alone, and SGLang's batch invariance unless it is ours, too.
         backend = unquant.get_bf16_gemm_backend()
+        weight: Any = layer.weight
         others = (
             unquant.is_batch_invariant_mode_enabled() and not api.dispatcher.planner.policy.is_batch_invariant
         )
-        if others or backend.is_cutedsl() or backend.is_gemv() or not engines.is_served_kind(x, layer.weight):
+        if others or backend.is_cutedsl() or backend.is_gemv() or not engines.is_served_kind(x, weight):
             return own(method, layer, x, bias)
-        return api.linear(x, engines.plain(layer.weight), bias)
+        return api.linear(x, engines.plain(weight), bias)
 
     _around(target, ("self", "layer", "x", "bias"), lambda own: linear)
 
