@@ -42,7 +42,8 @@ SLOW ?=
 test: $(READY)
 	$(RUN) -m pytest $(PYTEST) $(if $(SLOW),,-m "not slow")
 
-# What pip would install beside vLLM and SGLang: asks the package index.
+# Beside the real vLLM and SGLang, from the package index into build/engines (some GB), and what pip would install
+# beside them.
 test-engines: $(READY)
 	$(RUN) -m pytest -q -m engines
 

@@ -3,7 +3,8 @@
 `api` is what users call and `dispatcher` the hot path; `slow_path` and `planning` make the plans (`plans`)
 of calls that are new. Which record serves is for `selection` to say, with `snapshot`, `policies`,
 `neighbours`, `predict` and `invariance`. `background` compiles and `online` tunes meanwhile, `torch` fits
-it all into torch; `operation` is a kernel that the caller chose. Imports every room but `report` and `cli`.
+it all into torch and `integrations` into engines; `operation` is a kernel that the caller chose. Imports
+every room but `report` and `cli`.
 """
 
 from tunegemm.serve.api import (

@@ -47,6 +47,15 @@ def read_summary(warn: Callable[[str], None]) -> bool:
     return text == "1"
 
 
+def read_engine(engine: str, warn: Callable[[str], None]) -> bool:
+    """``TUNEGEMM_VLLM`` and its kin: whether an engine is served; a mistake is a warning."""
+    name = f"TUNEGEMM_{engine.upper()}"
+    text = os.environ.get(name, "")
+    if text not in ("", "0", "1"):
+        warn(f"{name}={text!r} is not known and has no effect; use 0 or 1 or unset it")
+    return text != "0"
+
+
 def read_policy(warn: Callable[[str], None]) -> Policy:
     """``TUNEGEMM_POLICY``, such as ``deterministic`` or ``fastest,max_sms=120``; a mistake is a warning."""
     try:

@@ -418,15 +418,15 @@ class Planner:
             return True
         return expected.ratio >= least_ratio(operands.problem, known)
 
-    def fingerprint(self) -> str:
-        """Some letters that change with what `serves` goes by."""
+    def fingerprint(self, *, anywhere: bool = False) -> str:
+        """Some letters that change with what `serves` goes by; anywhere: not with a host's file times."""
         if self._mode is None:
             self._begin()
         with self.lock:
             state = self.state
             if state.snapshot is None:
                 state.snapshot = self._snapshot(state, "")
-            of_records = state.modified, state.snapshot.digest
+            of_records = None if anywhere else state.modified, state.snapshot.digest
             facts = package_version("tunegemm"), self._mode, state.policy, *of_records
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -468,22 +468,15 @@ class Planner:
             return None
         if state.snapshot is None:
             state.snapshot = self._snapshot(state, name)
-        try:
-            selection = select(
-                state.snapshot,
-                problem,
-                known,
-                near=self._mode != "exact",
-                policy=state.policy,
-                # Databases that cannot be read are not waited for again.
-                rivals=self._rivals if not state.snapshot.warnings else lambda problem: (),
-            )
-        except Exception as error:  # likewise
-            self._warn(
-                state,
-                f"{problem}: its records cannot be read ({_named(error)}); {_who(name)} falls back to torch",
-            )
-            return None
+        selection = select(
+            state.snapshot,
+            problem,
+            known,
+            near=self._mode != "exact",
+            policy=state.policy,
+            # Databases that cannot be read are not waited for again.
+            rivals=self._rivals if not state.snapshot.warnings else lambda problem: (),
+        )
         why = selection.why
         for record in selection.options:
             try:

@@ -1,0 +1,284 @@
+"""What serves in users' engines, without the engines: tests/engines has them."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import tomllib
+import types
+from importlib import import_module
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from tests.support.fusing import FP8, Recorded, close
+from tests.support.processes import ROOT, environment
+from tests.support.serving import BF16, Kernel, operands, serve_with
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.integrations import engines
+from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.planning import Planner
+
+DOORS = {"vllm.general_plugins": "vllm", "sglang.srt.plugins": "sglang"}
+BIAS = torch.linspace(-2, 2, 48).to(BF16)
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return Kernel()
+
+
+@pytest.fixture
+def serve(monkeypatch, kernel):
+    """Products of CPU tensors go by records of the given problems, or of every one."""
+
+    def make(*problems: Problem) -> Dispatcher:
+        snapshot = Recorded(*problems)
+        planner = Planner(
+            device_type="cpu",
+            read=lambda: snapshot,
+            find=lambda spec: find_device("model:h200"),
+            prepare=lambda record, device: Prepared(kernel.of(record.problem)),
+        )
+        serve_with(monkeypatch, Dispatcher(planner))
+        return Dispatcher(planner)
+
+    return make
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """An engine's own functions; the calls that they get."""
+    calls: list[str] = []
+
+    def linear(x, weight, bias):
+        calls.append("linear")
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def scaled_mm(a, b, scale_a, scale_b, bias, out_dtype):
+        calls.append("scaled_mm")
+        value = (a.float() * scale_a) @ (b.float() * scale_b.reshape(1, -1))
+        return (value if bias is None else value + bias).to(out_dtype)
+
+    monkeypatch.setitem(engines.own, "linear", linear)
+    monkeypatch.setitem(engines.own, "scaled_mm", scaled_mm)
+    yield calls
+    torch._dynamo.reset()
+
+
+def test_the_doors_lead_to_functions() -> None:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for group, module in DOORS.items():
+        place, _, name = table[group]["tunegemm"].partition(":")
+        assert place == f"tunegemm.serve.integrations.{module}"
+        assert callable(getattr(import_module(place), name))
+
+
+@pytest.mark.parametrize("module", DOORS.values())
+def test_a_door_is_light_and_stays_shut_without_its_engine(module: str) -> None:
+    """What an engine runs in each of its processes imports no engine, no compiler and no CUDA context."""
+    code = f"""
+import sys
+from tunegemm.serve.integrations.{module} import register
+loaded = {{name.partition(".")[0] for name in sys.modules}}
+assert not loaded & {{"vllm", "sglang", "transformers", "cutlass", "triton", "optuna", "sqlalchemy"}}, loaded
+import torch
+register(); register()
+assert not torch.cuda.is_initialized()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_linear_plans_by_the_rows_that_there_are(serve, kernel, own, bias) -> None:
+    serve()
+    weight = operands()[1].t()
+    counter = CompileCounter()
+    compiled = torch.compile(
+        lambda x: torch.ops.tunegemm.engine_linear(x, weight, bias, "linear") + 1,
+        backend=counter, fullgraph=True, dynamic=True,
+    )  # fmt: skip
+    with torch.inference_mode():
+        for rows in (2, 7, 32):
+            x = operands(rows)[0]
+            assert torch.equal(compiled(x), torch.nn.functional.linear(x, weight, bias) + 1)
+    assert [call[0] for call in kernel.calls] == [(2, 64), (7, 64), (32, 64)]
+    assert counter.frame_count == 1 and own == []
+
+
+def test_linear_falls_back_to_the_engines_own(serve, kernel, own) -> None:
+    serve(Problem(32, 48, 64))
+    weight, x = operands()[1].t(), operands(7)[0]
+    served = torch.ops.tunegemm.engine_linear(operands(32)[0], weight, None, "linear")
+    assert len(kernel.calls) == 1 and own == [] and served.shape == (32, 48)
+    with pytest.warns(UserWarning):
+        result = torch.ops.tunegemm.engine_linear(x.view(1, 7, 64), weight, BIAS, "linear")
+    assert own == ["linear"] and len(kernel.calls) == 1
+    assert torch.equal(result, torch.nn.functional.linear(x, weight, BIAS)[None])
+
+
+def test_a_bias_is_added_behind_a_product_alone(serve, kernel, own) -> None:
+    """A row's bits may not depend on which of its numbers of rows has a kernel with a bias: none has."""
+    serve(Problem(32, 48, 64))
+    x, weight = operands()[0], operands()[1].t()
+    result = torch.ops.tunegemm.engine_linear(x, weight, BIAS, "linear")
+    assert len(kernel.calls) == 1 and own == []
+    assert torch.equal(result, torch.nn.functional.linear(x, weight) + BIAS)
+
+
+def scaled(rows: int, *, by_row: bool) -> tuple[torch.Tensor, ...]:
+    a, b = operands(rows)
+    if by_row:
+        scales = torch.linspace(0.5, 2, rows)[:, None], torch.linspace(0.25, 1, 48)[:, None]
+    else:
+        scales = torch.tensor([0.5]), torch.tensor(0.25)
+    return a.to(FP8), b.t().to(FP8).t(), *scales
+
+
+@pytest.mark.parametrize("bias", [None, BIAS])
+@pytest.mark.parametrize("by_row", [True, False])
+def test_scaled_products_are_served(serve, kernel, own, by_row, bias) -> None:
+    serve()
+    compiled = torch.compile(
+        lambda *four: torch.ops.tunegemm.engine_scaled_mm(*four, bias, BF16, "scaled_mm"),
+        backend="aot_eager", fullgraph=True, dynamic=True,
+    )  # fmt: skip
+    for rows in (16, 32):
+        four = scaled(rows, by_row=by_row)
+        result = compiled(*four)
+        expected = engines.own["scaled_mm"](*four, bias, BF16)
+        close(result, expected, 4e-3)
+    assert len(kernel.calls) == 2 and own == ["scaled_mm"] * 2  # which the test called
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_scales_of_two_kinds_are_the_engines_whatever_the_rows(serve, kernel, own, rows) -> None:
+    """One scale for all rows, one for each column: of a single row it looks like scales of rows."""
+    serve()
+    a, b, _, scale_b = scaled(rows, by_row=True)
+    torch.ops.tunegemm.engine_scaled_mm(a, b, torch.tensor([0.5]), scale_b, None, BF16, "scaled_mm")
+    assert own == ["scaled_mm"] and not kernel.calls
+    torch.ops.tunegemm.engine_scaled_mm(a, b, torch.ones(rows, 1), scale_b[:1], None, BF16, "scaled_mm")
+    assert len(own) == (2 if rows > 1 else 1)
+
+
+def test_a_switch_turns_an_engine_off(monkeypatch, caplog) -> None:
+    parts = []
+    log = logging.getLogger("tests.engines")
+
+    def install() -> list[str]:
+        parts.clear()
+        engines.install("vllm", log, {"layers": lambda: parts.append("layers")})
+        return [*parts]
+
+    assert install() == ["layers"]
+    monkeypatch.setenv("TUNEGEMM_SGLANG", "0")
+    assert install() == ["layers"]
+    monkeypatch.setenv("TUNEGEMM_VLLM", "0")
+    assert install() == []
+    monkeypatch.setenv("TUNEGEMM_VLLM", "no")
+    assert install() == ["layers"]
+    assert caplog.messages == ["TUNEGEMM_VLLM='no' is not known and has no effect; use 0 or 1 or unset it"]
+
+
+def test_what_an_engine_does_not_have_costs_one_part_and_one_line(monkeypatch, caplog) -> None:
+    engine = types.ModuleType("engine_of_tests")
+    engine.gemm = lambda layer, x, weight: None
+    monkeypatch.setitem(sys.modules, "engine_of_tests", engine)
+    done = []
+
+    def crash() -> None:
+        raise RuntimeError("two\nlines")
+
+    engines.install(
+        "vllm",
+        logging.getLogger("tests.engines"),
+        {
+            "gone": lambda: engines.replace("engine_of_tests.gone", (), lambda own: own),
+            "other": lambda: engines.replace("engine_of_tests.gemm", ("layer", "x", "bias"), lambda own: own),
+            "absent": lambda: engines.replace("engine_that_is_not.there.gemm", (), lambda own: own),
+            "broken": crash,
+            "good": lambda: done.append(True),
+        },
+    )
+    assert done == [True]
+    (line,) = caplog.messages
+    assert "\n" not in line and line.startswith("tunegemm leaves to vllm")
+    for part in (
+        "gone (there is no engine_of_tests.gone)",
+        "other (engine_of_tests.gemm does not take layer, x, bias)",
+        "absent (there is no engine_that_is_not.there.gemm)",
+        "broken (two)",
+    ):
+        assert part in line
+
+
+def test_a_function_is_replaced_once(monkeypatch) -> None:
+    engine = types.ModuleType("engine_of_tests")
+    engine.gemm = theirs = lambda layer, x: x
+    monkeypatch.setitem(sys.modules, "engine_of_tests", engine)
+    for _ in range(2):
+        engines.replace("engine_of_tests.gemm", ("layer",), lambda own: lambda layer, x: own(layer, x) + 1)
+    assert engine.gemm(None, 1) == 2 and engine.gemm.tunegemm_own is theirs
+
+
+def test_ranks_compare_what_they_serve_by(serve) -> None:
+    serve(Problem(32, 48, 64))
+    mine = engines.fingerprint(anywhere=True)
+    assert engines.compared(mine) == ""
+    for other in ("0123456789abcdef", None):
+        line = engines.compared(other)
+        assert mine in line and "\n" not in line and (other or "it has none") in line
+    serve(Problem(64, 48, 64))
+    assert engines.compared(mine)
+
+
+def test_times_of_files_are_a_hosts_own() -> None:
+    def planner(time: int) -> Planner:
+        known = Recorded(Problem(32, 48, 64))
+        known.digest = "the same"
+        return Planner(device_type="cpu", read=lambda: known, modified=lambda: time)
+
+    first, second = planner(1), planner(2)
+    assert first.fingerprint() != second.fingerprint()
+    assert first.fingerprint(anywhere=True) == second.fingerprint(anywhere=True)
+
+
+class Layer(torch.nn.Module):
+    """A layer as engines have them: a weight, and a method that says how it is multiplied."""
+
+    def __init__(self, weight: torch.Tensor, **more: object) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.quant_method = object()
+        for name, value in more.items():
+            setattr(self, name, value)
+
+
+class VocabParallelEmbedding(Layer):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_the_line_says_what_is_served_and_what_is_not(serve) -> None:
+    serve(
+        Problem(32, 48, 64),
+        Problem(16, 96, 64, in_dtype="fp8_e4m3", out_dtype="bf16", epilogue="scale_rowwise"),
+    )
+    by_row = Layer(torch.zeros(96, 64).to(FP8).t(), weight_scale=torch.ones(96, 1), orig_dtype=BF16)
+    model = torch.nn.Sequential(
+        Layer(torch.zeros(48, 64, dtype=BF16)), Layer(torch.zeros(48, 64, dtype=BF16)), by_row,
+        Layer(torch.zeros(40, 64, dtype=BF16)), Layer(torch.zeros(8, 8, dtype=torch.int32)),
+        VocabParallelEmbedding(torch.zeros(512, 64, dtype=BF16)), torch.nn.LayerNorm(64),
+    )  # fmt: skip
+    assert engines.served(model) == (
+        "2 of 4 kinds of weights by recorded kernels, not bf16 40x64, object (8, 8)"
+    )

@@ -1,0 +1,27 @@
+"""For processes beside an engine: records and kernels of CPU tensors in the place of a GPU's."""
+
+from __future__ import annotations
+
+from tests.support.fusing import Recorded
+from tests.support.serving import Kernel
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.serve import api
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.planning import Planner
+from tunegemm.serve.torch import ops
+
+
+def serve_on_cpu(*problems: Problem) -> Kernel:
+    """From now on CPU tensors are served by records of these problems, or of every one; who multiplies."""
+    snapshot, kernel = Recorded(*problems), Kernel()
+    planner = Planner(
+        device_type="cpu",
+        read=lambda: snapshot,
+        find=lambda spec: find_device("model:h200"),
+        prepare=lambda record, device: Prepared(kernel.of(record.problem)),
+    )
+    api.serve_by(Dispatcher(planner))
+    ops.DEVICE_TYPE = "cpu"
+    return kernel

@@ -1,0 +1,258 @@
+"""What engines share: operators that fall back to an engine's own function, and what is said at the start.
+
+The operators are opaque to torch.compile: which kernel multiplies is known when the number of rows is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tunegemm.describe.problem import normalize_dtype
+from tunegemm.errors import one_line
+from tunegemm.serve import api
+from tunegemm.serve.forms import RECORDED, Form, form_of
+from tunegemm.serve.library import scale_steps
+from tunegemm.serve.modes import read_engine
+from tunegemm.serve.torch import ops
+from tunegemm.serve.torch.autograd import DTYPES
+
+#: Numbers of rows of which one must have a kernel for a weight to be called served.
+_ROWS = (64, 1, 512, 8192)
+#: Weights that a line names.
+_MOST_NAMED = 8
+
+#: The engines' own functions, by the names that graphs call them by.
+own: dict[str, Callable[..., torch.Tensor]] = {}
+
+_library = torch.library.Library("tunegemm", "FRAGMENT")
+_library.define("engine_linear(Tensor x, Tensor weight, Tensor? bias, str own) -> Tensor")
+_library.define(
+    "engine_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, "
+    "ScalarType out_dtype, str own) -> Tensor"
+)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, name: str) -> torch.Tensor:
+    """``x @ weight.T + bias``; own: of (x, weight, bias)."""
+    rows, right = x.reshape(-1, x.shape[-1]), weight.detach().t()
+    result = None
+    if bias is not None:
+        result = api.dispatcher.fused(form_of(RECORDED, "bias_n"), rows, right, (bias.detach(),))
+    if result is None:
+        result = api.dispatcher.recorded(rows, right)
+        if result is not None and bias is not None:
+            result = result + bias
+    if result is None:
+        return own[name](x, weight, bias)
+    return result.view(*x.shape[:-1], weight.shape[0])
+
+
+def _scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    name: str,
+) -> torch.Tensor:
+    """``(a * scale_a) @ (b * scale_b) + bias`` of scales for a whole operand, or for each row of a, (m, 1),
+    and each column of b, in any shape; own: of these six."""
+    form, scales = scaled_form(a, b, scale_a, scale_b, bias, out_dtype)
+    if form is not None:
+        tensors = scales if bias is None else (*scales, bias.detach())
+        result = api.dispatcher.fused(form, a, b.detach(), tensors)
+        if result is not None:
+            return result
+    return own[name](a, b, scale_a, scale_b, bias, out_dtype)
+
+
+_library.impl("engine_linear", _linear, "CompositeExplicitAutograd")
+_library.impl("engine_scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "tunegemm::engine_linear",
+    lambda x, weight, bias, own: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    lib=_library,
+)
+torch.library.register_fake(
+    "tunegemm::engine_scaled_mm",
+    lambda a, b, scale_a, scale_b, bias, out_dtype, own: a.new_empty(
+        (a.shape[0], b.shape[1]), dtype=out_dtype
+    ),
+    lib=_library,
+)
+
+
+def scaled_form(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> tuple[Form | None, tuple[torch.Tensor, ...]]:
+    """What is asked for, and its scales as kernels read them; None for scales of another kind.
+
+    One scale for all rows beside one per column is another kind whatever the number of rows: of a single row
+    it would be served, and a row's bits may not depend on how many there are.
+    """
+    scale_a, scale_b = scale_a.detach(), scale_b.detach()
+    if scale_b.numel() > 1:
+        if scale_a.ndim != 2:
+            return None, ()
+        scale_b = scale_b.reshape(1, -1)
+    elif scale_a.numel() > 1:
+        return None, ()
+    # The engines' own kernels keep their sums where the tensor cores do.
+    text = scale_steps(a, b, scale_a, scale_b, bias is not None)
+    return (form_of(RECORDED, text, out_dtype, "fast") if text else None), (scale_a, scale_b)
+
+
+def is_served_kind(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a linear layer's operands are such as plain products have kernels for."""
+    return (
+        x.device.type == ops.DEVICE_TYPE
+        and weight.ndim == 2
+        and x.dtype == weight.dtype
+        and x.dtype in DTYPES
+    )
+
+
+def plain(weight: torch.Tensor) -> torch.Tensor:
+    """A weight without the class that an engine gave it, which dispatch would leave to torch."""
+    return weight if torch.compiler.is_compiling() else weight.data
+
+
+class Misfit(Exception):
+    """An engine that is not as it is known: of another version."""
+
+
+def of_engine(path: str, parameters: Sequence[str] = ()) -> tuple[Any, Any]:
+    """What an engine has by a dotted path, after what it is in. Raises Misfit where it is not there, or does
+    not take these parameters first."""
+    holder, _, name = path.rpartition(".")
+    try:
+        try:
+            place = importlib.import_module(holder)
+        except ModuleNotFoundError:
+            module, _, kind = holder.rpartition(".")
+            place = getattr(importlib.import_module(module), kind)
+        found = getattr(place, name)
+    except (ImportError, AttributeError):
+        raise Misfit(f"there is no {path}") from None
+    if parameters and [*inspect.signature(found).parameters][: len(parameters)] != [*parameters]:
+        raise Misfit(f"{path} does not take {', '.join(parameters)}")
+    return place, found
+
+
+def replace(path: str, parameters: Sequence[str], make: Callable[[Any], Any]) -> None:
+    """Puts what `make` makes of an engine's function in its place, once. Raises Misfit as `of_engine`."""
+    place, found = of_engine(path, parameters)
+    if not hasattr(found, "tunegemm_own"):
+        made = make(found)
+        made.tunegemm_own = found
+        setattr(place, path.rpartition(".")[2], made)
+
+
+def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None]]) -> None:
+    """Puts each part into an engine, by what it serves, unless the engine's variable or mode ``off`` says no.
+
+    Whatever is raised costs a part, and one line says which; the engine goes on by its own.
+    """
+    try:
+        if not read_engine(engine, log.warning) or api.dispatcher.planner.is_off:
+            return
+    except Exception as error:
+        log.warning("tunegemm serves nothing: %s", one_line(error))
+        return
+    failed = []
+    for what, put in parts.items():
+        try:
+            put()
+        except Exception as error:
+            log.debug("tunegemm: %s", what, exc_info=error)
+            failed.append(f"{what} ({one_line(error)})")
+    if failed:
+        log.warning("tunegemm leaves to %s, whose version it does not know: %s", engine, "; ".join(failed))
+
+
+def fingerprint(*, anywhere: bool = False) -> str:
+    """See `Planner.fingerprint`."""
+    return api.dispatcher.planner.fingerprint(anywhere=anywhere)
+
+
+def compared(theirs: object) -> str:
+    """Why this process may serve otherwise than the one that started the engine; empty where it does not.
+
+    theirs: the `fingerprint` of that process. Nothing is sent for it: a rank without tunegemm would be
+    waited for.
+    """
+    mine = fingerprint(anywhere=True)
+    if theirs == mine:
+        return ""
+    return (
+        f"records, policy or mode ({mine}) are not those of the process that started the engine "
+        f"({theirs or 'it has none'}): ranks may multiply by different kernels; give all the same TUNEGEMM_* "
+        "variables, database and packs"
+    )
+
+
+def served(model: torch.nn.Module) -> str:
+    """How many of a model's weights have kernels, and which have none, on one line; plans nothing."""
+    having: list[str] = []
+    lacking: list[str] = []
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        method = type(getattr(layer, "quant_method", None)).__name__
+        # Embeddings that are looked up have the same methods, and multiply nothing.
+        if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or method == "NoneType":
+            continue
+        if type(layer).__name__ == "VocabParallelEmbedding":
+            continue
+        is_fp8 = weight.dtype.is_floating_point and weight.dtype.itemsize == 1
+        if weight.dtype not in DTYPES and not is_fp8:
+            name = f"{method} {tuple(weight.shape)}"
+            found = False
+        else:
+            # Of fp8 the engines keep (k, n), of others (n, k).
+            right = (weight if is_fp8 else weight.t()).detach()
+            name = f"{normalize_dtype(weight.dtype)} {right.shape[1]}x{right.shape[0]}"
+            if name in having or name in lacking:
+                continue
+            found = _has_kernel(layer, right, is_fp8)
+        names = having if found else lacking
+        if name not in names:
+            names.append(name)
+    line = f"{len(having)} of {len(having) + len(lacking)} kinds of weights by recorded kernels"
+    if lacking:
+        more = len(lacking) - _MOST_NAMED
+        line += f", not {', '.join(lacking[:_MOST_NAMED])}" + (f" and {more} more" if more > 0 else "")
+    return line
+
+
+def _has_kernel(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> bool:
+    biased = getattr(layer, "bias", None) is not None
+    like = torch.empty_strided(right.shape, right.stride(), dtype=right.dtype, device="meta")
+    text = "bias_n" if biased else ""
+    if is_fp8:
+        scale = getattr(layer, "weight_scale", None)
+        per_row = isinstance(scale, torch.Tensor) and scale.numel() > 1
+        text = ("scale_rowwise" if per_row else "scale_tensor") + ("+bias_n" if biased else "")
+    form = form_of(RECORDED, text, getattr(layer, "orig_dtype", torch.bfloat16) if is_fp8 else None)
+    planner = api.dispatcher.planner
+    return any(
+        planner.serves(
+            form,
+            torch.empty(rows, right.shape[0], dtype=right.dtype, device="meta"),
+            like,
+            right.device.index or 0,
+            any_m=True,
+        )
+        for rows in _ROWS
+    )

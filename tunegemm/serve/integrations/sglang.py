@@ -1,0 +1,108 @@
+"""SGLang: what the entry point `sglang.srt.plugins` names. Written for 0.5.23.
+
+Hooks stand around the linear layers of 16 bits and the fp8 product that has a scale for each row and column.
+Logits are a `torch.matmul` of SGLang's own, which `tunegemm.enable` serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import tunegemm
+from tunegemm.serve import api
+from tunegemm.serve.integrations import engines
+from tunegemm.serve.integrations.engines import of_engine
+from tunegemm.serve.torch import ops
+
+#: SGLang shows what reaches the root of loggers.
+_log = logging.getLogger("tunegemm")
+
+_QUANTIZATION = "sglang.srt.layers.quantization"
+#: What the process that started the engine serves by, for those that it starts.
+_RECORDS = "_TUNEGEMM_SGLANG_RECORDS"
+
+_hooked: set[str] = set()
+
+
+def register() -> None:
+    """Serves the engine of this process. May be called again, and where there is no GPU; raises nothing."""
+    parts = {"bf16 and fp16 layers": _sixteen_bits, "fp8 layers": _fp8, "the line at the start": _start}
+    engines.install("sglang", _log, parts)
+
+
+def _around(target: str, parameters: tuple[str, ...], make: Callable[[Any], Any]) -> None:
+    """Registers the hook that `make` makes for what stands at a target now, once."""
+    if target in _hooked:
+        return
+    _, own = of_engine(target, parameters)
+    _, registry = of_engine("sglang.srt.plugins.hook_registry.HookRegistry")
+    _, kinds = of_engine("sglang.srt.plugins.hook_registry.HookType")
+    registry.register(target, make(own), kinds.AROUND)
+    _hooked.add(target)
+
+
+def _sixteen_bits() -> None:
+    target = f"{_QUANTIZATION}.unquant.UnquantizedLinearMethod.apply"
+    for name in ("get_bf16_gemm_backend", "is_batch_invariant_mode_enabled"):
+        unquant, _ = of_engine(f"{_QUANTIZATION}.unquant.{name}")
+
+    def linear(
+        own: Any, method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        # A backend that the user chose is left alone, and SGLang's batch invariance unless it is ours, too.
+        backend = unquant.get_bf16_gemm_backend()
+        weight: Any = layer.weight
+        others = (
+            unquant.is_batch_invariant_mode_enabled() and not api.dispatcher.planner.policy.is_batch_invariant
+        )
+        if others or backend.is_cutedsl() or backend.is_gemv() or not engines.is_served_kind(x, weight):
+            return own(method, layer, x, bias)
+        return api.linear(x, engines.plain(weight), bias)
+
+    _around(target, ("self", "layer", "x", "bias"), lambda own: linear)
+
+
+def _fp8() -> None:
+    def make(own: Any) -> Any:
+        def sglangs(
+            a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+            bias: torch.Tensor | None, out_dtype: torch.dtype,
+        ) -> torch.Tensor:  # fmt: skip
+            return own(a, b, scale_a, scale_b, out_dtype, bias)
+
+        engines.own["sglang_fp8"] = sglangs
+        return _scaled_mm
+
+    parameters = ("mat_a", "mat_b", "scales_a", "scales_b", "out_dtype", "bias")
+    _around("sglang.kernels.ops.gemm.fp8_scaled_mm", parameters, make)
+
+
+def _scaled_mm(
+    own: Any, mat_a: torch.Tensor, mat_b: torch.Tensor, scales_a: torch.Tensor, scales_b: torch.Tensor,
+    out_dtype: torch.dtype, bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    if mat_a.device.type != ops.DEVICE_TYPE:
+        return own(mat_a, mat_b, scales_a, scales_b, out_dtype, bias)
+    return torch.ops.tunegemm.engine_scaled_mm(
+        mat_a, mat_b, scales_a, scales_b, bias, out_dtype, "sglang_fp8"
+    )
+
+
+def _start() -> None:
+    _, version = of_engine("sglang.__version__")
+    mine = engines.fingerprint(anywhere=True)
+    is_first = _RECORDS not in os.environ
+    given = os.environ.setdefault(_RECORDS, mine)
+    if is_first:  # processes that it starts have the variable, too
+        _log.info(
+            "tunegemm %s in SGLang %s: linear layers by recorded kernels where there are any, logits and "
+            "experts by its own; policy %s, records %s",
+            tunegemm.__version__, version, api.dispatcher.planner.policy, mine,
+        )  # fmt: skip
+    elif why := engines.compared(given):
+        _log.warning("tunegemm: %s", why)
