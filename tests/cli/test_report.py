@@ -25,7 +25,7 @@ def run(*arguments: str | Path) -> str:
 
 def test_a_page_of_a_database(database: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
-    assert "2 shape(s). Recorded on an NVIDIA H200" in run("report", "--db", database, "--out", out)
+    assert "2 shapes. Recorded on an NVIDIA H200" in run("report", "--db", database, "--out", out)
     page = out.read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and page.count('class="shape"') == 2
     run("report", "--db", database, "--shape", SHAPES[0], "--device", "h200", "--out", out)

@@ -20,6 +20,7 @@ from tests.support.fusing import Recorded
 from tests.support.serving import BF16, Kernel, operands, serve_with
 from tunegemm.describe.device import find_device
 from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.generate.families import completed
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
@@ -232,7 +233,8 @@ def test_arguments_of_a_database_of_other_types(tmp_path):
 def test_a_database_takes_only_what_it_can_give_back(tmp_path):
     """What `publish` lets in, an export writes and an import takes."""
     problem, device = tunegemm.Problem(64, 64, 64), replace(find_device("model:h200"), spec="cuda:0")
-    kernel = tunegemm.Candidate.make("cute_sm90", {"tile_m": 64})
+    tile, launch = {"tile_m": 128, "tile_n": 256, "epi_n": 32}, {"raster_order": "along_m"}
+    kernel = completed(tunegemm.Candidate.make("cute_sm90", tile, launch))
     good = Measurement(kernel, (5.0,) * 4, (6.0,) * 4, 0.0, 0.0)
     with tunegemm.Database.open(tmp_path / "t.sqlite") as database:
         for outcome, options, said in (
@@ -255,7 +257,8 @@ def test_a_database_takes_only_what_it_can_give_back(tmp_path):
         )
         database.publish(problem, device, Failure(kernel, "crash", "a\0b\n\ud800"))
         skipped = []
-        assert len([row for row in sound(dump(database), skipped) if row["kind"] != "choice"]) == 2
+        rows = [row for row in sound(dump(database), skipped) if row["kind"] != "choice"]
+        assert len(rows) == 2, skipped
         assert skipped == []
     for values in ({"a": [1]}, {"a": 1.5}, {"a": None}, {5: 5}):
         with pytest.raises(TunegemmError, match="a parameter is a whole number, a text or a boolean"):

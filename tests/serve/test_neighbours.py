@@ -57,9 +57,10 @@ def device() -> Device:
 def kernel(tile_m: int = 64, tile_n: int = 64, **changes: Any) -> Candidate:
     """A kernel of the shipped space; with swap_ab the tile's columns lie along m."""
     compiled = {"schedule": "pingpong", "tile_m": tile_m, "tile_n": tile_n, "tile_k": 64, "stages": 4,
-                "cluster_m": 1, "cluster_n": 1, "swap_ab": False}  # fmt: skip
+                "cluster_m": 1, "cluster_n": 1, "swap_ab": False, "tile_scheduler": "static"}  # fmt: skip
     compiled["epi_n"] = 16 if tile_n % 32 else 32
-    launched = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "l2_hint": "none"}
+    launched = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "l2_hint": "none",
+                "reduction": "pairs", "cluster_order": "index"}  # fmt: skip
     return Candidate.make(
         "cute_sm90",
         {name: changes.get(name, value) for name, value in compiled.items()},

@@ -367,7 +367,11 @@ class Planner:
             taken = ()  # `SlowPath` adds it itself then: torch's call with a bias is a product of its own
         if taken or (form.kind == LINEAR and b.ndim != 2):
             return False
-        if a.dtype is torch.float16 and form.epilogue.steps != ("relu",):
+        if (
+            a.dtype is torch.float16
+            and form.epilogue.steps != ("relu",)
+            and not state.policy.is_batch_invariant
+        ):
             return False  # sums that leave its range may come back by what follows
         index = a.device.index or 0
         known, right = state.devices.get(index), b.t() if form.kind == LINEAR else b

@@ -456,7 +456,8 @@ def tune(
     if not isinstance(problem, Problem):
         problem = Problem.parse(problem if isinstance(problem, str) else _extents(problem))
     if not isinstance(device, Device):
-        device = open_device(device if device is None else str(device))
+        named = device is not None and type(device).__name__ == "device"  # torch's
+        device = open_device(str(device) if named else device)  # type: ignore[arg-type]
     with ExitStack() as stack:
         if progress or (progress is None and "ipykernel" in sys.modules):
             callback = stack.enter_context(bar(callback))
