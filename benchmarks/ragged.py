@@ -4,8 +4,9 @@
 
 Multiplies 20 weights that have shipped records with random numbers of rows, under each policy in turn, in one
 process, and writes results/GPU/ragged.json: a row for each policy. `device_mib` and `host_mib` are what the
-process holds more at the end than after each weight was multiplied once, `plan_us` the host's time of a
-first product (median), `again_us` and `torch_us` that of one that falls back to torch, and of torch alone.
+process holds more at the end than after each weight was multiplied once, with the kernels that it has loaded
+meanwhile (`kernels`); `grown_mib` is what it holds more after as many other numbers of rows. `plan_us` is the
+host's time of a first product (median), `again_us` and `torch_us` that of products met before, and of torch.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def run(device: Device, numbers: int, results: Results) -> None:
     import torch
 
     import tunegemm
+    from tunegemm.generate.cute_object import kept
 
     weights = drawn(device)
     tensors = [torch.randn(n, k, device=device.spec, dtype=torch.bfloat16) for n, k in weights]
@@ -70,6 +72,9 @@ def run(device: Device, numbers: int, results: Results) -> None:
             rows = [round(2 ** rng.uniform(0, 12)) for _ in range(numbers)]
             calls = [(index % len(tensors), m) for index, m in enumerate(rows)]
             times = multiply(tensors, calls)
+            first = memory()
+            others = [(index, round(2 ** rng.uniform(0, 12))) for index, _ in calls]
+            multiply(tensors, others)
             again = multiply(tensors, calls[-200:])
             plain = multiply(tensors, calls[-200:], torch.nn.functional.linear)
             plans = tunegemm.serve.api.dispatcher.planner.state.plans
@@ -81,6 +86,8 @@ def run(device: Device, numbers: int, results: Results) -> None:
             "plans": len(plans), "served": served, "warnings": sum(said.values()),
             "device_mib": round((held[0] - begin[0]) / 2**20, 1),
             "host_mib": round((held[1] - begin[1]) / 2**20, 1),
+            "grown_mib": round((held[1] - first[1]) / 2**20, 1),
+            "kernels": len(kept),
             "plan_us": round(statistics.median(times), 1),
             "again_us": round(statistics.median(again), 2), "torch_us": round(statistics.median(plain), 2),
         }  # fmt: skip

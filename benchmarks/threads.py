@@ -24,7 +24,7 @@ from benchmarks.dispatch import place
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import TunegemmError
 
 THREADS = 8
@@ -35,32 +35,32 @@ METHOD = (
     "a bit differs from the product of its operands computed alone"
 )
 
-_CUTE = {
+_CUTE: dict[str, Value] = {
     "schedule": "cooperative", "tile_m": 64, "tile_n": 64, "tile_k": 64, "stages": 6, "cluster_m": 1,
     "cluster_n": 1, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
 }  # fmt: skip
-_CUTE_LAUNCH = {
+_CUTE_LAUNCH: dict[str, Value] = {
     "raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "reduction": "pairs",
     "l2_hint": "none", "cluster_order": "index",
 }  # fmt: skip
-_STREAMED = {"tile_scheduler": "stream_k", "tile_m": 128, "stages": 5}
-_SKINNY = {
+_STREAMED: dict[str, Value] = {"tile_scheduler": "stream_k", "tile_m": 128, "stages": 5}
+_SKINNY: dict[str, Value] = {
     "tile_m": 8, "tile_n": 16, "tile_k": 512, "warps_n": 1, "warps_k": 8, "stages": 4, "vector_bytes": 16,
     "ctas_per_sm": 1,
 }  # fmt: skip
-_GLUON = {
+_GLUON: dict[str, Value] = {
     "schedule": "multistage", "tile_m": 64, "tile_n": 128, "tile_k": 64, "stages": 6, "warps": 4,
     "instr_n": 256, "lhs_in_registers": False, "occupancy": 1, "swap_ab": False,
 }  # fmt: skip
-_TRITON = {
+_TRITON: dict[str, Value] = {
     "schedule": "pipelined", "tile_m": 64, "tile_n": 64, "tile_k": 64, "stages": 4, "warps": 4, "epi_n": 64,
     "swap_ab": False,
 }  # fmt: skip
-_SM80 = {
+_SM80: dict[str, Value] = {
     "tile_m": 64, "tile_n": 64, "tile_k": 32, "stages": 4, "warps_m": 2, "warps_n": 2, "atoms_n": 2,
     "smem_swizzle": 2, "vector_bytes": 16, "ctas_per_sm": 1, "acc_dtype": "fp32",
 }  # fmt: skip
-_ORDER = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all"}
+_ORDER: dict[str, Value] = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def _of_library(problem: Problem, device: Device) -> list[Case]:
     from tunegemm.generate.cublaslt import is_torch
 
     found: dict[str, Candidate] = {}
-    for candidate in families.get("cublaslt").discover(problem, device):
+    library: Any = families.get("cublaslt")
+    for candidate in library.discover(problem, device):
         if is_torch(candidate):
             continue
         splits = candidate["split_k"] != 1
@@ -196,7 +197,7 @@ class Trial:
         self.label = families.get(case.family).label(case.candidate)
         self._place = device.spec
         m, n, k = case.problem.m, case.problem.n, case.problem.k
-        made = {"dtype": torch.bfloat16, "device": self._place}
+        made: dict[str, Any] = {"dtype": torch.bfloat16, "device": self._place}
         torch.manual_seed(0)
         self._weight = torch.randn(n, k, **made)
         self._inputs = [torch.randn(m, k, **made) for _ in range(THREADS + 1)]

@@ -177,7 +177,7 @@ def load_function(artifact: Path):  # type: ignore[no-untyped-def]
     Raises RuntimeError for what cannot be loaded here.
     """
     key = _key(artifact)
-    return _kept[key] if key in _kept else _load(*key)
+    return kept[key] if key in kept else _load(*key)
 
 
 def _key(artifact: Path) -> tuple[str, int, int]:
@@ -188,7 +188,7 @@ def _key(artifact: Path) -> tuple[str, int, int]:
 
 
 #: Functions that live for as long as the process.
-_kept: dict[tuple[str, int, int], Any] = {}
+kept: dict[tuple[str, int, int], Any] = {}
 
 
 def prepare_loading(artifact: Path) -> None:
@@ -244,7 +244,7 @@ def load_launch(
 
         return launch
 
-    make.keep = functools.partial(_kept.setdefault, _key(artifact), function)  # type: ignore[attr-defined]
+    make.keep = functools.partial(kept.setdefault, _key(artifact), function)  # type: ignore[attr-defined]
     return make
 
 

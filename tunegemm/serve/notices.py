@@ -48,8 +48,7 @@ class Notices:
         """From now on what `untuned` hears of is kept, and printed when the process ends."""
         if self._untuned is None:
             self._untuned = {}
-            owner = os.getpid()
-            atexit.register(lambda: os.getpid() == owner and self._print())
+            atexit.register(self._print, os.getpid())
 
     def untuned(self, problem: Problem) -> None:
         """A problem has no kernel."""
@@ -61,7 +60,9 @@ class Notices:
         elif len(self._untuned) < _MOST_WEIGHTS:
             self._untuned[key] = _Rows(problem, problem.m)
 
-    def _print(self) -> None:
+    def _print(self, owner: int) -> None:
+        if os.getpid() != owner:  # a forked child, which has not fallen back itself
+            return
         for line in self.summary():
             print(f"tunegemm: {line}", file=sys.stderr)
 
