@@ -76,25 +76,26 @@ class Case:
 def cases(device: Device) -> list[Case]:
     """One kernel of each family and way to add k splits; of the library those that it names here."""
     small, few, wide = Problem(64, 512, 2048), Problem(8, 512, 4096), Problem(640, 1024, 1024)
+    listed: list[tuple[str, str, Problem, dict[str, Value], dict[str, Value]]] = [
+        ("cute_sm90", "none", small, _CUTE, _CUTE_LAUNCH),
+        ("cute_sm90", "pairs", small, _CUTE, _CUTE_LAUNCH | {"split_k": 4}),
+        ("cute_sm90", "second_kernel", small, _CUTE,
+         _CUTE_LAUNCH | {"split_k": 4, "reduction": "second_kernel"}),
+        ("cute_sm90", "stream_k pairs", wide, _CUTE | _STREAMED, _CUTE_LAUNCH),
+        ("cute_sm90", "stream_k second_kernel", wide, _CUTE | _STREAMED,
+         _CUTE_LAUNCH | {"reduction": "second_kernel"}),
+        ("skinny", "none", few, _SKINNY, {"ctas": "all", "split_k": 1}),
+        ("skinny", "last_cta", few, _SKINNY, {"ctas": "all", "split_k": 2}),
+        ("gluon_wgmma", "none", small, _GLUON, _ORDER),
+        ("triton_tma", "none", small, _TRITON, _ORDER | {"split_k": 1}),
+        ("triton_tma", "last_cta", small, _TRITON, _ORDER | {"split_k": 4}),
+        ("cute_sm80", "none", small, _SM80, _ORDER | {"split_k": 1}),
+        ("cute_sm80", "last_cta", small, _SM80, _ORDER | {"split_k": 4}),
+    ]  # fmt: skip
     made = [
         Case(family, reduction, problem, Candidate.make(family, kernel, launch))
-        for family, reduction, problem, kernel, launch in (
-            ("cute_sm90", "none", small, _CUTE, _CUTE_LAUNCH),
-            ("cute_sm90", "pairs", small, _CUTE, _CUTE_LAUNCH | {"split_k": 4}),
-            ("cute_sm90", "second_kernel", small, _CUTE,
-             _CUTE_LAUNCH | {"split_k": 4, "reduction": "second_kernel"}),
-            ("cute_sm90", "stream_k pairs", wide, _CUTE | _STREAMED, _CUTE_LAUNCH),
-            ("cute_sm90", "stream_k second_kernel", wide, _CUTE | _STREAMED,
-             _CUTE_LAUNCH | {"reduction": "second_kernel"}),
-            ("skinny", "none", few, _SKINNY, {"ctas": "all", "split_k": 1}),
-            ("skinny", "last_cta", few, _SKINNY, {"ctas": "all", "split_k": 2}),
-            ("gluon_wgmma", "none", small, _GLUON, _ORDER),
-            ("triton_tma", "none", small, _TRITON, _ORDER | {"split_k": 1}),
-            ("triton_tma", "last_cta", small, _TRITON, _ORDER | {"split_k": 4}),
-            ("cute_sm80", "none", small, _SM80, _ORDER | {"split_k": 1}),
-            ("cute_sm80", "last_cta", small, _SM80, _ORDER | {"split_k": 4}),
-        )
-    ]  # fmt: skip
+        for family, reduction, problem, kernel, launch in listed
+    ]
     return made + _of_library(Problem(128, 576, 7168), device)
 
 
