@@ -210,7 +210,7 @@ def test_a_served_call_ends_at_the_view(kernels: Kernels, monkeypatch: pytest.Mo
                 prepare=lambda record, device, counted=counted: Prepared(counted),
             )
         )
-        serve_with(monkeypatch, served)
+        serve_with(monkeypatch, served, "cuda")
         lead = (batch,) if batch > 1 else ()
         a = torch.randn(*lead, 256, 512, device="cuda").bfloat16()
         b = torch.randn(*lead, n, 512, device="cuda").bfloat16().mT

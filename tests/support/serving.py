@@ -39,14 +39,14 @@ def Row(
     return Record(problem, candidate, fingerprint, ratio=ratio, kernel_source=kernel_source, layer=layer)
 
 
-def serve_with(monkeypatch: pytest.MonkeyPatch, served: Dispatcher) -> None:
-    """Every call of the package goes to this dispatcher, those on CPU tensors too."""
+def serve_with(monkeypatch: pytest.MonkeyPatch, served: Dispatcher, place: str = "cpu") -> None:
+    """Every call of the package on tensors of a type of device goes to this dispatcher."""
     before = api.dispatcher
     monkeypatch.setattr(api, "dispatcher", before)  # which undoes the next line
     monkeypatch.setattr(api, "product", before.product)
     api.serve_by(served)
-    monkeypatch.setattr(ops, "DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    monkeypatch.setattr(ops, "DEVICE_TYPE", place)
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", (place.upper(),))
 
 
 def forbid_torch(monkeypatch: pytest.MonkeyPatch) -> None:
