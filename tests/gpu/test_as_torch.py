@@ -133,7 +133,7 @@ def _samples(planted: Planted, known: dict[str, list[Any]], name: str, dtype: to
             dtype,
             None if name in TAKEN else MOST_SAMPLES,
             wide=2.0 if "attention" in name else 1.0,
-        )  # fmt: skip
+        )
         for op in known[name]
         if dtype in op.supported_dtypes("cuda")
     ]

@@ -210,8 +210,8 @@ def compare(
 ) -> Comparison:
     """Samples of an operator, by torch, under `enable`, and by our function of that name.
 
-    most: how many, about, by default all. cast: under autocast to bf16. wide: times the bound that one product
-    is held to, for what exponentiates one and multiplies it again.
+    most: how many, about, by default all. cast: under autocast to bf16. wide: times the bound of one product,
+    for what exponentiates one and multiplies it again.
     """
     found = Comparison(kernel, wide)
     samples = list(op.sample_inputs(device, dtype, requires_grad=False))
