@@ -26,8 +26,8 @@ DOCUMENTS = [
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Blocks of Python that need a GPU say so in their first line.
 _NEEDS_GPU = "# on a GPU"
-#: What a reader runs on other hosts or once: setting up, and servers that are not here.
-_NOT_HERE = ("git ", "make ", "pip ", "createdb ", "ray ", "export ")
+#: What a reader runs on other hosts or once: setting up, servers that are not here, a whole model's tuning.
+_NOT_HERE = ("git ", "make ", "pip ", "createdb ", "ray ", "export ", "tunegemm tune --from llama.json ")
 #: What a host without a GPU says of a command that measures, or that shows what was measured.
 _WITHOUT_GPU = re.compile(r"\Atunegemm: .*(on a GPU|no CUDA device here).*\n\Z")
 

@@ -196,7 +196,6 @@ class Planner:
         if torch.cuda._is_in_bad_fork() or capturing(a.device):
             if state.policy.is_batch_invariant:
                 self._warn(
-                    state,
                     f"a product of {tuple(a.shape)} and {tuple(b.shape)} is captured before it was computed "
                     f"once, and is torch's in this CUDA graph: {state.policy} does not hold. Call it first",
                     about=("captured", tuple(b.shape), b.dtype),
@@ -223,7 +222,7 @@ class Planner:
         """Whether the key's plan is to be made anew. Other threads go on meanwhile, with this key, too."""
         tuned = self._online.attempt(problem, device)
         if self._online.warning:
-            self._warn(state, self._online.warning)
+            self._warn(self._online.warning)
         if tuned:
             with self.lock:
                 state.snapshot = self._snapshot(state, "matmul")
@@ -236,7 +235,7 @@ class Planner:
         """What became of a prediction that was measured meanwhile: plans that it made are made anew, unless
         it won."""
         if warning:
-            self._warn(self.state, warning)
+            self._warn(warning)
         best = feedback.result.best if feedback is not None else None
         if best is None or best.candidate == record.candidate:
             return
@@ -296,14 +295,13 @@ class Planner:
         if isinstance(asked, Refusal):
             if asked.reason and name:
                 about = "refused", tuple(b.shape), b.stride(), b.dtype, form.text
-                self._warn(state, f"{asked.reason}; {_who(name)} falls back to torch", about)
+                self._warn(f"{asked.reason}; {_who(name)} falls back to torch", about)
             return None
         operands, shapes = asked.operands, asked.shapes
         problem = operands.problem
         weight = weight_of(problem)
         if a.device.type != self.device_type:
             self._warn(
-                state,
                 lambda: (
                     f"{problem} on {a.device.type}: {_who(name)} falls back to torch. "
                     + _advice(problem, "On a CUDA device, tune it with")
@@ -319,7 +317,7 @@ class Planner:
         if prepared.tma and operands.tma_refusal:
             if name:
                 text = f"{problem}: {operands.tma_refusal}; {_who(name)} falls back to torch"
-                self._warn(state, text, ("unaligned", *weight))
+                self._warn(text, ("unaligned", *weight))
             return None
         if prepared.packed and not operands.packed:
             return None
@@ -339,7 +337,7 @@ class Planner:
                     words = words_binder(problem, form.join(seen, numbers))
             except Exception as error:  # what another package's launcher raises is not known here
                 text = f"{problem}: {_named(error)}; {_who(name)} falls back to torch"
-                self._warn(state, text, ("strides", *weight))
+                self._warn(text, ("strides", *weight))
                 return None
         if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
             launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
@@ -460,7 +458,6 @@ class Planner:
                 return  # what could not be read was said
             what = raised(error)
             self._warn(
-                state,
                 f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such "
                 "products. Logging of `tunegemm` at level DEBUG has the traceback",
                 about=("planning", what),
@@ -520,7 +517,6 @@ class Planner:
         if answer.kernel:
             if state.policy.replaces_torch:
                 self._warn(
-                    state,
                     f"{problem} on {known.name}: its kernel is compiled in the background, and torch "
                     f"computes it meanwhile: {state.policy} does not hold until then",
                     about=("compiled", *weight),
@@ -530,7 +526,6 @@ class Planner:
             answer = Answer(refusal=self._missing_package(state.snapshot, problem, known))
         if answer.refusal:
             self._warn(
-                state,
                 f"recorded kernels cannot run on {known.name} and none is compiled: {answer.refusal}; "
                 "tunegemm falls back to torch for their products",
             )
@@ -540,7 +535,6 @@ class Planner:
         # In mode online the product is tuned next, or a warning says why it could not be.
         if selection.outcome == "predicted":
             self._warn(
-                state,
                 f"a kernel that is predicted to be faster than torch cannot run on {known.name}: {why}; "
                 "products like that fall back to torch",
                 about=("predicted", why),
@@ -552,7 +546,6 @@ class Planner:
         ):
             self.notices.untuned(problem)
             self._warn(
-                state,
                 lambda: (
                     f"{problem} on {known.name}: {why}; {_who(name)} falls back to torch. "
                     + _advice(problem, "Tune it with")
@@ -600,7 +593,7 @@ class Planner:
                 state.devices[index] = self._find(f"{self.device_type}:{index}")
             except Exception as error:  # of the driver or NVML, too
                 state.devices[index] = None
-                self._warn(state, f"{one_line(error)}; {_who(name)} falls back to torch there")
+                self._warn(f"{one_line(error)}; {_who(name)} falls back to torch there")
         return state.devices[index]
 
     def _snapshot(self, state: State, name: str) -> Snapshot:
@@ -611,10 +604,10 @@ class Planner:
                 snapshot = self._read()
         except Exception as error:
             _log.debug("records cannot be read", exc_info=error)
-            self._warn(state, f"{one_line(error)}; {_who(name)} falls back to torch for every product")
+            self._warn(f"{one_line(error)}; {_who(name)} falls back to torch for every product")
             return Snapshot(warnings=[one_line(error)])
         if snapshot.warnings:
-            self._warn(state, f"{'; '.join(snapshot.warnings)}; {_who(name)} goes on without its records")
+            self._warn(f"{'; '.join(snapshot.warnings)}; {_who(name)} goes on without its records")
         return snapshot
 
     def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
@@ -633,7 +626,6 @@ class Planner:
             state.plans[key] = None
             state.forget_checks()
         self._warn(
-            state,
             f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "
             f"({one_line(error)}); tunegemm falls back to torch"
             + (" until it is compiled here" if answer.kernel else ""),
@@ -644,7 +636,7 @@ class Planner:
         """Read mode and policy: on the first product, or when a policy is chosen before it."""
 
         def warn(message: str) -> None:
-            self._warn(self.state, message)
+            self._warn(message)
 
         with self.lock:
             if self._mode is None:
@@ -654,7 +646,7 @@ class Planner:
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))
 
-    def _warn(self, state: State, message: str | Callable[[], str], about: Hashable = None) -> None:
+    def _warn(self, message: str | Callable[[], str], about: Hashable = None) -> None:
         """about: of what there is one warning; None: of this message."""
         self.notices.warn(message if about is None else about, message)
 
