@@ -57,6 +57,9 @@ _ENDS = ("none", "none", "lost worker", "ctrl-c", "budget")
 _EACH = 50
 #: A final race takes kernels as equal that are closer than that.
 _TIE = 0.005
+#: What torch.mm may lack of what was measured and keep the product: 1 %, and what its two captures differ by
+#: (docs/decisions/0025).
+_KEPT = 0.012
 
 
 class _Planted:
@@ -233,7 +236,7 @@ def faults(result: TuneResult, database: Database) -> Iterator[str]:
             yield "it found nothing, and does not say why"
         return
     best = max((one.ratio for one in sound), default=0.0)
-    if result.best.ratio < (1 - _TIE) * best:
+    if result.best.ratio < (1 - (_KEPT if is_torch(result.best.candidate) else _TIE)) * best:
         yield f"the winner has {result.best.ratio:.4f}, {best:.4f} was measured"
     if result.best.ratio < 1 and not is_torch(result.best.candidate):
         yield f"the winner is slower than torch.mm: {result.best.ratio:.4f}"
