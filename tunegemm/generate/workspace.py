@@ -1,8 +1,8 @@
 """Device memory that a launch needs beside its operands: sums of k splits, and counters of who has arrived.
 
 The sums belong to one launch. They come from torch's caching allocator, on the stream of the launch, and are
-given back as soon as the launch is queued, as temporaries of torch's own operators are: whoever gets that
-memory next is behind the launch on the stream. So threads that share a stream share no sums, memory goes to
+given back as soon as the launch is queued, as temporaries of torch's own operators are: what gets that memory
+next is behind the launch on the stream. So threads that share a stream share no sums, memory goes to
 the pool of a graph that is captured or warmed up, and nothing accumulates.
 
 Counters are zeros before and after a launch. Launches on a stream follow each other, so that one small block
@@ -66,8 +66,8 @@ class Workspace:
     def take(self, stream: int) -> tuple[int, int, torch.Tensor | None]:
         """Where sums and zeroed counters are, for one launch that comes next on the current stream.
 
-        stream: CUDA's handle of that stream. Whoever launches holds what comes third until the launch is
-        queued: with it the memory goes back.
+        stream: CUDA's handle of that stream. A caller holds what comes third until the launch is queued: with
+        it the memory goes back.
         """
         if self._lent is not None:
             return self._lent
