@@ -181,8 +181,8 @@ class Comparison:
     kernel: whose `calls` can be cleared, and are true once a kernel was launched.
     """
 
-    def __init__(self, kernel: Any, wide: float = 1.0) -> None:
-        self.kernel, self.wide = kernel, wide
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
         self.cases = self.served = 0
         self.differs: list[str] = []
 
@@ -192,7 +192,7 @@ class Comparison:
         for _ in range(2):
             result = outcome_of(call, *given, grad=grad)
             tunegemm.disable()
-            bound = self.wide * BOUNDS[expected.results[0].dtype] if expected.results else 0.0
+            bound = BOUNDS[expected.results[0].dtype] if expected.results else 0.0
             if found := difference(expected, result, bound):
                 self.differs.append(f"{name}: {found}")
         self.cases += 1
@@ -200,20 +200,13 @@ class Comparison:
 
 
 def compare(
-    kernel: Any,
-    device: str,
-    op: Any,
-    dtype: torch.dtype,
-    most: int | None = None,
-    cast: bool = False,
-    wide: float = 1.0,
+    kernel: Any, device: str, op: Any, dtype: torch.dtype, most: int | None = None, cast: bool = False
 ) -> Comparison:
     """Samples of an operator, by torch, under `enable`, and by our function of that name.
 
-    most: how many, about, by default all. cast: under autocast to bf16. wide: times the bound of one product,
-    for what exponentiates one and multiplies it again.
+    most: how many, about, by default all. cast: under autocast to bf16.
     """
-    found = Comparison(kernel, wide)
+    found = Comparison(kernel)
     samples = list(op.sample_inputs(device, dtype, requires_grad=False))
     samples += [each.sample_input for each in op.error_inputs(device)] if op.error_inputs_func else []
     step = max(1, len(samples) // most) if most else 1
