@@ -26,13 +26,14 @@ _STYLE = {
 def render(draw: Callable[[Rows], Figure], rows: Rows, kind: str) -> bytes:
     """The figure as a file of that kind, `svg` or `png`. Raises TunegemmError where matplotlib is missing."""
     try:
-        import matplotlib
+        import matplotlib.style
     except ImportError:
         raise TunegemmError(
             "figures need matplotlib, which is not installed; pip install matplotlib"
         ) from None
     out = io.BytesIO()
-    with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
+    # Over matplotlib's defaults: a process may have changed them (Optuna's plots set a style and leave it).
+    with matplotlib.style.context(["default", _STYLE]):
         metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {"Software": "tunegemm"}
         draw(rows).savefig(out, format=kind, dpi=160, metadata=metadata)
     return out.getvalue()

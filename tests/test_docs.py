@@ -54,6 +54,14 @@ def test_the_figures_are_current(generate: ModuleType) -> None:
         assert path.read_bytes() == content, f"{path.name} is out of date; run `make docs`"
 
 
+def test_a_figure_does_not_depend_on_the_processs_style(generate: ModuleType) -> None:
+    import matplotlib.style
+
+    before = generate.figures()
+    with matplotlib.style.context("ggplot"):
+        assert generate.figures() == before
+
+
 def test_links_of_the_documents_lead_somewhere() -> None:
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text()):

@@ -196,7 +196,7 @@ def test_charts_and_importances_of_optunas_run_on_it() -> None:
     matplotlib.use("Agg")
     study = run(study_of_landscape(trials=60), broken=(64,))
     own = of_family(study, "cute_sm90")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), matplotlib.rc_context():  # Optuna's plots set a style and leave it
         warnings.simplefilter("ignore")
         for chart in ("plot_optimization_history", "plot_slice", "plot_timeline"):
             getattr(optuna.visualization.matplotlib, chart)(study)

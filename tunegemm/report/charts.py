@@ -172,10 +172,11 @@ def _told(winner: Winner) -> str:
 
 def _inline(draw: Callable[[Figure], None], words: str, attributes: str) -> str:
     """A figure as an SVG element of the page: the page's colours, short numbers, each id once."""
-    import matplotlib
+    import matplotlib.style
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
+    # Over matplotlib's defaults: a process may have changed them (Optuna's plots set a style and leave it).
+    with matplotlib.style.context(["default", _STYLE]):
         figure, file = Figure(layout="constrained", dpi=72), io.StringIO()
         draw(figure)
         figure.savefig(
