@@ -11,7 +11,7 @@ import pytest
 from tests.support.browser import Browser
 from tests.support.recorded import SHAPES, fill
 from tunegemm.measure.replay import open_replay
-from tunegemm.report.evidence import from_database, from_recording
+from tunegemm.report.contents import from_database, from_recording
 from tunegemm.report.html import report
 from tunegemm.store import Database
 

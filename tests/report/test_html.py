@@ -22,7 +22,7 @@ from tunegemm.errors import TunegemmError
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.replay import open_replay
 from tunegemm.report import html as report_page
-from tunegemm.report.evidence import Evidence, from_database, from_recording
+from tunegemm.report.contents import Contents, from_database, from_recording
 from tunegemm.report.html import report
 from tunegemm.store import Database
 
@@ -31,12 +31,12 @@ MOST_BYTES = 250_000
 
 
 @pytest.fixture(scope="module")
-def recording() -> Evidence:
+def recording() -> Contents:
     return from_recording(open_replay("h200"))
 
 
 @pytest.fixture(scope="module")
-def recorded_page(recording: Evidence) -> str:
+def recorded_page(recording: Contents) -> str:
     return report(recording, command="tunegemm report --device replay:h200")
 
 
@@ -46,7 +46,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stored(path: Path) -> Evidence:
+def stored(path: Path) -> Contents:
     with Database.open(path, read_only=True) as database:
         return from_database(database)
 
@@ -65,7 +65,7 @@ class TestRecording:
         assert "no final race was run" in text
         assert "Measured on" not in text
 
-    def test_every_record_is_in_table_and_roofline(self, recording: Evidence, recorded_page: str) -> None:
+    def test_every_record_is_in_table_and_roofline(self, recording: Contents, recorded_page: str) -> None:
         assert len(recording.winners) == len(open_replay("h200").problems()) >= 6
         for row, winner in enumerate(recording.winners):
             assert f"{winner.record.ratio:.3f}" in recorded_page
@@ -102,7 +102,7 @@ class TestRecording:
 
 
 class TestDatabase:
-    def test_counts_and_order(self, stored: Evidence) -> None:
+    def test_counts_and_order(self, stored: Contents) -> None:
         assert stored.measurements == 2 * 69  # nine vendor's algorithms and 60 others of each shape
         assert [winner.record.problem.shape for winner in stored.winners] == [SHAPES[1], SHAPES[0]]
         assert all(
@@ -112,7 +112,7 @@ class TestDatabase:
         assert all(len(details.trials) == 69 for details in stored.details)
         assert stored.details[0].sequence is stored.details[0].trials
 
-    def test_replayed_evidence_is_called_recorded_even_in_a_database(self, stored: Evidence) -> None:
+    def test_replayed_evidence_is_called_recorded_even_in_a_database(self, stored: Contents) -> None:
         text = text_of(report(stored))
         assert "Recorded NVIDIA H200." in text and "2026-11-20" in text
         assert "Measured on" not in text
@@ -123,22 +123,22 @@ class TestDatabase:
                 Candidate.make("cute_sm90", {"tile_m": 1}), (9.0,) * 8, (10.0,) * 8, 0.0, 0.0
             )
             database.publish(Problem.parse("64x64x64"), recorded_device(), sample, label="one")
-            evidence = from_database(database)
-        text = text_of(report(evidence))
+            contents = from_database(database)
+        text = text_of(report(contents))
         assert "Measured on NVIDIA H200." in text
         assert "Recorded" not in text
         assert "1 tuned product runs at 1.111 \u00d7 the speed of torch.mm" in text
         assert "Too few candidates were tried to tell." in text
         assert "No candidate failed" in text
 
-    def test_failures_by_reason(self, stored: Evidence) -> None:
+    def test_failures_by_reason(self, stored: Contents) -> None:
         (group,) = stored.failures
         assert (group.stage, group.count, group.families) == ("wrong", 6, ("cute_sm90",))
         text = text_of(report(stored))
         assert "What failed, and why? 6 candidates" in text
         assert re.search(r"relative error \d\.1 > 0\.01", text)
 
-    def test_environment(self, stored: Evidence) -> None:
+    def test_environment(self, stored: Contents) -> None:
         text = text_of(report(stored))
         for words in ("SM clock while measuring", "MHz", "Board power", " W ", "sw_power_cap", "580.159.04",
                       "2.11.0+cu130", "989.4 TFLOP/s dense bf16", "132 multiprocessors"):  # fmt: skip
@@ -235,13 +235,13 @@ class TestScale:
         multiply(path, 1_000, 100)
         with Database.open(path, read_only=True) as database:
             begin = time.thread_time()
-            evidence = from_database(database)
+            contents = from_database(database)
             seconds = time.thread_time() - begin
-        assert len(evidence.winners) == 1_001
-        assert evidence.measurements > 100_000
-        assert len(evidence.details) == 12
+        assert len(contents.winners) == 1_001
+        assert contents.measurements > 100_000
+        assert len(contents.details) == 12
         assert seconds < 5
-        page = report(evidence)
+        page = report(contents)
         assert len(page.encode()) < 3_000_000
         assert page.count("<tr data-row=") == 1_001
 

@@ -122,7 +122,7 @@ def command(
 
 def _of_device(frame: pandas.DataFrame, device: str | None) -> tuple[pandas.DataFrame, str]:
     """The rows of one GPU, unless all are asked for, and a sentence on the others."""
-    from tunegemm.report.evidence import named_device
+    from tunegemm.report.contents import named_device
 
     counts = {str(name): int(count) for name, count in frame["device_name"].value_counts().items()}
     if device == "all" or (device is None and len(counts) < 2):

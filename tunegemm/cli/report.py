@@ -1,4 +1,4 @@
-"""`tunegemm report`: the evidence as a page."""
+"""`tunegemm report`: the records of one GPU as a page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunegemm.describe.command import command_line
 from tunegemm.report.text import counted
 
 if TYPE_CHECKING:
-    from tunegemm.report.evidence import Evidence
+    from tunegemm.report.contents import Contents
 
 
 def command(
@@ -41,15 +41,15 @@ def command(
 ) -> None:
     """Write one self-contained HTML page: speed-ups, roofline, searches, failures, environment."""
     shapes = options.parse_shapes(shape)
-    with options.working("reading the evidence and drawing the page"):
-        evidence = _write(out, shape, shapes, device, details, db)
-    options.say(f"{out}: {counted(len(evidence.winners), 'shape')}. {evidence.origin}")
+    with options.working("reading the records and drawing the page"):
+        contents = _write(out, shape, shapes, device, details, db)
+    options.say(f"{out}: {counted(len(contents.winners), 'shape')}. {contents.origin}")
 
 
 def _write(
     out: Path, shape: list[str] | None, shapes: list[str], device: str | None, details: int, db: str | None
-) -> Evidence:
-    from tunegemm.report.evidence import from_database, from_recording
+) -> Contents:
+    from tunegemm.report.contents import from_database, from_recording
     from tunegemm.report.html import report
 
     if device is not None and device.startswith("replay:"):
@@ -60,14 +60,14 @@ def _write(
             raise options.UsageError(
                 f"--device {device} and --db: a recording or a database; give one of them"
             )
-        evidence = from_recording(recording, shapes=shapes, detailed=details)
+        contents = from_recording(recording, shapes=shapes, detailed=details)
     else:
         from tunegemm.store import Database
 
         with Database.open(db, read_only=True) as database:
-            evidence = from_database(database, device=device, shapes=shapes, detailed=details)
+            contents = from_database(database, device=device, shapes=shapes, detailed=details)
     # In the page's footer stands the command without a database's address, which may hold a password.
     options.write_text(
-        out, report(evidence, command=command_line("report", {"shape": shape, "device": device}))
+        out, report(contents, command=command_line("report", {"shape": shape, "device": device}))
     )
-    return evidence
+    return contents

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +21,7 @@ from tunegemm.describe.command import command_line
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read_all
 from tunegemm.report.text import clean, counted, significant, to_json
+from tunegemm.tuning.efforts import Effort
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,12 +37,6 @@ if TYPE_CHECKING:
     from tunegemm.tuning.cluster import Pool
     from tunegemm.tuning.progress import Progress, TuneResult
     from tunegemm.tuning.tuner import Tuner
-
-
-class Effort(StrEnum):
-    quick = "quick"
-    full = "full"
-    exhaustive = "exhaustive"
 
 
 class Command(help.Command):
@@ -227,7 +221,7 @@ def command(
                 [demand for demand in demands if lacking[demand.problem] is None],
                 [*filter(None, lacking.values()), *refused],
                 budget_seconds=budget_seconds,
-                effort=effort.value if effort is not None else None,
+                effort=effort,
                 trials=trials,
                 as_json=as_json,
                 quiet=quiet,
@@ -236,7 +230,7 @@ def command(
                 say_gpu_command(context, [])
             raise typer.Exit(ended)
         requests = [
-            Request(one, (effort or Effort.quick).value, trials, budget_seconds, following)
+            Request(one, effort or "quick", trials, budget_seconds, following)
             for one, following in itertools.zip_longest(problems, list(problems)[1:])
         ]
         found, cut, unfinished = 0, [], set(problems)

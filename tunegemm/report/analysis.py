@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.statistics import NOISE_FLOOR
-from tunegemm.report.evidence import Details, Winner
+from tunegemm.report.contents import Details, Winner
 from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.search.study import importances as importances_of
 from tunegemm.search.study import study_of

@@ -111,7 +111,7 @@ def _by_rules(
 def _one_by_one(
     family: Family, space: SearchSpace, launch_values: _Values, problem: Problem, device: Device
 ) -> _Counted:
-    """Of a library, which has no rules to be asked and few kernels."""
+    """Asks a library about each of its few kernels: it has no rules."""
     rejected: list[tuple[Verdict, int, int]] = []
     feasible = feasible_kernels = 0
     for kernel in space.kernels():

@@ -15,7 +15,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.report import analysis
-from tunegemm.report.evidence import Details, Evidence, Verdict, Winner
+from tunegemm.report.contents import Contents, Details, Verdict, Winner
 from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.report.text import clean, significant
 from tunegemm.store.record import Record
@@ -63,14 +63,14 @@ _PLACES = (
 )  # fmt: skip
 
 
-def inline_roofline(evidence: Evidence) -> str:
+def inline_roofline(contents: Contents) -> str:
     """The roofline as an SVG element, whose marks tell their record and belong to its row of the table."""
-    device, winners = evidence.device, evidence.winners
+    device, winners = contents.device, contents.winners
     peaks = f"{device.peak_tflops:g} TFLOP/s and {device.bandwidth_gbps / 1000:g} TB/s"
     known = f"datasheet peaks {peaks}" if device.peak_tflops else "peaks of this device unknown"
     words = f"Roofline of {device.name}: {len(winners)} records, {known}. The table above lists every value."
     text = _inline(
-        lambda figure: _roofline(figure, evidence),
+        lambda figure: _roofline(figure, contents),
         words,
         'role="group" data-marks="" style="min-width:640px"',
     )
@@ -210,10 +210,10 @@ def _inline(draw: Callable[[Figure], None], words: str, attributes: str) -> str:
     return body.replace("<svg", f'<svg aria-label="{escape(clean(words))}" {attributes}', 1)
 
 
-def _roofline(figure: Figure, evidence: Evidence) -> None:
+def _roofline(figure: Figure, contents: Contents) -> None:
     """Throughput over arithmetic intensity, under the device's peaks where those are known."""
     figure.set_size_inches(9, 5)
-    axes, device, winners = figure.add_subplot(), evidence.device, evidence.winners
+    axes, device, winners = figure.add_subplot(), contents.device, contents.winners
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of device memory", ylabel="TFLOP/s")
     axes.set_title(clean(f"Records of {device.name} under its roofline", 90))
     intensities = [winner.record.problem.arithmetic_intensity for winner in winners]
@@ -259,7 +259,7 @@ def _roofline(figure: Figure, evidence: Evidence) -> None:
 
 
 def _legend(axes: Axes, winners: Sequence[Winner]) -> None:
-    """Of the verdicts that occur, and of torch.mm."""
+    """Names the marks of the verdicts that occur, and of torch.mm."""
     handles = [
         axes.plot([], [], _MARKERS[verdict], ms=7, color=colour, label=WORDS[verdict],
                   mfc=_GROUND if verdict == "equal" else colour)[0]

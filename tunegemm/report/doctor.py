@@ -117,8 +117,8 @@ def _families() -> list[Check]:
 
 
 def _shipped() -> list[Check]:
-    """Of each kind of GPU here, how many of the shipped records and their kernels serve it; without a GPU, of
-    the recorded one.
+    """How many of the shipped records and their kernels serve each kind of GPU here; without a GPU, the
+    recorded one.
     """
     from tunegemm.store import packs
     from tunegemm.store.shipped import read_shipped

@@ -61,7 +61,7 @@ class TileFacts:
     tiles: int
     """Work units: output tiles, times k splits."""
     waves: int
-    """Of one block per multiprocessor."""
+    """How many rounds the work units take, one block per multiprocessor in each."""
     wave_efficiency: float
     """Work units over waves times multiprocessors: 1 without a tail."""
     smem_bytes: int | None
@@ -87,7 +87,8 @@ class Explanation:
     roofline_tflops: float
     """The rate at that floor."""
     tile: TileFacts | None
-    """Of the candidate asked about, or else of what dispatch would launch; None when neither cuts tiles."""
+    """How the candidate asked about cuts the problem, or else what dispatch would launch; None when neither
+    cuts tiles."""
     outcome: Outcome
     """What dispatch makes of the problem: ``hit``, ``predicted``, ``near`` or ``miss``."""
     record: StoredRecord | None
@@ -103,7 +104,7 @@ class Explanation:
     """The best other measured candidate; None where the database keeps no other measurement of the
     problem, as for shipped records."""
     why: str
-    """Of a hit what there is to say, of a near hit the rule's figures; empty for a miss and a plain hit."""
+    """What there is to say about a hit, or a near hit's figures; empty for a miss and a plain hit."""
     why_not: str
     """Why torch computes the product, in one clause; empty when it does not, or is the recorded winner."""
     change: str
@@ -111,14 +112,14 @@ class Explanation:
 
     @property
     def percent_of_roofline(self) -> float | None:
-        """Of the record's measured time; None for a near hit, which was not measured."""
+        """The floor over the record's measured time; None for a near hit, which was not measured."""
         if self.record is None or self.near is not None:
             return None
         return 100 * self.roofline_us / self.record.median_us
 
     @property
     def percent_of_peak(self) -> float | None:
-        """Of the device's arithmetic peak, by the record's measured time."""
+        """The record's measured rate over the device's arithmetic peak; None as above."""
         if (percent := self.percent_of_roofline) is None:
             return None
         return percent * self.roofline_tflops / self.device.peak_tflops_of(self.problem)
@@ -418,7 +419,9 @@ def _runner_up(
 
 
 def _feedback(entries: Sequence[StoredRecord], device: Device) -> StoredRecord | None:
-    """Of kernels that were predicted and measured the one of which most was expected: it would be served."""
+    """The kernel that was predicted and measured, and of several the one of which most was expected: it
+    would be served.
+    """
     of_predicted = [e for e in entries if _expected(e) and judge_stored(e, device.fingerprint).usable]
     return max(leaders(of_predicted), key=_expected, default=None)
 

@@ -1,4 +1,4 @@
-"""`tunegemm report`: the evidence for one device as a page to read, sort, filter and print.
+"""`tunegemm report`: what is known of one device as a page to read, sort, filter and print.
 
 The words are in `assets/report.html`, the figures in `charts`; here is what the two need. The page asks
 nothing of the network: its content security policy allows its own script, by hash, and styles within it.
@@ -25,7 +25,7 @@ from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.statistics import NOISE_FLOOR
 from tunegemm.report import analysis, charts
-from tunegemm.report.evidence import Details, Evidence, Winner
+from tunegemm.report.contents import Contents, Details, Winner
 from tunegemm.report.text import clean, significant
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -39,13 +39,13 @@ MOST_TRIALS = 300
 _SOFTWARE = [field.name for field in fields(Fingerprint) if field.name not in ("device_name", "sm_count")]
 
 
-def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
+def report(contents: Contents, *, command: str = "tunegemm report") -> str:
     """The whole page. command: how it was made, for the footer."""
-    winners, listed = evidence.winners, evidence.winners[:MOST_ROWS]
+    winners, listed = contents.winners, contents.winners[:MOST_ROWS]
     limits = analysis.ratio_limits(listed)
     roofs = [w.percent_of_roofline for w in winners if w.percent_of_roofline is not None]
     stages = Counter[str]()
-    for failure in evidence.failures:
+    for failure in contents.failures:
         stages[failure.stage] += failure.count
     script = "\n" + (_ASSETS / "page.js").read_text(encoding="utf-8")
     template = _environment().get_template("report.html")
@@ -53,11 +53,11 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=(_ASSETS / "page.css").read_text(encoding="utf-8"),
-        evidence=evidence,
+        contents=contents,
         version=tunegemm.__version__,
         command=command,
-        headline=_headline(evidence),
-        days=evidence.days,
+        headline=_headline(contents),
+        days=contents.days,
         confirmed=any(winner.record.confirmed for winner in winners),
         symbols=charts.SYMBOLS,
         words=charts.WORDS,
@@ -66,7 +66,7 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
         most_reasons=MOST_REASONS,
         roofs=(statistics.median(roofs), max(roofs)) if roofs else None,
         listed=listed,
-        anchors={details.problem: _anchor(details.problem) for details in evidence.details},
+        anchors={details.problem: _anchor(details.problem) for details in contents.details},
         families=_choices(winner.record.candidate.family for winner in listed),
         dtypes=_choices(winner.record.problem.dtypes for winner in listed),
         layouts=_choices(winner.record.problem.layout for winner in listed),
@@ -75,11 +75,11 @@ def report(evidence: Evidence, *, command: str = "tunegemm report") -> str:
         significant=significant,
         heat=charts.heat_class,
         told=lambda trial: Markup(escape(charts.trial_told(trial))),  # of several lines, which are kept
-        roofline=Markup(charts.inline_roofline(evidence)),
+        roofline=Markup(charts.inline_roofline(contents)),
         named=len(winners) <= charts.NAMED_MARKS,
-        replayed=any(details.sequence != details.trials for details in evidence.details),
-        shapes=[_shape(details) for details in evidence.details],
-        facts=_facts(evidence),
+        replayed=any(details.sequence != details.trials for details in contents.details),
+        shapes=[_shape(details) for details in contents.details],
+        facts=_facts(contents),
         software=_SOFTWARE,
     )
 
@@ -98,11 +98,11 @@ def _shown(value: Any) -> Any:
     return clean(value, 2000) if type(value) is str and not value.isprintable() else value
 
 
-def _headline(evidence: Evidence) -> str:
-    count, mean = len(evidence.winners), evidence.mean_ratio
+def _headline(contents: Contents) -> str:
+    count, mean = len(contents.winners), contents.mean_ratio
     what = f"{count:,} tuned product{'s run' if count != 1 else ' runs'}"
     how = "as fast as torch.mm" if 0.995 < mean < 1.005 else f"at {mean:.3f} \u00d7 the speed of torch.mm"
-    return f"{what} {how} on {evidence.device.name}"
+    return f"{what} {how} on {contents.device.name}"
 
 
 def _choices(values: Iterable[str]) -> list[tuple[str, str]]:
@@ -161,8 +161,8 @@ def _ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
     return found
 
 
-def _facts(evidence: Evidence) -> list[tuple[str, str]]:
-    device, winners = evidence.device, evidence.winners
+def _facts(contents: Contents) -> list[tuple[str, str]]:
+    device, winners = contents.device, contents.winners
     facts = [("GPU", f"{device.name}, {winners[0].record.fingerprint.sm_count} multiprocessors")]
     if device.peak_tflops:
         sizes = (
@@ -183,10 +183,10 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
     facts += [
         ("Clock limits", limits or "none seen"),
         ("Noise of the interleaves", _range((100 * w.record.noise for w in winners), "%", 2)),
-        ("Source", evidence.location),
+        ("Source", contents.location),
     ]
-    if evidence.other_devices:
-        facts.append(("Other devices in it", ", ".join(evidence.other_devices)))
+    if contents.other_devices:
+        facts.append(("Other devices in it", ", ".join(contents.other_devices)))
     return facts
 
 

@@ -25,13 +25,11 @@ from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.report.text import clean, markdown, significant, to_json
 from tunegemm.store.frames import by_evidence
+from tunegemm.tuning.progress import Source
 
 if TYPE_CHECKING:
     import pandas
     from rich.table import Table
-
-#: Where times come from: this GPU, a recording of another, or nothing but a model.
-Source = Literal["measured", "replayed", "modelled"]
 
 Format = Literal["table", "csv", "json", "md"]
 
@@ -107,7 +105,7 @@ class Leaderboard:
         source: Source = "measured",
         best: Candidate | None = None,
     ) -> Leaderboard:
-        """Of what one tuning found. The last measurement of each candidate counts; failures have no row.
+        """What one tuning found. The last measurement of each candidate counts; failures have no row.
 
         labels: candidate digest -> short name; the candidate's parameters where there is none.
         best: the winner of the final race; it comes first.
@@ -150,7 +148,7 @@ class Leaderboard:
         predictions: Iterable[tuple[Candidate, float]],
         labels: Mapping[str, str] | None = None,
     ) -> Leaderboard:
-        """Of a model's predicted microseconds: a ranking, with no figure that could pass for measured."""
+        """A model's ranking by predicted microseconds, with no figure that could pass for measured."""
         import pandas
 
         names = labels or {}
@@ -165,7 +163,7 @@ class Leaderboard:
 
     @classmethod
     def from_frame(cls, problem: Problem, frame: pandas.DataFrame) -> Leaderboard:
-        """Of rows of `Database.frame`: of each device the fingerprint measured last, ranked for itself."""
+        """Rows of `Database.frame`: each device's fingerprint measured last, ranked for itself."""
         import pandas
 
         for name in _PROBLEM_FIELDS:
@@ -506,7 +504,7 @@ def _cell(name: str, row: Mapping[Any, Any]) -> str:
 
 
 def _colour(name: str, row: Mapping[Any, Any]) -> str:
-    """Of a ratio that is beyond the usual noise: faster is green, slower is red."""
+    """The colour of a ratio beyond the usual noise: green for faster, red for slower."""
     if name != "ratio_to_torch_mm" or math.isnan(row[name]):
         return ""
     return "green" if row[name] > 1 + NOISE_FLOOR else "red" if row[name] < 1 - NOISE_FLOOR else ""

@@ -1,4 +1,4 @@
-"""What a report is made of: the records of one device with their samples, and the trials behind some of them.
+"""A report's contents: the records of one device with their samples, and the trials behind some of them.
 
 It comes from a tuning database or from a recording (`replay:NAME`); the second says so wherever it is shown.
 """
@@ -100,8 +100,8 @@ class FailureGroup:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """A report's content."""
+class Contents:
+    """What a page is made of."""
 
     source: Literal["measured", "recorded"]
     location: str
@@ -110,7 +110,7 @@ class Evidence:
     winners: tuple[Winner, ...]
     """One per problem, fastest relative to torch.mm first."""
     details: tuple[Details, ...]
-    """Of some problems, in the order of `winners`."""
+    """The trials of some problems, in the order of `winners`."""
     measurements: int
     failures: tuple[FailureGroup, ...]
     """Most frequent first."""
@@ -156,8 +156,8 @@ def from_database(
     device: str | None = None,
     shapes: Sequence[str] = (),
     detailed: int = DETAILED,
-) -> Evidence:
-    """The evidence for one device of a database: all its records, and the trials of `detailed` problems.
+) -> Contents:
+    """One device's page from a database: all its records, and the trials of `detailed` problems.
 
     device: its stored name or a part of it; by default the device that was measured last. shapes: only these
     (``MxNxK``), all of them with their trials. Without it, the problems measured last have their trials.
@@ -185,7 +185,7 @@ def from_database(
     for record in stored if shapes else latest[:detailed]:
         trials = tuple(map(_named, queries.trials(database, record, MOST_TRIALS)))
         details.append(Details(winners[record.problem], trials, trials))
-    return Evidence(
+    return Contents(
         "recorded" if any(record.replayed for record in stored) else "measured",
         place,
         part,
@@ -197,8 +197,8 @@ def from_database(
     )
 
 
-def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed: int = DETAILED) -> Evidence:
-    """The evidence of recorded sweeps; `shapes` and `detailed` as in `from_database`.
+def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed: int = DETAILED) -> Contents:
+    """A page on recorded sweeps; `shapes` and `detailed` as in `from_database`.
 
     There is no final race in a sweep: what stands for the record is the candidate that would win one, by the
     rule of `tunegemm.measure.statistics.winner`.
@@ -227,7 +227,7 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
         if shapes or len(details) < detailed:
             order = _replayed_search(problem, found, replay.device, best.record.candidate.family)
             details.append(Details(best, tuple(found.values()), tuple(found[c] for c in order)))
-    return Evidence(
+    return Contents(
         "recorded",
         replay.device.spec,
         replay.device,
