@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
 def drawn(seed: str, epilogues: Container[str] = ()) -> Iterator[Problem]:
     """Products without end, of one kind after the other; the same for each seed and choice of kinds."""
     chance = random.Random(f"kinds {seed}")
-    kinds = [kind for kind in shortlist.of_kinds() if kind.epilogue and kind.epilogue != LEFT_OUT]
+    kinds = [kind for kind in shortlist.ordered_lists() if kind.epilogue and kind.epilogue != LEFT_OUT]
     kinds = [kind for kind in kinds if kind.epilogue in epilogues] or kinds
 
     def extent() -> int:
@@ -111,7 +111,7 @@ def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
     swizzle size, how far behind the best it is expected to be, in log, and its ratio to torch."""
     from tunegemm.store import packs
 
-    kernels = shortlist.of_the_class(problem)
+    kernels = shortlist.ordered_kernels(problem)
     found = sorted(ranked(problem, kernels, device), key=lambda one: -one.expected)
     runs: dict[str, Any] = {"torch": torch_mm(problem)}
     launches: dict[str, list[Any]] = {}

@@ -88,7 +88,7 @@ class Frame:
 
 def _ranked(problem: Problem, launch: list[Any]) -> Ranked:
     place, along_n, swizzle, expected, _ = launch
-    kernel = shortlist.of_the_class(problem)[place]
+    kernel = shortlist.ordered_kernels(problem)[place]
     candidate = shortlist.launched(problem, kernel, along_n=bool(along_n), swizzle=swizzle)
     return Ranked(kernel, candidate, expected)
 

@@ -87,7 +87,7 @@ def launches(problem: Problem, device: Device) -> Launches:
     Raises ArtifactError where no compiled kernel is there.
     """
     records, _ = read_shipped()
-    large = (r.candidate for r in records if r.problem.m >= _LARGE_ROWS and shortlist.takes(r.problem))
+    large = (r.candidate for r in records if r.problem.m >= _LARGE_ROWS and shortlist.covers(r.problem))
     recorded = {c.kernel for c in large if families.get(c.family).compiled}
     found: list[Candidate] = []
     for kernel in sorted(recorded | set(shortlist.listed()), key=Candidate.to_json):

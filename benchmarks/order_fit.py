@@ -67,7 +67,7 @@ class Frame:
             self.meta[gpu] = head["meta"]["date"][:10]
             for line in lines:
                 problem = Problem.parse(f"{line['m']}x{line['n']}x{line['k']}")
-                whole = [one for one in line["launches"] if of_the_class(problem, one)]
+                whole = [one for one in line["launches"] if is_ordered(problem, one)]
                 if not whole:
                     continue
                 found = launches_of(problem, np.array([one[:5] for one in whole]), device)
@@ -90,7 +90,7 @@ class Frame:
         self.group = np.array([numbers[line["n"], line["k"]] for line in self.products])
 
 
-def of_the_class(problem: Problem, launch: list[Any]) -> bool:
+def is_ordered(problem: Problem, launch: list[Any]) -> bool:
     place, split_k, second, along_n, swizzle = launch[:5]
     kernel = shortlist.listed()[place]
     candidate = shortlist.launched(problem, kernel, split_k, bool(second), bool(along_n), swizzle)

@@ -120,9 +120,9 @@ def candidates(problem: Problem, device: Device) -> list[Candidate]:
 
     Raises ArtifactError where no compiled kernel is there.
     """
-    if not shortlist.takes(problem):
+    if not shortlist.covers(problem):
         found = sorted(
-            ranked(problem, shortlist.of_the_class(problem), device), key=lambda one: -one.expected
+            ranked(problem, shortlist.ordered_kernels(problem), device), key=lambda one: -one.expected
         )
         return list(dict.fromkeys([*_of_records(problem, device), *(one.candidate for one in found)]))
     return _by_joules(problem, device)
@@ -197,7 +197,7 @@ def run(device: Device, problems: Sequence[Problem], options: argparse.Namespace
 def measured(problem: Problem, device: Device, backend: Backend) -> dict[str, Any]:
     """A product's row. Raises MeasureError where the device is lost, or none of our kernels runs."""
     product = Product(problem, device, backend)
-    plain = shortlist.takes(problem)
+    plain = shortlist.covers(problem)
     library = [one for one in _algorithms(problem, device) if plain and one != TORCH_MM][:ALGORITHMS]
     own = candidates(problem, device)
     runners: dict[Candidate, tuple[Replay, float]] = {TORCH_MM: product.replay(TORCH_MM)}

@@ -91,7 +91,9 @@ def shipped() -> list[Job]:
     ]
     plain = [Problem.parse("64x4096x4096", dtype=dtype) for dtype in shortlist.DTYPES]
     listed = [(problem, kernel) for problem in plain for kernel in shortlist.listed()]
-    listed += [(problem, kernel) for problem, kernels in shortlist.of_kinds().items() for kernel in kernels]
+    listed += [
+        (problem, kernel) for problem, kernels in shortlist.ordered_lists().items() for kernel in kernels
+    ]
     pairs += [(problem, shortlist.launched(problem, kernel)) for problem, kernel in listed]
     jobs = {}
     for problem, candidate in pairs:

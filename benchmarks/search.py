@@ -71,7 +71,7 @@ def by_chance(problem: Problem, values: Values, device: Device, seed: int) -> It
 
 
 def by_model(problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    yield from (one.candidate for one in model.in_turn(model.rank(problem, values, device)))
+    yield from (one.candidate for one in model.alternate_rankings(model.rank(problem, values, device)))
 
 
 def by_sampler(name: str, problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:

@@ -28,7 +28,7 @@ from tunegemm.describe.device import PARTS, Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import shortlist
-from tunegemm.generate.cublaslt.choice import of_label
+from tunegemm.generate.cublaslt.choice import parse_label
 from tunegemm.generate.features import NAMES, features
 from tunegemm.generate.shortlist import Choices
 from tunegemm.generate.terms import Columns, terms
@@ -106,7 +106,7 @@ class Frame:
             ratios = np.array([one[5] for one in line["launches"]])
             rounds = np.array([one[6] for one in line["launches"]])
             found = launches_of(problem, launches, device)
-            library = of_label(line["library"][0]) if line["library"] else None
+            library = parse_label(line["library"][0]) if line["library"] else None
             known.append(features(problem, found, device, library))
             unknown.append(features(problem, found, device, None))
             logs.append(np.log(ratios))

@@ -154,7 +154,7 @@ def in_steady_state(tuner: Tuner, result: TuneResult) -> list[Outcome]:
         if isinstance(one, Measurement) and not one.is_steady and families.get(one.candidate.family).compiled
     }
     by_ratio = sorted(screened, key=lambda candidate: -screened[candidate])
-    ranked = [one.candidate for one in model.in_turn(model.rank(problem, screened, device))]
+    ranked = [one.candidate for one in model.alternate_rankings(model.rank(problem, screened, device))]
     chosen = dict.fromkeys([*by_ratio[:_STEADY_OF_EITHER], *ranked[:_STEADY_OF_EITHER]])
     measurer = tuner.measurer_for(problem)
     assert measurer is not None, "the tuning has measured"

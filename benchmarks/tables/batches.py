@@ -123,7 +123,7 @@ def class_order(results: Path) -> str:
 def class_splits(results: Path) -> str:
     """What other classes would gain: the best launch of any class, and the best whose splits a second kernel
     adds, of so many products for which such were measured."""
-    from benchmarks.order_fit import RANGES, of_the_class
+    from benchmarks.order_fit import RANGES, is_ordered
     from benchmarks.selector_fit import measured
     from tunegemm.describe.problem import Problem
 
@@ -134,7 +134,7 @@ def class_splits(results: Path) -> str:
     found = []
     for line in products:
         problem = Problem.parse(f"{line['m']}x{line['n']}x{line['k']}")
-        whole = [one[5] for one in line["launches"] if of_the_class(problem, one)]
+        whole = [one[5] for one in line["launches"] if is_ordered(problem, one)]
         split = [one[5] for one in line["launches"] if one[1] > 1 and one[2]]
         if whole:
             best = max(one[5] for one in line["launches"])

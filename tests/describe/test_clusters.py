@@ -55,8 +55,8 @@ def test_a_gpc_has_the_block_for_which_it_reads_least(
 def test_nothing_is_known_of_a_modelled_device() -> None:
     device = find_device("model:h200")
     assert device.gpcs_of_clusters(2, 66) is None
-    gathered = candidate().with_launch(raster_order="along_m", swizzle_size=8, cluster_order="gpc")
-    assert Order.of(gathered, device, 66) == Order(0, 8, 1)  # blocks of one line are lines
+    gpc_aware = candidate().with_launch(raster_order="along_m", swizzle_size=8, cluster_order="gpc")
+    assert Order.of(gpc_aware, device, 66) == Order(0, 8, 1)  # blocks of one line are lines
 
 
 @pytest.mark.parametrize(("again", "known"), [((0, 4), (0, 4)), ((4, 0), None), ((), None)])

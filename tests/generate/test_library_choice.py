@@ -12,7 +12,7 @@ import torch
 from tests.support.processes import environment
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt import binding, names
-from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice, of_label
+from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice, parse_label
 
 
 def test_numbers_and_names_are_those_of_the_librarys_header() -> None:
@@ -59,9 +59,9 @@ def test_a_tiles_name_says_its_extents() -> None:
 
 def test_a_label_has_the_same_as_torch_has_rows_and_columns() -> None:
     label = "cublaslt a66 t64x8 s64xAUTO c4x1x1 splitk2 compute_type o1"
-    assert of_label(label) == LibraryChoice(8, 64, 1, 4, 2)
-    assert of_label("cublaslt a66 t256x144 s64xAUTO c1x2x1 o7") == LibraryChoice(144, 256, 2, 1, 1)
-    assert of_label("unknown: error") is None
+    assert parse_label(label) == LibraryChoice(8, 64, 1, 4, 2)
+    assert parse_label("cublaslt a66 t256x144 s64xAUTO c1x2x1 o7") == LibraryChoice(144, 256, 2, 1, 1)
+    assert parse_label("unknown: error") is None
 
 
 def test_before_torch_has_begun_on_a_gpu_nothing_is_known() -> None:
@@ -81,4 +81,4 @@ def test_on_a_gpu_it_is_what_the_label_of_the_first_algorithm_says(shape: str) -
     problem = Problem.parse(shape)
     torch.zeros(1, device="cuda")
     wanted = library.label(library.algorithms(problem, 0, 1, 32 << 20)[0])
-    assert first_choice(problem, 0) == of_label(wanted)
+    assert first_choice(problem, 0) == parse_label(wanted)

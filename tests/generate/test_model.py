@@ -283,7 +283,7 @@ def of_label(label: str) -> Candidate | None:
     return Candidate.make("cute_sm90", {**words, **{n: int(v) for n, v in numbers.items()}}, launch)
 
 
-GATHERED = LAUNCHES | {"cluster_order": ("index", "gpc")}
+GPC_AWARE = LAUNCHES | {"cluster_order": ("index", "gpc")}
 
 
 def test_at_the_power_cap_large_tiles_lead_and_not_one_alone(h200: Device) -> None:
@@ -298,7 +298,7 @@ def test_at_the_power_cap_large_tiles_lead_and_not_one_alone(h200: Device) -> No
 def test_below_the_power_cap_cycles_alone_decide(h200: Device) -> None:
     for shape in ("16x4096x4096", "256x1024x1024"):
         ranked = model.rank(Problem.parse(shape), all_tiles(), h200)
-        assert ranked == sorted(ranked, key=lambda p: p.total_us) == model.in_turn(ranked)
+        assert ranked == sorted(ranked, key=lambda p: p.total_us) == model.alternate_rankings(ranked)
 
 
 def test_at_the_power_cap_both_rankings_are_tried_in_turn(h200: Device) -> None:
@@ -306,33 +306,33 @@ def test_at_the_power_cap_both_rankings_are_tried_in_turn(h200: Device) -> None:
     ranked = model.rank(Problem.parse("4096x4096x4096"), all_tiles(), h200)
     by_cycles = sorted(ranked, key=lambda p: p.total_us)
     assert by_cycles != ranked
-    mixed = model.in_turn(ranked)
+    mixed = model.alternate_rankings(ranked)
     assert mixed[0] == ranked[0] and set(map(id, mixed)) == set(map(id, ranked)) and len(mixed) == len(ranked)
     first = set(map(id, mixed[:16]))
     assert {id(p) for p in ranked[:8]} | {id(p) for p in by_cycles[:8]} <= first
-    assert model.in_turn([]) == []
+    assert model.alternate_rankings([]) == []
 
 
 def test_at_the_power_cap_clusters_of_a_gpc_take_neighbouring_tiles(h200: Device) -> None:
     large, small = Problem.parse("4096x4096x4096"), Problem.parse("16x4096x4096")
 
-    def gathered(problem: Problem, launches: dict[str, tuple[Any, ...]]) -> set[tuple[Any, Any]]:
+    def orders_of(problem: Problem, launches: dict[str, tuple[Any, ...]]) -> set[tuple[Any, Any]]:
         ranked = model.rank_kernels(problem, all_tiles(), launches, h200)
         return {(p.candidate.params.get("cluster_order"), p.candidate["swizzle_size"]) for p in ranked}
 
-    assert gathered(large, GATHERED) == {("gpc", 8)}
-    assert {order for order, _ in gathered(small, GATHERED)} == {"index"}
-    assert {order for order, _ in gathered(large, LAUNCHES)} == {None}, "a family that has no such order"
+    assert orders_of(large, GPC_AWARE) == {("gpc", 8)}
+    assert {order for order, _ in orders_of(small, GPC_AWARE)} == {"index"}
+    assert {order for order, _ in orders_of(large, LAUNCHES)} == {None}, "a family that has no such order"
     # A family that has no such width keeps to its own.
-    narrow = GATHERED | {"swizzle_size": (1, 2, 4)}
-    assert {order for order, _ in gathered(large, narrow)} == {"index"}
+    narrow = GPC_AWARE | {"swizzle_size": (1, 2, 4)}
+    assert {order for order, _ in orders_of(large, narrow)} == {"index"}
 
 
 def test_where_one_row_of_clusters_covers_a_product_neighbours_share_nothing(h200: Device) -> None:
     """With few rows it costs 1 to 4 %; at 256x4096x14336 6 % are gained by two rows, 1 % lost by one."""
     problem = Problem.parse("256x4096x14336")
     rows = {"one": tile(128, 128, cluster=(2, 1)), "two": tile(128, 128, cluster=(1, 2))}
-    launches = GATHERED | {"l2_hint": ("none", "b_first")}
+    launches = GPC_AWARE | {"l2_hint": ("none", "b_first")}
     ranked = model.rank_kernels(problem, list(rows.values()), launches, h200)
     found = {p.candidate.kernel: p.candidate["cluster_order"] for p in ranked}
     assert found == {rows["one"]: "index", rows["two"]: "gpc"}
@@ -342,7 +342,7 @@ def test_where_one_row_of_clusters_covers_a_product_neighbours_share_nothing(h20
 
 def test_at_the_power_cap_l2_lets_go_of_what_a_group_of_tiles_does_not_share(h200: Device) -> None:
     """Where the group's part of the other operand fits L2, and no cluster is far behind the others."""
-    launches = GATHERED | {"l2_hint": ("none", "a_first", "b_first", "streamed")}
+    launches = GPC_AWARE | {"l2_hint": ("none", "a_first", "b_first", "streamed")}
 
     def ranked(shape: str, *kernels: Candidate) -> list[Candidate]:
         problem = Problem.parse(shape)

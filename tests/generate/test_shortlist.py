@@ -51,4 +51,4 @@ def test_few_tiles_and_a_long_k_are_split() -> None:
     ],
 )
 def test_which_products_the_list_is_for(problem: Problem, taken: bool) -> None:
-    assert shortlist.takes(problem) is taken
+    assert shortlist.covers(problem) is taken

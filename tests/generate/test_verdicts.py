@@ -13,7 +13,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.generate.feasibility import apply_rules
-from tunegemm.generate.verdicts import Grid
+from tunegemm.generate.verdicts import CandidateTable
 
 PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x520x264x3", dtype="fp16", epilogue="relu")]
 
@@ -25,7 +25,7 @@ def test_each_candidate_is_rejected_by_the_rule_that_rejects_it_alone(
 ) -> None:
     space, rules = small(name), families.get(name).rules
     names = [rule.__name__ for rule in rules]
-    kernels = Grid.kernels(name, space.compile_values)
+    kernels = CandidateTable.kernels(name, space.compile_values)
     assert [kernels.candidate(row) for row in range(3)] == list(space.kernels())[:3]
     found = kernels.rejected(rules, problem, h200)
     passed = np.flatnonzero(found == len(rules))
@@ -51,11 +51,11 @@ def test_a_rule_is_asked_once_about_what_it_reads(h200: Device) -> None:
         return "odd" if int(candidate.digest, 16) % 2 else None
 
     values = {"a": (1, 2, 3), "b": (1, 2, 3), "c": tuple(range(50))}
-    grid = Grid.kernels("planted", values)
+    grid = CandidateTable.kernels("planted", values)
     found = grid.rejected([crossed], PROBLEMS[0], h200)
     assert sorted(asked) == [1] * 3 + [2] * 3 + [3]
     alone = [crossed(PROBLEMS[0], grid.candidate(row), h200) is None for row in range(len(grid))]
     assert (found == 1).tolist() == alone
-    few = Grid.kernels("planted", {"a": (1, 2, 3), "b": (1, 2)})
+    few = CandidateTable.kernels("planted", {"a": (1, 2, 3), "b": (1, 2)})
     each = [untraceable(PROBLEMS[0], few.candidate(row), h200) is None for row in range(len(few))]
     assert (few.rejected([untraceable], PROBLEMS[0], h200) == 1).tolist() == each

@@ -97,7 +97,7 @@ def serving(rows: list[Record]) -> Iterator[None]:
 @pytest.fixture
 def served(rows: list[Record], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """By these records alone."""
-    monkeypatch.setattr(shortlist, "of_the_class", lambda problem: ())
+    monkeypatch.setattr(shortlist, "ordered_kernels", lambda problem: ())
     with serving(rows):
         yield
 
@@ -115,7 +115,7 @@ def test_kernels_that_ship_have_the_bits_of_recorded_ones(
 ) -> None:
     """The largest batch is a record's; what ships is expected to be faster at most other numbers of rows."""
     problem = problem_of(kind, LARGEST)
-    listed = shortlist.launched(problem, shortlist.of_the_class(problem)[0])
+    listed = shortlist.launched(problem, shortlist.ordered_kernels(problem)[0])
     try:
         find_object(Record(problem, listed, device.fingerprint), device)
     except ArtifactError as error:

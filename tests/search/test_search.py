@@ -267,7 +267,7 @@ def test_quick_search_comes_within_a_percent_on_recorded_sweeps(every: int) -> N
             if isinstance(outcome, Measurement) and outcome.candidate.family == "cute_sm90"
         }
         launches = sorted(ratios, key=Candidate.to_json)
-        ranked = [p.candidate for p in model.in_turn(model.rank(problem, launches, replay.device))]
+        ranked = [p.candidate for p in model.alternate_rankings(model.rank(problem, launches, replay.device))]
         values = load_space("cute_sm90").launch_values
         search = search_of(first_of_each_kernel(ranked), values, allowed=ratios.__contains__)
         while batch := search.ask():

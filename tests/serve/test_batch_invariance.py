@@ -22,7 +22,7 @@ from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import completed, kernel_source_hash, reduction_class
-from tunegemm.generate.shortlist import of_the_class
+from tunegemm.generate.shortlist import ordered_kernels
 from tunegemm.measure.operands import make_operands
 from tunegemm.report.explain import explain_problem
 from tunegemm.resources import data_path
@@ -179,7 +179,7 @@ def test_the_best_measured_kernel_of_the_class_comes_first(device: Device) -> No
 
 def test_a_neighbour_is_preferred_to_what_is_expected_to_be_little_better(device: Device) -> None:
     def in_order(problem: Problem) -> list[Ranked]:
-        return sorted(ranked(problem, of_the_class(problem), device), key=lambda one: -one.expected)
+        return sorted(ranked(problem, ordered_kernels(problem), device), key=lambda one: -one.expected)
 
     problem, first, second = next(
         (problem, *order[:2])
@@ -198,7 +198,7 @@ def test_kernels_that_ship_need_no_record(device: Device) -> None:
         problem = Problem.parse("3x640x1536", **kind)
         found = select(Snapshot(), problem, device, policy=POLICY)
         assert found.outcome == "near" and found.options, kind
-        assert all(one.candidate.kernel in of_the_class(problem) for one in found.options)
+        assert all(one.candidate.kernel in ordered_kernels(problem) for one in found.options)
         told = str(explain_problem(problem, device, policy=POLICY))
         assert "of the kernels that ship for this policy" in told
         json.loads(json.dumps(explain_problem(problem, device, policy=POLICY).asdict(), allow_nan=False))

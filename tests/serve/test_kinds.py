@@ -50,7 +50,7 @@ def test_every_option_is_legal_and_passes_its_margin(device: Device) -> None:
         for option in found.predictions:
             candidate = option.record.candidate
             assert families.get(candidate.family).check(problem, candidate, device).runs, (problem, candidate)
-            assert candidate.kernel in shortlist.of_the_class(problem)
+            assert candidate.kernel in shortlist.ordered_kernels(problem)
             assert 1 < option.bound < option.expected and option.record.ratio == option.bound
         count += found.outcome == "predicted"
     assert 90 * 0.2 < count < 90 * 0.9

@@ -87,7 +87,7 @@ def active_clusters(index: int, cluster_size: int, smem_bytes: int) -> int | Non
 
 
 def gpcs_of_clusters(index: int, cluster_size: int, clusters: int, smem_bytes: int) -> tuple[int, ...] | None:
-    """For each cluster of a grid of blocks with so much shared memory a number of its GPC.
+    """A number of the GPC of each cluster of a grid, whose blocks have so much shared memory.
 
     None where it cannot be measured, as during a capture or beside other work. `clusters`: as many as run at
     once, or fewer.
@@ -139,7 +139,7 @@ def _gpcs_of_clusters(
 
 
 def groups(clusters: Sequence[Sequence[int]]) -> dict[int, int]:
-    """For each multiprocessor the least of those that it shares a GPC with, as far as clusters show."""
+    """The least number among the multiprocessors that each shares a GPC with, as far as clusters show."""
     least: dict[int, int] = {}
     for cluster in clusters:
         joined = {least.get(sm, sm) for sm in cluster}

@@ -68,7 +68,7 @@ class Part:
     """Datasheet figures of one product, for the roofline and for `model:NAME`."""
 
     device_name: str
-    """As CUDA reports it."""
+    """The name that CUDA reports."""
     capability: tuple[int, int]
     sm_count: int
     peak_tflops: float
@@ -161,7 +161,7 @@ class Device:
         return _COUNTED_CLUSTERS.get((self.name, cluster_size)) or even_cut(self.sm_count, cluster_size)
 
     def gpcs_of_clusters(self, cluster_size: int, clusters: int) -> tuple[int, ...] | None:
-        """For each cluster of a grid, with one block per multiprocessor, a number of its GPC. None where that
+        """A number of the GPC of each cluster of a grid, with one block per multiprocessor. None where that
         is not known, as where some of the multiprocessors are kept for others.
         """
         if not self.is_real or self.fingerprint.sm_budget < self.fingerprint.sm_count:
@@ -333,7 +333,7 @@ def even_cut(sm_count: int, cluster_size: int) -> int:
 
 
 def _driver_version() -> str:
-    """From the kernel module where it says so: starting NVML looks at every GPU of the host."""
+    """Ask the kernel module where it answers: starting NVML looks at every GPU of the host."""
     with suppress(OSError):
         return Path("/sys/module/nvidia/version").read_text().strip()
     with suppress(Exception):  # it may be missing, of another version than the driver, or forbidden
@@ -387,7 +387,7 @@ class TelemetryReader:
         return None if energy_mj is None else float(energy_mj)
 
     def busy_percent(self) -> int | None:
-        """Of the last second or less, in how much a kernel of any process ran; None when it is not known."""
+        """The share of the last second or less in which a kernel of any process ran; None when not known."""
         rates = self._ask("nvmlDeviceGetUtilizationRates")
         return None if rates is None else int(rates.gpu)
 

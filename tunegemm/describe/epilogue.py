@@ -87,7 +87,7 @@ class Epilogue:
 
     @staticmethod
     def parse(text: str) -> Epilogue:
-        """From its text; the empty one stores the product as it is.
+        """Read an epilogue from its text; the empty one stores the product as it is.
 
         Raises ProblemError for a step that is not known, twice or out of order, and for a user's function
         that this process has not defined.
@@ -363,7 +363,7 @@ def sigmoid(x: Any) -> Any:
 
 
 def _reciprocal(x: Any) -> Any:
-    """By one instruction: a division, and the compiler's `rcp`, fast or not, round to nearest in a dozen."""
+    """1 / x by one instruction: a division, and the compiler's `rcp`, fast or not, take a dozen."""
     from cutlass import Float32, cute
 
     if not isinstance(x, cute.TensorSSA):

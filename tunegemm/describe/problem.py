@@ -60,7 +60,7 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "nt": ("m", "n"),
 }
 
-#: Of at most 30 digits: Python refuses to read numbers of thousands.
+#: A number has at most 30 digits: Python refuses to read numbers of thousands.
 _SHAPE = re.compile(r"(\d{1,30})x(\d{1,30})x(\d{1,30})(?:x(\d{1,30}))?", re.ASCII)
 _MAX_EXTENT = 2**31 - 1  # TMA coordinates are signed 32-bit
 
@@ -210,7 +210,7 @@ class Problem:
         epilogue: str = "",
         accumulation: str = "fast",
     ) -> Problem:
-        """From ``MxNxK`` or ``MxNxKxL`` and the names of dtype and layout, as on the command line.
+        """Read ``MxNxK`` or ``MxNxKxL`` and names of dtype and layout, as on the command line.
 
         alignment: by default that of packed operands; lines with gaps may have another one.
         """
@@ -252,7 +252,7 @@ class Problem:
         epilogue: str = "",
         accumulation: str = "fast",
     ) -> Problem:
-        """From torch operands with the meaning of ``torch.matmul(a, b)``: a (m, k) or (l, m, k), b alike.
+        """Read torch operands with the meaning of ``torch.matmul(a, b)``: a (m, k) or (l, m, k), b alike.
 
         fp32 operands are a tf32 problem where torch may multiply them so
         (``torch.backends.cuda.matmul.fp32_precision``), else none.
@@ -316,7 +316,7 @@ class Problem:
 
     @property
     def dtypes(self) -> str:
-        """Of inputs, and where they are not the default of output and sums: ``fp8_e4m3>fp16 two_level``."""
+        """Dtypes of inputs, and of output and sums where not the default: ``fp8_e4m3>fp16 two_level``."""
         out = "" if self.out_dtype == default_out_dtype(self.in_dtype) else f">{self.out_dtype}"
         return self.in_dtype + out + ("" if self.accumulation == "fast" else f" {self.accumulation}")
 

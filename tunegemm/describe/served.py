@@ -18,18 +18,18 @@ class Served:
     """What became of the products of a process, or of several."""
 
     products: int = 0
-    """Kinds of products: shapes and dtypes."""
+    """Products that differ in shape or dtypes."""
     served: int = 0
-    """Of these, served by a tuned kernel at least once."""
+    """Those of them that a tuned kernel served at least once."""
     calls: int = 0
     served_calls: int = 0
     saved_s: float = 0.0
-    """By the ratios of the records, for the calls that were served."""
+    """Seconds saved in the calls that were served, by the ratios of the records."""
     processes: int = 1
-    """Those that multiplied something."""
+    """Processes that multiplied something."""
 
     def __str__(self) -> str:
-        """Such as ``served 12 of 20 products (4,000 of 5,200 calls), saving about 0.31 s``."""
+        """One line, such as ``served 12 of 20 products (4,000 of 5,200 calls), saving about 0.31 s``."""
         text = f"served {self.served} of {self.products} products"
         text += f" ({self.served_calls:,} of {self.calls:,} calls)"
         if self.served:
@@ -38,13 +38,13 @@ class Served:
 
     @classmethod
     def together(cls, parts: Iterable[Served]) -> Served:
-        """Of several processes; products that two of them have count twice, as each serves its own."""
+        """The sum over processes; products that two of them have count twice, as each serves its own."""
         found = [asdict(part) for part in parts if part.calls]
         return cls(**{name: sum(part[name] for part in found) for name in asdict(cls())})
 
     @classmethod
     def read(cls, folder: Path) -> Served:
-        """Of the processes that wrote into a folder; what cannot be read is left out."""
+        """The sum over the processes that wrote into a folder; what cannot be read is left out."""
         parts = []
         for path in sorted(folder.glob("[!.]*.json")):
             with suppress(OSError, ValueError, TypeError):

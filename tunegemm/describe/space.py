@@ -45,10 +45,10 @@ class Candidate:
         compile_params: Mapping[str, Value],
         launch_params: Mapping[str, Value] | None = None,
     ) -> Candidate:
-        """From mappings, in any order. Raises SpaceError for other than a name and two mappings."""
+        """Make one from mappings, in any order. Raises SpaceError for other than a name and two mappings."""
         given = (family, str), (compile_params, Mapping), (launch_params or {}, Mapping)
-        for value, kind in given:
-            if not isinstance(value, kind):
+        for value, expected in given:
+            if not isinstance(value, expected):
                 raise SpaceError(
                     f"{value!r:.40}: a candidate is made of a family's name and mappings of values"
                 )
@@ -195,7 +195,7 @@ class SearchSpace:
             yield kernel.with_launch(**dict(zip(self.launch_values, values, strict=True)))
 
 
-#: Of a line of a space that ships: a table; or a name and a text, or a list of numbers, texts and booleans.
+#: A line of a space that ships: a table; or a name and a text, or a list of numbers, texts and booleans.
 _ITEM = r'(?:"[^"\\\x00-\x1f\x7f]*"|0|-?[1-9][0-9]{0,17}|true|false)'
 _TABLE = re.compile(r"\[(?P<table>[a-z_]+)\]")
 _PAIR = re.compile(

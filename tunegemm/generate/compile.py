@@ -53,7 +53,7 @@ class CompileResult:
     cached: bool = False
     """Whether it was answered from the store."""
     is_transient: bool = False
-    """Whether the failure tells of the machine at that moment: asked for again, the kernel may compile."""
+    """Whether the machine failed at that moment, not the kernel: asked for again, it may compile."""
 
 
 class Urgency(IntEnum):
@@ -77,7 +77,7 @@ class Shipped(Protocol):
         """Whether there is one; what `find` says of it is another matter."""
 
     def each_key(self) -> Iterator[Key]:
-        """Of all of them, with the compilers that they are of."""
+        """The keys of all objects, with the compilers that made them."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Ready:
         return digest(key) in self.own or (self.shipped is not None and key in self.shipped)
 
     def each_key(self) -> Iterator[Key]:
-        """Of all of them, and perhaps of some that came later or are of other compilers."""
+        """The keys of all objects, and perhaps of some that came later or are of other compilers."""
         if self.store is not None:
             yield from self.store.each_key()
         if self.shipped is not None:
@@ -134,7 +134,7 @@ class CompilePool:
         self._timeout_s = timeout_s
         self._families_module = families_module
         self._low_priority = low_priority
-        # By how urgent, then as they came. A job that became urgent is in it twice, and done once.
+        # The most urgent first, then as they came. A job that became urgent is in it twice, and done once.
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._waiting: dict[str, _Job] = {}
@@ -334,7 +334,7 @@ class _WorkerDied(Exception):
     def __init__(self, reason: str, *, killed: bool = False) -> None:
         super().__init__(reason)
         self.killed = killed
-        """From outside, so that it says nothing of the candidate."""
+        """Whether somebody killed it, which says nothing of the candidate."""
 
 
 class _Worker:
@@ -375,7 +375,7 @@ class _Worker:
         self._process.wait()
 
     def disconnect(self) -> None:
-        """Once the process has ended, by the thread that owns the worker, or when none does any more."""
+        """Close the connection, once the process has ended and no other thread waits for its reply."""
         self._connection.close()
 
     def _death(self) -> _WorkerDied:

@@ -259,7 +259,7 @@ def _load(path: str, modified_ns: int, device: int):  # type: ignore[no-untyped-
 
 
 def _load_library(content: bytes, beside: Path) -> Any:
-    """From a file of its own, which is gone once it is loaded; `beside`, if temporary files cannot be.
+    """Loads an object from a temporary file, which is then deleted; from one in `beside` if need be.
 
     An object keeps what it set up for the device of its first launch, and a file is loaded into a process
     once, however often it is opened: each device has its own.

@@ -1,8 +1,8 @@
 """What a candidate's product draws, and what is left of its speed at the power cap.
 
 Above some 2,000 rows Hopper runs at its 700 W: its clock falls until work fits the cap, and the kernel that
-draws least is the fastest. The joules of a kernel's work are told by a measured table (energy.toml,
-docs/decisions/0014); the clock is the highest at which they fit. It ranks, as `model` does.
+draws least is the fastest. A measured table (energy.toml, docs/decisions/0014) gives the joules of a kernel's
+work; the clock is the highest at which they fit. It ranks, as `model` does.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tunegemm.generate.terms import Bools, Columns, Floats, Ints, Terms, steady_
 #: Clock at which the table holds, MHz.
 _REFERENCE_MHZ = 1500.0
 _STEP_MHZ = 20.0
-#: Of the terms the one that the chip's voltage has no say in.
+#: The one term on which the chip's voltage has no influence.
 _MEMORY = "dram"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Joules of work on one kind of GPU."""
+    """What work costs in joules on one model of GPU."""
 
     cap_w: float
     static_w: float
@@ -41,7 +41,7 @@ class Table:
     pj_per_byte: Mapping[str, float]
 
     def flop_pj(self, columns: Floats) -> Floats:
-        """Of WGMMAs of so many columns; of more than were measured those of the nearest."""
+        """Picojoules of WGMMAs of so many columns; beyond the measured widths those of the nearest."""
         widths = sorted(self.pj_per_flop, key=int)
         return np.interp(columns, [int(w) for w in widths], [self.pj_per_flop[w] for w in widths])
 
@@ -71,7 +71,7 @@ class Steady:
 
 @cache
 def table_of(device_name: str) -> Table | None:
-    """The table of a kind of GPU; None where nobody measured one."""
+    """The table of a model of GPU; None where none was measured."""
     tables = tomllib.loads(Path(__file__).with_name("energy.toml").read_text(encoding="utf-8"))
     data = next((one for part, one in tables.items() if device_name.startswith(part)), None)
     return None if data is None else Table(**{**data, "clocks_mhz": tuple(data["clocks_mhz"])})

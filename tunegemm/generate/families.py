@@ -49,7 +49,7 @@ class Family(Protocol):
 
     @property
     def name(self) -> str:
-        """As its entry point has it: an identifier."""
+        """Its name, an identifier: that of its entry point."""
 
     @property
     def parameters(self) -> Mapping[str, tuple[str, ...]]:
@@ -276,14 +276,14 @@ def expected(family: str, parameter: str, value: Value) -> str | None:
     space = _shipped_space(family)
     values = {**space.compile_values, **space.launch_values}[parameter]
     listed = (*values, *get(family).unlisted.get(parameter, ()))
-    kind = type(listed[0])
-    if kind is int:
+    value_type = type(listed[0])
+    if value_type is int:
         least = 0 if 0 in listed else 1
         fits = type(value) is int and least <= value <= _LARGEST
         return None if fits else f"use a whole number from {least} to {_LARGEST}"
-    if type(value) is kind and value in listed:
+    if type(value) is value_type and value in listed:
         return None
-    return "use true or false" if kind is bool else f"use one of {', '.join(map(str, listed))}"
+    return "use true or false" if value_type is bool else f"use one of {', '.join(map(str, listed))}"
 
 
 def wrong_parameter(candidate: Candidate, *, listed: bool = False) -> str:
@@ -339,7 +339,7 @@ _shipped_space = cache(load_space)
 
 
 def import_compiler() -> None:
-    """The DSL, while the first jobs are chosen; and without torch, which tvm_ffi imports where it can.
+    """Import the DSL, while the first jobs are chosen; and without torch, which tvm_ffi imports where it can.
 
     A worker has no tensors. On an H200's host torch takes 3 s, and all workers import it at once.
     """

@@ -20,7 +20,7 @@ from tunegemm.describe.space import Candidate, SearchSpace, Value
 Rule = Callable[[Problem, Candidate, Device], str | None]
 
 RESERVED_SMEM_BYTES = 1024
-"""Of a multiprocessor's shared memory, for each resident block (CUDA C++ Programming Guide)."""
+"""Shared memory that a multiprocessor keeps for each resident block (CUDA C++ Programming Guide)."""
 
 
 @dataclass(frozen=True)
@@ -217,21 +217,21 @@ class _Changed:
 
 
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """For Hopper's families: WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, sm_90a)."""
+    """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, sm_90a)."""
     if device.architecture.capability != (9, 0):
         return f"{device.architecture.compile_target} has no WGMMA; {candidate.family} needs sm_90a"
     return None
 
 
 def half_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """For families whose kernels multiply 16-bit operands only."""
+    """Some families' kernels multiply 16-bit operands only."""
     if problem.in_dtype not in ("bf16", "fp16"):
         return f"{candidate.family} has kernels for bf16 and fp16, not for {problem.in_dtype} operands"
     return None
 
 
 def epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """For families whose kernels take no epilogue."""
+    """Some families' kernels take no epilogue."""
     if problem.epilogue:
         return f"{candidate.family} stores products as they are, without {problem.epilogue}"
     return None

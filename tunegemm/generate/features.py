@@ -148,5 +148,5 @@ def _of_torch(problem: Problem, rows_all: Any, sms: int, library: LibraryChoice 
 
 @cache
 def _families() -> Floats:
-    """Of each listed kernel, the number of its family."""
+    """The number of each listed kernel's family."""
     return np.array([float(FAMILIES.index(kernel.family)) for kernel in listed()])

@@ -61,20 +61,20 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
     make together; for a config that has the fields, with the problem's epilogue and the clusters' order too.
     """
     fuses = "epilogue" in config.__dataclass_fields__
-    gathers = "gpc_aware" in config.__dataclass_fields__
+    has_orders = "gpc_aware" in config.__dataclass_fields__
 
     @functools.lru_cache(maxsize=1 << 16)  # a search asks for each several times
     def make(
         compile_params: tuple[tuple[str, Value], ...],
         epilogue: str,
         swapped: bool,
-        gathered: bool,
+        gpc_aware: bool,
         *of_problem: str,
     ) -> AnyConfig:
         values = dict(compile_params) | dict(zip(_OF_PROBLEM, of_problem, strict=True))
         if epilogue:
             values |= {"epilogue": epilogue, "transposed": swapped}
-        if gathered:
+        if gpc_aware:
             values["gpc_aware"] = True
         return config.from_mapping(values)
 
@@ -84,19 +84,24 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
     def config_of(problem: Problem, candidate: Candidate) -> AnyConfig:
         nonlocal last
         swapped = bool(candidate.params.get("swap_ab", False))
-        gathered = gathers and candidate.params.get("cluster_order", "index") == "gpc"
+        gpc_aware = has_orders and candidate.params.get("cluster_order", "index") == "gpc"
         # Where it is remembered what rules read, a config is read by its fields.
         if (watched := getattr(candidate, "watched", None)) is not None:
             return watched(lambda real: config_of(problem, real))
         params = candidate.compile_params
-        if (known := last) and known[0] is problem and known[1] is params and known[2] == (swapped, gathered):
+        if (
+            (known := last)
+            and known[0] is problem
+            and known[1] is params
+            and known[2] == (swapped, gpc_aware)
+        ):
             return known[3]
         in_dtype = swapped_dtype(problem.in_dtype) if swapped else problem.in_dtype
         found = make(
-            params, problem.epilogue if fuses else "", swapped, gathered,
+            params, problem.epilogue if fuses else "", swapped, gpc_aware,
             in_dtype, problem.out_dtype, problem.accumulation, *majors(problem, swapped),
         )  # fmt: skip
-        last = problem, params, (swapped, gathered), found
+        last = problem, params, (swapped, gpc_aware), found
         return found
 
     return config_of
@@ -109,7 +114,7 @@ class Package:
     module: str
     """One of its modules."""
     name: str
-    """As pip installs it."""
+    """Its name for pip."""
     oldest: tuple[int, ...] = ()
     """The oldest version that will do; empty for any."""
 
@@ -135,7 +140,7 @@ TVM_FFI = Package("tvm_ffi", "apache-tvm-ffi")
 
 
 def unknown_class(problem: Problem, candidate: Candidate) -> str:
-    """Of kernels whose order of sums was not compared with others'."""
+    """The reduction class of kernels whose order of sums was not compared with others': none."""
     return ""
 
 
@@ -154,7 +159,7 @@ class Generator:
     extent_rules: frozenset[str]
     compile: Callable[[Key, Path], Resources]
     launcher: Callable[[Problem, Candidate, Device, Path, Workspace | None], Launcher]
-    """As `load`, with an object, and a workspace if one is needed."""
+    """Makes a launcher, as `load` does, from an object, and a workspace if one is needed."""
     workspace: Callable[[Problem, Candidate, Device], Workspace | None] = lambda *_: None
     toolchain: Callable[[], Mapping[str, str | int]]
     """What of the compiler an object depends on."""

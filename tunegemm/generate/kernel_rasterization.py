@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 @cute.jit
 def raster_of(tiles_m, tiles_n, along_m, swizzle_size):
-    """Of an output of so many tiles."""
+    """The order of the tiles of an output that has so many."""
     length = tiles_n
     width = tiles_m
     if along_m != 0:

@@ -12,7 +12,7 @@ class Mapped:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """From any mapping that holds at least the fields without a default."""
+        """Make one from any mapping that holds at least the fields without a default."""
         return cls(**{name: values[name] for name in _names(cls) if name in values})  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ from tunegemm.generate.energy import Steady, steady
 from tunegemm.generate.terms import Columns, Floats, Terms, fits_l2, terms
 
 # In steady-state timing at the power cap: what is left of a lead in interleaved timing, in which all kernels
-# share their clocks, and of the clock that each is told to have. Fitted to our kernels that were timed both
+# share their clocks, and of the clock that is predicted of each. Fitted to our kernels that were timed both
 # ways: 22 products of an H200 (benchmarks/results/h200/turns-2026-11-22.json), where 2.3 % are left of 6 %,
 # twelve more of an H200 (no file) and nine of an H100 (benchmarks/sweeps).
 _STEADY_LEAD = 0.8
@@ -39,7 +39,7 @@ _TILE_GRID = ("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
 _RASTERIZATION = ("raster_order", "swizzle_size")
 #: At the power cap clusters of a GPC take neighbouring tiles, of so many: the reads that it then saves are
 #: clock, some per cent of a large product (2026-11-22).
-_GATHERED: Mapping[str, Value] = {"cluster_order": "gpc", "swizzle_size": 8}
+_GPC_AWARE: Mapping[str, Value] = {"cluster_order": "gpc", "swizzle_size": 8}
 #: What decides on the best launch: the grid of tiles, and for a split of k also the length of the main loop.
 _GRID_PARAMETERS = (*_TILE_GRID, "tile_k", "schedule", "tile_scheduler")
 
@@ -68,7 +68,7 @@ class Prediction:
     total_us: float
     """Launch, fill, the overlapped terms and the exposed epilogue."""
     steady_us: float
-    """The same at the clock that lasting work of this kernel leaves; kernels are ranked by it at the cap."""
+    """The total at the clock that lasting work of this kernel leaves; kernels are ranked by it at the cap."""
 
     @property
     def bound(self) -> str:
@@ -98,7 +98,7 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
 
 
 def predictions(problem: Problem, candidates: Sequence[Candidate], device: Device) -> list[Prediction]:
-    """Those of many candidates, in their order."""
+    """The predictions of many candidates, in their order."""
     if not candidates:
         return []
     columns = Columns.of(candidates)
@@ -106,7 +106,7 @@ def predictions(problem: Problem, candidates: Sequence[Candidate], device: Devic
     return _predictions(candidates, found, steady(problem, columns, found, device))
 
 
-#: Of a prediction, in its order.
+#: The terms of a prediction, in its order.
 _TERMS = (
     "tiles", "ctas", "waves", "wave_efficiency", "compute_us", "l2_us", "dram_us", "epilogue_us", "total_us",
 )  # fmt: skip
@@ -117,7 +117,7 @@ def _predictions(candidates: Sequence[Candidate], found: Terms, lasting: Steady)
     return [Prediction(c, *values) for c, *values in zip(candidates, *columns, strict=True)]
 
 
-def seen_launches(
+def modelled_launch_parameters(
     problem: Problem, launch_values: Mapping[str, Sequence[Value]], device: Device
 ) -> list[str]:
     """The launch parameters on which the model's time of a problem depends."""
@@ -142,7 +142,7 @@ def _by(found: Terms, lasting: Steady) -> Floats:
     return lasting.us if lasting.at_cap else found.total_us
 
 
-def in_turn(ranked: Sequence[Prediction]) -> list[Prediction]:
+def alternate_rankings(ranked: Sequence[Prediction]) -> list[Prediction]:
     """A ranking for the power cap and one by cycles, alternately: which of the two holds for a product is for
     measuring to say. The same below the cap.
     """
@@ -207,7 +207,7 @@ def rank_kernels(
     """One prediction per kernel, each at its model-best feasible launch, fastest first; the first of equal
     launches in the lists' order.
 
-    most: how many at least, if not all: so many of the fastest by either ranking (`in_turn`).
+    most: how many at least, if not all: so many of the fastest by either ranking (`alternate_rankings`).
 
     Launch parameters that the prediction does not depend on stand at their first values. Those that it does
     are left out where they are infeasible with the others' first values. The launch enters the DRAM term and
@@ -227,8 +227,8 @@ def rank_kernels(
     chosen = [launches[number] for number in order]
     columns, found, lasting = columns.take(order), found.take(order), lasting.take(order)
     hints = launch_values.get("l2_hint", ())
-    if lasting.at_cap and all(v in launch_values.get(name, ()) for name, v in _GATHERED.items()):
-        columns, chosen = _gathered(
+    if lasting.at_cap and all(v in launch_values.get(name, ()) for name, v in _GPC_AWARE.items()):
+        columns, chosen = _gpc_aware_launches(
             problem, [kernels[number] for number in order], columns, chosen, device,
             may_stream="streamed" in hints,
         )  # fmt: skip
@@ -244,7 +244,7 @@ def rank_kernels(
     return _predictions([launch for _, launch in ranked], found.take(places), lasting.take(places))
 
 
-def _gathered(
+def _gpc_aware_launches(
     problem: Problem, kernels: Sequence[Candidate], columns: Columns, launches: Sequence[dict[str, Value]],
     device: Device, *, may_stream: bool,
 ) -> tuple[Columns, list[dict[str, Value]]]:  # fmt: skip
@@ -255,21 +255,21 @@ def _gathered(
     (eleven products, an H100 and an H200, 2026-11-25), and the launches stay as they are.
     """
     shares = np.array([l2_hint(problem, kernel) == "none" for kernel in kernels])
-    gathered = columns.launched(swizzle=np.array(_GATHERED["swizzle_size"]), gathered=np.array(True))
+    aware = columns.launched(swizzle=np.array(_GPC_AWARE["swizzle_size"]), gpc_aware=np.array(True))
     times = []
     for along_n, streamed in itertools.product((False, True), (False, True)[: 1 + may_stream]):
-        tried = gathered.launched(along_n=np.array(along_n), streamed=np.array(streamed))
+        tried = aware.launched(along_n=np.array(along_n), streamed=np.array(streamed))
         times.append(steady(problem, tried, terms(problem, tried, device), device).us)
     best = np.stack(times).argmin(axis=0)
     along_n, streamed = best > may_stream, (best % 2 == 1) & may_stream
     changed: list[dict[str, Value]] = [
-        {**_GATHERED, "raster_order": "along_n" if n else "along_m"} | ({"l2_hint": "streamed"} if s else {})
+        {**_GPC_AWARE, "raster_order": "along_n" if n else "along_m"} | ({"l2_hint": "streamed"} if s else {})
         for n, s in zip(along_n.tolist(), streamed.tolist(), strict=True)
     ]
     columns = columns.launched(
         along_n=np.where(shares, along_n, columns.along_n),
-        swizzle=np.where(shares, gathered.swizzle, columns.swizzle),
-        gathered=np.where(shares, gathered.gathered, columns.gathered),
+        swizzle=np.where(shares, aware.swizzle, columns.swizzle),
+        gpc_aware=np.where(shares, aware.gpc_aware, columns.gpc_aware),
         streamed=np.where(shares, streamed, columns.streamed),
     )
     chosen = zip(launches, changed, shares.tolist(), strict=True)
@@ -285,7 +285,7 @@ def _best_launches(
     feasible: Callable[[Candidate], bool],
 ) -> list[dict[str, Value]]:
     """The model's best launch of each kernel, by all launches of one kernel of each grid at once."""
-    seen = seen_launches(problem, launch_values, device)
+    seen = modelled_launch_parameters(problem, launch_values, device)
     names = _GRID_PARAMETERS if {"split_k", "reduction"} & set(seen) else _TILE_GRID
     grids: dict[tuple[Value | None, ...], list[int]] = {}
     for number, kernel in enumerate(kernels):
@@ -347,7 +347,7 @@ def _lists(
 
 
 def _launch_columns(launches: Sequence[Mapping[str, Value]]) -> dict[str, Any]:
-    """Of launches that have the same parameters, those that the terms read."""
+    """The columns that the terms read of launches, which all have the same parameters."""
     names = launches[0].keys()
     columns: dict[str, Any] = {}
     for name, column in (("split_k", "split_k"), ("swizzle_size", "swizzle")):

@@ -24,7 +24,7 @@ from tunegemm.generate.families import Family
 from tunegemm.generate.feasibility import Remembered, Rule, plausible_kernels
 
 
-def kind_of(problem: Problem) -> tuple[str | int, ...]:
+def kernel_facts(problem: Problem) -> tuple[str | int, ...]:
     """What of a problem decides which kernels can be compiled for it."""
     dtypes = (problem.in_dtype, problem.out_dtype, problem.accumulation, problem.epilogue)
     return (*dtypes, problem.a_major, problem.b_major, problem.out_major, problem.alignment)
@@ -40,7 +40,7 @@ def possible_kernels(
     path = None if folder is None else folder / f"{_name(family, space, problem, device)}.npy"
     if path is not None and (known := _read(path, space)) is not None:
         return known
-    rules = _kind_rules(family)
+    rules = _kernel_rules(family)
     found = [
         kernel
         for kernel in plausible_kernels(space, rules, problem, device)
@@ -56,19 +56,19 @@ def extent_check(family: Family, problem: Problem, device: Device) -> Remembered
     return Remembered([r for r in family.rules if r.__name__ in family.extent_rules], problem, device)
 
 
-def kind_check(family: Family, problem: Problem, device: Device) -> Remembered:
+def kernel_check(family: Family, problem: Problem, device: Device) -> Remembered:
     """What all other rules say of a candidate: the same for all problems of a kind."""
-    return Remembered(_kind_rules(family), problem, device)
+    return Remembered(_kernel_rules(family), problem, device)
 
 
-def _kind_rules(family: Family) -> list[Rule]:
+def _kernel_rules(family: Family) -> list[Rule]:
     return [rule for rule in family.rules if rule.__name__ not in family.extent_rules]
 
 
 def _name(family: Family, space: SearchSpace, problem: Problem, device: Device) -> str:
     function = problem.fused.function
     facts = (
-        family.name, space.compile_values, kind_of(problem), function.source if function else "",
+        family.name, space.compile_values, kernel_facts(problem), function.source if function else "",
         device.architecture, device.sm_count, device.fingerprint.sm_budget,
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())

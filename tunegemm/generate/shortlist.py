@@ -1,8 +1,8 @@
-"""The kernels that may serve a product which nobody tuned, each at the launches that suit it.
+"""The kernels that may serve a product that was not tuned, each at the launches that suit it.
 
 Their list is db/selector.toml. A search looks at thousands of kernels; nearly every tuned product of plain
 16-bit operands has one of these within some per cent of its best. They ship compiled. Other kinds of products
-have a list for policy `batch_invariant`, db/invariant.toml.
+have lists for policy `batch_invariant`, in db/invariant.toml.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tunegemm.generate.tiles import ORDERED, stream_clusters, stream_tiles
 from tunegemm.resources import data_path
 
 DTYPES = ("bf16", "fp16")
-"""Of operands that the list is for. It was measured with bf16; fp16 has the same instructions and bytes."""
+"""Dtypes of operands that the list is for. It was measured with bf16; fp16 has the same bytes and speed."""
 
 _USUAL = "64x4096x4096"
 #: Splits of k, as the search spaces list them.
@@ -92,8 +92,8 @@ def _kernels(table: Mapping[str, Any], path: Path) -> Iterator[Candidate]:
 
 
 @cache
-def of_kinds(path: Path | None = None) -> Mapping[Problem, tuple[Candidate, ...]]:
-    """Kernels of the reduction class `ORDERED` that ship, by kind: as a problem of 64x4096x4096.
+def ordered_lists(path: Path | None = None) -> Mapping[Problem, tuple[Candidate, ...]]:
+    """Kernels of the reduction class `ORDERED` that ship, by the problem of 64x4096x4096 that they are for.
 
     Raises SpaceError for one that its family does not know.
     """
@@ -113,11 +113,11 @@ def of_kinds(path: Path | None = None) -> Mapping[Problem, tuple[Candidate, ...]
     return found
 
 
-def of_the_class(problem: Problem) -> tuple[Candidate, ...]:
-    """Those of the problem's kind, whatever its extents."""
+def ordered_kernels(problem: Problem) -> tuple[Candidate, ...]:
+    """The kernels of the class `ORDERED` that ship for such a problem, whatever its extents."""
     m, n, k = (int(word) for word in _USUAL.split("x"))
     usual = replace(problem, m=m, n=n, k=k, batch=1, alignment=MAX_ALIGNMENT)
-    return of_kinds().get(usual, ())
+    return ordered_lists().get(usual, ())
 
 
 def _for_operands(kernel: Candidate, problem: Problem) -> Candidate:
@@ -149,7 +149,7 @@ def launched(
     )
 
 
-def takes(problem: Problem) -> bool:
+def covers(problem: Problem) -> bool:
     """Whether the list is for such products: plain ones that TMA reads as they lie."""
     return (
         problem.in_dtype in DTYPES
@@ -164,7 +164,7 @@ def takes(problem: Problem) -> bool:
 
 @dataclass(frozen=True)
 class _Listed:
-    """Of the kernels those that a device can compile, as columns."""
+    """The listed kernels that a device can compile, as columns."""
 
     numbers: Ints
     columns: Columns
@@ -250,10 +250,10 @@ def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = N
     rows, split_k, seconds, along, swizzles = (np.concatenate(column) for column in zip(*parts, strict=True))
     columns = c.take(rows).launched(split_k=split_k, second=seconds, along_n=along, swizzle=swizzles)
     found = terms(problem, columns, device)
-    # Of launches of each kernel, whole and split, the one that the model takes for the fastest.
-    kinds = 2 * rows + (split_k > 1)
-    order = np.lexsort((found.total_us, kinds))
-    order = order[np.r_[True, np.diff(kinds[order]) != 0]]
+    # The launch of each kernel, whole and split, that the model takes for the fastest.
+    groups = 2 * rows + (split_k > 1)
+    order = np.lexsort((found.total_us, groups))
+    order = order[np.r_[True, np.diff(groups[order]) != 0]]
     order = order[np.argsort(split_k[order] > 1, kind="stable")]
     return Choices(on.numbers[rows], split_k, seconds, along, swizzles, columns, found).take(order)
 

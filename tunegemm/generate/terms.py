@@ -69,7 +69,7 @@ _DRAM_EFFICIENCY = 0.77
 _L2_USABLE = 0.6
 # Clusters of stream-K go through k out of step: that share of what L2 would else have served is read again.
 _OUT_OF_STEP = 0.6
-# What follows tells the bytes of 416 launches that were counted (H200, docs/decisions/0022).
+# What follows was fitted to the bytes that counters saw in 416 launches (H200, docs/decisions/0022).
 # Clusters are out of step by some multiplications: of short tiles they find again what others just read.
 _BEHIND = 1.6e7
 # Clusters of stream-K are out of step with those of whole tiles; and of wide groups, where L2 has much to do.
@@ -127,7 +127,7 @@ class Columns:
     balanced: Bools
     along_n: Bools
     swizzle: Ints
-    gathered: Bools
+    gpc_aware: Bools
     """Whether clusters of one GPC take neighbouring tiles."""
     streamed: Bools
     """Whether L2 lets go first of the operand that a group of tiles does not share."""
@@ -288,7 +288,7 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     total_us = _LAUNCH_US + _FILL_US + _overlap(compute_us, l2_us, dram_us) + epilogue_us
     loads = tiles * (problem.k / c.split_k) * in_bytes
     merged = np.where(size == 1, _MERGED_SINGLE, _MERGED_ELSE)
-    merged = np.where(c.gathered & (c.swizzle >= _WIDE) & ~c.streams, _MERGED, merged)
+    merged = np.where(c.gpc_aware & (c.swizzle >= _WIDE) & ~c.streams, _MERGED, merged)
     return Terms(
         tiles, launched * size, waves, filled, compute_us, l2_us, dram_us, epilogue_us, total_us,
         loads * (c.tile_m + c.tile_n),
@@ -314,7 +314,7 @@ def steady_clock_mhz(device: Device) -> float:
 
 
 def elementwise_us(num_bytes: int, device: Device) -> float:
-    """Of a kernel that does nothing but read and write so many bytes."""
+    """The time of a kernel that does nothing but read and write so many bytes."""
     return _LAUNCH_US + num_bytes / _bandwidth(device)
 
 
@@ -335,7 +335,7 @@ class _Grid:
     m: Ints
     n: Ints
     k_bytes: int
-    """Of a row of an operand."""
+    """Bytes of one row of an operand."""
     batch: int
     clusters_m: Ints
     clusters_n: Ints
@@ -395,7 +395,7 @@ class _Grid:
         held = waves.count * waves.along_bytes - waves.once
         held = held + waves.across_bytes * (waves.groups + _GROUP_AGAIN * (waves.count - waves.groups))
         holds = (waves.across_bytes <= _GROUP_FITS * self.l2_bytes) & (behind <= _GROUP_OUT_OF_STEP)
-        held = np.where(holds & c.gathered & ~c.streams, np.maximum(0.0, held), _GROUP_LOST * waves.again)
+        held = np.where(holds & c.gpc_aware & ~c.streams, np.maximum(0.0, held), _GROUP_LOST * waves.again)
         again = np.where(c.streamed, held, waves.again) * (1 - kept) * apart
         fits = waves.once <= _L2_USABLE * self.l2_bytes
         return self.batch * np.where(fits, waves.once, waves.once + again)
@@ -408,20 +408,20 @@ class _Waves:
     count: Floats
     groups: Floats
     along_bytes: Floats
-    """Of one wave, of the operand that streams past a group."""
+    """Bytes that one wave reads of the operand that streams past a group."""
     across_bytes: Floats
-    """Of one wave, of the operand that a group shares."""
+    """Bytes that one wave reads of the operand that a group shares."""
     once: Floats
-    """Of all waves, if nothing were read twice."""
+    """Bytes that all waves read, if nothing were read twice."""
     again: Floats
-    """Beyond that, if no wave found anything of another."""
+    """Bytes beyond that, if no wave found anything of another."""
 
 
 def _sums_us(sum_bytes: Ints, splits: Ints, second: Bools, early: Bools) -> Floats:
     """What it costs to add the sums of a tile's k splits. early: whole tiles follow them."""
     rate = np.where(early, _EARLY_SECOND_BYTES_PER_US, _SECOND_BYTES_PER_US)
     by_second = _SECOND_KERNEL_US + 2 * sum_bytes / rate
-    # Of two that meet only one writes its sums, and the other reads them.
+    # Where two meet, only one writes its sums, and the other reads them.
     splits = np.maximum(splits, 1)
     moved = 2 * sum_bytes * (splits - 1) / splits
     in_pairs = np.where(

@@ -87,8 +87,8 @@ def stream_clusters(
 
 
 def stream_tiles(tiles: Any, k_tiles: Any, clusters: Any) -> Any:
-    """Of so many cluster tiles those that stream-K cuts: what the last wave has; the wave before too, where
-    that leaves a cluster but a few k tiles. Numbers or arrays.
+    """How many cluster tiles stream-K cuts: those of the last wave; of the wave before too, where that
+    leaves a cluster but a few k tiles. Numbers or arrays.
     """
     last = tiles % clusters
     few = last * k_tiles < _MIN_K_TILES_OF_SHARE * clusters
@@ -128,7 +128,7 @@ def ordered_sum(problem: Problem, candidate: Candidate) -> str:
 
 
 def ordered_bf16_sum(problem: Problem, candidate: Candidate) -> str:
-    """The same of a family whose kernels were compared with those of cute_sm90 in bf16 only."""
+    """`ordered_sum` for a family whose kernels were compared with those of cute_sm90 in bf16 only."""
     is_known = problem.in_dtype == "bf16" and candidate.params.get("acc_dtype", "fp32") == "fp32"
     return ordered_sum(problem, candidate) if is_known else ""
 

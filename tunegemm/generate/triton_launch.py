@@ -97,7 +97,7 @@ class Arguments:
         base = ctypes.addressof(self._memory) + start
         self._pointers = (ctypes.c_void_p * len(offsets))(*[base + offset for offset in offsets])
         self.address = ctypes.addressof(self._pointers)
-        """Of the array of pointers to the parameters."""
+        """Where the array of pointers to the parameters lies."""
 
 
 class Kept(dict[Any, Arguments]):
@@ -235,8 +235,8 @@ def _load(content: bytes, index: int) -> Kernel:
 def _layout(parameters: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...]]:
     """How parameters are packed, and the offset of each."""
     parts, offsets, end = ["<"], [], 0
-    for kind in parameters:
-        code, alignment = _FORMATS[kind]
+    for parameter in parameters:
+        code, alignment = _FORMATS[parameter]
         padding = -end % alignment
         parts.append(f"{padding}x{code}")
         offsets.append(end + padding)

@@ -28,7 +28,7 @@ from tunegemm.errors import ArtifactError
 from tunegemm.generate.ptxas import Resources, output_to, read_report
 
 FORMAT = 2
-"""Of the object file and the compile options here."""
+"""Version of the object file and of the compile options here."""
 _TENSOR_MAP = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]")
 _ENTRY = re.compile(r"\.visible \.entry \w+\((.*?)\)", re.DOTALL)
 
@@ -81,7 +81,7 @@ class Header:
     smem_bytes: int
     """Dynamic shared memory of one block."""
     arguments: tuple[Argument, ...]
-    """In the order of the kernel's source, without its constants."""
+    """The arguments in the order of the kernel's source, without its constants."""
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def build(
         entry=facts.name,
         threads=facts.num_warps * 32,
         smem_bytes=facts.shared,
-        arguments=tuple(_compiled_argument(name, kind, maps) for name, kind in arguments.items()),
+        arguments=tuple(_compiled_argument(name, type_name, maps) for name, type_name in arguments.items()),
     )
     if (found := _parameters(ptx)) != header.parameters:
         raise RuntimeError(f"triton {triton.__version__} passes {found}, expected {header.parameters}")
@@ -190,12 +190,12 @@ def _source_type(function: Any) -> Any:
     return ASTSource
 
 
-def _compiled_argument(name: str, kind: str, maps: Any) -> Argument:
-    if (match := _TENSOR_MAP.match(kind)) is not None:
+def _compiled_argument(name: str, type_name: str, maps: Any) -> Argument:
+    if (match := _TENSOR_MAP.match(type_name)) is not None:
         facts = next(maps)
         box = tuple(facts["block_size"])
         return Argument(name, "tensor_map", TensorMap(match[1], box, facts["swizzle"]))
-    return Argument(name, "pointer" if kind.startswith("*") else kind)
+    return Argument(name, "pointer" if type_name.startswith("*") else type_name)
 
 
 def _parameters(ptx: str) -> tuple[str, ...]:

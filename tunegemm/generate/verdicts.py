@@ -18,28 +18,28 @@ from tunegemm.generate.feasibility import MISSING, Rule, ask
 
 
 @dataclass(frozen=True)
-class Grid:
+class CandidateTable:
     """Candidates as columns: of each parameter a list of values, and for each candidate a place in it."""
 
     family: str
     compile_values: Mapping[str, Sequence[Value]]
     launch_values: Mapping[str, Sequence[Value]]
-    """Empty for kernels without a launch."""
+    """The launch parameters; empty for kernels without a launch."""
     places: Mapping[str, np.ndarray]
-    """By parameter, of both kinds; one entry for each candidate."""
+    """The places by parameter, compile-time and launch-time; one entry for each candidate."""
 
     @classmethod
-    def kernels(cls, family: str, values: Mapping[str, Sequence[Value]]) -> Grid:
+    def kernels(cls, family: str, values: Mapping[str, Sequence[Value]]) -> CandidateTable:
         """Every combination of the values, in the order of `SearchSpace.kernels`."""
         return cls(family, values, {}, _combinations(values))
 
-    def with_launches(self, rows: np.ndarray, values: Mapping[str, Sequence[Value]]) -> Grid:
-        """Of some of the kernels every launch of these values, one kernel's after the other's."""
+    def with_launches(self, rows: np.ndarray, values: Mapping[str, Sequence[Value]]) -> CandidateTable:
+        """Every launch of these values of some of the kernels, one kernel's after the other's."""
         launches = _combinations(values)
         count = len(next(iter(launches.values()), np.zeros(1)))
         places = {name: np.repeat(column[rows], count) for name, column in self.places.items()}
         places |= {name: np.tile(column, len(rows)) for name, column in launches.items()}
-        return Grid(self.family, self.compile_values, values, places)
+        return CandidateTable(self.family, self.compile_values, values, places)
 
     def __len__(self) -> int:
         return len(next(iter(self.places.values())))
@@ -52,7 +52,7 @@ class Grid:
         )
 
     def rejected(self, rules: Sequence[Rule], problem: Problem, device: Device) -> np.ndarray:
-        """For each candidate the place of the first rule that rejects it; their number where none does.
+        """The place of the first rule that rejects each candidate; the number of rules where none does.
 
         As with `apply_rules`, a rule is asked only about what those before it let pass.
         """
@@ -96,7 +96,7 @@ class Grid:
 
 
 def _combinations(values: Mapping[str, Sequence[Value]]) -> dict[str, np.ndarray]:
-    """For each combination, the last value changing first, the places of its values."""
+    """The places of the values of each combination, the last value changing first."""
     sizes = [len(listed) for listed in values.values()]
     whole = np.indices(sizes, dtype=np.int16).reshape(len(sizes), -1)
     return dict(zip(values, whole, strict=True))

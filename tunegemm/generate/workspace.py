@@ -25,7 +25,7 @@ WORKSPACE_ALIGNMENT = 256
 #: More is asked by no candidate: what ships needs 53 MB at most, a space's candidates 85 MB, and cuBLASLt's
 #: algorithms are allowed as much by its space.
 MAX_WORKSPACE_BYTES = 256 << 20
-#: Of the counters of a stream. Kernels need under 5 kB; one that needs more has them zeroed for each launch.
+#: Bytes of the counters of a stream. Kernels need under 5 kB; beyond that, each launch zeroes its own.
 _BLOCK_BYTES = 16384
 #: Streams with a block, on all devices. Launches on further ones have their counters zeroed, too.
 _MAX_BLOCKS = 1024

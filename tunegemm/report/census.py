@@ -17,7 +17,7 @@ from tunegemm.describe.space import SearchSpace, Value
 from tunegemm.generate import families
 from tunegemm.generate.families import Family
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.generate.verdicts import Grid
+from tunegemm.generate.verdicts import CandidateTable
 
 _Values = Mapping[str, tuple[Value, ...]]
 
@@ -89,7 +89,7 @@ def _by_rules(
     family: Family, space: SearchSpace, launch_values: _Values, problem: Problem, device: Device
 ) -> _Counted:
     rules = family.rules
-    kernels = Grid.kernels(space.family, space.compile_values)
+    kernels = CandidateTable.kernels(space.family, space.compile_values)
     of_kernel = kernels.rejected(rules, problem, device)
     passed = np.flatnonzero(of_kernel == len(rules))
     launched = kernels.with_launches(passed, launch_values)

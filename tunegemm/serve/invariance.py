@@ -81,7 +81,7 @@ def borrowed(snapshot: Snapshot, problem: Problem, device: Device, policy: Polic
     first that is expected to be fastest. Those that are not compiled here are for the caller to pass over."""
     origins: dict[Candidate, Record] = {}
     close: set[Candidate] = set()
-    ours = shortlist.of_the_class(problem)
+    ours = shortlist.ordered_kernels(problem)
     for record, is_close in _records(snapshot, problem, device, everywhere=not ours):
         kernel = record.candidate.kernel
         if kernel not in origins and not policy.refusal(problem, record.candidate):

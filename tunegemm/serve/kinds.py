@@ -106,7 +106,7 @@ def name_of(problem: Problem) -> str:
 
 def best_ranked(problem: Problem, device: Device) -> list[Ranked]:
     """The shipped kernels that are expected to be nearest to the best, and run."""
-    order = sorted(ranked(problem, shortlist.of_the_class(problem), device), key=lambda one: -one.expected)
+    order = sorted(ranked(problem, shortlist.ordered_kernels(problem), device), key=lambda one: -one.expected)
     found: list[Ranked] = []
     for one in order:
         if len(found) == ASKED:
@@ -137,7 +137,7 @@ def features_of(
 def outlook(problem: Problem, device: Device, allows: Allows) -> Outlook:
     """What the device's file says of a problem. A file that is of no use is one warning."""
     is_plain = problem.batch == 1 and problem.alignment == MAX_ALIGNMENT
-    if not (problem.epilogue and is_plain and shortlist.of_the_class(problem)):
+    if not (problem.epilogue and is_plain and shortlist.ordered_kernels(problem)):
         return Outlook(decides=False)
     fingerprint = device.fingerprint
     gains = _loaded(device.name)

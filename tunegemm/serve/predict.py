@@ -1,6 +1,6 @@
 """What a product that nobody tuned may take from the list of shipped kernels, by what was measured of others.
 
-For plain products of 16-bit operands (`shortlist.takes`) of few rows. Boosted trees expect of each launch how
+For plain 16-bit products (`shortlist.covers`) of few rows. Boosted trees expect of each launch how
 many times as fast as torch.mm it is; the best expected is taken where it passes a margin, else torch. What
 torch launches is part of it: the library's heuristic is asked as torch asks it (`cublaslt.choice`). Trees and
 margins are in db/selector-GPU.json, made by `benchmarks.selector_fit`; a GPU without such a file serves
@@ -153,7 +153,7 @@ class Selector:
 
 def outlook(problem: Problem, device: Device, allows: Allows = _anything) -> Outlook:
     """What the device's selector says of a problem. A file that is of no use is one warning."""
-    if not shortlist.takes(problem):
+    if not shortlist.covers(problem):
         return Outlook(decides=False)
     selector = _loaded(device.name)
     if isinstance(selector, str):

@@ -146,7 +146,9 @@ def _shortlisted() -> dict[str, tuple[str, Key]]:
     """By its name each kernel of the lists. Of Hopper GPUs any will do: they run the same objects."""
     device, found = find_device("model:h200"), {}
     plain = (Problem.parse("64x4096x4096", dtype=dtype) for dtype in shortlist.DTYPES)
-    kinds = ((problem, kernel) for problem, kernels in shortlist.of_kinds().items() for kernel in kernels)
+    kinds = (
+        (problem, kernel) for problem, kernels in shortlist.ordered_lists().items() for kernel in kernels
+    )
     for problem, kernel in itertools.chain(itertools.product(plain, shortlist.listed()), kinds):
         family = families.get(kernel.family)
         key = family.kernel_key(problem, shortlist.launched(problem, kernel), device)

@@ -196,7 +196,7 @@ def few_new(
     ready: the kernels that have one; all are taken where it is None. is_first: whether the family is the one
     expected to win.
     """
-    ranked = model.in_turn(ranking.predictions)
+    ranked = model.alternate_rankings(ranking.predictions)
     compiling = profile(effort).compiling
     if ready is None or compiling is None:
         return [prediction.candidate for prediction in ranked]

@@ -18,7 +18,7 @@ from tunegemm.generate.artifacts import digest
 from tunegemm.generate.compile import Ready, Shipped
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.feasibility import Remembered, Verdict
-from tunegemm.generate.possible import extent_check, kind_check, kind_of, possible_kernels
+from tunegemm.generate.possible import extent_check, kernel_check, kernel_facts, possible_kernels
 from tunegemm.generate.terms import Columns
 
 #: The one argument of a launch of which each value is compiled in.
@@ -236,11 +236,11 @@ class Kernels:
         """What does not depend on extents, remembered over problems."""
         place = name, *_kind(problem)
         if place not in self._fitting:
-            self._fitting[place] = kind_check(families.get(name), problem, self.device)
+            self._fitting[place] = kernel_check(families.get(name), problem, self.device)
         return self._fitting[place]
 
     def _possible_of(self, problem: Problem, name: str) -> tuple[list[Candidate], Columns]:
-        kind = (name, *kind_of(problem))
+        kind = (name, *kernel_facts(problem))
         if kind not in self._possible:
             family, space = families.get(name), self.space(name)
             kernels = possible_kernels(family, space, problem, self.device, self._folder)
@@ -249,7 +249,7 @@ class Kernels:
 
     def _compiled_of(self, problem: Problem, name: str, compiled: Ready) -> tuple[list[Candidate], Columns]:
         """Those in some order of clusters: a kernel's key does not depend on extents."""
-        kind = (name, *kind_of(problem))
+        kind = (name, *kernel_facts(problem))
         known = self._compiled.get(kind)
         if known is None or known[0] != compiled:
             kernels, columns = self._possible_of(problem, name)
@@ -271,7 +271,7 @@ class Kernels:
 def _kind(problem: Problem) -> tuple[str | int, ...]:
     """What of a problem its kernels depend on: with the source of its epilogue, which may be the user's."""
     function = problem.fused.function
-    return *kind_of(problem), function.source if function else ""
+    return *kernel_facts(problem), function.source if function else ""
 
 
 def _usable(names: Sequence[str] | None) -> tuple[str, ...]:

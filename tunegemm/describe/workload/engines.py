@@ -23,7 +23,7 @@ class Engine:
     merges: bool
     """Whether q, k and v, and gate and up, are one matrix, and attention's latent vectors are absorbed."""
     vocabulary: int
-    """To a multiple of that it pads the columns of the logits."""
+    """It pads the columns of the logits to a multiple of that."""
     decode: Callable[[int], Sequence[int]]
     """Rows of its steps that decode, by the number of ranks: it captures them and pads what is between."""
     prefill: tuple[int, ...]
@@ -69,7 +69,7 @@ class Shapes:
 
     workload: Workload
     layers: Mapping[str, int]
-    """How often a step computes each kind of layer, by its name and size."""
+    """How often a step computes each layer, by its name and size."""
     refused: Mapping[str, str]
     """Why others have no kernels."""
 
@@ -147,7 +147,7 @@ def _matrices(layer: Layer, engine: Engine, ranks: int) -> list[tuple[int, int, 
 
 
 def _kind(problem: Problem, bias: bool) -> Kind:
-    """As `tunegemm record` would write it."""
+    """The workload as `tunegemm record` would write it."""
     names = {field.name for field in fields(Kind)} & {field.name for field in fields(Problem)}
     shared: dict[str, Any] = {name: getattr(problem, name) for name in names}
     op = "scaled_mm" if problem.fused.scales else "addmm" if bias else "mm"

@@ -35,7 +35,7 @@ class Linear:
     split: Literal["columns", "depth", ""] = ""
     """What tensor parallelism divides; empty where each rank has all of it."""
     units: int = 1
-    """In how many parts that can be divided at most: heads, or features."""
+    """Parts into which that can be divided at most: heads, or features."""
     shared: bool = False
     """Whether ranks beyond `units` have the same part: heads of keys and values."""
 
@@ -208,7 +208,7 @@ def _deepseek(config: Config, index: int) -> list[Layer]:
     return [*found, *_mlp(config, at, "mlp.shared_experts", width, bias=config.flag("mlp_bias"))]
 
 
-#: By ``model_type``.
+#: What reads a config, by its ``model_type``.
 FAMILIES: dict[str, Layers] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
@@ -232,9 +232,9 @@ class Model:
     """What a config says of a model's products."""
 
     layers: tuple[Layer, ...]
-    """Of all its blocks, in order, then the logits."""
+    """Layers of all its blocks, in order, then the logits."""
     dtype: str
-    """Of weights and activations that are not quantised: bf16, fp16 or fp32."""
+    """Dtype of weights and activations that are not quantised: bf16, fp16 or fp32."""
     quantization: Mapping[str, Any]
     """Its ``quantization_config``; empty without one."""
     where: str

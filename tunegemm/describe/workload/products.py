@@ -23,7 +23,7 @@ _LONGEST_WORD = 65_536
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """What one product is, apart from how often it ran. Of any dtype and strides."""
+    """What one product is, of any dtype and strides, apart from how often it ran."""
 
     m: int
     n: int
@@ -88,7 +88,7 @@ class Product:
     timed: int = 0
     """Calls that were timed: the first ones outside capture."""
     median_us: float | None = None
-    """Of the timed calls: between CUDA events on a GPU, by the wall clock on a CPU."""
+    """Median of the timed calls: between CUDA events on a GPU, by the wall clock on a CPU."""
 
     @property
     def weight(self) -> int:
@@ -139,7 +139,7 @@ class Workload:
 
     @classmethod
     def from_document(cls, document: Any, where: str) -> tuple[Workload, list[str]]:
-        """From the parsed file; and a line, with its number and reason, for each product that is not one.
+        """The workload of a parsed file; and a line with number and reason for each product that is not one.
 
         Raises WorkloadError for any other document.
         """

@@ -105,7 +105,7 @@ def library_alignment(problem: Problem, candidate: Candidate, device: Device) ->
     return None
 
 
-#: Of the library's algorithms; torch's own product has none.
+#: What the library's algorithms keep to; torch's own product has no rules.
 RULES = (named_algorithm, complete_name, library_dtypes, library_epilogue, library_alignment)
 
 
@@ -165,7 +165,7 @@ class CublasLt:
     def kernel_key(
         self, problem: Problem, candidate: Candidate, device: Device
     ) -> Mapping[str, str | int | bool]:
-        """Empty: nothing is compiled."""
+        """Nothing is compiled: the key is empty."""
         return {}
 
     def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:

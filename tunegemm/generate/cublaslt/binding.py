@@ -125,7 +125,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def status_name(status: int) -> str:
-    """Such as ``CUBLAS_STATUS_NOT_SUPPORTED (15)``."""
+    """The library's name of a status, such as ``CUBLAS_STATUS_NOT_SUPPORTED (15)``."""
     return f"{library().cublasLtGetStatusName(status).decode()} ({status})"
 
 
@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def descriptors(self) -> tuple[c_void_p, ...]:
-        """Of the product, A, B, C and D, as the library takes them."""
+        """The descriptors of the product, A, B, C and D, in the library's order."""
         return self.description, self.first, self.second, self.out, self.out
 
     def _layout(self, problem: Problem, matrix: Matrix, dtype: str) -> c_void_p:
@@ -169,10 +169,10 @@ class Plan:
             _set("MatrixLayout", layout, STRIDED_BATCH_OFFSET, c_int64(matrix.batch_stride))
         return layout
 
-    def _make(self, kind: str, *arguments: int) -> c_void_p:
+    def _make(self, what: str, *arguments: int) -> c_void_p:
         made = c_void_p()
-        call(f"{kind}Create", byref(made), *arguments)
-        self._made.append((getattr(library(), f"cublasLt{kind}Destroy"), made))
+        call(f"{what}Create", byref(made), *arguments)
+        self._made.append((getattr(library(), f"cublasLt{what}Destroy"), made))
         return made
 
     def __del__(self) -> None:
@@ -209,10 +209,10 @@ def heuristic(device_index: int, plan: Plan, requested: int, workspace_bytes: in
 
 def read(algorithm: Any, name: str) -> int:
     """The number that an attribute of an algorithm has. Raises LibraryError."""
-    attribute, kind = ATTRIBUTES[name]
-    value, written = kind(), c_size_t()
+    attribute, c_type = ATTRIBUTES[name]
+    value, written = c_type(), c_size_t()
     call(
-        "MatmulAlgoConfigGetAttribute", byref(algorithm), attribute, byref(value), ctypes.sizeof(kind),
+        "MatmulAlgoConfigGetAttribute", byref(algorithm), attribute, byref(value), ctypes.sizeof(c_type),
         byref(written),
     )  # fmt: skip
     return int(value.value)
@@ -231,5 +231,5 @@ def number_as(name: str, number: int) -> Any:
     return value
 
 
-def _set(kind: str, target: Any, attribute: int, value: Any) -> None:
-    call(f"{kind}SetAttribute", target, attribute, byref(value), ctypes.sizeof(value))
+def _set(what: str, target: Any, attribute: int, value: Any) -> None:
+    call(f"{what}SetAttribute", target, attribute, byref(value), ctypes.sizeof(value))

@@ -13,7 +13,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt import binding, names
 from tunegemm.generate.cublaslt.operands import packed_strides
 
-#: That torch gives the library on Hopper.
+#: What torch gives the library on Hopper.
 _WORKSPACE_BYTES = 32 << 20
 
 
@@ -29,8 +29,8 @@ class LibraryChoice:
     split_k: int
 
 
-def of_label(label: str) -> LibraryChoice | None:
-    """From a label such as ``cublaslt a66 t64x8 s64xAUTO c4x1x1 splitk2 compute_type``."""
+def parse_label(label: str) -> LibraryChoice | None:
+    """The choice that a label names, such as ``cublaslt a66 t64x8 s64xAUTO c4x1x1 splitk2 compute_type``."""
     tile = re.search(r" t(\d+)x(\d+)\b", label)
     cluster = re.search(r" c(\d+)x(\d+)x1\b", label)
     split = re.search(r" splitk(\d+)\b", label)
@@ -43,7 +43,7 @@ def of_label(label: str) -> LibraryChoice | None:
 
 
 def first_choice(problem: Problem, device_index: int) -> LibraryChoice | None:
-    """For packed operands on a device; None where the library cannot be asked or names no tile."""
+    """What the library chooses for packed operands; None where it cannot be asked or names no tile."""
     import torch
 
     if not {problem.in_dtype, problem.out_dtype} <= binding.TYPES.keys() or not torch.cuda.is_initialized():

@@ -108,7 +108,7 @@ def _int_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _each_entry(problem: Problem, launch: Launcher) -> Launcher:
-    """For a product that torch has without a batch only."""
+    """Launches a product that torch has without a batch only, entry by entry."""
     if problem.batch == 1:
         return launch
 
@@ -137,7 +137,7 @@ def _padded_extents(problem: Problem, unit: int) -> tuple[int, int, int]:
 
 
 def _padded(problem: Problem, unit: int, launch: Callable[..., None]) -> Launcher:
-    """On copies with zeros around them, where torch refuses the extents as they are or the output's major."""
+    """Launches on copies with zeros around them, where torch refuses the extents or the output's major."""
     if fits_library(problem, unit):
         return launch
     m, n, k = _padded_extents(problem, unit)

@@ -81,7 +81,7 @@ class Division:
 
     @classmethod
     def of(cls, problem: Problem, candidate: Candidate, device: Device) -> Division:
-        """For the candidate's `ctas`, `split_k` and `reduction`, as records older than some of them mean it.
+        """How a candidate's `ctas`, `split_k` and `reduction` divide it, as older records mean them.
 
         `ctas`: ``all`` fills the device; ``balanced`` takes the fewest clusters that need no further wave.
         Stream-K always fills it, as far as each cluster has a few k tiles.
@@ -111,7 +111,7 @@ class Order:
     """
 
     address: int
-    """Of the table in device memory; 0: a cluster's is its own index."""
+    """Where the table lies in device memory; 0 where a cluster's place is its own index."""
     across: int
     """Tiles of a block across the swizzle; of a block of one line the swizzle size."""
     along: int
@@ -119,7 +119,7 @@ class Order:
 
     @classmethod
     def of(cls, candidate: Candidate, device: Device, clusters: int) -> Order:
-        """For the candidate's `cluster_order`; by index where nothing is known of the device."""
+        """What a candidate's `cluster_order` means; by index where nothing is known of the device."""
         lines = cls(0, int(candidate["swizzle_size"]), 1)
         if candidate.params.get("cluster_order", "index") == "index" or clusters < 2:
             return lines

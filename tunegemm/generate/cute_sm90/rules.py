@@ -51,7 +51,7 @@ _VECTOR_REGISTERS = 4
 _STREAM_REGISTERS = 8
 #: More than so many accumulators leave pingpong's turns no room for the bookkeeping of clusters: 208 compile
 #: without spills where there are none, and spill 80 B in 6 of 10 kernels with them, by one ptxas of two or
-#: both (one is in the same tests). Gathered ones do not; the rule looks at what all launches share.
+#: both (one is in the same tests). GPC-aware ones do not; the rule looks at what all launches share.
 _TAKING_TURNS_IN_CLUSTERS = 192
 #: Accumulators beside which a warpgroup of two 64-row atoms has room for a second matrix.
 _ROOMY_ACCUMULATORS = 128

@@ -108,7 +108,7 @@ class KernelConfig(Mapped):
 
     @property
     def accumulators(self) -> int:
-        """Of one thread: four of each instruction."""
+        """Accumulators of one thread: four of each instruction."""
         return 4 * self.groups * self.row_groups
 
     @property

@@ -76,7 +76,7 @@ class Units(NamedTuple):
     batch: Int32
     split_k: Int32
     steps: Int32
-    """Of each unit, of `tile_k`."""
+    """Steps of `tile_k` in each unit."""
 
 
 class Place(NamedTuple):
@@ -373,13 +373,13 @@ class Finish:
 
     config: KernelConfig
     address: Int64
-    """Of D."""
+    """Where D begins."""
     extents: tuple[Int32, Int32, Int32]
     leading: Int64
-    """Of D, in elements; the other stride too."""
+    """Leading dimension of D, in elements; the other stride too."""
     batch_stride: Int64
     words: tuple
-    """Of the epilogue's operands."""
+    """Words of the epilogue's operands."""
 
     @property
     def out_dtype(self):

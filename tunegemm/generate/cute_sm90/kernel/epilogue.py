@@ -50,7 +50,7 @@ class Epilogue:
     c: TmaTensor | None
     """The epilogue's matrix that TMA loads, as D; None without one."""
     mma: cute.TiledMma | None
-    """Of what is converted at a time; None where sums are stored directly."""
+    """The tiled MMA of what is converted at a time; None where sums are stored directly."""
     sD: cute.Tensor | None
     """(epiM, epiN, BUFFER), buffers of all consumer warpgroups"""
     loaded: Any
@@ -59,7 +59,7 @@ class Epilogue:
     group: Int32
     """Which of the consumer warpgroups this is."""
     thread: Int32
-    """Of the warpgroup."""
+    """The thread's index in the warpgroup."""
 
     @cute.jit
     def store(self, accumulators, origin, phases):

@@ -48,7 +48,7 @@ class Fusion:
     words: tuple
     """Columns of the product, then the words of a launch that say what the operands are."""
     thread: Int32
-    """Of the warpgroup."""
+    """The thread's index in the warpgroup."""
     amax: Any = None
     """One register: the bits of the largest magnitude of what this thread stores, over all of its tiles.
 

@@ -175,7 +175,7 @@ class Gemm:
 
     @cute.jit
     def schedule_params(self, given, words):
-        """Of a launch. Work is counted in clusters."""
+        """The numbers of a launch. Work is counted in clusters."""
         config, fused = self.config, self.config.fused
         k_tiles = cute.ceil_div(given.k, config.tile_k)
         if const_expr(config.tile_scheduler != "stream_k"):

@@ -48,7 +48,7 @@ class Mmas(NamedTuple):
 
 
 class SmemLayouts(NamedTuple):
-    """Of the rings and of the staging buffers."""
+    """The layouts of the rings and of the staging buffers."""
 
     a: cute.ComposedLayout
     """(bM, bK, STAGE)"""

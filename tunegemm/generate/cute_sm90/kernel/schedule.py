@@ -27,7 +27,7 @@ class ScheduleParams(NamedTuple):
     """What the launch decides. Tiles are those of clusters."""
 
     k_tiles: Int32
-    """Of a work unit; of stream-K of a whole tile."""
+    """k tiles of a work unit; of stream-K those of a whole tile."""
     tiles_m: Int32
     tiles_n: Int32
     batch: Int32
@@ -40,7 +40,7 @@ class ScheduleParams(NamedTuple):
     clusters: Int32
     """The grid."""
     block_across: Int32
-    """Of GPC-aware rasterization: see `kernel_rasterization.Block`."""
+    """The block of GPC-aware rasterization: see `kernel_rasterization.Block`."""
     block_along: Int32
     last_row: Int32
     """Where the last tiles begin, see `last_origin`."""
@@ -51,7 +51,7 @@ class WorkUnit(NamedTuple):
     """What a cluster multiplies next. Where no stream-K is compiled, all but the index are constants."""
 
     index: Int32
-    """Of the tile and its k split; of stream-K of the tile."""
+    """The index of the tile and its k split; of stream-K that of the tile."""
     first_k_tile: Int32
     k_tiles: Int32
     share: Int32
@@ -59,7 +59,7 @@ class WorkUnit(NamedTuple):
 
 
 class TileCoord(NamedTuple):
-    """Of a CTA: its tile along m and n, batch entry, k split."""
+    """Where a CTA works: its tile along m and n, batch entry, k split."""
 
     m: Int32
     n: Int32

@@ -34,7 +34,7 @@ SPLITS_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class SecondKernel:
-    """For one `KernelConfig`."""
+    """The kernel of one `KernelConfig`."""
 
     config: KernelConfig
     dtypes: Dtypes

@@ -25,18 +25,18 @@ class Workspace(NamedTuple):
     partials: cute.Pointer
     """Sums of work units, `Division` in the package says of how many."""
     counters: cute.Pointer
-    """Of meetings: zeros that the kernel leaves as zeros."""
+    """Counters of meetings: zeros that the kernel leaves as zeros."""
 
 
 class Place(NamedTuple):
     """Whose sums in the workspace, but for the work unit."""
 
     rank: Int32
-    """Of the CTA in its cluster."""
+    """The CTA's rank in its cluster."""
     warpgroup: Int32
-    """Of those that share a tile."""
+    """The warpgroup's index among those that share a tile."""
     thread: Int32
-    """Of the warpgroup."""
+    """The thread's index in the warpgroup."""
 
 
 @cute.jit
@@ -64,7 +64,7 @@ class SplitK:
     group: Int32
     """Which of the consumer warpgroups this is."""
     thread: Int32
-    """Of the warpgroup."""
+    """The thread's index in the warpgroup."""
 
     @cute.jit
     def add(self, accumulators, schedule, unit):
