@@ -318,9 +318,9 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
         out = api.matmul(a, b)
     served = api.dispatcher
     recent = served.planner.state.recent.get(b.data_ptr())
-    if recent is None or recent.plan is None or recent.at is None:
+    if recent is None or recent.plan is None or recent.launch is None:
         raise TunegemmError(f"{problem} was not launched by a tuned kernel; tune it first")
-    plan, at, index = recent.plan, recent.at, device.index
+    plan, launch, index = recent.plan, recent.launch, device.index
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream
     plain, slowly = form_of(MATMUL, ""), SlowPath(served.planner, served.product, served.fused).compute
@@ -328,14 +328,14 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
         "nothing (a Python call)": lambda: None,
         "check of the operands": lambda: recent.check(a, b),
         "modes": lambda: (
-            guards.dispatch_modes() or guards.deterministic() or recent.trains,
-            recent.index >= 0 and recent.index != guards.current_device(),
+            guards.dispatch_modes() or guards.deterministic() or recent.requires_grad,
+            recent.device_index >= 0 and recent.device_index != guards.current_device(),
         ),
         "three addresses": lambda: (a.data_ptr(), b.data_ptr(), out.data_ptr()),
         "output": lambda: served.planner.allocate(*plan.output),
         "output by torch.empty_like": lambda: torch.empty_like(out),
         "stream": lambda: stream(index),
-        "launch": lambda: at(*addresses),
+        "launch": lambda: launch(*addresses),
         "launch of tensors": lambda: plan.launch(a, b, out),
         "dispatcher, known product": lambda: served.product(MATMUL, a, b),
         "dispatcher, slow path": lambda: slowly(plain, a, b, (), (), None),

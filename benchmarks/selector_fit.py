@@ -47,7 +47,7 @@ FOLDS = 8
 RANGES = (8, 32, 64, 128)
 #: What lasting work takes from a lead, in log, by range: 14 of first_use's listed products of 64 rows that
 #: were timed in steady state were 0.017 below their records, the 13 in an interleave 0.
-SAG = (0.0, 0.0, 0.02, 0.02)
+SUSTAINED_LOSS = (0.0, 0.0, 0.02, 0.02)
 #: Most of a range's products that may be slower than 0.99 of torch, in validation, and of all products that
 #: may be slower than the slowest that is wanted. The ranges together are half of all products.
 LOSERS, SLOWEST, SLOWER = 0.01, 0.972, 0.002
@@ -180,7 +180,7 @@ def fit(options: argparse.Namespace) -> None:
         "kernels": kept,
         "rows": list(RANGES),
         "extents": [int(extreme(row[name] for row in own for name in "nk")) for extreme in (min, max)],
-        "sag": list(SAG),
+        "sustained_loss": list(SUSTAINED_LOSS),
         "margins": margins,
         "served": {
             name: {
@@ -274,11 +274,11 @@ def calibrate(m: NDArray[np.int64], expected: Floats, got: Floats) -> list[float
     a range has too few products to tell two in a thousand.
     """
     ranges = np.searchsorted(RANGES, m)
-    got = got - np.array(SAG)[ranges]
+    got = got - np.array(SUSTAINED_LOSS)[ranges]
     for floor in np.arange(LEAST_MARGIN, MOST_MARGIN, MARGIN_STEP).tolist():
         margins = [
-            least_margin(expected[ranges == number] - sag, got[ranges == number], floor)
-            for number, sag in enumerate(SAG)
+            least_margin(expected[ranges == number] - loss, got[ranges == number], floor)
+            for number, loss in enumerate(SUSTAINED_LOSS)
         ]
         final = np.where(is_served(m, expected, margins), got, 0.0)
         if (final < np.log(SLOWEST)).mean() <= SLOWER:
@@ -298,7 +298,7 @@ def least_margin(expected: Floats, got: Floats, floor: float, slower: float = 1.
 
 def is_served(m: NDArray[np.int64], expected: Floats, margins: list[float]) -> NDArray[np.bool_]:
     ranges = np.searchsorted(RANGES, m)
-    served: NDArray[np.bool_] = expected > np.array(margins)[ranges] + np.array(SAG)[ranges]
+    served: NDArray[np.bool_] = expected > np.array(margins)[ranges] + np.array(SUSTAINED_LOSS)[ranges]
     return served
 
 

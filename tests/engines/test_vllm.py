@@ -332,7 +332,7 @@ found["on the CPU"] = [*theirs]
 seen = []
 class Watched:
     planner = api.dispatcher.planner
-    def recorded(self, a, b):
+    def below_autograd(self, a, b):
         seen.append([*a.shape, *b.shape])
         return a @ b
 api.dispatcher = Watched()

@@ -342,7 +342,7 @@ import tunegemm
 result = tunegemm.matmul(a, b)
 seconds = time.process_time() - start
 from tunegemm.serve import api
-assert [plan.at is not None for plan in api.dispatcher.planner.state.plans.values()] == [True]
+assert [plan.launch_at is not None for plan in api.dispatcher.planner.state.plans.values()] == [True]
 torch.testing.assert_close(result, expected)
 assert not {"cutlass", "sqlalchemy", "alembic", "optuna", "pandas"} & set(sys.modules)
 print(seconds)

@@ -298,7 +298,7 @@ class Flawed:
 def test_a_thread_that_fails_is_followed_by_another(
     where: str, error: BaseException, serving, kernel, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "_AGAIN_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(background, "_RETRY_AFTER_S", (0.01, 0.01, 0.01))
     monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
         **planning.Planner.__init__.__kwdefaults__, "pool": Flawed(2, where, error),
     })  # fmt: skip
@@ -313,7 +313,7 @@ def test_a_thread_that_fails_is_followed_by_another(
 def test_what_always_fails_is_given_up_and_said_once(
     where: str, serving, kernel, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "_AGAIN_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(background, "_RETRY_AFTER_S", (0.01, 0.01, 0.01))
     monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
         **planning.Planner.__init__.__kwdefaults__, "pool": Flawed(99, where, TypeError("no such thing")),
     })  # fmt: skip

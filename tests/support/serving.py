@@ -20,7 +20,7 @@ from tunegemm.generate.families import Launcher, kernel_source_hash
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, operand_reader
 from tunegemm.serve import api, dispatcher, slow_path
 from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.forms import RECORDED, Form
+from tunegemm.serve.forms import BELOW_AUTOGRAD, Form
 from tunegemm.serve.torch import ops, takeover
 from tunegemm.store.record import Record
 
@@ -53,7 +53,7 @@ def forbid_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that falls back to torch fails the test."""
 
     def refuse(form: Form, *_: object) -> None:
-        if form.kind != RECORDED:
+        if form.call != BELOW_AUTOGRAD:
             pytest.fail("fell back to torch")
 
     for module in (dispatcher, slow_path):

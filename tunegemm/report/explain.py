@@ -23,7 +23,7 @@ from tunegemm.generate.tiles import tile_count
 from tunegemm.measure.evidence import Evidence, leaders
 from tunegemm.measure.outcome import PREDICTED_RATIO
 from tunegemm.report.text import significant
-from tunegemm.serve.invariance import Borrowed
+from tunegemm.serve.invariance import InvariantOption
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_compile, read_mode, read_policy
 from tunegemm.serve.neighbours import Near
@@ -96,7 +96,7 @@ class Explanation:
     where a kernel is predicted."""
     predicted: Predicted | None
     """What is expected of a kernel that nobody measured for this problem."""
-    near: Near | Borrowed | None
+    near: Near | InvariantOption | None
     """What is expected of a near hit."""
     feedback: StoredRecord | None
     """What was measured of a kernel that was predicted for this problem; None where none was measured."""
@@ -155,7 +155,7 @@ class Explanation:
                 "candidate": dict(ahead.record.candidate.params),
                 "expected_ratio": ahead.expected,
                 "least_ratio": ahead.bound,
-                "evidence": ahead.evidence,
+                "evidence": ahead.basis,
             }
         facts["feedback"] = None
         if (found := self.feedback) is not None:

@@ -62,7 +62,7 @@ class Extras(TypedDict, total=False):
     operands: Sequence[Any]
     """What that epilogue takes, in its order: tensors and numbers."""
     out_dtype: torch.dtype | None
-    """Of the result, where it is not the operands': fp32 for 16-bit ones, int32 for int8; bf16, fp16 or fp32
+    """The result's, where it is not the operands': fp32 for 16-bit ones, int32 for int8; bf16, fp16 or fp32
     for int8 with an epilogue that scales."""
 
 
@@ -302,7 +302,7 @@ def _given(bias: Any, residual: Any) -> tuple[Any, ...]:
 
 
 def _fused(
-    kind: int,
+    call: int,
     text: str,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -315,9 +315,9 @@ def _fused(
     if torch.compiler.is_compiling():
         if not text and out_dtype is None:
             return ops.traced_matmul(a, b, out)
-        return ops.traced_fused(kind, text, a, b, tensors, numbers, out, out_dtype, accumulation)
+        return ops.traced_fused(call, text, a, b, tensors, numbers, out, out_dtype, accumulation)
     try:
-        form = form_of(kind, text, out_dtype, accumulation)
+        form = form_of(call, text, out_dtype, accumulation)
     except TypeError:  # not even hashable
         raise ProblemError(f"out_dtype {out_dtype!r:.40} is not a torch.dtype") from None
     return dispatcher.fused(form, a, b, tensors, numbers, out)

@@ -28,12 +28,12 @@ from tunegemm.store.record import Record
 if TYPE_CHECKING:  # a program whose kernels are all here imports neither pool nor workers
     from tunegemm.generate.compile import CompilePool, CompileResult
 
-#: Of one kernel: workers of low priority wait for others, and nobody waits for them.
+#: How long one kernel may take: workers of low priority wait for others, and nobody waits for them.
 _TIMEOUT_S = 600.0
 _MOST_WORKERS = 4
 #: Seconds until a kernel is compiled again that the machine did not let compile, as for want of memory: after
 #: the last one it is given up in this process.
-_AGAIN_S = (1.0, 15.0, 120.0)
+_RETRY_AFTER_S = (1.0, 15.0, 120.0)
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class _Job(NamedTuple):
     family: str
     key: Key
     tries: int = 0
-    """Of before, in vain."""
+    """How often it was tried in vain."""
 
 
 class _Done(NamedTuple):
@@ -63,7 +63,10 @@ class _Done(NamedTuple):
 
 
 def make_pool() -> CompilePool:
-    """Of a few workers, into the user's store. What others compiled is not asked for: it did not run."""
+    """A pool of a few workers, which writes to the user's store.
+
+    What others compiled is not asked for: it did not run.
+    """
     from tunegemm.generate.compile import CompilePool
 
     workers = max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 4))
@@ -170,7 +173,7 @@ class BackgroundCompiler:
                 if isinstance(event := events.get_nowait(), _Job):
                     jobs.append(event)
         for job in jobs:
-            self._again(job, _reason(error))
+            self._retry(job, _reason(error))
 
     def _submit(self, pool: CompilePool, job: _Job, events: queue.SimpleQueue[_Job | _Done]) -> None:
         try:
@@ -187,7 +190,7 @@ class BackgroundCompiler:
         try:
             result = future.result()
             if (artifact := result.artifact) is None and result.is_transient:
-                self._again(job, result.failure)
+                self._retry(job, result.failure)
                 return False
             if artifact is None:
                 self._failures[job.kernel] = result.failure
@@ -195,7 +198,7 @@ class BackgroundCompiler:
             pass
         except BaseException as error:
             if isinstance(error, MemoryError | OSError) and is_transient(error):
-                self._again(job, _reason(error))
+                self._retry(job, _reason(error))
                 return False
             if isinstance(error, TunegemmError | OSError | RuntimeError):  # the cache or the workers fail all
                 self._refusal = self._refusal or one_line(error)
@@ -221,17 +224,19 @@ class BackgroundCompiler:
         with self._lock:
             self._asked.discard(job.kernel)
 
-    def _again(self, job: _Job, reason: str) -> None:
+    def _retry(self, job: _Job, reason: str) -> None:
         """A job that the machine did not let be done is done later, or given up."""
         try:
-            timer = threading.Timer(_AGAIN_S[job.tries], self._put_again, [job._replace(tries=job.tries + 1)])
+            timer = threading.Timer(
+                _RETRY_AFTER_S[job.tries], self._put_retry, [job._replace(tries=job.tries + 1)]
+            )
             timer.daemon = True
             timer.start()
         except (IndexError, RuntimeError):  # often enough; or no thread can be had
             self._failures[job.kernel] = reason
             self._tell(job)
 
-    def _put_again(self, job: _Job) -> None:
+    def _put_retry(self, job: _Job) -> None:
         with self._lock:
             is_put = self._put(job)
         if not is_put:
@@ -239,7 +244,7 @@ class BackgroundCompiler:
             self._tell(job)
 
     def _log(self, error: BaseException) -> None:
-        """Of each kind of error once."""
+        """Logs each kind of error once."""
         if (reason := _reason(error)) not in self._logged:
             self._logged.add(reason)
             _log.warning("compiling in the background: %s; it goes on", reason, exc_info=error)

@@ -57,7 +57,9 @@ class Checked:
         fused = problem.fused.operands
         self._tensors = tuple(index for index, one in enumerate(fused) if one.kind != "number")
         self._names = ("a", "b", "out", *(fused[index].name for index in self._tensors))
-        self._matrices = {3 + at for at, index in enumerate(self._tensors) if fused[index].kind == "matrix"}
+        self._matrices = {
+            3 + number for number, index in enumerate(self._tensors) if fused[index].kind == "matrix"
+        }
         self._known: dict[Any, tuple[Extent, ...]] = {}
         #: Places of what is written, and of what that must not meet.
         self._pairs = [(2, other) for other in range(len(self._names)) if other != 2]
@@ -121,7 +123,7 @@ class Checked:
             )
 
     def _check_fused(self, operands: Sequence[Any]) -> None:
-        """Of dtypes, shapes and strides launchers know (`words_reader`)."""
+        """Numbers and places. Dtypes, shapes and strides are checked by launchers (`words_reader`)."""
         for described, value in zip(self._problem.fused.operands, operands, strict=True):
             if described.kind == "number":
                 if not isinstance(value, Real):

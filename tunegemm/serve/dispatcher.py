@@ -9,7 +9,7 @@ torch.
 Building such a key costs more than all else that is left of a call. So a call first looks at what was done
 last with the `b` at this address, mostly a weight: if one check in C says that the operands are as they were
 then, that plan is right, whatever `b` is now. (Not with the same object: what ATen and Inductor's code pass
-is a new view each time.) Code that was compiled for operands of one kind does without the check, too.
+is a new view each time.) Code that was compiled for certain operands does without the check, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tunegemm.serve.forms import ADDMM, BMM, LINEAR, MATMUL, RECORDED, SCALED_MM, Form, form_of
+from tunegemm.serve.forms import ADDMM, BELOW_AUTOGRAD, BMM, LINEAR, MATMUL, SCALED_MM, Form, form_of
 from tunegemm.serve.guards import (
     current_device,
     deterministic,
@@ -38,8 +38,8 @@ from tunegemm.serve.slow_path import SlowPath, by_torch
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import data_ptr
 
-#: The forms of products that are stored as they are, by their kind.
-_PLAIN_FORMS = {kind: form_of(kind, "") for kind in (MATMUL, LINEAR, RECORDED, BMM, ADDMM, SCALED_MM)}
+#: The forms of products that are stored as they are, by their call.
+_PLAIN_FORMS = {call: form_of(call, "") for call in (MATMUL, LINEAR, BELOW_AUTOGRAD, BMM, ADDMM, SCALED_MM)}
 
 
 class Dispatcher:
@@ -60,60 +60,60 @@ class Dispatcher:
             return self.product(LINEAR, x, weight)
         return self.fused(form_of(LINEAR, "bias_n"), x, weight, (bias,))
 
-    def recorded(self, a: Any, b: Any, out: Any = None) -> Any:
+    def below_autograd(self, a: Any, b: Any, out: Any = None) -> Any:
         """The product ``a @ b`` by a recorded kernel, or None where torch is to compute it.
 
         For callers below autograd, transforms and modes. What the user did not write in so many words draws
         no warning of its strides: only a record that is missing does.
         """
-        return self.product(RECORDED, a, b, out)
+        return self.product(BELOW_AUTOGRAD, a, b, out)
 
-    def product(self, kind: int, a: Any, b: Any, out: Any = None) -> Any:
-        """Of any kind of call."""
+    def product(self, call: int, a: Any, b: Any, out: Any = None) -> Any:
+        """What a call such as `MATMUL` makes of a and b."""
         try:
             a_address, b_address = data_ptr(a), data_ptr(b)
         except (AttributeError, RuntimeError, TypeError):  # no tensors, or such as have no memory
-            return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
+            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         if (a_address | b_address) & (ALIGNMENT - 1):
-            return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
+            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         if out is None:
-            place = b_address | kind
-            recent = self.planner.state.recent.get(place)
+            slot = b_address | call
+            recent = self.planner.state.recent.get(slot)
             known = recent is not None and recent.check(a, b)
         else:
-            place = b_address | 2 | kind
-            recent = self.planner.state.recent.get(place)
+            slot = b_address | 2 | call
+            recent = self.planner.state.recent.get(slot)
             known = recent is not None and recent.check(a, b, out)
         if not known:
-            recent = self._earlier(place, a, b) if out is None else self._earlier(place, a, b, out)
-        if recent is None or (recent.trains and grad_enabled()):
-            return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
-        plan, at = recent.plan, recent.at
-        if plan is None or at is None:  # torch's, in whatever mode
+            recent = self._earlier(slot, a, b) if out is None else self._earlier(slot, a, b, out)
+        if recent is None or (recent.requires_grad and grad_enabled()):
+            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
+        plan, launch = recent.plan, recent.launch
+        if plan is None or launch is None:  # torch's, in whatever mode
             if time.monotonic() < self.planner.next_look:
-                return by_torch(_PLAIN_FORMS[kind], a, b, (), (), out)
-            return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
+                return by_torch(_PLAIN_FORMS[call], a, b, (), (), out)
+            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         if (
             dispatch_modes()
             or deterministic()
             or forward_ad._current_level >= 0
-            or (recent.index >= 0 and recent.index != current_device())
+            or (recent.device_index >= 0 and recent.device_index != current_device())
         ):
-            return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
+            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         try:
             if out is None:
                 result = self._empty(*plan.output)
-                at(a_address, b_address, result.data_ptr())
+                launch(a_address, b_address, result.data_ptr())
                 return result
             out_address = out.data_ptr()
             if are_apart(plan, a_address, b_address, out_address):
-                if recent.counts:
+                if recent.bumps_version:
                     increment_version(out)
-                at(a_address, b_address, out_address)
+                launch(a_address, b_address, out_address)
                 return out
         except (RuntimeError, ValueError):  # the slow path meets it again, and knows what to do
             pass
-        return self._slowly(_PLAIN_FORMS[kind], a, b, (), (), out)
+        return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
 
     def fused(
         self,
@@ -126,7 +126,7 @@ class Dispatcher:
     ) -> Any:
         """What a form makes of a product; tensors and numbers: what its epilogue takes, each in its order.
 
-        None where the form is of the kind RECORDED and torch is to compute it.
+        None where the form's call is BELOW_AUTOGRAD and torch is to compute it.
         """
         try:
             a_address, b_address = data_ptr(a), data_ptr(b)
@@ -134,15 +134,15 @@ class Dispatcher:
             return self._slowly(form, a, b, tensors, numbers, out)
         if (a_address | b_address) & (ALIGNMENT - 1):
             return self._slowly(form, a, b, tensors, numbers, out)
-        place = b_address | form.place if out is None else b_address | 2 | form.place
+        slot = b_address | form.tag if out is None else b_address | 2 | form.tag
         everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)
-        recent = self.planner.state.recent.get(place)
+        recent = self.planner.state.recent.get(slot)
         if recent is None or not recent.check(*everything):
-            recent = self._earlier(place, *everything)
-        if recent is None or (recent.trains and grad_enabled()):
+            recent = self._earlier(slot, *everything)
+        if recent is None or (recent.requires_grad and grad_enabled()):
             return self._slowly(form, a, b, tensors, numbers, out)
-        plan, at = recent.plan, recent.at
-        if plan is None or at is None:  # torch's, in whatever mode
+        plan, launch = recent.plan, recent.launch
+        if plan is None or launch is None:  # torch's, in whatever mode
             if time.monotonic() < self.planner.next_look:
                 return by_torch(form, a, b, tensors, numbers, out)
             return self._slowly(form, a, b, tensors, numbers, out)
@@ -150,7 +150,7 @@ class Dispatcher:
             dispatch_modes()
             or deterministic()
             or forward_ad._current_level >= 0
-            or (recent.index >= 0 and recent.index != current_device())
+            or (recent.device_index >= 0 and recent.device_index != current_device())
         ):
             return self._slowly(form, a, b, tensors, numbers, out)
         words = () if plan.words is None else plan.words(tensors, numbers)
@@ -159,12 +159,12 @@ class Dispatcher:
                 pass
             elif out is None:
                 result = self._empty(*plan.output)
-                at(a_address, b_address, result.data_ptr(), *words)
+                launch(a_address, b_address, result.data_ptr(), *words)
                 return result
             elif are_apart(plan, a_address, b_address, out.data_ptr()) and is_apart_from(out, tensors):
-                if recent.counts:
+                if recent.bumps_version:
                     increment_version(out)
-                at(a_address, b_address, out.data_ptr(), *words)
+                launch(a_address, b_address, out.data_ptr(), *words)
                 return out
         except (RuntimeError, ValueError):  # the slow path meets it again, and knows what to do
             pass
@@ -182,10 +182,10 @@ class Dispatcher:
     ) -> torch.Tensor:
         """What a form makes of a product, for a compiler's code, which has made sure of all but addresses.
 
-        site: the kinds, extents, strides and devices of all operands in words; empty where they may change.
+        site: the dtypes, extents, strides and devices of all operands in words; empty where they may change.
         """
         plan = self.planner.state.sites.get(site)
-        if plan is not None and plan.at is not None:
+        if plan is not None and plan.launch_at is not None:
             a_address, b_address, out_address = a.data_ptr(), b.data_ptr(), out.data_ptr()
             words = () if plan.words is None else plan.words(tensors, numbers)
             if not (
@@ -196,7 +196,7 @@ class Dispatcher:
                 or (plan.guarded and plan.device.index != current_device())
             ):
                 try:
-                    plan.at(a_address, b_address, out_address, *words)
+                    plan.launch_at(a_address, b_address, out_address, *words)
                     return out
                 except (RuntimeError, ValueError):  # the slow path meets it again, and knows what to do
                     pass
@@ -206,20 +206,20 @@ class Dispatcher:
                 return self.compiled(site, form, a, b, tensors, numbers, out)
         result = self.fused(form, a, b, tensors, numbers, out)
         state = self.planner.state
-        recent = state.recent.get(b.data_ptr() | 2 | form.place)
+        recent = state.recent.get(b.data_ptr() | 2 | form.tag)
         if recent is None or recent.plan is None or recent.plan.reduces or a.dtype is torch.float32:
             return result  # where a setting of torch's may forbid the kernel, each call looks at it again
         if site and recent.check(a, b, *tensors, out):
             state.sites[site] = recent.plan
         return result
 
-    def _earlier(self, place: int, a: Any, *others: Any) -> Recent | None:
+    def _earlier(self, slot: int, a: Any, *others: Any) -> Recent | None:
         """What was done before the last time with this `b`, for as many rows of `a`."""
         state = self.planner.state
         if type(a) not in PLAIN:
             return None
-        recent = state.earlier.get((place, a.numel()))
+        recent = state.earlier.get((slot, a.numel()))
         if recent is None or not recent.check(a, *others):
             return None
-        state.recent[place] = recent
+        state.recent[slot] = recent
         return recent

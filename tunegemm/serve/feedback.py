@@ -31,12 +31,12 @@ class Feedback:
     """What became of a product's prediction."""
 
     predicted: Predicted
-    """Of which most was expected."""
+    """The kernel of which most was expected."""
     result: TuneResult
 
     @property
     def measured(self) -> Measurement | None:
-        """Of the kernel that was predicted; None where it failed."""
+        """What the predicted kernel measured; None where it failed."""
         found = {one.candidate: one for one in self.result.outcomes if isinstance(one, Measurement)}
         return found.get(self.predicted.record.candidate)
 

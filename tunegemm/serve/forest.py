@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from tunegemm.errors import FileError, TunegemmError
 from tunegemm.files import cause
 
-#: Of the files that hold trees.
+#: The version of the files that hold trees.
 FORMAT = 1
 MAX_LEAVES = 16
 _ALL = (1 << MAX_LEAVES) - 1
-#: Of each mask, the place of its lowest bit.
+#: The place of the lowest bit of each mask.
 _LOWEST = np.zeros(_ALL + 1, dtype=np.int64)
 for _bit in reversed(range(MAX_LEAVES)):
     _LOWEST[1 << _bit :: 1 << (_bit + 1)] = _bit

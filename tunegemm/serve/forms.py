@@ -14,14 +14,15 @@ import torch
 from tunegemm.describe.epilogue import Epilogue, check_operands
 from tunegemm.errors import ProblemError
 
-#: Kinds of call: of each function that users call, and one below autograd, transforms and modes, which is
-#: given None where torch is to compute. They fit beside 2, which marks an output, into the low bits of an
+#: How a product is called: by a function of ours, or below autograd, transforms and modes, where the caller
+#: is given None if torch is to compute. They fit beside 2, which marks an output, into the low bits of an
 #: aligned address. The second operand of LINEAR is (n, k); that of all others is (k, n).
-MATMUL, LINEAR, RECORDED, BMM, ADDMM, SCALED_MM = 0, 1, 4, 8, 12, 5
+MATMUL, LINEAR, BELOW_AUTOGRAD, BMM, ADDMM, SCALED_MM = 0, 1, 4, 8, 12, 5
 
-#: How warnings name each kind; ATen's own functions, which RECORDED serves, have no name here.
+#: How warnings name each call; ATen's own functions, which BELOW_AUTOGRAD serves, have no name here.
 _NAMES = {
-    MATMUL: "matmul", LINEAR: "linear", RECORDED: "", BMM: "bmm", ADDMM: "addmm", SCALED_MM: "scaled_mm",
+    MATMUL: "matmul", LINEAR: "linear", BELOW_AUTOGRAD: "", BMM: "bmm", ADDMM: "addmm",
+    SCALED_MM: "scaled_mm",
 }  # fmt: skip
 
 _numbers = itertools.count(1)
@@ -29,9 +30,10 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Form:
-    """The kind of a call and what becomes of its product. Made by `form_of`; told apart by identity."""
+    """How a product is called and what becomes of it. Made by `form_of`; told apart by identity."""
 
-    kind: int
+    call: int
+    """Such as `MATMUL`."""
     epilogue: Epilogue
     text: str
     """The epilogue's."""
@@ -40,8 +42,9 @@ class Form:
     accumulation: str
     is_plain: bool
     """Whether the product is stored as it is, in the operands' dtype."""
-    place: int
-    """Apart from every other form's: the kind of a plain one, else above all bits of an address."""
+    tag: int
+    """Tells forms apart where it is joined with an address: the call of a plain one, else a number above all
+    bits of an address."""
 
     def check(self, operands: Sequence[Any]) -> None:
         """Raises ProblemError unless these are what the epilogue takes, in number and kind."""
@@ -65,21 +68,21 @@ class Form:
         return "amax" in self.epilogue.steps
 
     def out_dtype_of(self, a: torch.Tensor) -> torch.dtype:
-        """Of the result for a first operand."""
+        """The result's, for a first operand."""
         return a.dtype if self.out_dtype is None else self.out_dtype
 
     def name(self, a: torch.Tensor) -> str:
         """The function that was called; empty below torch's own functions."""
-        if self.kind == LINEAR and self.epilogue.gated:
+        if self.call == LINEAR and self.epilogue.gated:
             return "gated_linear"
-        return "baddbmm" if self.kind == ADDMM and a.ndim == 3 else _NAMES[self.kind]
+        return "baddbmm" if self.call == ADDMM and a.ndim == 3 else _NAMES[self.call]
 
 
 @cache
-def form_of(kind: int, text: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast") -> Form:
+def form_of(call: int, text: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast") -> Form:
     """The form. Raises ProblemError for an epilogue or an output dtype that is not known."""
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise ProblemError(f"out_dtype {out_dtype!r} is not a torch.dtype; give one such as torch.float32")
     is_plain = not text and out_dtype is None
-    place = kind if is_plain else next(_numbers) << 64
-    return Form(kind, Epilogue.parse(text), text, out_dtype, accumulation, is_plain, place)
+    tag = call if is_plain else next(_numbers) << 64
+    return Form(call, Epilogue.parse(text), text, out_dtype, accumulation, is_plain, tag)

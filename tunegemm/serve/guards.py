@@ -23,7 +23,7 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  #
 # What `torch.backends.cuda.matmul.fp32_precision` asks, in 0.1 us instead of 0.8.
 _precision_of_fp32: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
-#: Of 16-bit operands what `torch.backends.cuda.matmul.allow_*_reduced_precision_reduction` says: whether the
+#: What `torch.backends.cuda.matmul.allow_*_reduced_precision_reduction` says of 16-bit operands: whether the
 #: library may add up in 16 bits, and whether it may split k.
 REDUCTIONS: dict[torch.dtype, Callable[[], Any]] = {
     torch.bfloat16: torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
@@ -107,10 +107,10 @@ def check_of(tensors: tuple[torch.Tensor, ...], *, reductions: bool = False) -> 
     if tensors[0].dtype is torch.float32:  # kernels compute it in tf32, where the program allows that now
         allowed = tf32_allowed()
         return lambda *others: tf32_allowed() == allowed and check(*others)
-    kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind):  # torch's check knows that, and not to what it casts
-        cast = torch.get_autocast_dtype(kind)
-        return lambda *others: torch.get_autocast_dtype(kind) is cast and check(*others)
+    device_type = tensors[0].device.type
+    if torch.is_autocast_enabled(device_type):  # torch's check knows that, and not to what it casts
+        cast = torch.get_autocast_dtype(device_type)
+        return lambda *others: torch.get_autocast_dtype(device_type) is cast and check(*others)
     return check
 
 
@@ -127,14 +127,14 @@ def _check_of_repeated(tensors: tuple[torch.Tensor, ...], check: Callable[..., b
 
 def cast_by_autocast(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> Any:
     """The dtype that autocast gives the operands, None where all have it, TORCHS where it is not to say."""
-    kind = a.device.type
-    if not torch.is_autocast_enabled(kind):
+    device_type = a.device.type
+    if not torch.is_autocast_enabled(device_type):
         return None
-    cast = torch.get_autocast_dtype(kind)
+    cast = torch.get_autocast_dtype(device_type)
     if a.dtype is cast and b.dtype is cast and all(tensor.dtype is cast for tensor in others):
         return None
     castable = all(
-        tensor.device.type == kind and tensor.is_floating_point() and tensor.dtype is not torch.float64
+        tensor.device.type == device_type and tensor.is_floating_point() and tensor.dtype is not torch.float64
         for tensor in (a, b, *others)
     )
     return cast if castable and not dispatch_modes() and not tracing() else TORCHS

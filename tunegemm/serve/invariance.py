@@ -8,7 +8,7 @@ Boosted trees put them in order: they expect how far each is behind the best of 
 16-bit operands that were measured (db/order.json, made by `benchmarks.order_fit`). Other operands are taken
 for 16-bit ones of as many bytes, and epilogues for none.
 
-The product alone and the product with its epilogue are of two kinds: they round in different places. Where
+The product alone and the product with its epilogue have different bits: they round in different places. Where
 one M has a fused kernel every M has, and where none has all do without.
 """
 
@@ -48,7 +48,7 @@ _RASTERS = (("along_m", 1), ("along_n", 1), ("along_m", 8), ("along_n", 8))
 _SIXTEEN_BITS = 2
 
 Expects = Callable[[Floats], Floats]
-"""Of rows of `OF_ORDER` how far each launch is behind the best, in log."""
+"""Says of rows of `OF_ORDER` how far each launch is behind the best, in log."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class Borrowed:
+class InvariantOption:
     """A kernel of the class for a problem that it was not measured for."""
 
     record: Record
@@ -76,7 +76,9 @@ class Borrowed:
         return f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there)"
 
 
-def borrowed(snapshot: Snapshot, problem: Problem, device: Device, policy: Policy) -> tuple[Borrowed, ...]:
+def invariant_options(
+    snapshot: Snapshot, problem: Problem, device: Device, policy: Policy
+) -> tuple[InvariantOption, ...]:
     """The kernels that the policy admits for this problem, listed or recorded for other problems, the one
     first that is expected to be fastest. Those that are not compiled here are for the caller to pass over."""
     origins: dict[Candidate, Record] = {}
@@ -92,7 +94,7 @@ def borrowed(snapshot: Snapshot, problem: Problem, device: Device, policy: Polic
         replace(one, expected=one.expected + _OF_NEIGHBOURS) if one.kernel in close else one
         for one in ranked(problem, [*dict.fromkeys([*origins, *ours])], device)
     ]
-    found: list[Borrowed] = []
+    found: list[InvariantOption] = []
     for one in sorted(ordered, key=lambda one: -one.expected):
         if len(found) == MOST_OPTIONS:
             break
@@ -107,15 +109,15 @@ def borrowed(snapshot: Snapshot, problem: Problem, device: Device, policy: Polic
             continue
         origin = origins.get(one.kernel)
         label = family.label(one.candidate)
-        found.append(Borrowed(Record(problem, one.candidate, device.fingerprint, label), origin))
+        found.append(InvariantOption(Record(problem, one.candidate, device.fingerprint, label), origin))
     return tuple(found)
 
 
 def _records(
     snapshot: Snapshot, problem: Problem, device: Device, *, everywhere: bool
 ) -> Iterator[tuple[Record, bool]]:
-    """Records of the same N and K, the nearest first, and whether they are close; then of all of the kind,
-    and of aligned products without a batch, which run by the same objects."""
+    """Records of the same N and K, the nearest first, and whether they are close; then of all problems that
+    differ in extents alone, and of aligned products without a batch, which run by the same objects."""
     extents = sorted(snapshot.extents(problem), key=lambda m: abs(math.log2(m / problem.m)))
     plain = replace(problem, batch=1, alignment=MAX_ALIGNMENT)
     same: Iterator[tuple[Problem, bool]] = (
@@ -123,8 +125,8 @@ def _records(
     )
     others = (
         (other, False)
-        for kind in ((problem, plain) if plain != problem else (problem,))
-        for other in snapshot.around(kind, math.inf)
+        for alike in ((problem, plain) if plain != problem else (problem,))
+        for other in snapshot.around(alike, math.inf)
     )
     asked = itertools.chain(same, others if everywhere else ())
     found = (

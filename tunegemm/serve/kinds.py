@@ -1,4 +1,4 @@
-"""What fp8 and fused products that nobody tuned may take from the kernels that ship for their kind.
+"""What fp8 and fused products that nobody tuned may take from the kernels that ship for such products.
 
 The kernels are those of policy `batch_invariant`, in the order that `invariance` expects of them. Boosted
 trees expect of the first few how many times as fast they are as torch's operations, one after the other; the
@@ -44,11 +44,12 @@ class Gains:
     rows: tuple[int, ...]
     """Ends of the ranges of rows; beyond the last nothing is served."""
     margins: Mapping[str, tuple[float | None, ...]]
-    """By kind how much of what is expected may be missing, in log, by range; None where nothing is served."""
+    """How much of what is expected may be missing, in log, by the `name_of` a problem and by range; None
+    where nothing is served."""
     extents: tuple[int, int]
     """Least and greatest N and K that were measured."""
     served: Mapping[str, Mapping[str, float]]
-    """Of the validation, by kind."""
+    """What the validation found, by such a name."""
 
     def outlook(
         self,
@@ -81,7 +82,7 @@ class Gains:
         options: list[Predicted] = []
         refusals: list[str] = []
         validated = self.served[name]
-        evidence = (
+        basis = (
             f"predicted from {validated['products']:g} such products measured on this kind of GPU; of them, "
             f"left out in turn, {validated['under_099']:g} lost over 1 %"
         )
@@ -95,12 +96,12 @@ class Gains:
                 continue
             bound, label = math.exp(logs[row] - margin), family.label(candidate)
             record = Record(problem, candidate, device.fingerprint, label, ratio=bound)
-            options.append(Predicted(record, label, math.exp(logs[row]), bound, evidence))
+            options.append(Predicted(record, label, math.exp(logs[row]), bound, basis))
         return Outlook(tuple(options), "" if options else "; ".join(refusals))
 
 
 def name_of(problem: Problem) -> str:
-    """Such as ``bf16 swiglu``: what a kind is called in the files."""
+    """Such as ``bf16 swiglu``: what the files call such products."""
     return f"{problem.in_dtype} {problem.epilogue}"
 
 

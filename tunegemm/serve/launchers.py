@@ -33,7 +33,7 @@ class Prepared:
     packed: bool = False
     """Wants dense operands: a library's algorithm was chosen and timed for these leading dimensions."""
     ratio: float = 0.0
-    """Of the record, or what is expected of a near hit: how many times as fast as torch."""
+    """How many times as fast as torch: by the record, or as it is expected of a near hit."""
     record: Record | None = None
     """What it was prepared of; None in `TORCH`."""
 

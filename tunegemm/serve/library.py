@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tunegemm.describe.workload.products import OWN_ACTIVATION
-from tunegemm.serve.forms import RECORDED, Form, form_of
+from tunegemm.serve.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import num_elements, rank
 
@@ -165,7 +165,7 @@ def _has_scales(text: str, a: torch.Tensor, out_dtype: torch.dtype | None) -> bo
     return text == "scale_tensor" or (text == "scale_tensor+bias_n" and out_dtype is not torch.float32)
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """What a call of an operator asks for."""
 
     form: Form
@@ -178,7 +178,7 @@ class Call(NamedTuple):
     """Why it is torch's whatever is recorded; empty where `tunegemm.enable` asks for it."""
 
 
-def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Call:
+def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> OperatorCall:
     """What a call of an ATen operator asks for, of arguments that torch takes."""
     operator = OPERATORS[name]
     a, b, *more = arguments[operator.first :]
@@ -187,14 +187,14 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Ca
     numbers: tuple[float, ...] = ()
     if operator.absorbs == _SCALES:
         text, tensors, out_dtype, is_fast = _scaled(name, a, b, more)
-        form = form_of(RECORDED, text, out_dtype, "fast" if is_fast else "two_level")
+        form = form_of(BELOW_AUTOGRAD, text, out_dtype, "fast" if is_fast else "two_level")
         if not text:
             refusal = _OTHER_SCALES
         elif not (takes_fp8(a, b) and _has_scales(text, a, out_dtype)):
             refusal = "torch has no such product of fp8 operands on a GPU"
-        return Call(form, a, b, tensors, (), out, refusal)
+        return OperatorCall(form, a, b, tensors, (), out, refusal)
     if name == "_int_mm":
-        return Call(form_of(RECORDED, "", torch.int32), a, b, (), (), out, refusal)
+        return OperatorCall(form_of(BELOW_AUTOGRAD, "", torch.int32), a, b, (), (), out, refusal)
     text = ""
     if operator.absorbs:
         beta, alpha = keywords.get("beta", 1), keywords.get("alpha", 1)
@@ -204,12 +204,12 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Ca
             refusal = refusal or str(error)
     if more:
         refusal = refusal or _OF_ANOTHER_DTYPE
-    return Call(form_of(RECORDED, text), a, b, tensors, numbers, out, refusal)
+    return OperatorCall(form_of(BELOW_AUTOGRAD, text), a, b, tensors, numbers, out, refusal)
 
 
 @cache
 def _names(name: str) -> list[str]:
-    """Of an operator's arguments after its operands. The last ones may be missing from a call."""
+    """The names of an operator's arguments after its operands. A call may lack the last ones."""
     return [each.name for each in getattr(torch.ops.aten, name).default._schema.arguments][2:]
 
 

@@ -27,7 +27,7 @@ class Named(NamedTuple):
 def named(
     form: Form, a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor], out: torch.Tensor | None
 ) -> Named | Refusal:
-    """What a form asks for of ``a @ b``, where b is (k, n) whatever the form's kind.
+    """What a form asks for of ``a @ b``, where b is (k, n) however it is called.
 
     tensors: of the epilogue, in its order. What is refused is torch's, whatever the database says.
     """

@@ -89,7 +89,7 @@ class Near:
     origin: Record
     """The record that it is taken from."""
     waves: tuple[int, int]
-    """Of its busiest block: where it was recorded, and here."""
+    """How many its busiest block takes: where it was recorded, and here."""
     margin: float | None
     """What it had to be better than torch by; None where torch was no choice."""
 

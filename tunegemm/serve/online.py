@@ -36,7 +36,7 @@ PER_PROBLEM_S = 15.0
 #: The GPU is idle when no kernel ran at so many looks in turn, seconds apart.
 _IDLE_LOOKS, _LOOK_S = 3, 1.0
 #: Seconds of measuring after which it is looked again whether the GPU is idle.
-_TURN_S = 5.0
+_MEASURE_S = 5.0
 
 _SPENT = (
     "the budget for tuning online is spent, what is new is as in mode predict; "
@@ -51,7 +51,7 @@ class _Waiting:
     problem: Problem
     device: Device
     options: Sequence[Predicted]
-    tell: Callable[[Feedback | None, str], None]
+    notify: Callable[[Feedback | None, str], None]
 
 
 class OnlineTuning:
@@ -71,7 +71,7 @@ class OnlineTuning:
         self._tune = tune or _tune
         self._measuring, self._wait = measuring or _measuring, wait or wait_until_idle
         self._running = threading.Lock()
-        self._in_turn = False
+        self._is_measuring = False
         """Whether predictions are measured, which is over soon."""
         self._pid = os.getpid()
         self._tried: set[Problem] = set()
@@ -88,7 +88,7 @@ class OnlineTuning:
         self.warning = ""
         if problem in self._tried or os.getpid() != self._pid:  # a forked child has no use of CUDA anyway
             return False
-        if CompileContext.try_get() is not None or not self._running.acquire(blocking=self._in_turn):
+        if CompileContext.try_get() is not None or not self._running.acquire(blocking=self._is_measuring):
             return False
         try:
             self.warning = self._read_budget()
@@ -113,17 +113,17 @@ class OnlineTuning:
         problem: Problem,
         device: Device,
         options: Sequence[Predicted],
-        tell: Callable[[Feedback | None, str], None],
+        notify: Callable[[Feedback | None, str], None],
     ) -> None:
         """Have the predictions of a problem measured when the device is idle, once in this process.
 
-        tell: is called by another thread with what became of them, and with a warning, which may be empty.
+        notify: is called by another thread with what became of them, and with a warning, which may be empty.
         """
         if os.getpid() != self._pid or problem in self._tried:
             return
         with self._changing_queue:
             self._tried.add(problem)
-            self._queue.append(_Waiting(problem, device, options, tell))
+            self._queue.append(_Waiting(problem, device, options, notify))
             if self._thread is None:
                 # A daemon: what is not measured yet does not keep a process from ending.
                 thread = threading.Thread(target=self._measure_all, name="tunegemm-online", daemon=True)
@@ -140,7 +140,7 @@ class OnlineTuning:
                     return
                 first = self._queue[0]
             try:
-                ends = self._turn(first) if self._wait(first.device) else (
+                ends = self._measure_for_a_while(first) if self._wait(first.device) else (
                     f"NVML does not say whether {first.device.name} is idle, so that predictions are not "
                     "measured; `tunegemm verify --predicted` does it"
                 )  # fmt: skip
@@ -156,39 +156,39 @@ class OnlineTuning:
                 with self._changing_queue:
                     self._queue.clear()
                 try:
-                    first.tell(None, ends)
+                    first.notify(None, ends)
                 except BaseException as error:
                     self._log(error)
 
     def _log(self, error: BaseException) -> None:
-        """Of each kind of error once."""
+        """Logs each kind of error once."""
         if (reason := f"{type(error).__name__}: {_one_line(error)}") not in self._logged:
             self._logged.add(reason)
             _log.warning("measuring predictions online: %s; it goes on", reason, exc_info=error)
 
-    def _turn(self, first: _Waiting) -> str:
+    def _measure_for_a_while(self, first: _Waiting) -> str:
         """Measure what waits on a device, for some seconds; why there is to be no further turn, if so."""
         with self._running:
-            self._in_turn = True
+            self._is_measuring = True
             try:
                 if warning := self._read_budget():
-                    first.tell(None, warning)
+                    first.notify(None, warning)
                 if self._remaining_s <= 0:
                     return _SPENT
                 start, following = time.monotonic(), first
                 with self._measuring(first.device) as measure:
                     while following.device == first.device:
-                        following.tell(measure(following.problem, following.options), "")
+                        following.notify(measure(following.problem, following.options), "")
                         with self._changing_queue:
                             self._queue.popleft()
                             if not self._queue:
                                 break
                             following = self._queue[0]
-                        if time.monotonic() - start > min(_TURN_S, self._remaining_s):
+                        if time.monotonic() - start > min(_MEASURE_S, self._remaining_s):
                             break
                 return _SPENT if self._spend(start) else ""
             finally:
-                self._in_turn = False
+                self._is_measuring = False
 
     @property
     def _remaining_s(self) -> float:

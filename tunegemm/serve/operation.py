@@ -45,9 +45,9 @@ class Operation:
         store: ArtifactStore | None = None,
     ) -> None:
         """store: where compiled objects are; by default the user's."""
-        for name, value, kind in (("problem", problem, Problem), ("candidate", candidate, Candidate)):
-            if not isinstance(value, kind):
-                raise OperationError(f"{name} {value!r:.40} is not a tunegemm.{kind.__name__}; give one")
+        for name, value, wanted in (("problem", problem, Problem), ("candidate", candidate, Candidate)):
+            if not isinstance(value, wanted):
+                raise OperationError(f"{name} {value!r:.40} is not a tunegemm.{wanted.__name__}; give one")
         if not isinstance(device, Device | str):
             raise OperationError(f"device {device!r:.40}: give a tunegemm.Device, or text such as cuda:0")
         self.problem = problem

@@ -31,7 +31,7 @@ from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch, reduces_in_16_bits, splits_k
 from tunegemm.generate.launching import AddressLauncher, words_binder
 from tunegemm.serve.background import Answer, BackgroundCompiler, make_pool
-from tunegemm.serve.forms import LINEAR, RECORDED, Form
+from tunegemm.serve.forms import BELOW_AUTOGRAD, LINEAR, Form
 from tunegemm.serve.guards import REDUCTIONS, allocation, capturing, deterministic, reductions_allowed
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.library import absorbed
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from tunegemm.generate.compile import CompilePool
     from tunegemm.serve.feedback import Feedback
 
-#: Of a form, a, b, the epilogue's tensors, an output and torch's way to compute it all.
+#: Computes a product, given a form, a, b, the epilogue's tensors, an output and torch's way to compute it.
 Observe: TypeAlias = Callable[[Form, Any, Any, Sequence[Any], Any, Callable[[], Any]], Any]
 
 #: Keys whose plans are kept; then the older half is dropped: some 4 kB each, of programs whose shapes never
@@ -101,12 +101,12 @@ class Planner:
         """What is known under the policy of now. Replaced as a whole, so that it is read without a lock."""
         self.notices = Notices()
         self._others: dict[Policy, State] = {}
-        """Of policies that were left: plans are kept for when one comes back."""
+        """The states of policies that were left, for when one comes back."""
         self._mode: Mode | None = None
         self.next_look = 0.0
         """When it is time to look whether records were published."""
         self.allocate: Any = allocation(device_type)
-        """Of (shape, strides, dtype): where outputs come from."""
+        """Makes outputs, from (shape, strides, dtype)."""
         self.observe: Observe | None = None
         """Who computes products while torch does, and writes down what they would have asked for."""
         _planners.add(self)
@@ -208,9 +208,9 @@ class Planner:
             plan = None
             with torch.inference_mode(False), torch.no_grad(), self._guarded(state):
                 plan = self._make_plan(state, key, form, a, b, tensors, numbers, out)
-                composed = plan is None and not form.is_plain and form.kind != RECORDED
+                composed = plan is None and not form.is_plain and form.call != BELOW_AUTOGRAD
                 if composed and self._has_tuned_product(state, form, a, b):
-                    state.of_tuned_products.add(key)
+                    state.composed.add(key)
             state.make_room(MAX_PLANS)
             state.plans[key] = plan
             untuned, state.untuned = state.untuned, None
@@ -231,7 +231,9 @@ class Planner:
                 state.forget_checks()
         return tuned
 
-    def _heed(self, served: Prepared, record: Record, feedback: Feedback | None, warning: str) -> None:
+    def _apply_feedback(
+        self, served: Prepared, record: Record, feedback: Feedback | None, warning: str
+    ) -> None:
         """What became of a prediction that was measured meanwhile: plans that it made are made anew, unless
         it won."""
         if warning:
@@ -283,13 +285,13 @@ class Planner:
         out: torch.Tensor | None,
     ) -> Plan | None:
         name = form.name(a)
-        if form.kind == LINEAR and b.ndim != 2:
+        if form.call == LINEAR and b.ndim != 2:
             return None
         if any(tensor.device != a.device for tensor in (b, *tensors)):
             return None
         if out is not None and out.device != a.device:
             return None
-        if form.kind == LINEAR:
+        if form.call == LINEAR:
             b = b.t()
         asked = named(form, a, b, tensors, out)
         if isinstance(asked, Refusal):
@@ -363,7 +365,7 @@ class Planner:
         taken = absorbed(form.epilogue.steps)
         if state.policy.is_batch_invariant and taken == ("bias_n",):
             taken = ()  # `SlowPath` adds it itself then: torch's call with a bias is a product of its own
-        if taken or (form.kind == LINEAR and b.ndim != 2):
+        if taken or (form.call == LINEAR and b.ndim != 2):
             return False
         if (
             a.dtype is torch.float16
@@ -372,7 +374,7 @@ class Planner:
         ):
             return False  # sums that leave its range may come back by what follows
         index = a.device.index or 0
-        known, right = state.devices.get(index), b.t() if form.kind == LINEAR else b
+        known, right = state.devices.get(index), b.t() if form.call == LINEAR else b
         whole, operands = described(form, a, right, None), describe(a, right)
         if isinstance(whole, Refusal) or isinstance(operands, Refusal) or known is None:
             return False
@@ -490,8 +492,8 @@ class Planner:
             if selection.outcome == "near":
                 state.untuned = problem, known
             elif selection.outcome == "predicted" and self._mode == "online":
-                heed = partial(self._heed, found, record)
-                self._online.later(problem, known, selection.predictions, heed)
+                notify = partial(self._apply_feedback, found, record)
+                self._online.later(problem, known, selection.predictions, notify)
             return found
         if selection.outcome != "hit":
             state.untuned = problem, known

@@ -30,9 +30,9 @@ class Plan:
     """How products of one key are launched."""
 
     launch: Launcher
-    """Of tensors in the shapes of `views`."""
-    at: AddressLaunch | None
-    """The same of addresses; None where the launcher wants tensors."""
+    """Takes tensors in the shapes of `views`."""
+    launch_at: AddressLaunch | None
+    """Takes their addresses instead; None where the launcher wants tensors."""
     output: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
     """Shape, strides and dtype of the result."""
     views: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -45,7 +45,7 @@ class Plan:
     guarded: bool
     """Whether the device may not be the current one, as on a host of several GPUs."""
     words: WordsOf | None = None
-    """What `at` takes for the operands of an epilogue; None where there are none, or `at` is."""
+    """What `launch_at` takes for the operands of an epilogue; None where there are none, or that is."""
     operand_views: tuple[tuple[int, ...], ...] = ()
     """Shapes of an epilogue's tensors as the kernel sees them."""
     reduces: bool = False
@@ -65,14 +65,14 @@ class Recent:
 
     check: Callable[..., bool]
     plan: Plan | None
-    at: AddressLaunch | None
-    """That of the plan; None where products are torch's."""
-    trains: bool
+    launch: AddressLaunch | None
+    """The plan's `launch_at`; None where products are torch's."""
+    requires_grad: bool
     """Whether an operand requires grad: not for a launch alone in grad mode."""
-    counts: bool
+    bumps_version: bool
     """Whether a given output counts its versions: it is not an inference tensor."""
-    index: int
-    """Of the device that must be the current one; -1 where there is but one."""
+    device_index: int
+    """Which device must be the current one; -1 where there is but one."""
 
 
 class Compiling(NamedTuple):
@@ -81,7 +81,7 @@ class Compiling(NamedTuple):
     kernel: str
     """Its name."""
     ratio: float
-    """Of its record, as in `Prepared`."""
+    """Its record's, as in `Prepared`."""
 
 
 class State:
@@ -95,16 +95,16 @@ class State:
         self.checked: dict[tuple[Any, ...], Recent] = {}
         """By the key of the plan."""
         self.recent: dict[int, Recent] = {}
-        """By the address of `b`, the kind of call in its lowest bits. A hint: `Recent.check` decides."""
+        """By the address of `b`, and the form's tag. A hint: `Recent.check` decides."""
         self.earlier: dict[tuple[int, int], Recent] = {}
         """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
         self.sites: dict[str, Plan] = {}
-        """Of compiled code, by what it says of its operands."""
+        """The plans of compiled code, by what it says of its operands."""
         self.snapshot = snapshot
         self.modified = modified
         self.devices: dict[int, Device | None] = {}
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
-        self.of_tuned_products: set[tuple[Any, ...]] = set()
+        self.composed: set[tuple[Any, ...]] = set()
         """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
         self.untuned: tuple[Problem, Device] | None = None
         """What the plan that is being made would gain from tuning online."""
@@ -119,7 +119,7 @@ class State:
             if len(kept) >= most:
                 for key in list(itertools.islice(kept, len(kept) // 2 + 1)):
                     del kept[key]
-                self.of_tuned_products.intersection_update(self.plans)
+                self.composed.intersection_update(self.plans)
                 self.waiting.clear()
                 self.forget_checks()
 
@@ -143,7 +143,7 @@ class State:
             for key in self.waiting.pop(place, ()):
                 if self.plans.get(key, key) is None:
                     del self.plans[key]
-                self.of_tuned_products.discard(key)
+                self.composed.discard(key)
         self.forget_checks()
 
     def forget_checks(self) -> None:
@@ -173,11 +173,11 @@ def launch_plan(
         with torch.cuda.device(plan.device):
             launch_plan(plan, a, b, out, form, tensors, numbers)
         return
-    if plan.at is not None:
+    if plan.launch_at is not None:
         words = () if plan.words is None else plan.words(tensors, numbers)
         if words is None:  # pragma: no cover - the key tells alignments apart
             raise ValueError("an operand of the epilogue is not aligned")
-        plan.at(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
+        plan.launch_at(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
         return
     a_shape, b_shape, out_shape = plan.views
     operands: Sequence[Any] = ()

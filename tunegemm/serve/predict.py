@@ -49,11 +49,11 @@ class Predicted:
     """Times as fast as torch.mm."""
     bound: float
     """The same, less the margin of such products."""
-    evidence: str
+    basis: str
     """What it goes by, and how often that was wrong."""
 
     def __str__(self) -> str:
-        return f"{self.expected:.3f} x torch expected, at least {self.bound:.3f}; {self.evidence}"
+        return f"{self.expected:.3f} x torch expected, at least {self.bound:.3f}; {self.basis}"
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class Selector:
     """Ends of the ranges of rows; beyond the last nothing is served."""
     extents: tuple[int, int]
     """Least and greatest N and K that were measured."""
-    sag: tuple[float, ...]
-    """What lasting work takes from a lead, in log, by range."""
+    sustained_loss: tuple[float, ...]
+    """What sustained work takes from a lead, in log, by range of rows."""
     margins: Mapping[str, tuple[float, ...]]
     """How much of what is expected may be missing, in log, by range; with torch's kernel known and not."""
     fitted_to: Mapping[str, Any]
     served: Mapping[str, Mapping[str, float]]
-    """Of the validation, by whether torch's kernel is known."""
+    """What the validation found, by whether torch's kernel is known."""
 
     def outlook(
         self,
@@ -114,14 +114,14 @@ class Selector:
         logs = self.forest(features(problem, found, modelled, library))
         number = next(number for number, high in enumerate(self.rows) if problem.m <= high)
         known = "unknown" if library is None else "known"
-        sag = self.sag[number]
-        margin = self.margins[known][number] + sag
+        loss = self.sustained_loss[number]
+        margin = self.margins[known][number] + loss
         order = np.argsort(-logs, kind="stable").tolist()
         best = logs[order[0]] if order else -math.inf
         if best <= margin:
             return Outlook(
-                refusal=f"{math.exp(best - sag):.3f} x torch is predicted of the best listed kernel, "
-                f"{math.exp(margin - sag):.3f} asked for"
+                refusal=f"{math.exp(best - loss):.3f} x torch is predicted of the best listed kernel, "
+                f"{math.exp(margin - loss):.3f} asked for"
             )
         options: list[Predicted] = []
         refusals: list[str] = []
@@ -138,11 +138,11 @@ class Selector:
             else:
                 bound = math.exp(logs[row] - margin)
                 record = Record(problem, candidate, device.fingerprint, label, ratio=bound)
-                expected = math.exp(logs[row] - sag)
-                options.append(Predicted(record, label, expected, bound, self._evidence(known)))
+                expected = math.exp(logs[row] - loss)
+                options.append(Predicted(record, label, expected, bound, self._basis(known)))
         return Outlook(tuple(options), "" if options else "; ".join(refusals))
 
-    def _evidence(self, known: str) -> str:
+    def _basis(self, known: str) -> str:
         validated = self.served[known]
         return (
             f"predicted from {self.fitted_to['products']:g} products measured on this kind of GPU"
@@ -197,7 +197,7 @@ def selector_of(gpu: str, folder: Path | None = None) -> Selector | None:
         Forest.of(data, len(NAMES)),
         tuple(data["rows"]),
         tuple(data["extents"]),
-        tuple(data["sag"]),
+        tuple(data["sustained_loss"]),
         {name: tuple(values) for name, values in data["margins"].items()},
         data["fitted_to"],
         data["served"],
@@ -205,13 +205,13 @@ def selector_of(gpu: str, folder: Path | None = None) -> Selector | None:
 
 
 def file_of(what: str, gpu: str, folder: Path | None = None) -> Path:
-    """Of a kind of GPU, such as db/selector-h200.json."""
+    """Where a fitted model of a kind of GPU is, such as db/selector-h200.json."""
     name = "-".join(gpu.removeprefix("NVIDIA").lower().split())
     return (folder or data_path("db")) / f"{what}-{name}.json"
 
 
 def digest_of_list() -> str:
-    """Of the listed kernels in their order: places in the file mean them."""
+    """A digest of the listed kernels in their order: places in the file mean them."""
     # Spelt out here, and not as a candidate prints itself, which may change: fitted files hold the digest.
     listed = "\n".join(
         f"Candidate(family={one.family!r}, compile_params={one.compile_params!r}, "

@@ -15,7 +15,7 @@ from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
 
 if TYPE_CHECKING:
-    from tunegemm.serve.invariance import Borrowed
+    from tunegemm.serve.invariance import InvariantOption
     from tunegemm.serve.neighbours import Near
     from tunegemm.serve.predict import Predicted
 
@@ -31,10 +31,10 @@ class Selection:
     """What may be launched, the best first; empty where torch computes the product."""
     why: str
     """One clause: what speaks for the first option, or why there is none."""
-    nears: tuple[Near | Borrowed, ...] = ()
+    nears: tuple[Near | InvariantOption, ...] = ()
     """Those of the options that were measured for other problems, with what is expected of them here."""
     neighbours: tuple[Record, ...] = ()
-    """Of a problem without a record, the records of its neighbourhood that were asked."""
+    """The records of its neighbourhood that were asked, where the problem has none."""
     predictions: tuple[Predicted, ...] = ()
     """Those of the options that were predicted from measurements of other products."""
 
@@ -128,7 +128,7 @@ def _batch_invariant(
 ) -> Selection:
     """The best measured kernel of the class, and behind it those that were measured for other problems: each
     is legal here, so that one that is not compiled costs speed only. Never torch: its bits depend on m."""
-    from tunegemm.serve.invariance import borrowed
+    from tunegemm.serve.invariance import invariant_options
 
     if record is not None and not policy.refusal(problem, record.candidate):
         own: tuple[Record, ...] = (record,)
@@ -139,7 +139,7 @@ def _batch_invariant(
         own = tuple(rival for rival in usable if not policy.refusal(problem, rival.candidate))[:1]
         refusal = "it has no record" if record is None else policy.refusal(problem, record.candidate)
         why = f"{policy} refuses the record ({refusal})"
-    nears = borrowed(snapshot, problem, device, policy) if near else ()
+    nears = invariant_options(snapshot, problem, device, policy) if near else ()
     options = (*own, *(one.record for one in nears))
     if own:
         return Selection("hit", options, why, nears)
@@ -169,7 +169,7 @@ def _least_energy(record: Record, problem: Problem, usable: Sequence[Record]) ->
 
 
 def _energy_mj(rival: Record) -> float:
-    """Of one product; 0 where it was not measured."""
+    """What one product takes; 0 where it was not measured."""
     found = rival.telemetry.get("energy_mj")
     return float(found) if isinstance(found, int | float) and found > 0 else 0.0
 

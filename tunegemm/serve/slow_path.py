@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from tunegemm.describe.problem import MAX_ALIGNMENT
 from tunegemm.errors import ProblemError
 from tunegemm.serve import guards
-from tunegemm.serve.forms import ADDMM, LINEAR, RECORDED, Form, form_of
+from tunegemm.serve.forms import ADDMM, BELOW_AUTOGRAD, LINEAR, Form, form_of
 from tunegemm.serve.guards import TORCHS, autocast, cast_by_autocast, deterministic
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import MAX_PLANS, Planner
@@ -32,7 +32,7 @@ from tunegemm.serve.torch.autograd import (
 from tunegemm.serve.torch.fx import refuse_proxies
 from tunegemm.serve.unfused import added, taken_operands, torchs, unfused
 
-_RECORDED_BIASED = form_of(RECORDED, "bias_n")
+_BIASED_BELOW_AUTOGRAD = form_of(BELOW_AUTOGRAD, "bias_n")
 
 
 class SlowPath:
@@ -42,20 +42,20 @@ class SlowPath:
         """product, fused: the entries of `Dispatcher`, for the products that a call consists of."""
         self._planner = planner
         self._product = product
-        self._recorded = partial(product, RECORDED)
+        self._below_autograd = partial(product, BELOW_AUTOGRAD)
         self._fused = fused
 
     def compute(
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any
     ) -> Any:
         """As `Dispatcher.fused`."""
-        planner, kind = self._planner, form.kind
+        planner, call = self._planner, form.call
         if planner.is_off and planner.observe is None:
             return by_torch(form, a, b, tensors, numbers, out)
         are_plain = type(a) in PLAIN and type(b) in PLAIN
         for tensor in tensors:
             are_plain = are_plain and type(tensor) in PLAIN
-        if kind == RECORDED:
+        if call == BELOW_AUTOGRAD:
             if not are_plain or deterministic() or any(map(guards.is_lazy, (a, b, *tensors))):
                 return None
         elif not are_plain:
@@ -75,7 +75,7 @@ class SlowPath:
         if out is not None and (type(out) not in PLAIN or guards.is_lazy(out)):
             return by_torch(form, a, b, tensors, numbers, out)
         if planner.observe is not None:
-            if kind == RECORDED:
+            if call == BELOW_AUTOGRAD:
                 return None
             computed = partial(by_torch, form, a, b, tensors, numbers, out)
             return planner.observe(form, a, b, tensors, out, computed)
@@ -99,8 +99,8 @@ class SlowPath:
         if plan is None:
             state, plan = planner.plan(key, form, a, b, tensors, numbers, out)
         if plan is None:
-            if key in state.of_tuned_products:
-                multiply = partial(self._product, kind)
+            if key in state.composed:
+                multiply = partial(self._product, call)
                 adds = state.policy.is_batch_invariant  # torch's own call with a bias would multiply, too
                 biased = (lambda x, y, bias: multiply(x, y) + bias) if adds else None
                 return unfused(form, a, b, tensors, numbers, out, multiply=multiply, biased=biased)
@@ -116,14 +116,14 @@ class SlowPath:
         elif not result.is_inference():  # inference tensors count no versions
             increment_version(result)
         try:
-            launch_plan(plan, a, b.t() if kind == LINEAR else b, result, form, tensors, numbers)
+            launch_plan(plan, a, b.t() if call == LINEAR else b, result, form, tensors, numbers)
         except Exception as error:
             planner.drop(state, key, plan, a, b, error)
             return by_torch(form, a, b, tensors, numbers, out)
         if form.writes:
             if not tensors[-1].is_inference():
                 increment_version(tensors[-1])
-        elif plan.at is not None and not low:
+        elif plan.launch_at is not None and not low:
             self._remember(state, key, plan, form, (a, b, *others), out)
         return result
 
@@ -153,7 +153,7 @@ class SlowPath:
             return self._fused(form, a, b, seen, numbers)
         if wide == ["residual"] and form.epilogue.steps[-1] == "residual":
             text = form.text.removesuffix("residual").removesuffix("+")
-            before = form_of(form.kind, text, form.out_dtype, form.accumulation)
+            before = form_of(form.call, text, form.out_dtype, form.accumulation)
             return self._fused(before, a, b, seen[:-1], numbers) + seen[-1]
         return by_torch(form, a, b, seen, numbers, None)
 
@@ -161,15 +161,15 @@ class SlowPath:
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
     ) -> Any:
         """By products that are dispatched, and so are those of the backward pass, and torch's operations."""
-        right = b.t() if form.kind == LINEAR else b
+        right = b.t() if form.call == LINEAR else b
 
         def multiply(*_: Any) -> Any:
-            return multiply_differentiably(self._recorded, a, right)
+            return multiply_differentiably(self._below_autograd, a, right)
 
         def biased(_a: Any, _b: Any, bias: Any) -> Any:
             if bias.shape != right.shape[-1:]:  # which torch broadcasts
                 return added(a, right, bias)
-            return add_differentiably(self._biased, self._recorded, a, right, bias)
+            return add_differentiably(self._biased, self._below_autograd, a, right, bias)
 
         if form.is_plain:
             return multiply()
@@ -177,7 +177,7 @@ class SlowPath:
 
     def _biased(self, a: Any, b: Any, bias: Any) -> Any:
         """``a @ b + bias``, below autograd."""
-        result = self._fused(_RECORDED_BIASED, a, b, (bias,))
+        result = self._fused(_BIASED_BELOW_AUTOGRAD, a, b, (bias,))
         return added(a, b, bias) if result is None else result
 
     def _remember(
@@ -199,16 +199,16 @@ class SlowPath:
             recent = state.checked[key] = Recent(
                 guards.check_of(tensors, reductions=reduces),
                 plan,
-                plan.at if plan is not None else None,
-                form.kind != RECORDED and any(tensor.requires_grad for tensor in tensors),
+                plan.launch_at if plan is not None else None,
+                form.call != BELOW_AUTOGRAD and any(tensor.requires_grad for tensor in tensors),
                 out is not None and not out.is_inference(),
                 (plan.device.index or 0) if plan is not None and plan.guarded else -1,
             )
         if len(state.earlier) >= MAX_PLANS:
             state.forget_checks()
         a, b = tensors[:2]
-        place = b.data_ptr() | form.place | (0 if out is None else 2)
-        state.recent[place] = state.earlier[place, a.numel()] = recent
+        slot = b.data_ptr() | form.tag | (0 if out is None else 2)
+        state.recent[slot] = state.earlier[slot, a.numel()] = recent
 
     def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:
         """Whether `is_ordinary` said no because of gradients alone."""
@@ -220,8 +220,8 @@ class SlowPath:
             and a.device.type == b.device.type == self._planner.device_type
             and is_simple(a, b)
             and not is_transformed()
-            and (form.kind != ADDMM or form.text in ("", "bias_n"))  # of others torch has one derivative
-            and (form.kind != LINEAR or b.ndim == 2)
+            and (form.call != ADDMM or form.text in ("", "bias_n"))  # of others torch has one derivative
+            and (form.call != LINEAR or b.ndim == 2)
             and all(each.dtype is a.dtype for name, each in zip(names, tensors, strict=True) if name in taken)
             and not deterministic()
             and not guards.dispatch_modes()
@@ -234,15 +234,14 @@ def _check_tensors(form: Form, operands: tuple[Any, ...]) -> None:
     """Raises TypeError for a proxy of torch.fx, and ProblemError for what is not a tensor, of which torch's
     own function, where one means the whole form, says as much."""
     refuse_proxies(operands)
-    if not form.is_plain and (form.kind, form.text) != (LINEAR, "bias_n"):
+    if not form.is_plain and (form.call, form.text) != (LINEAR, "bias_n"):
         for operand in operands:
             if not isinstance(operand, torch.Tensor):
                 raise ProblemError(f"operand {operand!r:.40} is not a tensor; give torch tensors")
 
 
 def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
-    """The same by torch's functions; None for a form of the kinds RECORDED and ADDMM, whose callers have
-    them."""
+    """The same by torch's functions; None for BELOW_AUTOGRAD and ADDMM, whose callers have them."""
     return torchs(form)(a, b, tensors, numbers, out)
 
 

@@ -47,14 +47,14 @@ class Snapshot:
 
     @cached_property
     def _extents(self) -> dict[tuple[Any, ...], dict[tuple[int, int], set[int]]]:
-        """Per kind of problem, which is all but its extents, and per n and k the recorded m.
+        """The recorded m, by all that a problem is beside its extents, and then by n and k.
 
         Made for the first product without a record: a program whose products are all recorded does without.
         """
         found: dict[tuple[Any, ...], dict[tuple[int, int], set[int]]] = {}
         lookups = (lookup.problems() for lookup in self._lookups)
-        for m, n, k, *kind in itertools.chain(map(problem_fields, self._records), *lookups):
-            found.setdefault(tuple(kind), {}).setdefault((n, k), set()).add(m)
+        for m, n, k, *others in itertools.chain(map(problem_fields, self._records), *lookups):
+            found.setdefault(tuple(others), {}).setdefault((n, k), set()).add(m)
         return found
 
     @cached_property
@@ -69,13 +69,13 @@ class Snapshot:
 
     def extents(self, problem: Problem) -> frozenset[int]:
         """The recorded m of problems that differ from this one in m at most."""
-        _, n, k, *kind = problem_fields(problem)
-        return frozenset(self._extents.get(tuple(kind), {}).get((n, k), ()))
+        _, n, k, *others = problem_fields(problem)
+        return frozenset(self._extents.get(tuple(others), {}).get((n, k), ()))
 
     def around(self, problem: Problem, doublings: float) -> Iterator[Problem]:
-        """Recorded problems of the same kind, m, n, k at most so many doublings away, the nearest first."""
-        m, n, k, *kind = problem_fields(problem)
-        groups = self._extents.get(tuple(kind), {})
+        """Recorded problems that differ in extents alone, by at most so many doublings, the nearest first."""
+        m, n, k, *others = problem_fields(problem)
+        groups = self._extents.get(tuple(others), {})
         apart = ((abs(math.log2(one[0] / n)) + abs(math.log2(one[1] / k)), *one, 0) for one in groups)
         heap = [group for group in apart if group[0] <= doublings]
         heapq.heapify(heap)

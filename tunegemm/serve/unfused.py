@@ -20,31 +20,31 @@ from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.eager import step_of
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve import guards
-from tunegemm.serve.forms import ADDMM, BMM, LINEAR, RECORDED, SCALED_MM, Form
+from tunegemm.serve.forms import ADDMM, BELOW_AUTOGRAD, BMM, LINEAR, SCALED_MM, Form
 from tunegemm.serve.library import absorbed, takes_fp8
 
-#: Functions in the place of torch's: a product of (a, b) as the form's kind means it; one with a column bias.
+#: Functions in the place of torch's: a product of (a, b) as the form's call means it; one with a column bias.
 Multiply = Callable[[Any, Any], Any]
 MultiplyAndAdd = Callable[[Any, Any, Any], Any]
 
 #: (a, b, tensors, numbers, out), as `Dispatcher.fused` takes them.
-Call = Callable[[Any, Any, Sequence[Any], Sequence[float], Any], Any]
+ByTorch = Callable[[Any, Any, Sequence[Any], Sequence[float], Any], Any]
 
 
 @cache
-def torchs(form: Form) -> Call:
+def torchs(form: Form) -> ByTorch:
     """The form by torch's functions, made once.
 
-    It returns None for the kinds whose caller has the function and all its arguments: those below autograd
-    (RECORDED), and ADDMM, whose C is not among them where it is not read.
+    It returns None for the calls whose caller has the function and all its arguments: those below autograd
+    (BELOW_AUTOGRAD), and ADDMM, whose C is not among them where it is not read.
     """
-    if form.kind in (RECORDED, ADDMM):
+    if form.call in (BELOW_AUTOGRAD, ADDMM):
         return _nothing
     if form.is_plain:
-        return {LINEAR: _linear, BMM: _bmm}.get(form.kind, _matmul)
-    if form.kind == LINEAR and form.text == "bias_n" and form.out_dtype is None:
+        return {LINEAR: _linear, BMM: _bmm}.get(form.call, _matmul)
+    if form.call == LINEAR and form.text == "bias_n" and form.out_dtype is None:
         return _linear_with_bias
-    return partial(_scaled if form.kind == SCALED_MM else unfused, form)
+    return partial(_scaled if form.call == SCALED_MM else unfused, form)
 
 
 def _nothing(a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> None:
@@ -120,7 +120,7 @@ def taken_operands(form: Form, a: Any, b: Any) -> tuple[str, ...]:
     """The operands that go into torch's one call, with which autocast casts them."""
     taken = absorbed(form.epilogue.steps)
     if "bias_n" in taken:
-        is_one = form.kind in (LINEAR, ADDMM) or (a.ndim > 1 and b.ndim == 2) or a.ndim == b.ndim == 3
+        is_one = form.call in (LINEAR, ADDMM) or (a.ndim > 1 and b.ndim == 2) or a.ndim == b.ndim == 3
         return ("bias",) if is_one else ()
     return ("c",) if "beta_c" in taken and a.ndim == b.ndim else ()
 
@@ -146,7 +146,7 @@ def _is_fp8(tensor: Any) -> bool:
 
 
 def _right(form: Form, b: Any) -> Any:
-    return b.mT if form.kind == LINEAR else b
+    return b.mT if form.call == LINEAR else b
 
 
 def _taken(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, Any]) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ def _taken(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, An
     if not _is_own(form, a) or _is_fp8(a):
         return ()
     if taken == ("bias_n",):
-        if form.kind == LINEAR:
+        if form.call == LINEAR:
             return taken
         is_one = (a.ndim > 1 and b.ndim == 2) or a.ndim == b.ndim == 3
         return taken if is_one and named["bias"].ndim == 1 else ()
@@ -174,7 +174,7 @@ def _one_call(
 ) -> Any:
     """The product and these steps by one call of torch. dtype: of an fp8 product, if not the form's."""
     given = {} if out is None else {"out": out}
-    if form.kind == LINEAR and out is None and taken in ((), ("bias_n",)):
+    if form.call == LINEAR and out is None and taken in ((), ("bias_n",)):
         return linear(a, b, named["bias"] if taken else None)
     if not taken:
         return torch.matmul(a, _right(form, b), **given)

@@ -16,7 +16,7 @@ import torch
 from tunegemm.describe.problem import normalize_dtype
 from tunegemm.errors import one_line
 from tunegemm.serve import api
-from tunegemm.serve.forms import RECORDED, Form, form_of
+from tunegemm.serve.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.serve.library import scale_steps
 from tunegemm.serve.modes import read_engine
 from tunegemm.serve.torch import ops
@@ -43,9 +43,9 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, na
     rows, right = x.reshape(-1, x.shape[-1]), weight.detach().t()
     result = None
     if bias is not None:
-        result = api.dispatcher.fused(form_of(RECORDED, "bias_n"), rows, right, (bias.detach(),))
+        result = api.dispatcher.fused(form_of(BELOW_AUTOGRAD, "bias_n"), rows, right, (bias.detach(),))
     if result is None:
-        result = api.dispatcher.recorded(rows, right)
+        result = api.dispatcher.below_autograd(rows, right)
         if result is not None and bias is not None:
             result = result + bias
     if result is None:
@@ -111,7 +111,7 @@ def scaled_form(
         return None, ()
     # The engines' own kernels keep their sums where the tensor cores do.
     text = scale_steps(a, b, scale_a, scale_b, bias is not None)
-    return (form_of(RECORDED, text, out_dtype, "fast") if text else None), (scale_a, scale_b)
+    return (form_of(BELOW_AUTOGRAD, text, out_dtype, "fast") if text else None), (scale_a, scale_b)
 
 
 def is_served_kind(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -244,7 +244,7 @@ def _has_kernel(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> bo
         scale = getattr(layer, "weight_scale", None)
         per_row = isinstance(scale, torch.Tensor) and scale.numel() > 1
         text = ("scale_rowwise" if per_row else "scale_tensor") + ("+bias_n" if biased else "")
-    form = form_of(RECORDED, text, getattr(layer, "orig_dtype", torch.bfloat16) if is_fp8 else None)
+    form = form_of(BELOW_AUTOGRAD, text, getattr(layer, "orig_dtype", torch.bfloat16) if is_fp8 else None)
     planner = api.dispatcher.planner
     return any(
         planner.serves(

@@ -21,7 +21,7 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.forms import LINEAR, MATMUL, RECORDED, Form, form_of
+from tunegemm.serve.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN, gradients, is_simple
 from tunegemm.serve.unfused import unfused
 
@@ -50,7 +50,7 @@ def define(serving: Callable[[], Dispatcher]) -> None:
     _library.define("matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()", tags=tags)
 
     def write(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        if serving().recorded(a, b, out) is None:
+        if serving().below_autograd(a, b, out) is None:
             torch.matmul(a, b, out=out)
         elif not out.is_inference():  # inference tensors count no versions
             torch.autograd.graph.increment_version(out)
@@ -72,7 +72,8 @@ _records_of: list[Callable[[], Dispatcher]] = []
 
 
 def _records() -> str:
-    """What is served is decided by; nothing in exported programs, which other hosts run by other records."""
+    """The planner's fingerprint, which changes with what is served; empty in exported programs, which other
+    hosts run by other records."""
     return "" if torch.compiler.is_exporting() else _records_of[-1]().planner.fingerprint()
 
 
@@ -87,7 +88,7 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
     plain, aten = form_of(MATMUL, ""), getattr(torch.ops.aten, name)
 
     def compute(a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
-        result = serving().recorded(a, b)
+        result = serving().below_autograd(a, b)
         return torch.matmul(a, b) if result is None else result
 
     def check(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -153,7 +154,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
     ) -> torch.Tensor:
         result = None
         if a.device.type == DEVICE_TYPE:
-            result = serving().fused(form_of(RECORDED, *form), a, b, tuple(operands), numbers)
+            result = serving().fused(form_of(BELOW_AUTOGRAD, *form), a, b, tuple(operands), numbers)
         if result is None:
             result = unfused(form_of(MATMUL, *form), a, b, operands, numbers)
         return result
@@ -224,7 +225,7 @@ def _hint(extent: Any) -> int:
 
 
 def traced_fused(
-    kind: int,
+    call: int,
     text: str,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -238,7 +239,7 @@ def traced_fused(
     amax = tensors[-1] if text.endswith("amax") and not text.startswith("custom") else None
     if amax is not None:
         text, tensors = text.removesuffix("amax").removesuffix("+"), tensors[:-1]
-    right = b.mT if kind == LINEAR else b
+    right = b.mT if call == LINEAR else b
     result = torch.ops.tunegemm.fused(
         a, right, list(tensors), list(numbers), text, out_dtype, accumulation, records=_records()
     )
@@ -273,11 +274,9 @@ def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def _is_servable(a: torch.Tensor, b: torch.Tensor) -> bool:
-    kind = a.device.type
     return (
-        kind == DEVICE_TYPE
-        and b.device.type == kind
+        a.device.type == b.device.type == DEVICE_TYPE
         and a.dtype == b.dtype
         and a.dtype in DTYPES
-        and not (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != a.dtype)
+        and not (torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype)
     )

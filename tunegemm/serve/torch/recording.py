@@ -279,7 +279,7 @@ class _Interception:
 
         What no kernel of ours may compute counts as those functions.
         """
-        right = b.t() if form.kind == LINEAR and b.ndim == 2 else b
+        right = b.t() if form.call == LINEAR and b.ndim == 2 else b
         if self._is_apart() or _refusal(named(form, a, right, tensors, out)):
             return compute()
         return self._count(_Asked(form.name(a), form), a, right, tensors, out, compute)

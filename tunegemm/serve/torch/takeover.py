@@ -14,14 +14,15 @@ from torch.nn import functional as F  # noqa: F401 - torch.jit.script looks for 
 from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve import api
-from tunegemm.serve.forms import LINEAR, RECORDED, form_of
+from tunegemm.serve.forms import BELOW_AUTOGRAD, LINEAR, form_of
 from tunegemm.serve.guards import tf32_allowed
 from tunegemm.serve.library import OPERATORS, addmm_steps, call_of, is_sum
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
 from tunegemm.serve.torch.fx import node_of
 
-#: Of an operator's name, what makes the function in its kernel's place, and that kernel.
+#: Makes a function that counts an operator's calls, given its name, what makes the function in the place of
+#: its kernel, and that kernel.
 Counting = Callable[[str, Callable[[Any], Callable[..., Any]], Any], Callable[..., Any]]
 
 #: Whose products are taken over.
@@ -58,11 +59,12 @@ _lock = threading.RLock()
 def enable() -> Takeover:
     """From now on ATen's products of CUDA tensors run the tuned kernel where one is recorded.
 
-    Of the whole process: ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``, ``baddbmm``,
-    ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``, eager, under
-    autograd (all three products) and autocast, in the output of torch.compile, and in CUDA graphs captured
-    meanwhile. ``with tunegemm.enable():`` ends with its block, a call by itself with `disable`. Blocks may be
-    nested.
+    This holds for the whole process: for ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``,
+    ``baddbmm``, ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``,
+    eager, under autograd (all three products) and autocast, in the output of torch.compile, and in CUDA
+    graphs captured meanwhile. ``with tunegemm.enable():`` ends with its block, a call by itself with
+    `disable`. Blocks may be nested.
+
     Meanwhile every product that falls back to torch costs a look-up more. Raises TunegemmError when this
     torch cannot replace its kernels.
     """
@@ -108,10 +110,10 @@ def _plain(kernel: Any, dimensions: int) -> Callable[..., Any]:
             and (not keywords or (len(keywords) == 1 and "out" in keywords))
         ):
             if dimensions == 3 and a.shape[0] == 1 and not keywords:  # as einsum writes a single product
-                result = api.dispatcher.recorded(a[0], b[0])
+                result = api.dispatcher.below_autograd(a[0], b[0])
                 result = None if result is None else result[None]
             else:
-                result = api.dispatcher.recorded(a, b, keywords.get("out"))
+                result = api.dispatcher.below_autograd(a, b, keywords.get("out"))
             if result is not None:
                 return result
         return kernel.call_boxed(keyset, a, b, *more, **keywords)
@@ -131,7 +133,7 @@ def _adding(kernel: Any, dimensions: int) -> Callable[..., Any]:
                 text, tensors, numbers = addmm_steps(c, a, b, beta, alpha)
             except TypeError:  # of a complex number
                 return kernel.call_boxed(keyset, c, a, b, **keywords)
-            form, out = form_of(RECORDED, text), keywords.get("out")
+            form, out = form_of(BELOW_AUTOGRAD, text), keywords.get("out")
             result = api.dispatcher.fused(form, a, b, tensors, numbers, out)
             if result is not None:
                 return result
@@ -156,7 +158,7 @@ def _scaling(kernel: Any, name: str) -> Callable[..., Any]:
 
 def _of_int8(kernel: Any) -> Callable[..., Any]:
     """For ``_int_mm``, and this with ``out``."""
-    form = form_of(RECORDED, "", torch.int32)
+    form = form_of(BELOW_AUTOGRAD, "", torch.int32)
 
     def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, **keywords: Any) -> Any:
         result = None
@@ -217,10 +219,11 @@ TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-d
 def patch(model: torch.nn.Module) -> int:
     """Lets a model's linear layers call `tunegemm.linear`; the number of layers that now do and did not.
 
-    Of `torch.nn.Linear` itself; subclasses keep their own ways. Only the class of a layer changes, to a
-    subclass of `torch.nn.Linear`: parameters, their sharing, hooks, `state_dict`, copying and pickling stay
-    as they are, and torch.jit.script compiles what it does of `torch.nn.Linear`. Patch before torch.compile:
-    torch 2.11 does not notice that the class changed, and what it compiled before stays torch's.
+    Layers of `torch.nn.Linear` itself are meant; subclasses keep their own ways. Only the class of a layer
+    changes, to a subclass of `torch.nn.Linear`: parameters, their sharing, hooks, `state_dict`, copying and
+    pickling stay as they are, and torch.jit.script compiles what it does of `torch.nn.Linear`. Patch before
+    torch.compile: torch 2.11 does not notice that the class changed, and what it compiled before stays
+    torch's.
     """
     _check_model(model)
     layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
@@ -249,20 +252,20 @@ def _check_model(model: torch.nn.Module) -> None:
         )
 
 
-def _is_tuned(kind: type) -> bool:
+def _is_tuned(cls: type) -> bool:
     """Whether a class is `TunedLinear`, or what was derived of it at run time: a class that its module has by
     its name is somebody's own."""
-    if kind is TunedLinear:
+    if cls is TunedLinear:
         return True
-    derived = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind
-    return derived and any(_is_tuned(base) for base in kind.__bases__)
+    derived = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls
+    return derived and any(_is_tuned(base) for base in cls.__bases__)
 
 
-def _untuned(kind: type) -> type:
+def _untuned(cls: type) -> type:
     """The same class as it would have been derived of `torch.nn.Linear`. A new one each time: what is taken
     from the class of one layer, as when its parametrization is removed, is not another's."""
-    if kind is TunedLinear:
+    if cls is TunedLinear:
         return torch.nn.Linear
-    bases = tuple(_untuned(base) if _is_tuned(base) else base for base in kind.__bases__)
-    content = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    return type(kind.__name__.replace(TunedLinear.__name__, torch.nn.Linear.__name__), bases, content)
+    bases = tuple(_untuned(base) if _is_tuned(base) else base for base in cls.__bases__)
+    content = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__.replace(TunedLinear.__name__, torch.nn.Linear.__name__), bases, content)
