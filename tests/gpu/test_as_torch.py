@@ -158,8 +158,10 @@ def _triples(planted: Planted, name: str) -> int:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", TAKEN)
 def test_products_mean_what_torchs_mean(planted, known, name, dtype):
+    # WGMMA takes operands of tf32 in layout tn only, which fewer of the samples have.
+    share = 0.1 if dtype == torch.float32 else 0.2
     for found in _samples(planted, known, name, dtype):
-        check(found, 0.2)
+        check(found, share)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,10 +15,11 @@ from tunegemm.describe.problem import Problem
 
 #: The operators that tunegemm takes over, and those of torch that are built on them.
 TAKEN = ("mm", "bmm", "addmm", "baddbmm", "matmul", "nn.functional.linear")
+_ATTENTION = "nn.functional.scaled_dot_product_attention"
 BUILT_ON = (
     "__rmatmul__", "addbmm", "addmv", "mv", "einsum", "linalg.multi_dot", "tensordot",
     "nn.functional.bilinear", "outer", "matrix_exp", "linalg.matrix_power", "cov", "corrcoef",
-    "nn.functional.scaled_dot_product_attention", "nn.functional.multi_head_attention_forward",
+    _ATTENTION, "nn.functional.multi_head_attention_forward",
 )  # fmt: skip
 
 #: tunegemm's functions, by torch's names.
@@ -205,13 +206,18 @@ def compare(
     """Samples of an operator, by torch, under `enable`, and by our function of that name.
 
     most: how many, about, by default all. cast: under autocast to bf16.
+
+    Values of samples reach 9, and attention takes the exponential of its first product: there the rounding of
+    operands to tf32 alone changes results by 0.9 %, and that to bf16 by 6.5 %. So its queries are divided by
+    9, which leaves 0.2 and 1.2 %.
     """
     found = Comparison(kernel)
     samples = list(op.sample_inputs(device, dtype, requires_grad=False))
     samples += [each.sample_input for each in op.error_inputs(device)] if op.error_inputs_func else []
     step = max(1, len(samples) // most) if most else 1
     for number, sample in enumerate(samples[::step]):
-        given = (sample.input, *sample.args), sample.kwargs
+        first = sample.input / 9 if op.name == _ATTENTION else sample.input
+        given = (first, *sample.args), sample.kwargs
         for grad in (False, True):
             if grad and dtype not in op.supported_backward_dtypes(device):
                 continue
