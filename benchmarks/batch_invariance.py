@@ -239,8 +239,8 @@ def fixed_tiles(problem: Problem) -> Callable[..., Any]:
 def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[str, Any]:
     """How fast the policy is beside `fastest`, torch's own operations and the Triton kernel."""
     from benchmarks.interleave import interleave
+    from tunegemm.choose.policies import Preference
     from tunegemm.generate.cublaslt.eager import torch_mm
-    from tunegemm.serve.policies import Preference
 
     call = product(problem)
 

@@ -35,6 +35,7 @@ import numpy as np
 
 from benchmarks.first_use import DIMENSIONS
 from benchmarks.results import meta
+from tunegemm.choose.plain import selector_of
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, TunegemmError
@@ -54,7 +55,6 @@ from tunegemm.measure.operands import (
 from tunegemm.measure.policy import Policy
 from tunegemm.measure.race import Replay, SteadyState, race
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.serve.predict import selector_of
 
 METHOD = (
     "torch.mm(out=), twice, and launches of db/selector.toml in one CUDA graph each over operand sets that "

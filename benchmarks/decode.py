@@ -139,8 +139,8 @@ def prepare(layers: dict[str, list[Problem]], device: Device) -> None:
 def measure(wanted: Sequence[Problem], device: Device, backend: Backend, rounds: int) -> list[dict[str, Any]]:
     """The rows of one projection."""
     from tunegemm import serve as dispatch
-    from tunegemm.serve.selection import select
-    from tunegemm.serve.snapshot import read_snapshot
+    from tunegemm.choose.selection import select
+    from tunegemm.choose.snapshot import read_snapshot
 
     def ours(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         dispatch.matmul(a, b, out=out)

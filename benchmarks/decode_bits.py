@@ -41,10 +41,10 @@ import tunegemm
 from benchmarks import clients
 from benchmarks.clients import Size, Step
 from benchmarks.results import Results, meta, results_path
+from tunegemm.choose.policies import Preference
 from tunegemm.describe.device import find_device, package_version
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.serve.policies import Preference
 
 METHOD = (
     "logits of the last sequences, decoded alone, compared bit by bit with those of all {most}, for each "

@@ -72,7 +72,7 @@ from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import prepare
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import read_snapshot
+from tunegemm.choose.snapshot import read_snapshot
 planner = Planner(
     find=timed("device_ms", find_device),
     read=timed("records_ms", read_snapshot),
@@ -97,7 +97,7 @@ print(json.dumps({
 _MEMORY = """
 import gc, json, tracemalloc
 import tunegemm.serve
-from tunegemm.serve.snapshot import read_snapshot
+from tunegemm.choose.snapshot import read_snapshot
 read_snapshot()
 gc.collect()
 tracemalloc.start()

@@ -152,9 +152,9 @@ def measure(
 ) -> dict[str, Any]:
     """The row of one product."""
     from tunegemm import serve
+    from tunegemm.choose.selection import select
+    from tunegemm.choose.snapshot import read_snapshot
     from tunegemm.serve.launchers import find_object
-    from tunegemm.serve.selection import select
-    from tunegemm.serve.snapshot import read_snapshot
 
     selection = select(read_snapshot(), problem, device)
     why, served = selection.why, False

@@ -5,7 +5,7 @@
     python -m benchmarks.kind_choices --seed 1 --count 100 --out build/other
 
 Of kinds of db/invariant.toml products are drawn: N and K as `benchmarks.choices` draws them, M mostly up to
-256 rows. The kernels that `serve.invariance` expects to be best race torch's own operations in one
+256 rows. The kernels that `choose.invariance` expects to be best race torch's own operations in one
 interleave; of over 256 rows, where the chip lowers its clocks, in steady state. Writes
 results/GPU/kind_choices.json: a row for each product with `launches`, the best expected first.
 """
@@ -25,13 +25,13 @@ from typing import Any
 from benchmarks.choices import extent_of
 from benchmarks.interleave import METHOD, interleave
 from benchmarks.results import Results, meta, problem_fields, results_path
+from tunegemm.choose.invariance import ranked
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import families, shortlist
 from tunegemm.generate.cublaslt.choice import first_choice
 from tunegemm.generate.cublaslt.eager import torch_mm
-from tunegemm.serve.invariance import ranked
 
 #: Launches that are timed of a product, with few rows and with many.
 FEW, MANY, FEW_ROWS = 4, 2, 256

@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 
 from benchmarks.results import geometric_mean
 from benchmarks.selector_fit import FOLDS, MOST_MARGIN, SLOWER, least_margin, run, trees_of
+from tunegemm.choose.forest import MAX_LEAVES, written
+from tunegemm.choose.fused import features_of, name_of
+from tunegemm.choose.invariance import Ranked
 from tunegemm.describe.device import PARTS, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import shortlist
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.generate.features import OF_GAIN
 from tunegemm.resources import data_path
-from tunegemm.serve.forest import MAX_LEAVES, written
-from tunegemm.serve.invariance import Ranked
-from tunegemm.serve.kinds import features_of, name_of
 
 #: Ends of the ranges of rows that have margins of their own, by kind.
 RANGES = (16, 64, 256, 8192)

@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from benchmarks.results import geometric_mean
 from benchmarks.selector_fit import FOLDS, launches_of, measured, run, trees_of
+from tunegemm.choose.forest import MAX_LEAVES, written
+from tunegemm.choose.invariance import ranked
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import families, shortlist
 from tunegemm.generate.features import OF_ORDER, order_features
 from tunegemm.generate.tiles import ORDERED
 from tunegemm.resources import data_path
-from tunegemm.serve.forest import MAX_LEAVES, written
-from tunegemm.serve.invariance import ranked
 
 GPUS = ("h200", "h100-80gb-hbm3")
 MOST_ROWS = 16384

@@ -103,7 +103,7 @@ def run(device: Device, options: argparse.Namespace) -> int:
 
 def of_ours(device: Device) -> list[Problem]:
     """The listed products of `first_use` whose record is a kernel that is compiled."""
-    from tunegemm.serve.snapshot import read_snapshot
+    from tunegemm.choose.snapshot import read_snapshot
 
     snapshot, found = read_snapshot(), []
     for problem in shipped(device):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.batch_invariance import KINDS, of_kind
 from benchmarks.large_kernels import Product, launches, object_of, roof_tflops
 from benchmarks.results import Results, geometric_mean, meta, results_path
+from tunegemm.choose.invariance import ranked
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -32,7 +33,6 @@ from tunegemm.generate import families, shortlist
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.policy import Policy
 from tunegemm.measure.race import Replay, SteadyState, race
-from tunegemm.serve.invariance import ranked
 from tunegemm.store.shipped import read_shipped
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.results import Results, meta, results_path
+from tunegemm.choose.policies import Preference
 from tunegemm.describe.device import Device, find_device
 from tunegemm.errors import TunegemmError, TunegemmWarning
-from tunegemm.serve.policies import Preference
 
 WEIGHTS, NUMBERS, MOST_ROWS = 20, 5000, 4096
 METHOD = (

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tunegemm.choose.forest import MAX_LEAVES, Forest, written
+from tunegemm.choose.plain import digest_of_list
 from tunegemm.describe.device import PARTS, Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
@@ -33,8 +35,6 @@ from tunegemm.generate.features import NAMES, features
 from tunegemm.generate.shortlist import Choices
 from tunegemm.generate.terms import Columns, terms
 from tunegemm.resources import data_path
-from tunegemm.serve.forest import MAX_LEAVES, Forest, written
-from tunegemm.serve.predict import digest_of_list
 
 #: Rows up to which products are fitted to, and up to which they are served: of 129 to 256 rows one in seven
 #: would gain, 1 % in all, and some lost 0.06 in validation. Beyond 256, lasting work runs at the power cap,

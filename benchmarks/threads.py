@@ -182,11 +182,11 @@ class Trial:
         import torch
 
         import tunegemm
+        from tunegemm.choose.snapshot import Snapshot
         from tunegemm.generate import families
         from tunegemm.serve import api
         from tunegemm.serve.dispatcher import Dispatcher
         from tunegemm.serve.planning import Planner
-        from tunegemm.serve.snapshot import Snapshot
         from tunegemm.store.record import Record
 
         source = families.kernel_source_hash(case.family)

@@ -19,7 +19,7 @@ PACKAGE = Path(tunegemm.__file__).parent
 #: The ground floor's files, then the rooms. A file imports only from its own room and from those to its left.
 ORDER = (
     "errors", "extras", "resources", "files", "untrusted", "describe", "generate", "measure", "search",
-    "store", "tuning", "serve", "report", "cli",
+    "store", "choose", "tuning", "serve", "report", "cli",
 )  # fmt: skip
 
 PUBLIC = [

@@ -45,7 +45,7 @@ from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.planning import Planner
 from tunegemm.serve.torch import ops
-from tunegemm.serve.snapshot import Snapshot, read_snapshot
+from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.store.record import Record
 served = []
 def prepare(record, device):

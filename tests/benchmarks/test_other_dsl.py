@@ -10,13 +10,13 @@ import torch
 
 from benchmarks import other_dsl
 from tests.support.serving import Kernel, Row, operands
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.report.explain import candidate_of
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import packs
 from tunegemm.store.shipped import read_shipped
 

@@ -17,8 +17,8 @@ import pytest
 
 from tests.support.commands import TUNEGEMM, here, process
 from tests.support.waiting import until
+from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.describe.problem import Problem
-from tunegemm.serve.snapshot import read_snapshot
 from tunegemm.tuning.tuner import open_device
 
 PROGRAM = """

@@ -16,9 +16,12 @@ import torch
 
 import tunegemm
 from benchmarks.batch_invariance import EVERY, KINDS, SAMPLED, compare, larger
-from tests.serve.test_neighbours import kernel
+from tests.choose.test_neighbours import kernel
 from tests.support.processes import compile_workers
 from tests.support.serving import Row
+from tunegemm.choose.policies import Policy
+from tunegemm.choose.selection import select
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -32,9 +35,6 @@ from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.policies import Policy
-from tunegemm.serve.selection import select
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store.record import Record
 
 pytestmark = pytest.mark.gpu

@@ -17,6 +17,7 @@ from tests.gpu.test_conformance import EXAMPLES, chosen
 from tests.support.kernels import Kernels
 from tests.support.numerics import TOLERANCE, difference, kept, relative_error, room_of
 from tests.support.serving import Row, serve_with
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.epilogue import ACTIVATIONS, GATED, Epilogue, Matrix, PerColumn, maximum, minimum
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -25,7 +26,6 @@ from tunegemm.measure import operands as data
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import Snapshot
 
 pytestmark = pytest.mark.gpu
 

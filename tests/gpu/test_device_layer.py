@@ -12,6 +12,7 @@ from tests.generate import test_cute_sm80, test_gluon_wgmma, test_triton_tma
 from tests.support.kernels import Kernels
 from tests.support.numerics import TOLERANCE, difference, poisoned, relative_error, untouched
 from tests.support.serving import Row, forbid_torch
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import LAYOUTS, Problem
 from tunegemm.describe.space import Candidate
@@ -24,7 +25,6 @@ from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.operation import Operation
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import Snapshot
 
 pytestmark = pytest.mark.gpu
 

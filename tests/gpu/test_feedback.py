@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.serve.test_predict import odd_problems
+from tests.choose.test_plain import odd_problems
 from tests.support.commands import process
 from tests.support.waiting import until
+from tunegemm.choose.plain import selector_of
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.evidence import Evidence
@@ -18,8 +20,6 @@ from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.feedback import predictions
 from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.predict import selector_of
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
 from tunegemm.tuning.tuner import Tuner, open_device
 

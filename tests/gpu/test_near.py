@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.serve.test_neighbours import Row, kernel
+from tests.choose.test_neighbours import Row, kernel
+from tunegemm.choose.policies import FASTEST, Policy
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.outcome import Measurement
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.policies import FASTEST, Policy
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
 from tunegemm.tuning.tuner import Tuner, open_device
 

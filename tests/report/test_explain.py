@@ -10,17 +10,17 @@ import pytest
 import torch
 
 import tunegemm
-from tests.serve.test_neighbours import kernel
+from tests.choose.test_neighbours import kernel
 from tests.support.commands import here
 from tests.support.recorded import fill, recorded_device
+from tunegemm.choose.policies import Policy
+from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.describe.device import Device, cuda_device_count
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
 from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.measure.outcome import Measurement
 from tunegemm.report.explain import candidate_of, explain_problem
-from tunegemm.serve.policies import Policy
-from tunegemm.serve.snapshot import read_snapshot
 from tunegemm.store import Database
 
 SHAPE = "128x7168x16384"

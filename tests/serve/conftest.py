@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.support.serving import ByAddress, Kernel, Row
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import Snapshot
 
 
 @pytest.fixture(scope="module")

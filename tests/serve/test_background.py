@@ -25,6 +25,9 @@ import tunegemm
 from tests.support.processes import environment
 from tests.support.serving import BF16, Kernel, Row, operands, quietly, serve_with
 from tests.support.waiting import until
+from tunegemm.choose.plain import outlook
+from tunegemm.choose.policies import Policy
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
@@ -38,9 +41,6 @@ from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.policies import Policy
-from tunegemm.serve.predict import outlook
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import packs
 from tunegemm.store.packs import Pack
 
@@ -435,7 +435,7 @@ from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import Snapshot
+from tunegemm.choose.snapshot import Snapshot
 device = find_device("model:h200")
 problems = [Problem(128, 128, 64, in_dtype=dtype, out_dtype=dtype) for dtype in ("bf16", "fp16")]
 rows = [Row(problem, device.fingerprint, CANDIDATE) for problem in problems]

@@ -18,6 +18,7 @@ from torch.nn import functional
 import tunegemm
 from tests.support.fusing import Recorded
 from tests.support.serving import BF16, Kernel, operands, serve_with
+from tunegemm.choose.policies import Policy, parse_policy
 from tunegemm.describe.device import find_device
 from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.generate.families import completed
@@ -25,7 +26,6 @@ from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.policies import Policy, parse_policy
 from tunegemm.store.exchange import dump, sound
 
 

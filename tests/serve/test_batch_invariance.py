@@ -1,275 +1,33 @@
-"""Policy `batch_invariant`: what it admits, what serves each number of rows, and what it says of torch."""
+"""Policy `batch_invariant` in dispatch: every number of rows goes to a kernel of the class."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.batch_invariance import product
-from tests.serve.test_neighbours import kernel
+from tests.choose.test_neighbours import kernel
 from tests.support.serving import Kernel, Row, operands, quietly, serve_with
-from tunegemm.describe.device import Device, find_device
+from tunegemm.choose.policies import Policy
+from tunegemm.choose.snapshot import Snapshot
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
-from tunegemm.errors import TunegemmError, TunegemmWarning
-from tunegemm.generate import families
-from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.generate.families import completed, kernel_source_hash, reduction_class
-from tunegemm.generate.shortlist import ordered_kernels
+from tunegemm.errors import TunegemmWarning
+from tunegemm.generate.families import reduction_class
 from tunegemm.measure.operands import make_operands
-from tunegemm.report.explain import explain_problem
-from tunegemm.resources import data_path
-from tunegemm.serve import invariance
 from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.invariance import Ranked, ranked
-from tunegemm.serve.launchers import Prepared, find_object
-from tunegemm.serve.neighbours import library_us
+from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.policies import Policy
-from tunegemm.serve.selection import select
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store.record import Record
-from tunegemm.store.shipped import read_shipped
 
 POLICY = Policy("batch_invariant")
-BF16_PROBLEM, FP16_PROBLEM = Problem.parse("64x4096x4096"), Problem.parse("64x4096x4096", dtype="fp16")
-FP8_PROBLEM = Problem.parse("64x4096x4096", dtype="fp8_e4m3")
-#: Of a kind for which no kernel of the class ships.
-RESIDUAL_PROBLEM = Problem.parse("64x4096x4096", epilogue="residual")
 #: Kinds of products that kernels of the class ship for.
 KINDS: list[dict[str, str]] = [
     {}, {"dtype": "fp16"}, {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"}, {"epilogue": "swiglu"},
     {"epilogue": "bias_n+gelu_tanh"},
 ]  # fmt: skip
-ROWS = [1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 64, 65, 127, 300, 1025, 4096, 16384]
-
-#: A plain kernel of each family.
-BASES: dict[str, dict[str, Any]] = {
-    "cute_sm90": {
-        "schedule": "cooperative", "tile_scheduler": "static", "tile_m": 128, "tile_n": 128, "tile_k": 64,
-        "stages": 4, "cluster_m": 1, "cluster_n": 1, "epi_n": 32,
-        "swap_ab": False, "raster_order": "along_m", "swizzle_size": 1, "cluster_order": "index",
-        "ctas": "all", "split_k": 1, "reduction": "pairs", "l2_hint": "none",
-    },
-    "cute_sm80": {
-        "tile_m": 128, "tile_n": 128, "tile_k": 32, "stages": 3, "warps_m": 2, "warps_n": 2, "atoms_n": 2,
-        "smem_swizzle": 2, "vector_bytes": 16, "ctas_per_sm": 1, "acc_dtype": "fp32",
-        "raster_order": "along_m", "swizzle_size": 1, "ctas": "tiles", "split_k": 1,
-    },
-    "triton_tma": {
-        "schedule": "pipelined", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 3, "warps": 8,
-        "epi_n": 64, "swap_ab": False, "raster_order": "along_m", "swizzle_size": 1, "ctas": "all",
-        "split_k": 1,
-    },
-    "gluon_wgmma": {
-        "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4, "warps": 8,
-        "instr_n": 256, "lhs_in_registers": False, "occupancy": 1, "swap_ab": False,
-        "raster_order": "along_m", "swizzle_size": 1, "ctas": "all",
-    },
-    "skinny": {
-        "tile_m": 16, "tile_n": 32, "tile_k": 256, "warps_n": 1, "warps_k": 8, "stages": 4,
-        "vector_bytes": 16, "ctas_per_sm": 1, "ctas": "tiles", "split_k": 1,
-    },
-}  # fmt: skip
-
-
-def of(family: str, **changes: Any) -> Candidate:
-    values = {**BASES[family], **changes}
-    names = families.get(family).parameters
-    compiled, launched = ({name: values[name] for name in names[table]} for table in ("compile", "launch"))
-    return Candidate.make(family, compiled, launched)
-
-
-@pytest.mark.parametrize(
-    ("problem", "candidate", "expected"),
-    [(BF16_PROBLEM, of("cute_sm90"), "ordered"), (FP16_PROBLEM, of("cute_sm90"), "ordered"),
-     (FP8_PROBLEM, of("cute_sm90", tile_k=128), "ordered"), (BF16_PROBLEM, of("cute_sm90", split_k=2), ""),
-     (BF16_PROBLEM, of("cute_sm90", tile_scheduler="stream_k"), ""),
-     (BF16_PROBLEM, of("triton_tma"), "ordered"), (BF16_PROBLEM, of("triton_tma", split_k=2), ""),
-     (FP16_PROBLEM, of("triton_tma"), ""), (BF16_PROBLEM, of("gluon_wgmma"), "ordered"),
-     (BF16_PROBLEM, of("cute_sm80"), "ordered"), (BF16_PROBLEM, of("cute_sm80", acc_dtype="fp16"), ""),
-     (BF16_PROBLEM, of("skinny"), ""), (BF16_PROBLEM, TORCH_MM, "")],
-)  # fmt: skip
-def test_reduction_classes(problem: Problem, candidate: Candidate, expected: str) -> None:
-    assert reduction_class(problem, candidate) == expected
-
-
-# Selection
-
-
-@pytest.fixture(scope="module", params=["h200", "h100-sxm"])
-def shipped(request: pytest.FixtureRequest) -> tuple[Snapshot, Device]:
-    """The shipped records, as if their kernels were today's, and a GPU: an H100 has few of its own."""
-    device = find_device(f"model:{request.param}")
-    records = [
-        replace(
-            record,
-            kernel_source=kernel_source_hash(record.candidate.family),
-            candidate=completed(record.candidate),
-        )
-        for record in read_shipped()[0]
-    ]
-    own = next(one.fingerprint for one in records if one.fingerprint.device_name == device.name)
-    return Snapshot(records), replace(device, fingerprint=own)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(kind.values()) or "bf16")
-@pytest.mark.parametrize("n_k", ["4096x4096", "6144x4096", "2112x7168", "1000x520"])
-def test_every_number_of_rows_has_a_kernel_of_the_class(
-    shipped: tuple[Snapshot, Device], kind: dict[str, Any], n_k: str
-) -> None:
-    snapshot, device = shipped
-    for m in ROWS:
-        problem = Problem.parse(f"{m}x{n_k}", **kind)
-        found = select(snapshot, problem, device, policy=POLICY)
-        assert found.options, (problem, found.why)
-        for record in found.options:
-            assert record.problem == problem
-            assert reduction_class(problem, record.candidate) == "ordered"
-            assert families.get(record.candidate.family).check(problem, record.candidate, device).runs
-        assert (found.outcome == "near") == (len(found.nears) == len(found.options))
-
-
-def test_a_batch_or_operands_of_another_alignment_take_the_same_kernels(
-    shipped: tuple[Snapshot, Device],
-) -> None:
-    snapshot, device = shipped
-    for problem in (Problem.parse("7x4096x4096x4"), Problem.parse("7x4096x4096", alignment=2)):
-        assert select(snapshot, problem, device, policy=POLICY).outcome == "near"
-
-
-@pytest.fixture
-def device() -> Device:
-    return find_device("model:h200")
-
-
-def test_a_record_of_the_class_is_served_though_torch_is_faster(device: Device) -> None:
-    record = Row(BF16_PROBLEM, device.fingerprint, kernel(), ratio=0.9)
-    found = select(Snapshot([record]), BF16_PROBLEM, device, policy=POLICY)
-    assert found.outcome == "hit" and found.options[0] is record
-    assert select(Snapshot([record]), BF16_PROBLEM, device).outcome == "miss"
-
-
-def test_the_best_measured_kernel_of_the_class_comes_first(device: Device) -> None:
-    """Then those of other problems, in case that it is not compiled here."""
-    row: Callable[..., Record] = partial(Row, fingerprint=device.fingerprint)
-    split, slow, fast = kernel(split_k=4), kernel(64, 128), kernel(64, 32)
-    other = row(replace(RESIDUAL_PROBLEM, m=128), candidate=kernel(128, 128))
-    rivals = [
-        row(RESIDUAL_PROBLEM, candidate=slow, ratio=0.8),
-        row(RESIDUAL_PROBLEM, candidate=fast, ratio=0.9),
-    ]
-    snapshot = Snapshot([row(RESIDUAL_PROBLEM, candidate=split), other])
-    found = select(snapshot, RESIDUAL_PROBLEM, device, policy=POLICY, rivals=lambda _: rivals)
-    assert found.outcome == "hit" and "order of sums" in found.why
-    assert [one.candidate["tile_n"] for one in found.options] == [32, 128]
-    without = select(snapshot, RESIDUAL_PROBLEM, device, policy=POLICY)
-    assert without.outcome == "near" and without.nears[0].origin is other
-    assert str(without.nears[0]) == "from 128x4096x4096 (1.100 x torch there)"
-    exact = select(snapshot, RESIDUAL_PROBLEM, device, policy=POLICY, near=False)
-    assert exact.outcome == "miss" and not exact.options, "mode exact borrows nothing"
-
-
-def test_a_neighbour_is_preferred_to_what_is_expected_to_be_little_better(device: Device) -> None:
-    def in_order(problem: Problem) -> list[Ranked]:
-        return sorted(ranked(problem, ordered_kernels(problem), device), key=lambda one: -one.expected)
-
-    problem, first, second = next(
-        (problem, *order[:2])
-        for problem in (replace(BF16_PROBLEM, n=n) for n in range(4096, 8192, 64))
-        if 0 < (order := in_order(problem))[0].expected - order[1].expected < 0.015
-    )
-    near = Row(replace(problem, m=problem.m // 2), device.fingerprint, candidate=second.candidate)
-    assert select(Snapshot([near]), problem, device, policy=POLICY).nears[0].origin is near
-    far = Snapshot([replace(near, problem=replace(problem, m=problem.m // 8))])
-    assert select(far, problem, device, policy=POLICY).options[0].candidate == first.candidate
-
-
-def test_kernels_that_ship_need_no_record(device: Device) -> None:
-    """And say so: their times for the problem are not known."""
-    for kind in KINDS:
-        problem = Problem.parse("3x640x1536", **kind)
-        found = select(Snapshot(), problem, device, policy=POLICY)
-        assert found.outcome == "near" and found.options, kind
-        assert all(one.candidate.kernel in ordered_kernels(problem) for one in found.options)
-        told = str(explain_problem(problem, device, policy=POLICY))
-        assert "of the kernels that ship for this policy" in told
-        json.loads(json.dumps(explain_problem(problem, device, policy=POLICY).asdict(), allow_nan=False))
-
-
-def test_few_rows_take_small_tiles_and_many_take_large_ones(device: Device) -> None:
-    for kind in KINDS:
-        rows = []
-        for m in (1, 8192):
-            chosen = select(
-                Snapshot(), Problem.parse(f"{m}x4096x4096", **kind), device, policy=POLICY
-            ).options[0]
-            rows.append(chosen.candidate["tile_m"] * chosen.candidate["tile_n"])
-        assert rows[0] <= 64 * 64 < 128 * 128 <= rows[1], kind
-
-
-def test_a_damaged_order_is_one_warning_and_the_models_order(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: Device
-) -> None:
-    text = data_path("db", "order.json").read_text(encoding="utf-8")
-    path = tmp_path / "order.json"
-    for damaged in (text[:1000], text.replace("0.", "1.", 1), "[]", text.replace("log_m", "log_x")):
-        path.write_text(damaged, encoding="utf-8")
-        with pytest.raises(TunegemmError, match=r"order\.json is damaged.*install"):
-            invariance.order_of(path)
-    monkeypatch.setattr(invariance, "data_path", lambda *_: path)
-    invariance._order.cache_clear()
-    try:
-        with pytest.warns(TunegemmWarning, match="the model's order"):
-            assert select(Snapshot(), BF16_PROBLEM, device, policy=POLICY).options
-    finally:
-        invariance._order.cache_clear()
-
-
-def test_where_nothing_is_of_the_class_the_reason_names_the_promise(device: Device) -> None:
-    snapshot = Snapshot([Row(RESIDUAL_PROBLEM, device.fingerprint, kernel(split_k=4))])
-    for problem in (RESIDUAL_PROBLEM, replace(RESIDUAL_PROBLEM, in_dtype="fp16", out_dtype="fp16")):
-        found = select(snapshot, problem, device, policy=POLICY)
-        assert found.outcome == "miss" and found.advises_tuning
-        assert "how many rows" in found.why
-
-
-def test_multiprocessors_can_be_left_free_as_well(device: Device) -> None:
-    policy = Policy("batch_invariant", max_sms=100)
-    row: Callable[..., Record] = partial(Row, BF16_PROBLEM, device.fingerprint)
-    assert select(Snapshot([row(kernel())]), BF16_PROBLEM, device, policy=policy).outcome == "hit"
-    tiles = Snapshot([row(kernel().with_launch(ctas="tiles"))])
-    found = select(tiles, BF16_PROBLEM, device, policy=policy)
-    assert found.outcome == "near" and {one.candidate["ctas"] for one in found.options} == {"all"}
-
-
-def test_the_model_knows_the_library_at_an_odd_number_of_rows(device: Device) -> None:
-    """Of gates it swaps the product, and pairs of columns would be pairs of rows."""
-    assert library_us(Problem.parse("33x4096x4096", epilogue="swiglu"), device) > 0
-
-
-def test_a_kernel_that_only_computes_too_much_is_launched_all_the_same(device: Device) -> None:
-    wide = kernel(128, 128, cluster_m=2)
-    record = Row(replace(BF16_PROBLEM, m=3), device.fingerprint, wide)
-    verdict = families.get("cute_sm90").check(record.problem, wide, device)
-    assert verdict.rule == "cluster_fits" and verdict.runs and not verdict
-    with pytest.raises(Exception, match="not in the object store"):
-        find_object(record, device)
-
-
-def test_explain_says_what_is_outside(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    told = str(explain_problem(replace(BF16_PROBLEM, epilogue="relu"), device, policy=POLICY))
-    assert "torch: batch_invariant has no kernel" in told and "how many rows" in told
-
-
-# Dispatch
 
 
 @pytest.fixture

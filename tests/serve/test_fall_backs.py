@@ -16,6 +16,7 @@ import tunegemm
 from tests.support.as_torch import StandIn
 from tests.support.fusing import Recorded
 from tests.support.serving import BF16, ByAddress, Kernel, calls_of, operands, serve_with
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -24,7 +25,6 @@ from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.serve.torch.lowering import site_of
 from tunegemm.store.record import Record
 

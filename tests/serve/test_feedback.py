@@ -17,12 +17,15 @@ from typing import Any
 
 import pytest
 
-from tests.serve.test_predict import odd_problems
+from tests.choose.test_plain import odd_problems
 from tests.support.commands import here, process
 from tests.support.processes import environment
 from tests.support.serving import Kernel, operands, quietly
 from tests.support.waiting import until
 from tests.tuning.planted import DEVICE, Timed, planted_tuner
+from tunegemm.choose.plain import Predicted
+from tunegemm.choose.selection import select
+from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -36,9 +39,6 @@ from tunegemm.serve.feedback import Feedback, Measure, measure, measuring, predi
 from tunegemm.serve.launchers import TORCH, Prepared
 from tunegemm.serve.online import OnlineTuning, wait_until_idle
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.predict import Predicted
-from tunegemm.serve.selection import select
-from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.store import Database
 from tunegemm.store.record import Record
 from tunegemm.tuning.tuner import Tuner

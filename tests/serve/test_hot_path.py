@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.serving import BF16, ByAddress, Row, at, calls_of, is_slow, operands, quietly
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, operand_reader
@@ -20,7 +21,6 @@ from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
 from tunegemm.serve.launchers import TORCH, Prepared
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import Snapshot
 
 
 def test_one_matrix_for_a_batch_is_a_stride_of_zero(serve):

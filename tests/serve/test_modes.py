@@ -11,8 +11,9 @@ import threading
 import pytest
 import torch
 
-from tests.serve.test_neighbours import kernel as candidate
+from tests.choose.test_neighbours import kernel as candidate
 from tests.support.serving import Kernel, Row, operands, quietly
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, MeasureError, TunegemmWarning
@@ -21,7 +22,6 @@ from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.modes import read_compile, read_mode
 from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import Snapshot
 
 N, K = 48, 64
 

@@ -72,7 +72,7 @@ import sys, torch
 from tunegemm.describe.device import find_device
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import Snapshot
+from tunegemm.choose.snapshot import Snapshot
 device = find_device("model:h200")
 served = Dispatcher(Planner(device_type="cpu", find=lambda spec: device, read=lambda: Snapshot()))
 for m in (3, 700, 12):

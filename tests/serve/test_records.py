@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.serving import BF16, CANDIDATE, ByAddress, Kernel, Row, operands, quietly
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
@@ -24,7 +25,6 @@ from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
 from tunegemm.serve.launchers import TORCH, Prepared, is_torch
 from tunegemm.serve.planning import LOOK_SECONDS, Planner
-from tunegemm.serve.snapshot import Snapshot
 
 # Misses
 

@@ -22,13 +22,13 @@ import torch
 
 import tunegemm
 from tests.support.serving import Row, operands, quietly
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import READ_SECONDS, Planner
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
 from tunegemm.store.layers import modified, read_records
 

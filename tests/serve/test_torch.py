@@ -22,6 +22,7 @@ from torch.nn.functional import linear as torch_linear
 
 import tunegemm
 from tests.support.serving import BF16, CANDIDATE, Kernel, Row, operands, serve_with
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
@@ -29,7 +30,6 @@ from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import TORCH, Prepared
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.serve.torch import ops, takeover
 
 pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning")

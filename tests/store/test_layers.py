@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
+from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.resources import data_path
-from tunegemm.serve.snapshot import read_snapshot
 from tunegemm.store import Database
 from tunegemm.store.layers import read_records
 from tunegemm.store.locations import project_location, user_location

@@ -17,6 +17,7 @@ import torch
 
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
 from tests.support.serving import Row, operands
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import TunegemmWarning
@@ -26,7 +27,6 @@ from tunegemm.resources import data_path
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.planning import Planner
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
 from tunegemm.store.checks import objection, record_objection
 from tunegemm.store.exchange import dump, load

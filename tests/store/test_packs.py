@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.processes import environment
+from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.cli import app
 from tunegemm.describe.device import Fingerprint, find_device
 from tunegemm.describe.problem import Problem
@@ -30,7 +31,6 @@ from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.triton_object import read_object
 from tunegemm.report.explain import candidate_of
-from tunegemm.serve.snapshot import read_snapshot
 from tunegemm.store import Record, packing, packs
 from tunegemm.store.layers import read_records
 from tunegemm.store.shipped import write_records
@@ -139,7 +139,7 @@ class Block(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Block())
 from tunegemm.generate import families
 from tunegemm.describe.device import find_device
-from tunegemm.serve.snapshot import read_snapshot
+from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.store import packs
 from tunegemm.describe.problem import Problem
 snapshot, device = read_snapshot(), find_device("model:h200")

@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional
 
 from tests.support.serving import BF16, Row, at, operands
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.describe.epilogue import Epilogue, Matrix, Number, PerColumn, maximum, tanh
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, operand_reader, words_reader
-from tunegemm.serve.snapshot import Snapshot
 
 FP8 = torch.float8_e4m3fn
 

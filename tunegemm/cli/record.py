@@ -84,9 +84,9 @@ def _show_costliest(workload: Workload) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from tunegemm.choose.snapshot import read_snapshot
     from tunegemm.describe.workload import demands
     from tunegemm.generate.cublaslt import is_torch
-    from tunegemm.serve.snapshot import read_snapshot
     from tunegemm.tuning.tuner import open_device
 
     device, snapshot = open_device(), read_snapshot()

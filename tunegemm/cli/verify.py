@@ -83,8 +83,8 @@ def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, 
     """Race what is predicted of each problem, and say what became of it; of others, why they are not."""
     import torch
 
+    from tunegemm.choose.snapshot import Snapshot, read_snapshot
     from tunegemm.serve.feedback import measure, predictions
-    from tunegemm.serve.snapshot import Snapshot, read_snapshot
     from tunegemm.store import Database
     from tunegemm.tuning.tuner import Tuner, open_gpu
 

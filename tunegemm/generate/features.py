@@ -1,6 +1,6 @@
 """What fitted trees read of a launch: numbers of the problem, of torch's product, of the kernel and of the
-model's terms. `benchmarks.selector_fit` and `benchmarks.order_fit` fit to them, `serve.predict` and
-`serve.invariance` go by them.
+model's terms. `benchmarks.selector_fit` and `benchmarks.order_fit` fit to them, `choose.plain` and
+`choose.invariance` go by them.
 """
 
 from __future__ import annotations

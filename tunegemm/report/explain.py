@@ -12,6 +12,12 @@ from dataclasses import asdict, dataclass
 from math import ceil, isnan
 from typing import TYPE_CHECKING, Any, Literal
 
+from tunegemm.choose.invariance import InvariantOption
+from tunegemm.choose.neighbours import Near
+from tunegemm.choose.plain import Predicted
+from tunegemm.choose.policies import Policy
+from tunegemm.choose.selection import Outcome, Selection, read_rivals, select
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
@@ -23,14 +29,8 @@ from tunegemm.generate.tiles import tile_count
 from tunegemm.measure.evidence import Evidence, leaders
 from tunegemm.measure.outcome import PREDICTED_RATIO
 from tunegemm.report.text import significant
-from tunegemm.serve.invariance import InvariantOption
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_compile, read_mode, read_policy
-from tunegemm.serve.neighbours import Near
-from tunegemm.serve.policies import Policy
-from tunegemm.serve.predict import Predicted
-from tunegemm.serve.selection import Outcome, Selection, read_rivals, select
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Record as StoredRecord
 from tunegemm.store.layers import read_records
 from tunegemm.store.validity import judge_stored

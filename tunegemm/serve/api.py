@@ -7,12 +7,12 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
+from tunegemm.choose.policies import Policy, Preference
 from tunegemm.describe.epilogue import ACTIVATIONS, GATED, Epilogue
 from tunegemm.errors import ProblemError
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, form_of
 from tunegemm.serve.library import addmm_steps, is_sum, scale_steps
-from tunegemm.serve.policies import Policy, Preference
 from tunegemm.serve.torch import ops
 from tunegemm.serve.torch.fx import node_of, rank, refuse_proxies
 

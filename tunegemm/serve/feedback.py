@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tunegemm.choose.plain import Predicted, outlook
+from tunegemm.choose.selection import select
+from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement
-from tunegemm.serve.predict import Predicted, outlook
-from tunegemm.serve.selection import select
-from tunegemm.serve.snapshot import Snapshot, read_snapshot
 from tunegemm.store import Database
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.trials import label

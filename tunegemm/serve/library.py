@@ -1,31 +1,22 @@
-"""The products that torch's library has, as epilogues: one table for what serves, counts or replaces them.
+"""Calls of torch's library as forms: what they ask for, in the words of epilogues.
 
-`OPERATORS` names ATen's operators of products and what each computes along with the product. `absorbed` says
-which steps of an epilogue one of these calls takes, `addmm_steps` and `scale_steps` which epilogue a call is,
-and `call_of` what all arguments of an operator ask for.
+`addmm_steps` and `scale_steps` say which epilogue a call is, `call_of` what all arguments of one of
+`choose.operators` ask for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from tunegemm.describe.workload.products import OWN_ACTIVATION
+from tunegemm.choose.operators import OPERATORS, SCALES
 from tunegemm.serve.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import num_elements, rank
 
-_ADDS = (("alpha",), ("bias_n",), ("alpha", "bias_n"), ("beta_c",), ("alpha", "beta_c"))
-_SCALES = (
-    ("scale_tensor",), ("scale_rowwise",), ("scale_tensor", "bias_n"), ("scale_rowwise", "bias_n"),
-)  # fmt: skip
-
-
-_IN_PLACE = "in place, as tunegemm.enable serves none"
 _OF_ANOTHER_DTYPE = "with an out_dtype, as tunegemm.enable serves none"
 _OTHER_SCALES = "scales that no kernel has: kernels have one for each operand, or one for each row and column"
 
@@ -33,47 +24,6 @@ _OTHER_SCALES = "scales that no kernel has: kernels have one for each operand, o
 _TENSOR_WISE, _ROW_WISE = 0, 1
 #: Rows and columns of B that torch's fp8 product takes come in multiples of so many.
 _FP8_UNIT = 16
-
-
-@dataclass(frozen=True)
-class Operator:
-    """An operator of ATen that multiplies two matrices, or two batches of them."""
-
-    first: int = 0
-    """Where the product's first operand stands among the arguments; the second follows it."""
-    absorbs: tuple[tuple[str, ...], ...] = ()
-    """The steps that it may compute along with the product."""
-    refusal: str = ""
-    """Why `tunegemm.enable` leaves it to torch; empty where it serves it. All of them are recorded."""
-
-    @property
-    def served(self) -> bool:
-        """Whether `tunegemm.enable` serves it."""
-        return not self.refusal
-
-
-OPERATORS = {
-    "mm": Operator(),
-    "bmm": Operator(),
-    "addmm": Operator(1, _ADDS),  # `linear` with a bias arrives here, too
-    "baddbmm": Operator(1, _ADDS),
-    "_scaled_mm": Operator(0, _SCALES),
-    "_scaled_mm_v2": Operator(0, _SCALES),  # torch.nn.functional.scaled_mm; torch has it from 2.10 on
-    "_int_mm": Operator(),
-    "addmm_": Operator(1, _ADDS, _IN_PLACE),
-    "baddbmm_": Operator(1, _ADDS, _IN_PLACE),
-    "_addmm_activation": Operator(1, _ADDS, OWN_ACTIVATION),
-}
-
-_ABSORBED = frozenset(steps for operator in OPERATORS.values() for steps in operator.absorbs)
-
-
-def absorbed(steps: Sequence[str]) -> tuple[str, ...]:
-    """The leading steps of an epilogue that one call of the library takes; those of `amax` aside."""
-    for count in (2, 1):
-        if (leading := tuple(steps[:count])) in _ABSORBED:
-            return leading
-    return ()
 
 
 def addmm_steps(
@@ -185,7 +135,7 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Op
     out, refusal = keywords.get("out"), operator.refusal
     tensors: tuple[torch.Tensor, ...] = ()
     numbers: tuple[float, ...] = ()
-    if operator.absorbs == _SCALES:
+    if operator.absorbs == SCALES:
         text, tensors, out_dtype, is_fast = _scaled(name, a, b, more)
         form = form_of(BELOW_AUTOGRAD, text, out_dtype, "fast" if is_fast else "two_level")
         if not text:

@@ -3,7 +3,7 @@
 - ``off``: torch computes every product.
 - ``exact``: recorded problems only.
 - ``predict``, the default: also problems without a record, where measurements of others promise a gain: plain
-  products by a fitted model (`serve.predict`), others by recorded neighbours (`serve.neighbours`).
+  products by a fitted model (`choose.plain`), others by recorded neighbours (`choose.neighbours`).
 - ``online``: what is predicted is measured when the GPU is idle, any other problem without a record is tuned
   when it is first seen (`serve.online`); else as ``predict``.
 """
@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable
 from typing import Literal, cast, get_args
 
+from tunegemm.choose.policies import FASTEST, Policy, parse_policy
 from tunegemm.errors import PolicyError
-from tunegemm.serve.policies import FASTEST, Policy, parse_policy
 
 Mode = Literal["off", "exact", "predict", "online"]
 DEFAULT: Mode = "predict"

@@ -26,8 +26,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 
 if TYPE_CHECKING:
+    from tunegemm.choose.plain import Predicted
     from tunegemm.serve.feedback import Feedback, Measure
-    from tunegemm.serve.predict import Predicted
 
 _log = logging.getLogger(__name__)
 

@@ -23,6 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from tunegemm.choose.compiled_code import least_ratio
+from tunegemm.choose.operators import absorbed
+from tunegemm.choose.policies import Policy
+from tunegemm.choose.selection import Selection, read_rivals, select
+from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
@@ -34,17 +39,12 @@ from tunegemm.serve.background import Answer, BackgroundCompiler, make_pool
 from tunegemm.serve.forms import BELOW_AUTOGRAD, LINEAR, Form
 from tunegemm.serve.guards import REDUCTIONS, allocation, capturing, deterministic, reductions_allowed
 from tunegemm.serve.launchers import Prepared, prepare
-from tunegemm.serve.library import absorbed
 from tunegemm.serve.modes import Mode, read_compile, read_mode, read_policy, read_summary
 from tunegemm.serve.naming import described, named
 from tunegemm.serve.notices import Notices, weight_of
 from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.operands import ALIGNMENT, Refusal, describe, seen_as
 from tunegemm.serve.plans import Compiling, Plan, State, expanding
-from tunegemm.serve.policies import Policy
-from tunegemm.serve.selection import Selection, read_rivals, select
-from tunegemm.serve.snapshot import Snapshot, read_snapshot
-from tunegemm.serve.worth import least_ratio
 from tunegemm.store.layers import modified
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade
@@ -391,7 +391,7 @@ class Planner:
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
     ) -> bool:
         """Whether a kernel is recorded for what `Dispatcher.fused` would be asked, by shapes, strides and
-        dtypes alone, is there or being compiled, and is worth it (`worth`).
+        dtypes alone, is there or being compiled, and gains enough there (`choose.compiled_code`).
 
         For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
         is enough. Warns where there is none.

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tunegemm.choose.policies import FASTEST, Policy
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import operand_dtype
 from tunegemm.describe.problem import Problem, normalize_dtype
@@ -20,8 +22,6 @@ from tunegemm.serve.forms import Form
 from tunegemm.serve.guards import grad_enabled
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.operands import seen_as
-from tunegemm.serve.policies import FASTEST, Policy
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store.record import Record
 
 

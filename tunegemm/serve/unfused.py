@@ -16,12 +16,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
+from tunegemm.choose.operators import absorbed
 from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.eager import step_of
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve import guards
 from tunegemm.serve.forms import ADDMM, BELOW_AUTOGRAD, BMM, LINEAR, SCALED_MM, Form
-from tunegemm.serve.library import absorbed, takes_fp8
+from tunegemm.serve.library import takes_fp8
 
 #: Functions in the place of torch's: a product of (a, b) as the form's call means it; one with a column bias.
 Multiply = Callable[[Any, Any], Any]

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from tunegemm.choose.operators import OPERATORS
 from tunegemm.describe.problem import normalize_dtype
 from tunegemm.describe.served import Served
 from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.serve import api
-from tunegemm.serve.library import OPERATORS
 from tunegemm.serve.torch.processes import Writer
 
 #: Names the folder in which each process of `tunegemm run` writes what it served.

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch._guards import CompileContext
 
+from tunegemm.choose.operators import OPERATORS
 from tunegemm.describe.problem import MAX_ALIGNMENT, alignment_of, contiguous_mode, normalize_dtype
 from tunegemm.describe.workload import Product, Workload, merge
 from tunegemm.describe.workload.products import Kind
@@ -30,7 +31,7 @@ from tunegemm.files import impossible
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR, Form
 from tunegemm.serve.guards import tf32_allowed
-from tunegemm.serve.library import OPERATORS, call_of
+from tunegemm.serve.library import call_of
 from tunegemm.serve.naming import Named, named
 from tunegemm.serve.operands import Refusal
 from tunegemm.serve.torch.aten import Layer, replacements

@@ -11,12 +11,13 @@ from typing import Any, Self
 import torch
 from torch.nn import functional as F  # noqa: F401 - torch.jit.script looks for it here, see `TunedLinear`
 
+from tunegemm.choose.operators import OPERATORS
 from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, LINEAR, form_of
 from tunegemm.serve.guards import tf32_allowed
-from tunegemm.serve.library import OPERATORS, addmm_steps, call_of, is_sum
+from tunegemm.serve.library import addmm_steps, call_of, is_sum
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
 from tunegemm.serve.torch.fx import node_of

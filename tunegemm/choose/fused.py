@@ -18,6 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from tunegemm.choose.compiled_code import kernels_after
+from tunegemm.choose.forest import Forest, read
+from tunegemm.choose.invariance import Ranked, columns_in_16_bit, in_16_bit, ranked
+from tunegemm.choose.plain import MOST_OPTIONS, Allows, Outlook, Predicted, file_of
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
@@ -26,10 +30,6 @@ from tunegemm.generate import families, shortlist
 from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice
 from tunegemm.generate.features import OF_GAIN, gain_features
 from tunegemm.generate.terms import Floats, elementwise_us, terms
-from tunegemm.serve.forest import Forest, read
-from tunegemm.serve.invariance import Ranked, columns_in_16_bit, in_16_bit, ranked
-from tunegemm.serve.predict import MOST_OPTIONS, Allows, Outlook, Predicted, file_of
-from tunegemm.serve.worth import kernels_after
 from tunegemm.store.record import Record
 
 #: Launches that the trees are asked about: those that are expected to be nearest to the best.

@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 
+from tunegemm.choose import neighbours
+from tunegemm.choose.neighbours import neighbourhood
+from tunegemm.choose.policies import Policy
+from tunegemm.choose.selection import select
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, Fingerprint, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -19,11 +24,6 @@ from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import completed, kernel_source_hash
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
-from tunegemm.serve import neighbours
-from tunegemm.serve.neighbours import neighbourhood
-from tunegemm.serve.policies import Policy
-from tunegemm.serve.selection import select
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store import Database
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped
@@ -46,7 +46,7 @@ def Row(
 @pytest.fixture(autouse=True)
 def nothing_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the rules say where predictions do not come first."""
-    monkeypatch.setattr("tunegemm.serve.predict._loaded", lambda gpu: "nothing is predicted here")
+    monkeypatch.setattr("tunegemm.choose.plain._loaded", lambda gpu: "nothing is predicted here")
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tunegemm.choose.policies import FASTEST, Policy
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.evidence import leaders, may_be_record, standing
-from tunegemm.serve.policies import FASTEST, Policy
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
 
 if TYPE_CHECKING:
-    from tunegemm.serve.invariance import InvariantOption
-    from tunegemm.serve.neighbours import Near
-    from tunegemm.serve.predict import Predicted
+    from tunegemm.choose.invariance import InvariantOption
+    from tunegemm.choose.neighbours import Near
+    from tunegemm.choose.plain import Predicted
 
 Outcome = Literal["hit", "predicted", "near", "miss"]
 
@@ -73,13 +73,13 @@ def select(
     if not near:
         return Selection("miss", (), why)
     # And the model: a hit does without.
-    from tunegemm.serve import kinds, predict
+    from tunegemm.choose import fused, plain
 
-    ahead = (kinds if problem.epilogue else predict).outlook(problem, device, policy.refusal)
+    ahead = (fused if problem.epilogue else plain).outlook(problem, device, policy.refusal)
     if ahead.options:
         found = tuple(option.record for option in ahead.options)
         return Selection("predicted", found, str(ahead.options[0]), predictions=ahead.options)
-    from tunegemm.serve.neighbours import neighbourhood
+    from tunegemm.choose.neighbours import neighbourhood
 
     why = f"{why}; {ahead.refusal}" if ahead.refusal else why
     around = neighbourhood(snapshot, problem, device, policy.refusal)
@@ -128,7 +128,7 @@ def _batch_invariant(
 ) -> Selection:
     """The best measured kernel of the class, and behind it those that were measured for other problems: each
     is legal here, so that one that is not compiled costs speed only. Never torch: its bits depend on m."""
-    from tunegemm.serve.invariance import invariant_options
+    from tunegemm.choose.invariance import invariant_options
 
     if record is not None and not policy.refusal(problem, record.candidate):
         own: tuple[Record, ...] = (record,)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tunegemm.choose.forest import Forest, read
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -28,7 +29,6 @@ from tunegemm.generate import families, shortlist
 from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice
 from tunegemm.generate.features import NAMES, features
 from tunegemm.resources import data_path
-from tunegemm.serve.forest import Forest, read
 from tunegemm.store.record import Record
 
 #: Launches that are offered of a product, for where the best one cannot be loaded.

@@ -44,7 +44,7 @@ from tunegemm.errors import SpaceError
 from tunegemm.generate import families, model
 
 if TYPE_CHECKING:
-    from tunegemm.serve.snapshot import Snapshot
+    from tunegemm.choose.snapshot import Snapshot
     from tunegemm.store.record import Record
 
 #: Least gain over torch by neighbours of the same n and k, and what each doubling between them adds. Two

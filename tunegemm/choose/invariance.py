@@ -24,6 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tunegemm.choose.forest import Forest, read
+from tunegemm.choose.policies import Policy
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
@@ -32,9 +35,6 @@ from tunegemm.generate import families, shortlist
 from tunegemm.generate.features import FAMILIES, OF_ORDER, order_features
 from tunegemm.generate.terms import Columns, Floats, fits_l2, terms
 from tunegemm.resources import data_path
-from tunegemm.serve.forest import Forest, read
-from tunegemm.serve.policies import Policy
-from tunegemm.serve.snapshot import Snapshot
 from tunegemm.store.record import Record
 
 #: Kernels that are offered of a product, for where the best cannot be loaded.

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks.kind_choices import drawn
+from tunegemm.choose import fused, plain
+from tunegemm.choose.fused import ASKED, best_ranked, features_of, gains_of
+from tunegemm.choose.selection import select
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError, TunegemmWarning
@@ -20,10 +24,6 @@ from tunegemm.generate import families, shortlist
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.report.explain import explain_problem
 from tunegemm.resources import data_path
-from tunegemm.serve import kinds, predict
-from tunegemm.serve.kinds import ASKED, best_ranked, features_of, gains_of
-from tunegemm.serve.selection import select
-from tunegemm.serve.snapshot import Snapshot
 
 H200 = "NVIDIA H200"
 ROWWISE: dict[str, Any] = {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"}
@@ -80,18 +80,18 @@ def test_few_rows_of_fp8_are_served(device: Device) -> None:
     ],
 )
 def test_other_products_are_not_predicted(device: Device, change: dict[str, Any]) -> None:
-    found = kinds.outlook(replace(SERVED, **change), device, lambda *_: "")
+    found = fused.outlook(replace(SERVED, **change), device, lambda *_: "")
     assert not found.decides and not found.options
 
 
 def test_parts_of_a_gpu_and_other_gpus_are_not_predicted(device: Device) -> None:
     part = replace(device, fingerprint=replace(device.fingerprint, mig="1g.18gb"))
     for other in (part, find_device("model:a100-sxm-80gb"), device.with_sm_budget(60)):
-        assert not kinds.outlook(SERVED, other, lambda *_: "").options
+        assert not fused.outlook(SERVED, other, lambda *_: "").options
 
 
 def test_a_policy_may_refuse_all(device: Device) -> None:
-    found = kinds.outlook(SERVED, device, lambda *_: "not that one")
+    found = fused.outlook(SERVED, device, lambda *_: "not that one")
     assert not found.options and found.refusal.count("not that one") >= 1
 
 
@@ -121,8 +121,8 @@ def test_a_damaged_file_is_refused_and_is_one_warning(
             gains_of(H200, tmp_path)
     for name in ("selector.toml", "invariant.toml", "order.json"):
         shutil.copy(data_path("db", name), tmp_path)
-    monkeypatch.setattr(predict, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
-    kinds._loaded.cache_clear()
+    monkeypatch.setattr(plain, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    fused._loaded.cache_clear()
     try:
         with pytest.warns(TunegemmWarning, match="nothing is predicted until then") as said:
             assert select(Snapshot(), SERVED, device).outcome == "miss"
@@ -131,7 +131,7 @@ def test_a_damaged_file_is_refused_and_is_one_warning(
             warnings.simplefilter("error")
             assert select(Snapshot(), SERVED, device).outcome == "miss"
     finally:
-        kinds._loaded.cache_clear()
+        fused._loaded.cache_clear()
 
 
 def test_files_are_small() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tunegemm.choose.forest import MAX_LEAVES, Forest
 from tunegemm.errors import TunegemmError
-from tunegemm.serve.forest import MAX_LEAVES, Forest
 
 WIDTH = 5
 

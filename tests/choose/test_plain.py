@@ -13,6 +13,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.first_use import DIMENSIONS
+from tunegemm.choose import forest, plain
+from tunegemm.choose.plain import Selector, outlook, selector_of
+from tunegemm.choose.policies import Policy
+from tunegemm.choose.selection import select
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError, TunegemmWarning
@@ -20,11 +25,6 @@ from tunegemm.generate import families, shortlist
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.report.explain import explain_problem
 from tunegemm.resources import data_path
-from tunegemm.serve import forest, predict
-from tunegemm.serve.policies import Policy
-from tunegemm.serve.predict import Selector, outlook, selector_of
-from tunegemm.serve.selection import select
-from tunegemm.serve.snapshot import Snapshot
 
 H200 = "NVIDIA H200"
 #: The GPUs that were measured: each has a file of its own.
@@ -201,8 +201,8 @@ def test_a_damaged_file_is_one_warning_and_torch(
 ) -> None:
     (tmp_path / "selector-h200.json").write_text("{", encoding="utf-8")
     shutil.copy(data_path("db", "selector.toml"), tmp_path)
-    monkeypatch.setattr(predict, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
-    predict._loaded.cache_clear()
+    monkeypatch.setattr(plain, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    plain._loaded.cache_clear()
     try:
         with pytest.warns(TunegemmWarning, match="nothing is predicted until then") as said:
             first = select(Snapshot(), served, device)
@@ -211,7 +211,7 @@ def test_a_damaged_file_is_one_warning_and_torch(
             warnings.simplefilter("error")
             second = select(Snapshot(), served, device)
     finally:
-        predict._loaded.cache_clear()
+        plain._loaded.cache_clear()
     assert first.outcome == second.outcome == "miss" and "is damaged" in second.why
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
+from tunegemm.choose.operators import absorbed
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
-from tunegemm.serve.library import absorbed
 
 #: Least gain over what the compiler would do: sessions of one H200 disagree by 0.2 to 0.3 % in the ratio of
 #: one kernel (see `neighbours`).
@@ -26,8 +26,8 @@ def least_ratio(problem: Problem, device: Device) -> float:
     if not kernels:
         return 1 + LEAST_GAIN
     # The model, and numpy with it: a first call of eager code does without.
+    from tunegemm.choose.neighbours import library_us
     from tunegemm.generate.terms import elementwise_us
-    from tunegemm.serve.neighbours import library_us
 
     out_dtype = "int32" if problem.in_dtype == "int8" else problem.out_dtype
     plain = replace(problem, epilogue="", accumulation="fast", out_dtype=out_dtype)

@@ -1,0 +1,137 @@
+"""An immutable copy of the records of all layers, as dispatch reads them: once, on the first call."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from tunegemm.describe.device import Fingerprint
+from tunegemm.describe.problem import Problem
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.measure.evidence import rank
+from tunegemm.store.layers import NARROWNESS
+from tunegemm.store.lookup import Lookup, problem_fields
+from tunegemm.store.record import Record
+from tunegemm.store.shipped import ShippedLookup
+from tunegemm.store.validity import Grade, Judgement, judge_stored
+
+
+class Snapshot:
+    """Records by problem. Never changes once built, so that any thread may read it without a lock."""
+
+    def __init__(
+        self,
+        records: Iterable[Record] = (),
+        *,
+        lookups: Sequence[Lookup | ShippedLookup] = (),
+        warnings: Sequence[str] = (),
+    ) -> None:
+        """lookups: further records, by problem. warnings: one line for each layer that could not be read."""
+        by_problem: dict[Problem, list[Record]] = defaultdict(list)
+        for record in records:
+            by_problem[record.problem].append(record)
+        self._records = dict(by_problem)
+        self._lookups = tuple(lookups)
+        self._judged: dict[tuple[Problem, Fingerprint], list[tuple[Judgement, Record]]] = {}
+        self.warnings = tuple(warnings)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._records.values())) + sum(map(len, self._lookups))
+
+    @cached_property
+    def _extents(self) -> dict[tuple[Any, ...], dict[tuple[int, int], set[int]]]:
+        """The recorded m, by all that a problem is beside its extents, and then by n and k.
+
+        Made for the first product without a record: a program whose products are all recorded does without.
+        """
+        found: dict[tuple[Any, ...], dict[tuple[int, int], set[int]]] = {}
+        lookups = (lookup.problems() for lookup in self._lookups)
+        for m, n, k, *others in itertools.chain(map(problem_fields, self._records), *lookups):
+            found.setdefault(tuple(others), {}).setdefault((n, k), set()).add(m)
+        return found
+
+    @cached_property
+    def digest(self) -> str:
+        """Changes with the records that are given here, and with the number of those to look up."""
+        records = [
+            (problem, record.candidate, record.ratio, record.kernel_source, record.fingerprint)
+            for problem, found in self._records.items()
+            for record in found
+        ]
+        return hashlib.sha256(repr((records, len(self))).encode()).hexdigest()
+
+    def extents(self, problem: Problem) -> frozenset[int]:
+        """The recorded m of problems that differ from this one in m at most."""
+        _, n, k, *others = problem_fields(problem)
+        return frozenset(self._extents.get(tuple(others), {}).get((n, k), ()))
+
+    def around(self, problem: Problem, doublings: float) -> Iterator[Problem]:
+        """Recorded problems that differ in extents alone, by at most so many doublings, the nearest first."""
+        m, n, k, *others = problem_fields(problem)
+        groups = self._extents.get(tuple(others), {})
+        apart = ((abs(math.log2(one[0] / n)) + abs(math.log2(one[1] / k)), *one, 0) for one in groups)
+        heap = [group for group in apart if group[0] <= doublings]
+        heapq.heapify(heap)
+        while heap:  # a group is as near as its nearest m can be
+            distance, other_n, other_k, other_m = heapq.heappop(heap)
+            if other_m:
+                yield replace(problem, m=other_m, n=other_n, k=other_k)
+                continue
+            for one in groups[other_n, other_k]:
+                if (whole := distance + abs(math.log2(one / m))) <= doublings:
+                    heapq.heappush(heap, (whole, other_n, other_k, one))
+
+    def judged(self, problem: Problem, fingerprint: Fingerprint) -> list[tuple[Judgement, Record]]:
+        """The problem's records and what each is worth on a device of that fingerprint, best first.
+
+        The better grade comes first, then the narrower layer, then the better evidence, then the faster.
+        """
+        key = problem, fingerprint
+        if (known := self._judged.get(key)) is not None:  # of products with any number of rows
+            return known
+        records = [*self._records.get(problem, ())]
+        for lookup in self._lookups:
+            records += lookup.find(problem)
+        judged = [(judge_stored(record, fingerprint), record) for record in records]
+        judged.sort(
+            key=lambda pair: (pair[0].grade, NARROWNESS.get(pair[1].layer, 0), rank(pair[1])), reverse=True
+        )
+        if judged:
+            self._judged[key] = judged
+        return judged
+
+    def find(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
+        """The record to launch: the best one that may be used under this fingerprint."""
+        judged = self.judged(problem, fingerprint)
+        return judged[0][1] if judged and judged[0][0].usable else None
+
+    def find_kernel(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
+        """The record to launch, or where there is none, one of another GPU whose kernel runs here just so.
+
+        Its times are of no use, as those of an H200 are not on an H100.
+        """
+        for judgement, record in self.judged(problem, fingerprint):
+            is_todays = record.kernel_source == kernel_source_hash(record.candidate.family)
+            if judgement.usable or (judgement.grade == Grade.SEED and is_todays):
+                return record
+        return None
+
+    def why_not(self, problem: Problem, fingerprint: Fingerprint) -> str:
+        """One clause on a miss: no record at all, or what makes the nearest one foreign."""
+        judged = self.judged(problem, fingerprint)
+        return f"its record is foreign: {judged[0][0].reason}" if judged else "no record"
+
+
+def read_snapshot() -> Snapshot:
+    """The records of all layers; what cannot be read is a warning, and the rest is served."""
+    from tunegemm.store.layers import read_lookups
+
+    records, lookups, warnings = read_lookups()
+    return Snapshot(records, lookups=lookups, warnings=warnings)
