@@ -42,6 +42,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
+def thorough(pytestconfig: pytest.Config) -> bool:
+    """Whether slow tests run, too: then a test that draws its cases draws more, in place of a slow twin."""
+    return "not slow" not in pytestconfig.option.markexpr
+
+
+@pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder for all the processes that run the tests."""
     base = tmp_path_factory.getbasetemp()

@@ -103,12 +103,13 @@ def run(command: str, database: Path, out: Path) -> None:
         json.loads(result.stdout, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", [0, 1, 2, 3])
-@pytest.mark.parametrize("cases", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_damaged_cells(
-    original: Path, cells: list[tuple[str, str]], tmp_path: Path, part: int, cases: int
+    original: Path, cells: list[tuple[str, str]], tmp_path: Path, part: int, thorough: bool
 ) -> None:
     """A quarter of the commands at a time, for processes to share."""
+    cases = 50 if thorough else 3
     database, out = tmp_path / "damaged.sqlite", tmp_path / "out"
 
     def check(data: st.DataObject) -> None:

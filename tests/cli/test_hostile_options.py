@@ -86,11 +86,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fill(tmp_path_factory.mktemp("db") / "tuning.sqlite", SHAPES[:1], each=8)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("cases", [10, pytest.param(80, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_any_value_of_any_option(
-    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int, cases: int
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int, thorough: bool
 ) -> None:
+    cases = 80 if thorough else 10
     place, outside = tmp_path / "place", tmp_path / "outside"
     outside.mkdir()
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))

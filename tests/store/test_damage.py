@@ -6,7 +6,7 @@ import logging
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, RESOURCES, measurement
+from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import QUALIFYING, RACE
 from tunegemm.measure.outcome import Failure
 from tunegemm.store import Database, queries
@@ -37,18 +39,19 @@ VALUES: tuple[Any, ...] = (
 Read = Callable[[Database], Any]
 
 
-def _regressions(database: Database) -> Any:
-    return regressions(database, PROBLEM, FINGERPRINT.digest), regressions(database, PROBLEM, "5")
-
-
-def _lookup(database: Database) -> Any:
-    lookup = database.lookup()
-    return [lookup.find(problem) for problem in (PROBLEM, SMALL)], len(lookup), lookup.problems()
+def _related(database: Database) -> Any:
+    found = database.records()
+    return [related(found, *pair) for pair in zip(PROBLEMS, FINGERPRINTS, strict=True)]
 
 
 def _file(database: Database) -> Any:
     lookup = read_file(Path(database.location), "user")
-    return lookup and [lookup.find(problem) for problem in (PROBLEM, SMALL)]
+    return lookup and [lookup.find(problem) for problem in (*PROBLEMS, SMALL)]
+
+
+def _lookup(database: Database) -> Any:
+    lookup = database.lookup()
+    return [lookup.find(problem) for problem in (*PROBLEMS, SMALL)], len(lookup), lookup.problems()
 
 
 def _report(database: Database) -> Any:
@@ -58,19 +61,13 @@ def _report(database: Database) -> Any:
     return counts, trials, queries.failure_counts(database, FINGERPRINT.device_name)
 
 
+#: Of the whole database.
 READERS: dict[str, Read] = {
     "records": lambda d: d.records(),
-    "best": lambda d: d.best(PROBLEM, FINGERPRINT),
     "lookup": _lookup,
     "read_file": _file,
     "entries": lambda d: d.entries(),
-    "leaders_of": lambda d: leaders_of(d.entries(PROBLEM)),
-    "history": lambda d: d.history(PROBLEM),
-    "regressions": _regressions,
-    "seeds": lambda d: seeds(d, PROBLEM, OTHER.fingerprint),
-    "related": lambda d: related(d.records(), PROBLEM, FINGERPRINT),
-    "measurements": lambda d: d.measurements(PROBLEM, FINGERPRINT),
-    "failures": lambda d: d.failures(PROBLEM, FINGERPRINT, current=True),
+    "related": _related,
     "problems": lambda d: d.problems(),
     "frame": lambda d: d.frame(),
     "leaders": lambda d: leaders(d, "cublaslt"),
@@ -79,6 +76,28 @@ READERS: dict[str, Read] = {
     "device_names": queries.device_names,
     "fingerprint_digests": queries.fingerprint_digests,
 }
+#: Of a problem.
+READERS_OF_ONE: dict[str, Callable[[Database, Problem, Fingerprint], Any]] = {
+    "best": lambda d, problem, fingerprint: d.best(problem, fingerprint),
+    "leaders_of": lambda d, problem, _: leaders_of(d.entries(problem)),
+    "history": lambda d, problem, _: d.history(problem),
+    "seeds": lambda d, problem, _: seeds(d, problem, OTHER.fingerprint),
+    "regressions": lambda d, problem, fingerprint: [
+        regressions(d, problem, digest) for digest in (fingerprint.digest, "5")
+    ],
+    "measurements": lambda d, problem, fingerprint: d.measurements(problem, fingerprint),
+    "failures": lambda d, problem, fingerprint: d.failures(problem, fingerprint, current=True),
+}
+
+
+def publish(database: Database, problem: Problem, device: Device, kernel: Candidate) -> None:
+    """Every kind of row."""
+    library = replace(kernel, family="cublaslt")
+    database.publish(problem, device, measurement(1.04, kernel), resources=RESOURCES, label="pp")
+    database.publish(problem, device, measurement(1.02, kernel.with_launch(swizzle=8)), policy=QUALIFYING)
+    database.publish(problem, device, measurement(1.01, library), policy=RACE, label="a1")
+    database.publish(problem, device, Failure(kernel.with_launch(clusters=7), "timeout", "hung"))
+    database.confirm(problem, device, measurement(1.05, kernel), label="pp")
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +107,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Database.open(path) as database:
         for problem in (PROBLEM, SMALL):
             for device in (DEVICE, OTHER):
-                other = KERNEL.with_launch(swizzle=8)
-                library = replace(KERNEL, family="cublaslt")
-                database.publish(problem, device, measurement(1.04), resources=RESOURCES, label="pp")
-                database.publish(problem, device, measurement(1.02, other), policy=QUALIFYING)
-                database.publish(problem, device, measurement(1.01, library), policy=RACE, label="a1")
-                database.publish(problem, device, Failure(KERNEL.with_launch(clusters=7), "timeout", "hung"))
-                database.confirm(problem, device, measurement(1.05), label="pp")
+                publish(database, problem, device, KERNEL)
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
     return path
@@ -107,15 +120,43 @@ def cells() -> Iterator[tuple[str, str]]:
                 yield table, column.name
 
 
+#: A problem for each value, with a fingerprint and candidates that only its rows have: one reading shows
+#: what all values do to a column.
+PROBLEMS = [replace(PROBLEM, m=PROBLEM.m + 64 * number) for number in range(1, len(VALUES) + 1)]
+FINGERPRINTS = [replace(FINGERPRINT, driver=f"600.{number}") for number in range(len(VALUES))]
+
+
 @pytest.fixture(scope="module")
-def opened(sample: Path) -> Iterator[tuple[sqlite3.Connection, Database]]:
-    """A copy of it to damage, and the database, open all the while: queries are compiled once for all."""
-    path = sample.with_name("damaged.sqlite")
-    shutil.copy(sample, path)
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection, Database.open(path) as database:
-        connection.execute("PRAGMA ignore_check_constraints = ON")
-        connection.execute("PRAGMA synchronous = OFF")
-        yield connection, database
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[sqlite3.Connection, Database]]:
+    """A database to damage, open all the while, so that queries are compiled once for all.
+
+    SMALL is what is sound; each of the problems is under a fingerprint to be damaged, and a sound one.
+    """
+    path = tmp_path_factory.mktemp("damage") / "damaged.sqlite"
+    with Database.open(path) as database:
+        for device in (DEVICE, OTHER):
+            publish(database, SMALL, device, KERNEL)
+        for number, (problem, fingerprint) in enumerate(zip(PROBLEMS, FINGERPRINTS, strict=True)):
+            publish(database, problem, replace(DEVICE, fingerprint=fingerprint), kernel_of(number))
+            publish(database, problem, OTHER, KERNEL)
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            connection.execute("PRAGMA ignore_check_constraints = ON")
+            connection.execute("PRAGMA synchronous = OFF")
+            yield connection, database
+
+
+def kernel_of(number: int) -> Candidate:
+    return KERNEL.with_launch(number=number)
+
+
+def first_rows(connection: sqlite3.Connection, table: str) -> list[int]:
+    """The first row of each problem's damaged fingerprint, in the order of `VALUES`."""
+    digests = [fingerprint.digest for fingerprint in FINGERPRINTS]
+    column = {"problems": "problem_id", "fingerprints": "fingerprint_id", "candidates": "candidate_id"}
+    of = "measurements" if table in column else table
+    query = f"""SELECT {column.get(table, "rows.id")} FROM {of} AS rows
+        JOIN fingerprints ON fingerprints.id = fingerprint_id WHERE digest = ? ORDER BY rows.id LIMIT 1"""
+    return [connection.execute(query, (digest,)).fetchone()[0] for digest in digests]
 
 
 @pytest.mark.slow
@@ -128,24 +169,33 @@ def test_a_damaged_cell_costs_its_own_row_alone(
 ) -> None:
     connection, database = opened
     caplog.set_level(logging.CRITICAL)
-    change = f"UPDATE {table} SET {column} = ? WHERE id = 1"
-    (whole,) = connection.execute(f"SELECT {column} FROM {table} WHERE id = 1").fetchone()
+    sound = [one for one in database.records() if one.problem == SMALL]
+    count = len(database.records())
+    change = f"UPDATE {table} SET {column} = ? WHERE id = ?"
+    keys = first_rows(connection, table)
+    assert len({*keys}) == len(VALUES)
+    asked = f"SELECT {column} FROM {table} WHERE id = ?"
+    whole = [connection.execute(asked, (key,)).fetchone()[0] for key in keys]
     try:
-        for value in VALUES:
+        for value, key in zip(VALUES, keys, strict=True):
+            with suppress(sqlite3.IntegrityError):  # another row has it, in a column of unique values
+                connection.execute(change, (value, key))
+        for name, read in READERS.items():
             try:
-                connection.execute(change, (value,))
-            except sqlite3.IntegrityError:  # another row has it, in a column of unique values
-                continue
-            for name, read in READERS.items():
+                read(database)
+            except Exception as error:
+                pytest.fail(f"{name} with {table}.{column}: {error!r:.300}")
+        for problem, fingerprint, value in zip(PROBLEMS, FINGERPRINTS, VALUES, strict=True):
+            for name, read_one in READERS_OF_ONE.items():
                 try:
-                    read(database)
+                    read_one(database, problem, fingerprint)
                 except Exception as error:
                     pytest.fail(f"{name} with {table}.{column} = {value!r:.40}: {error!r:.300}")
-            sound = [one for one in database.records() if one.problem == SMALL]
-            assert len(sound) == 2 or table in ("candidates", "fingerprints"), (column, value)
+        assert [one for one in database.records() if one.problem == SMALL] == sound and len(sound) == 2
     finally:
-        connection.execute(change, (whole,))
-    assert len(database.records()) == 4
+        for value, key in zip(whole, keys, strict=True):
+            connection.execute(change, (value, key))
+    assert len(database.records()) == count == 2 + 2 * len(VALUES)
 
 
 @pytest.mark.parametrize(

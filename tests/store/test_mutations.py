@@ -27,10 +27,14 @@ from tunegemm.store.shipped import read_shipped, write_records
 
 Check = Callable[[st.DataObject], None]
 
-#: Cases per property; there are 14 of them.
-CASES = pytest.mark.parametrize(
-    "cases", [15, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def cases(thorough: bool) -> int:
+    """Per property; there are 14 of them."""
+    return 60 if thorough else 15
+
 
 #: What JSON texts hold in place of these: more than Python's own writer writes.
 LONG, DEEP = "@long@", "@deep@"
@@ -123,7 +127,6 @@ def imported(empty: Path, tmp_path: Path) -> Callable[[Path, Format], int]:
     return load_all
 
 
-@CASES
 @pytest.mark.parametrize("format", list(Format))
 def test_values_of_imports(
     rows: list[dict[str, Any]],
@@ -157,7 +160,6 @@ def test_values_of_imports(
     prove(check, cases)
 
 
-@CASES
 @pytest.mark.parametrize("format", [Format.json, Format.csv])
 def test_bytes_of_a_line(
     rows: list[dict[str, Any]],
@@ -180,7 +182,6 @@ def test_bytes_of_a_line(
     prove(check, cases)
 
 
-@CASES
 @pytest.mark.parametrize("format", list(Format))
 def test_bytes_of_a_file(
     rows: list[dict[str, Any]],
@@ -202,7 +203,6 @@ def test_bytes_of_a_file(
     prove(check, cases)
 
 
-@CASES
 def test_packs(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: int) -> None:  # noqa: F811
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.delenv("TUNEGEMM_DB", raising=False)
@@ -260,7 +260,6 @@ TUNABLE = (
 )
 
 
-@CASES
 @pytest.mark.parametrize("document", [OWN, CUTLASS, TUNABLE], ids=["ours", "CUTLASS", "TunableOp"])
 def test_shapes(tmp_path: Path, document: Any, cases: int) -> None:
     file = tmp_path / "shapes"
@@ -281,7 +280,6 @@ def test_shapes(tmp_path: Path, document: Any, cases: int) -> None:
     prove(check, cases)
 
 
-@CASES
 def test_cells_of_a_database(
     made: Path,  # noqa: F811
     empty: Path,
@@ -336,7 +334,6 @@ def test_cells_of_a_database(
     prove(check, cases)
 
 
-@CASES
 def test_names_lead_nowhere(made: Path, tmp_path: Path, cases: int) -> None:  # noqa: F811
     with Database.open(made, read_only=True) as database:
         records = database.records()
