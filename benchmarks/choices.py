@@ -52,8 +52,8 @@ from tunegemm.measure.operands import (
     restore,
     tolerance,
 )
-from tunegemm.measure.policy import Policy
 from tunegemm.measure.race import Replay, SteadyState, race
+from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import aa_noise
 
 METHOD = (
@@ -234,16 +234,16 @@ def measure(
     for replay in replays:  # a first replay is uploaded within its timing
         replay.start()
         replay.finish()
-    everybody = Policy(SCREEN, MIN_REPLAY_MS, race_after=SCREEN + 1, race_margin=math.inf)
+    everybody = RaceSettings(SCREEN, MIN_REPLAY_MS, race_after=SCREEN + 1, race_margin=math.inf)
     first = race(replays, len(replays), everybody, lambda _: None)
     torch_first = [min(pair) for pair in zip(first[0], first[1], strict=True)]
     ratios = [_ratio(torch_first, samples) for samples in first[2:]]
     rounds = [SCREEN] * len(rows)
     order = sorted(range(len(rows)), key=lambda number: -ratios[number])
     near = [number for number in order[:MOST_NEAR] if ratios[number] > ratios[order[0]] * (1 - MARGIN)]
-    policy = Policy(ROUNDS, MIN_REPLAY_MS, race_after=ROUNDS + 1, race_margin=math.inf, seed=1)
+    settings = RaceSettings(ROUNDS, MIN_REPLAY_MS, race_after=ROUNDS + 1, race_margin=math.inf, seed=1)
     samples = race(
-        [*replays[:2], *(replays[2 + number] for number in near)], len(near) + 2, policy, lambda _: None
+        [*replays[:2], *(replays[2 + number] for number in near)], len(near) + 2, settings, lambda _: None
     )
     for number, own in zip(near, samples[2:], strict=True):
         ratios[number] = _ratio(samples[1], own)
@@ -348,8 +348,8 @@ def _steady(
         SteadyState.of(replays[place], statistics.median(taken) * products * 1e-6, TURN_MS)
         for place, taken in [(1, samples[1]), *((2 + n, samples[2 + near.index(n)]) for n in picked)]
     ]
-    policy = Policy(TURNS, MIN_REPLAY_MS, race_after=TURNS + 1, race_margin=math.inf, seed=2)
-    found = race(runners, len(runners), policy, lambda _: None)
+    settings = RaceSettings(TURNS, MIN_REPLAY_MS, race_after=TURNS + 1, race_margin=math.inf, seed=2)
+    found = race(runners, len(runners), settings, lambda _: None)
     return telemetry, [[n, round(_ratio(found[0], own), 4)] for n, own in zip(picked, found[1:], strict=True)]
 
 

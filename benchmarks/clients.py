@@ -178,7 +178,7 @@ def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
     from benchmarks.providers import is_settled
     from tunegemm.describe.workload import demands
     from tunegemm.store import Database
-    from tunegemm.tuning.program import spend, standings
+    from tunegemm.tuning.program import by_headroom, spend
     from tunegemm.tuning.tuner import Tuner
 
     with tunegemm.record() as recording:
@@ -189,7 +189,7 @@ def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
     with Database.open() as database, Tuner(device, database) as tuner:
         missing = [demand for demand in found if not is_settled(database, demand.problem, device)]
         print(f"{len(found)} products, {len(missing)} to tune; not tunable: {'; '.join(refused) or 'none'}")
-        for standing in spend(tuner, standings(missing, device), budget_seconds=seconds, effort="quick"):
+        for standing in spend(tuner, by_headroom(missing, device), budget_seconds=seconds, effort="quick"):
             best = standing.result.best if standing.result else None
             said = f"{best.ratio:.3f} x torch.mm" if best else "nothing measured"
             print(f"  {standing.demand.problem}: {said}", flush=True)

@@ -315,15 +315,15 @@ def _insert(connection: sqlite3.Connection, table: str, rows: Any) -> None:
 def scale(path: Path) -> list[dict[str, Any]]:
     """Rows on the size and the speed of a large database, each time the median of five, after a first."""
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
-    from tunegemm.store.leaders import leaders
+    from tunegemm.store.latest import latest_records
 
     begin = time.perf_counter()
     count = build(path)
     built_s = time.perf_counter() - begin
     size = path.stat().st_size
     with Database.open(path, read_only=True) as database:
-        board = Leaderboard.best_of_all(leaders(database, VENDOR_FAMILY))
-        leaderboard_s = _median_s(lambda: Leaderboard.best_of_all(leaders(database, VENDOR_FAMILY)))
+        board = Leaderboard.best_of_all(latest_records(database, VENDOR_FAMILY))
+        leaderboard_s = _median_s(lambda: Leaderboard.best_of_all(latest_records(database, VENDOR_FAMILY)))
         records = len(database.lookup())
         snapshot_s = _median_s(database.lookup)
     rows = {"measurements": count, "records": records, "problems": SHAPES}

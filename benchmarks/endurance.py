@@ -41,8 +41,8 @@ from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.outcome import Failure, Measurement, Outcome, Stage
-from tunegemm.measure.policy import Job, Policy
 from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
+from tunegemm.measure.settings import Job, RaceSettings
 from tunegemm.store import Database
 from tunegemm.tuning.progress import Progress, TuneResult
 from tunegemm.tuning.trials import speed
@@ -92,18 +92,18 @@ class Faulty:
     def discover(self, problem: Problem) -> list[Candidate]:
         return self._measurer.discover(problem)
 
-    def recorded(self, problem: Problem) -> frozenset[Candidate]:
-        return self._measurer.recorded(problem)
+    def swept(self, problem: Problem) -> frozenset[Candidate]:
+        return self._measurer.swept(problem)
 
-    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy) -> Iterator[Outcome]:
-        for job, outcome in zip(jobs, self._measurer.measure(problem, jobs, policy), strict=True):
+    def measure(self, problem: Problem, jobs: Sequence[Job], settings: RaceSettings) -> Iterator[Outcome]:
+        for job, outcome in zip(jobs, self._measurer.measure(problem, jobs, settings), strict=True):
             self._left -= 1
             if self._left == 0:
                 raise MeasureError("the GPU has fallen off the bus")
             if isinstance(outcome, Measurement):
                 # As measured here and now: what is replayed is stored nowhere.
-                facts = {name: value for name, value in outcome.evidence.items() if name != "source"}
-                outcome = replace(outcome, evidence=facts | {"recorded_at": None})
+                facts = {name: value for name, value in outcome.telemetry.items() if name != "source"}
+                outcome = replace(outcome, telemetry=facts | {"recorded_at": None})
             fate = random.Random(f"{self._seed} {job.candidate.digest}")  # what fails fails again
             if not is_torch(job.candidate) and fate.random() < self._rate:
                 outcome = Failure(job.candidate, fate.choice(_STAGES), "planted")

@@ -30,8 +30,8 @@ from tunegemm.measure.operands import (
     restore,
     tolerance,
 )
-from tunegemm.measure.policy import Policy
 from tunegemm.measure.race import Runner, SteadyState, race
+from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import aa_noise
 
 #: Takes what a launcher takes and computes the product into out, or returns a tensor of its own with it.
@@ -160,8 +160,8 @@ def interleave(
 
     def timed(runners: Sequence[Runner], rounds: int) -> tuple[dict[str, Timing], float]:
         # Nobody drops out: the slowest peer is timed as often as the fastest.
-        policy = Policy(rounds, min_replay_ms, race_after=rounds + 1, race_margin=math.inf, seed=seed)
-        samples = dict(zip(replays, race(runners, len(runners), policy, lambda _: None), strict=True))
+        settings = RaceSettings(rounds, min_replay_ms, race_after=rounds + 1, race_margin=math.inf, seed=seed)
+        samples = dict(zip(replays, race(runners, len(runners), settings, lambda _: None), strict=True))
         timings = {name: Timing(tuple(samples[name]), errors[name]) for name in runs if name in samples}
         return timings, aa_noise(samples[_AGAIN], samples[baseline])
 

@@ -31,8 +31,8 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, MeasureError, TunegemmError
 from tunegemm.generate import families, shortlist
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.policy import Policy
 from tunegemm.measure.race import Replay, SteadyState, race
+from tunegemm.measure.settings import RaceSettings
 from tunegemm.store.shipped import read_shipped
 
 if TYPE_CHECKING:
@@ -253,8 +253,8 @@ def raced(runners: Mapping[Candidate, tuple[Replay, float]], stage: Stage) -> di
     runners: replays and their seconds.
     """
     lasting = [SteadyState.of(replay, seconds, stage.turn_ms) for replay, seconds in runners.values()]
-    policy = Policy(stage.rounds, min_replay_ms=1.0, race_after=stage.rounds + 1, race_margin=_NEVER)
-    return dict(zip(runners, race(lasting, len(lasting), policy, lambda _: None), strict=True))
+    settings = RaceSettings(stage.rounds, min_replay_ms=1.0, race_after=stage.rounds + 1, race_margin=_NEVER)
+    return dict(zip(runners, race(lasting, len(lasting), settings, lambda _: None), strict=True))
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -130,22 +130,22 @@ def family_best(name: str) -> Provider:
 
     def provider(problem: Problem, device: Device, options: Options) -> list[Contender]:
         from tunegemm.generate.artifacts import ArtifactStore
+        from tunegemm.measure.evidence import leaders
         from tunegemm.store import Database
-        from tunegemm.store.history import leaders
         from tunegemm.store.validity import judge_stored
 
         try:
             with Database.open(options.database, read_only=True) as database:
                 entries = [
                     entry
-                    for entry in database.entries(problem)
+                    for entry in database.measurements(problem)
                     if entry.candidate.family == name and judge_stored(entry, device.fingerprint).usable
                 ]
         except TunegemmError as error:
             raise Skip(str(error)) from None
         if not entries:
             raise Skip(f"no {name} candidate is in the database for this device; run with --tune")
-        (best,) = leaders(entries, 1)
+        best = leaders(entries)[0]
         candidate = best.candidate
         family = families.get(name)
         try:

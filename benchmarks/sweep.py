@@ -31,7 +31,7 @@ from tunegemm.generate import families, model
 from tunegemm.generate.artifacts import ArtifactStore, digest
 from tunegemm.generate.compile import CompilePool
 from tunegemm.measure.outcome import Measurement, Outcome
-from tunegemm.measure.policy import FINAL, Job
+from tunegemm.measure.settings import FINAL, Job
 from tunegemm.measure.sweeps import sweep_path
 from tunegemm.store import packs
 from tunegemm.tuning.kernels import Kernels

@@ -103,7 +103,7 @@ def _to_columns(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         measured["interleave"].append(interleaves.setdefault(shared, len(interleaves)))
         measured["samples_us"].append(_rounded(outcome.samples_us))
         measured["relative_error"].append(outcome.relative_error)
-        measured["evidence"].append(outcome.evidence)
+        measured["evidence"].append(outcome.telemetry)
     return {
         "candidates": [{"family": json.loads(key)[0], **columns} for key, columns in families.items()],
         "interleaves": [json.loads(shared) for shared in interleaves],

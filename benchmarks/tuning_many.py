@@ -35,7 +35,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.measure.evidence import STEADY_POLICIES
+from tunegemm.measure.evidence import STEADY_METHODS
 from tunegemm.store import Database, packs
 from tunegemm.tuning.tuner import open_device
 
@@ -180,7 +180,7 @@ def found(location: Path, started: float, *, is_one_gpu: bool) -> list[dict[str,
     with Database.open(location, read_only=True) as database:
         records = {record.problem: record for record in database.records()}
         entries: dict[Problem, list[Any]] = {}
-        for entry in database.entries():
+        for entry in database.measurements():
             entries.setdefault(entry.problem, []).append(entry)
     rows, before_s = [], 0.0
     for problem, own in sorted(entries.items(), key=lambda item: max(e.measured_at for e in item[1])):
@@ -192,7 +192,7 @@ def found(location: Path, started: float, *, is_one_gpu: bool) -> list[dict[str,
                 "done": record is not None and record.confirmed,
                 "ratio": round(record.ratio, 4) if record else None,
                 "best": record.label if record else "",
-                "at_cap": any(entry.policy in STEADY_POLICIES for entry in own),
+                "at_cap": any(entry.method in STEADY_METHODS for entry in own),
                 "measured": len({entry.candidate for entry in own}),
                 "first_s": round(min(times), 2),
                 "last_s": round(max(times), 2),

@@ -78,11 +78,11 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Snapshot, list[Rec
     """The recorded candidates of a shape in a real database, and one that splits k as its record."""
     path = fill(tmp_path_factory.mktemp("policies") / "tuning.sqlite", ["128x7168x16384"])
     with Database.open(path) as database:
-        entries = database.entries(PROBLEM)
+        entries = database.measurements(PROBLEM)
         best = max(entries, key=rank)
         split = replace(best.measurement, candidate=SPLITTING)
         database.confirm(PROBLEM, recorded_device(), split)
-        return Snapshot(lookups=[database.lookup()]), database.entries(PROBLEM)
+        return Snapshot(lookups=[database.lookup()]), database.measurements(PROBLEM)
 
 
 def test_the_best_admitted_runner_up_serves(filled):
@@ -125,8 +125,8 @@ def test_least_energy_among_those_not_slower_than_torch(filled):
     assert unknown.options[0].candidate == SPLITTING and "was not measured" in unknown.why
 
     def with_energy(entry: Record, energy_mj: float) -> Record:
-        evidence = {**entry.telemetry, "energy_mj": energy_mj}
-        return replace(entry, telemetry=evidence)
+        telemetry = {**entry.telemetry, "energy_mj": energy_mj}
+        return replace(entry, telemetry=telemetry)
 
     fast = sorted((e for e in entries if e.measurement.ratio >= 1), key=lambda e: e.measurement.ratio)
     slow = next(e for e in entries if e.measurement.ratio < 1)

@@ -50,7 +50,7 @@ def check_record(path: Path, problem: Problem, device: Device) -> None:
     """What is stored is the outcome of one race, and no product that lost is served by its kernel."""
     with Database.open(path) as database:
         record = database.best(problem, device.fingerprint)
-        entries = database.entries(problem)
+        entries = database.measurements(problem)
     assert record is not None and (record.is_torch or record.ratio >= 1)
     measured = [entry for entry in entries if PREDICTED_RATIO in entry.telemetry]
     assert measured and all(entry.evidence >= Evidence.RACE for entry in entries)

@@ -20,13 +20,13 @@ from tunegemm.generate.cublaslt import FAMILY, TORCH_MM
 from tunegemm.generate.launching import Launcher
 from tunegemm.measure.operands import check, make_operands, reference, tolerance
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement
-from tunegemm.measure.policy import FINAL, SCREEN, Job, Policy
+from tunegemm.measure.settings import FINAL, SCREEN, Job, RaceSettings
 from tunegemm.measure.statistics import ratio_interval, tie, winner
 from tunegemm.measure.worker import MeasureWorker
 
 pytestmark = pytest.mark.gpu
 
-QUICK = Policy(rounds=3, min_replay_ms=0.2, race_after=3, race_margin=1.0)
+QUICK = RaceSettings(rounds=3, min_replay_ms=0.2, race_after=3, race_margin=1.0)
 #: The final race as it is where the GPU holds its clocks.
 INTERLEAVED = replace(FINAL, steady_ms=0)
 
@@ -48,8 +48,10 @@ def library_jobs(worker: MeasureWorker, problem: Problem) -> list[Job]:
     return [Job(candidate) for candidate in worker.discover(problem)]
 
 
-def measured(worker: MeasureWorker, problem: Problem, jobs: list[Job], policy: Policy) -> list[Measurement]:
-    outcomes = [*worker.measure(problem, jobs, policy)]
+def measured(
+    worker: MeasureWorker, problem: Problem, jobs: list[Job], settings: RaceSettings
+) -> list[Measurement]:
+    outcomes = [*worker.measure(problem, jobs, settings)]
     failures = [o for o in outcomes if isinstance(o, Failure)]
     assert not failures, failures
     return [o for o in outcomes if isinstance(o, Measurement)]
@@ -65,12 +67,12 @@ def test_one_kernel_measured_three_times_is_a_tie(worker: MeasureWorker) -> None
     assert 0.97 < low <= high < 1.03
     assert first.noise < 0.02
     assert 100 < first.median_us < 1000, "137 GFLOP at 140 to 1400 TFLOP/s"
-    evidence = first.evidence
-    assert evidence["rounds"] == FINAL.rounds == len(first.samples_us)
-    assert evidence["operand_bytes"] >= 3 * evidence["l2_bytes"]
-    assert evidence["sm_clock_mhz"] > 500 and evidence["power_w"] > 100 and evidence["temperature_c"] > 10
-    assert isinstance(evidence["throttle_reasons"], list)
-    print(first.median_us, first.ratio, first.noise, evidence)
+    telemetry = first.telemetry
+    assert telemetry["rounds"] == FINAL.rounds == len(first.samples_us)
+    assert telemetry["operand_bytes"] >= 3 * telemetry["l2_bytes"]
+    assert telemetry["sm_clock_mhz"] > 500 and telemetry["power_w"] > 100 and telemetry["temperature_c"] > 10
+    assert isinstance(telemetry["throttle_reasons"], list)
+    print(first.median_us, first.ratio, first.noise, telemetry)
 
 
 @pytest.mark.parametrize("shape", ["1024x1024x1024", "96x6144x4096", "256x4096x4096"])
@@ -78,7 +80,7 @@ def test_the_baseline_ties_with_itself_where_products_are_short(worker: MeasureW
     """With replays shorter than the baseline's it was at 0.980, 0.983 and 0.990 of itself."""
     for own in measured(worker, Problem.parse(shape), [Job(TORCH_MM), planted("good")], FINAL):
         assert own.ratio == pytest.approx(1, abs=max(0.004, 2 * own.noise))
-        assert own.evidence["products_per_replay"] * own.median_us > 0.8e3 * FINAL.min_replay_ms
+        assert own.telemetry["products_per_replay"] * own.median_us > 0.8e3 * FINAL.min_replay_ms
 
 
 def test_clocks_have_settled_when_a_race_begins(worker: MeasureWorker) -> None:
@@ -91,14 +93,14 @@ def test_clocks_have_settled_when_a_race_begins(worker: MeasureWorker) -> None:
 def test_timing_is_steady_state_where_the_gpu_lowers_its_clocks(worker: MeasureWorker) -> None:
     """Without the longer settling first rounds had ratios of 1.07 to 1.12 in nine of 23 races."""
     for own in measured(worker, Problem(4096, 4096, 4096), [Job(TORCH_MM), planted("good")], FINAL):
-        assert own.evidence[STEADY_MS] == FINAL.steady_ms
+        assert own.telemetry[STEADY_MS] == FINAL.steady_ms
         # Of two that tie, torch.mm one of them, no more than the fewest rounds are asked for.
-        assert 2 <= own.evidence["rounds"] == len(own.samples_us) <= len(FINAL.steady_groups)
+        assert 2 <= own.telemetry["rounds"] == len(own.samples_us) <= len(FINAL.steady_groups)
         assert own.ratio == pytest.approx(1, abs=0.04)
         first, *others = own.baseline_us
         assert first / statistics.median(others) == pytest.approx(1, abs=0.06), own.baseline_us
     (small,) = measured(worker, Problem(16, 4096, 4096), [Job(TORCH_MM)], FINAL)
-    assert small.evidence[STEADY_MS] == 0 and small.evidence["rounds"] == FINAL.rounds
+    assert small.telemetry[STEADY_MS] == 0 and small.telemetry["rounds"] == FINAL.rounds
 
 
 def test_planted_failures_are_four_rows_and_the_rest_is_measured(worker: MeasureWorker) -> None:
@@ -140,9 +142,9 @@ def test_torch_mm_for_every_output_dtype_and_ragged_extents(worker: MeasureWorke
 
 def test_tiny_and_large_problems(worker: MeasureWorker) -> None:
     (tiny,) = measured(worker, Problem(16, 16, 16), [Job(TORCH_MM)], QUICK)
-    assert tiny.evidence["operand_sets"] == 128
+    assert tiny.telemetry["operand_sets"] == 128
     (large,) = measured(worker, Problem(16384, 16384, 16384), [Job(TORCH_MM)], QUICK)
-    assert large.evidence["operand_sets"] == 1
+    assert large.telemetry["operand_sets"] == 1
     assert large.median_us > 5000
 
 

@@ -69,9 +69,9 @@ def test_energy_of_the_finalists_is_stored(tmp_path) -> None:
         with Tuner(device, database, energy=True) as tuner:
             tuner.race(problem, [kernel(128, 128)])
         found = [
-            entry.measurement.evidence.get("energy_mj")
-            for entry in database.entries(problem)
-            if entry.policy != "screen"
+            entry.measurement.telemetry.get("energy_mj")
+            for entry in database.measurements(problem)
+            if entry.method != "screen"
         ]
     metered = [energy for energy in found if energy is not None]  # of those that stayed to the last round
     assert metered and all(0.3 < energy < 50 for energy in metered)  # 5 to 50 us at 100 to 700 W

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from tunegemm.errors import MeasureError
-from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Policy
 from tunegemm.measure.race import SteadyState, race, steady_race
+from tunegemm.measure.settings import FINAL, QUICK_FINAL, SCREEN, RaceSettings
 
 
 class Device:
@@ -40,17 +40,17 @@ class Replay:
         return self.device.times[self.index]
 
 
-def run(times: list[float], policy: Policy, kept: int = 2) -> tuple[Device, list[list[float]]]:
+def run(times: list[float], settings: RaceSettings, kept: int = 2) -> tuple[Device, list[list[float]]]:
     device = Device(times)
-    samples = race(device.replays(), kept, policy, device.waited.append)
+    samples = race(device.replays(), kept, settings, device.waited.append)
     assert not device.in_flight
     return device, samples
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_every_replay_once_a_round(count: int) -> None:
-    policy = Policy(rounds=10, min_replay_ms=1, race_after=10, race_margin=0.5)
-    device, samples = run([float(i + 1) for i in range(count)], policy, kept=count)
+    settings = RaceSettings(rounds=10, min_replay_ms=1, race_after=10, race_margin=0.5)
+    device, samples = run([float(i + 1) for i in range(count)], settings, kept=count)
     assert samples == [[float(i + 1)] * 10 for i in range(count)]
     rounds = [device.started[1 + r * count : 1 + (r + 1) * count] for r in range(10)]
     assert all(sorted(order) == list(range(count)) for order in rounds)
@@ -59,20 +59,20 @@ def test_every_replay_once_a_round(count: int) -> None:
 
 
 def test_the_same_seed_gives_the_same_order() -> None:
-    policy = Policy(rounds=5, min_replay_ms=1, race_after=5, race_margin=0.5, seed=3)
-    assert run([1.0] * 6, policy)[0].started == run([1.0] * 6, policy)[0].started
+    settings = RaceSettings(rounds=5, min_replay_ms=1, race_after=5, race_margin=0.5, seed=3)
+    assert run([1.0] * 6, settings)[0].started == run([1.0] * 6, settings)[0].started
 
 
 def test_the_slow_drop_out_and_the_baseline_stays() -> None:
-    policy = Policy(rounds=12, min_replay_ms=1, race_after=3, race_margin=0.05)
-    _, samples = run([130.0, 130.0, 100.0, 101.0, 120.0, 300.0], policy)
+    settings = RaceSettings(rounds=12, min_replay_ms=1, race_after=3, race_margin=0.05)
+    _, samples = run([130.0, 130.0, 100.0, 101.0, 120.0, 300.0], settings)
     counts = [len(s) for s in samples]
     assert counts[:4] == [12, 12, 12, 12]
     assert all(3 <= c <= 4 for c in counts[4:])
 
 
 def test_one_replay_alone() -> None:
-    _, samples = run([5.0], Policy(rounds=3, min_replay_ms=1, race_after=1, race_margin=0.1), kept=1)
+    _, samples = run([5.0], RaceSettings(rounds=3, min_replay_ms=1, race_after=1, race_margin=0.1), kept=1)
     assert samples == [[5.0] * 3]
 
 
@@ -121,8 +121,8 @@ def test_steady_state_timing_gives_each_its_own_clocks() -> None:
         chip = Chip()
         replays = [Draws(chip, 100.0, 1.0), Draws(chip, 95.0, 1.1)]
         runners = [SteadyState(replay, 25, 25) for replay in replays] if steady else replays
-        policy = Policy(rounds=9, min_replay_ms=1, race_after=10, race_margin=0.5)
-        baseline, own = race(runners, 2, policy, lambda _: None)
+        settings = RaceSettings(rounds=9, min_replay_ms=1, race_after=10, race_margin=0.5)
+        baseline, own = race(runners, 2, settings, lambda _: None)
         return statistics.median(a / b for a, b in zip(baseline, own, strict=True))
 
     assert ratio(steady=False) > 1.0
@@ -145,7 +145,7 @@ def test_rounds_of_steady_state_timing_are_few() -> None:
     assert SCREEN.steady_ms == 0
 
 
-STEADY = Policy(
+STEADY = RaceSettings(
     rounds=99, min_replay_ms=1, race_after=1, race_margin=0.01, steady_ms=960, steady_spread=0.02,
     steady_groups=(4,) * 7,
 )  # fmt: skip
@@ -160,11 +160,11 @@ class Turn(Replay):
 
 
 def run_steady(
-    times: list[float], policy: Policy = STEADY, kept: int = 2
+    times: list[float], settings: RaceSettings = STEADY, kept: int = 2
 ) -> tuple[Device, list[list[float]]]:
     device = Device(times)
     turns = [(Turn(device, index), 1e-3) for index in range(len(times))]
-    samples = steady_race(turns, kept, policy, device.waited.append)
+    samples = steady_race(turns, kept, settings, device.waited.append)
     assert not device.in_flight
     return device, samples
 
@@ -183,8 +183,8 @@ def run_steady(
 )
 def test_a_round_lasts_as_long_for_each_group(count: int, most: int, sizes: list[int]) -> None:
     """In it all take their turns three times in one order; or one has a turn that lasts all of it."""
-    policy = replace(STEADY, steady_groups=(most,))
-    device, samples = run_steady([float(i + 1) for i in range(count)], policy, kept=count)
+    settings = replace(STEADY, steady_groups=(most,))
+    device, samples = run_steady([float(i + 1) for i in range(count)], settings, kept=count)
     assert samples == [[float(i + 1)] for i in range(count)]
     started, seen = list(device.started), set()
     for size in sizes:
@@ -220,8 +220,8 @@ def test_a_swing_of_the_clocks_changes_no_order() -> None:
     def spread(steady_groups: tuple[int, ...], count: int = 8) -> float:
         device = Device([100.0] * count)
         turns = [(Swinging(device, index), 1e-3) for index in range(count)]
-        policy = replace(STEADY, steady_groups=steady_groups)
-        samples = steady_race(turns, count, policy, device.waited.append)
+        settings = replace(STEADY, steady_groups=steady_groups)
+        samples = steady_race(turns, count, settings, device.waited.append)
         return statistics.pstdev(one for (one,) in samples)
 
     assert spread((1,)) < 0.3
@@ -266,9 +266,9 @@ def test_in_steady_state_the_last_one_ends_the_race_after_two_rounds(rivals: lis
 def test_presets_and_bad_policies() -> None:
     assert SCREEN.rounds < FINAL.rounds and FINAL.race_margin < SCREEN.race_margin
     for groups in ((), (4, 0)):
-        with pytest.raises(MeasureError, match=r"policy steady_groups=\("):
+        with pytest.raises(MeasureError, match=r"race setting steady_groups=\("):
             replace(FINAL, steady_groups=groups)
     with pytest.raises(MeasureError, match="rounds=0"):
-        Policy(rounds=0, min_replay_ms=1, race_after=1, race_margin=0.1)
+        RaceSettings(rounds=0, min_replay_ms=1, race_after=1, race_margin=0.1)
     with pytest.raises(MeasureError, match=r"confidence=1\.5"):
-        Policy(rounds=1, min_replay_ms=1, race_after=1, race_margin=0.1, confidence=1.5)
+        RaceSettings(rounds=1, min_replay_ms=1, race_after=1, race_margin=0.1, confidence=1.5)

@@ -15,8 +15,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
-from tunegemm.measure.policy import Job
 from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay, replay_names
+from tunegemm.measure.settings import Job
 
 PROBLEM = Problem.parse("512x6144x4096")
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -70,8 +70,8 @@ def test_round_trip(replay: ReplayDevice) -> None:
             assert read == written
             continue
         assert isinstance(read, Measurement)
-        assert read == written  # evidence is not compared, so:
-        assert read.evidence == written.evidence | {
+        assert read == written  # telemetry is not compared, so:
+        assert read.telemetry == written.telemetry | {
             "source": "replayed",
             "recorded_at": "2026-01-02T03:04:05+00:00",
         }
@@ -122,26 +122,26 @@ def test_problems_come_from_file_names(tmp_path: Path) -> None:
         write_sweep(tmp_path, "h200", gpu(), problem, outcomes(), recorded_at=WHEN, command="x")
     replay = open_replay("h200", root=tmp_path)
     assert replay.problems() == sorted(problems)
-    assert all(replay.recorded(problem) for problem in problems)
+    assert all(replay.swept(problem) for problem in problems)
 
 
 def test_measures_like_the_worker(replay: ReplayDevice) -> None:
     measurer = ReplayMeasurer(replay)
     jobs = [Job(tile(256)), Job(tile(128, swizzle=8)), Job(tile(128))]
-    results = list(measurer.measure(PROBLEM, jobs, policy=None))
+    results = list(measurer.measure(PROBLEM, jobs, settings=None))
     assert [result.candidate for result in results] == [job.candidate for job in jobs]
     assert isinstance(results[0], Failure)
-    assert [result.evidence["source"] for result in results[1:]] == ["replayed", "replayed"]
+    assert [result.telemetry["source"] for result in results[1:]] == ["replayed", "replayed"]
     assert set(measurer.discover(PROBLEM)) == {library(algo=7, split_k=2), library(algo=3)}
-    assert measurer.recorded(PROBLEM) == {outcome.candidate for outcome in outcomes()}
-    assert measurer.recorded(replace(PROBLEM, m=64)) == frozenset()
+    assert measurer.swept(PROBLEM) == {outcome.candidate for outcome in outcomes()}
+    assert measurer.swept(replace(PROBLEM, m=64)) == frozenset()
 
 
 def test_what_was_not_recorded_is_refused(replay: ReplayDevice) -> None:
     with pytest.raises(DeviceError, match=r"swizzle_size=4 was not recorded on replay:h200.*6 recorded"):
         list(ReplayMeasurer(replay).measure(PROBLEM, [Job(tile(128, swizzle=4))]))
     with pytest.raises(DeviceError, match=r"64x64x64 bf16 tn was not recorded.*512x6144x4096 bf16 tn"):
-        replay.recorded(Problem.parse("64x64x64"))
+        replay.swept(Problem.parse("64x64x64"))
 
 
 def test_a_later_outcome_of_a_candidate_stays(tmp_path: Path) -> None:

@@ -132,4 +132,4 @@ def test_samples_of_any_size_are_judged(pairs: list[tuple[float, float]], noise:
     assert tie(odd, odd)
     assert winner(PROBLEM, [odd, plain]) in (odd, plain)
     assert clearly_slower(ours, torchs, 0.05, 0.95) in (True, False)
-    assert slowdown(replace(odd, evidence={"sm_clock_mhz": 1}), [plain]) >= 0
+    assert slowdown(replace(odd, telemetry={"sm_clock_mhz": 1}), [plain]) >= 0

@@ -21,12 +21,12 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, MeasureError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement
-from tunegemm.measure.policy import Job, Policy
+from tunegemm.measure.settings import Job, RaceSettings
 from tunegemm.measure.worker import Child, MeasureWorker
 
 BACKEND = "tests.support.planted.cpu_backend:CpuBackend"
 PROBLEM = Problem(256, 192, 64)
-QUICK = Policy(rounds=4, min_replay_ms=0.05, race_after=4, race_margin=0.5)
+QUICK = RaceSettings(rounds=4, min_replay_ms=0.05, race_after=4, race_margin=0.5)
 STEADY = replace(QUICK, steady_ms=20.0, steady_groups=(2, 1, 1))
 
 
@@ -63,14 +63,14 @@ def alive(pid: int) -> bool:
 def test_energy_is_metered_where_it_is_asked_for(worker: MeasureWorker) -> None:
     """The planted GPU draws 10 W: the energy of a product is 10 mJ for each millisecond of it."""
     jobs = [planted("good"), planted("slow"), planted("wrong")]
-    policy = replace(QUICK, energy_ms=100.0, race_margin=1e3)
+    settings = replace(QUICK, energy_ms=100.0, race_margin=1e3)
     good, slow = [
-        outcome for outcome in worker.measure(PROBLEM, jobs, policy) if isinstance(outcome, Measurement)
+        outcome for outcome in worker.measure(PROBLEM, jobs, settings) if isinstance(outcome, Measurement)
     ]
-    assert slow.evidence["energy_mj"] == pytest.approx(10 * slow.median_us * 1e-3, rel=0.5)
-    assert 0 < good.evidence["energy_mj"] < slow.evidence["energy_mj"]
+    assert slow.telemetry["energy_mj"] == pytest.approx(10 * slow.median_us * 1e-3, rel=0.5)
+    assert 0 < good.telemetry["energy_mj"] < slow.telemetry["energy_mj"]
     (plain,) = worker.measure(PROBLEM, [planted("good")], QUICK)
-    assert isinstance(plain, Measurement) and "energy_mj" not in plain.evidence
+    assert isinstance(plain, Measurement) and "energy_mj" not in plain.telemetry
 
 
 def test_measures_correct_candidates_and_names_each_failure(worker: MeasureWorker) -> None:
@@ -108,21 +108,21 @@ def test_measures_correct_candidates_and_names_each_failure(worker: MeasureWorke
         assert len(measured.samples_us) == len(measured.baseline_us) == QUICK.rounds
         assert 1e-4 < measured.relative_error < 8e-3
         assert measured.noise >= 0
-        assert measured.evidence["operand_sets"] > 1
-        assert measured.evidence["rounds"] == QUICK.rounds
+        assert measured.telemetry["operand_sets"] > 1
+        assert measured.telemetry["rounds"] == QUICK.rounds
     assert worker.pid == first_pid, "no failure here needs a new process"
 
 
 @pytest.mark.parametrize("jobs", [[Job(TORCH_MM)], [planted("good"), Job(TORCH_MM)]])
 def test_torch_as_a_candidate_is_the_baselines_second_capture(worker: MeasureWorker, jobs: list[Job]) -> None:
     """No third replay of the same work: its ratio is that of torch.mm timed twice."""
-    policy = replace(QUICK, rounds=9, race_after=9)
+    settings = replace(QUICK, rounds=9, race_after=9)
     for _ in range(2):
-        outcomes = {o.candidate: o for o in worker.measure(PROBLEM, jobs, policy)}
+        outcomes = {o.candidate: o for o in worker.measure(PROBLEM, jobs, settings)}
         own = outcomes[TORCH_MM]
         assert isinstance(own, Measurement) and len(outcomes) == len(jobs)
-        assert own.evidence["interleaved"] == len(jobs)
-        assert own.ratio == own.evidence["aa_ratio"]
+        assert own.telemetry["interleaved"] == len(jobs)
+        assert own.ratio == own.telemetry["aa_ratio"]
         assert 0 < own.relative_error < 8e-3, "it is checked as any other"
         if len(jobs) > 1:
             good = outcomes[jobs[0].candidate]
@@ -161,7 +161,7 @@ def test_each_killer_fails_alone_and_the_rest_is_measured(
     measured = {o.candidate for o in outcomes if isinstance(o, Measurement)}
     assert measured == {planted("good").candidate, TORCH_MM}
     good = next(o for o in outcomes if isinstance(o, Measurement))
-    assert good.evidence["interleaved"] == 2
+    assert good.telemetry["interleaved"] == 2
 
 
 def test_a_users_epilogue_is_known_to_the_child(worker: MeasureWorker) -> None:
@@ -172,8 +172,8 @@ def test_a_users_epilogue_is_known_to_the_child(worker: MeasureWorker) -> None:
 
 
 def test_slow_candidates_drop_out_with_the_samples_they_have(worker: MeasureWorker) -> None:
-    policy = Policy(rounds=8, min_replay_ms=0.05, race_after=2, race_margin=0.5)
-    outcomes = {o.candidate: o for o in worker.measure(PROBLEM, [planted("good"), planted("slow")], policy)}
+    settings = RaceSettings(rounds=8, min_replay_ms=0.05, race_after=2, race_margin=0.5)
+    outcomes = {o.candidate: o for o in worker.measure(PROBLEM, [planted("good"), planted("slow")], settings)}
     slow = outcomes[planted("slow").candidate]
     assert isinstance(slow, Measurement)
     assert 2 <= len(slow.samples_us) == len(slow.baseline_us) <= 4
@@ -182,11 +182,11 @@ def test_slow_candidates_drop_out_with_the_samples_they_have(worker: MeasureWork
 
 def test_a_replay_has_as_many_products_as_the_baselines(worker: MeasureWorker) -> None:
     """A launch that took the host long once made them fewer, and each bore more of a replay's beginning."""
-    policy = Policy(rounds=2, min_replay_ms=80, race_after=2, race_margin=9.0)
+    settings = RaceSettings(rounds=2, min_replay_ms=80, race_after=2, race_margin=9.0)
     jobs = [planted("good"), planted("slow-to-launch"), planted("slow")]
     for _ in range(4):  # beside other work on the core a replay may be slow indeed
-        outcomes = worker.measure(Problem(256, 192, 640), jobs, policy)
-        products = [o.evidence["products_per_replay"] for o in outcomes if isinstance(o, Measurement)]
+        outcomes = worker.measure(Problem(256, 192, 640), jobs, settings)
+        products = [o.telemetry["products_per_replay"] for o in outcomes if isinstance(o, Measurement)]
         if len(products) == 3 and products[0] == products[1] > products[2]:
             return
     pytest.fail(f"{products} products of the good one, of one that is slow to launch, and of a slow one")
@@ -194,19 +194,19 @@ def test_a_replay_has_as_many_products_as_the_baselines(worker: MeasureWorker) -
 
 def test_the_device_works_before_it_is_timed(worker: MeasureWorker) -> None:
     """A screen right after another one of the same problem finds it at work already."""
-    policy = replace(QUICK, settle_ms=400, settle_again=0.25)
+    settings = replace(QUICK, settle_ms=400, settle_again=0.25)
     problem = replace(PROBLEM, n=PROBLEM.n + 64)
     [_] = worker.measure(PROBLEM, [planted("good")], QUICK)
     began = time.monotonic()
-    [settled] = worker.measure(problem, [planted("good")], policy)
+    [settled] = worker.measure(problem, [planted("good")], settings)
     assert time.monotonic() - began >= 0.4
-    assert isinstance(settled, Measurement) and settled.evidence["settle_ms"] == 400
+    assert isinstance(settled, Measurement) and settled.telemetry["settle_ms"] == 400
     again = [
-        one for _ in range(4) for one in worker.measure(problem, [planted("good")], policy)
+        one for _ in range(4) for one in worker.measure(problem, [planted("good")], settings)
     ]  # a host may be late
-    assert 100 in [one.evidence["settle_ms"] for one in again if isinstance(one, Measurement)]
-    [final] = worker.measure(problem, [planted("good")], replace(policy, settle_again=1.0))
-    assert isinstance(final, Measurement) and final.evidence["settle_ms"] == 400
+    assert 100 in [one.telemetry["settle_ms"] for one in again if isinstance(one, Measurement)]
+    [final] = worker.measure(problem, [planted("good")], replace(settings, settle_again=1.0))
+    assert isinstance(final, Measurement) and final.telemetry["settle_ms"] == 400
 
 
 def test_a_gpu_that_lowers_its_clocks_is_timed_in_steady_state() -> None:
@@ -216,9 +216,9 @@ def test_a_gpu_that_lowers_its_clocks_is_timed_in_steady_state() -> None:
         plain = [*throttled.measure(PROBLEM, [planted("good")], QUICK)]
     for outcome in outcomes:
         assert isinstance(outcome, Measurement)
-        assert outcome.evidence[STEADY_MS] == 20.0
-        assert outcome.evidence["rounds"] == len(outcome.samples_us) == 2, "it alone is left beside torch.mm"
-    assert [o.evidence[STEADY_MS] for o in plain if isinstance(o, Measurement)] == [0.0], (
+        assert outcome.telemetry[STEADY_MS] == 20.0
+        assert outcome.telemetry["rounds"] == len(outcome.samples_us) == 2, "it alone is left beside torch.mm"
+    assert [o.telemetry[STEADY_MS] for o in plain if isinstance(o, Measurement)] == [0.0], (
         "none were asked for"
     )
 
@@ -227,8 +227,8 @@ def test_a_cap_that_was_other_works_is_forgotten() -> None:
     backend = "tests.support.planted.cpu_backend:RecoveringBackend"
     with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=backend) as recovering:
         (outcome,) = recovering.measure(PROBLEM, [planted("good")], STEADY)
-    assert isinstance(outcome, Measurement) and outcome.evidence[STEADY_MS] == 0.0
-    assert outcome.evidence["throttle_reasons_before"] == []
+    assert isinstance(outcome, Measurement) and outcome.telemetry[STEADY_MS] == 0.0
+    assert outcome.telemetry["throttle_reasons_before"] == []
 
 
 def test_a_pause_does_not_hide_a_cap() -> None:
@@ -236,24 +236,26 @@ def test_a_pause_does_not_hide_a_cap() -> None:
     backend = "tests.support.planted.cpu_backend:RestedBackend"
     with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=backend) as rested:
         job = planted("good")
-        first, last = (one for policy in (QUICK, STEADY) for one in rested.measure(PROBLEM, [job], policy))
+        first, last = (
+            one for settings in (QUICK, STEADY) for one in rested.measure(PROBLEM, [job], settings)
+        )
     assert isinstance(first, Measurement) and isinstance(last, Measurement)
-    assert first.evidence["throttle_reasons"] and first.evidence[STEADY_MS] == 0.0
-    assert last.evidence[STEADY_MS] == 20.0
+    assert first.telemetry["throttle_reasons"] and first.telemetry[STEADY_MS] == 0.0
+    assert last.telemetry[STEADY_MS] == 20.0
 
 
 def test_a_gpu_that_holds_its_clocks_is_not(worker: MeasureWorker) -> None:
     (outcome,) = worker.measure(PROBLEM, [planted("good")], STEADY)
-    assert isinstance(outcome, Measurement) and outcome.evidence[STEADY_MS] == 0.0
+    assert isinstance(outcome, Measurement) and outcome.telemetry[STEADY_MS] == 0.0
     assert len(outcome.samples_us) == QUICK.rounds
 
 
 def test_jobs_beyond_one_interleave_form_another(worker: MeasureWorker) -> None:
-    policy = Policy(rounds=2, min_replay_ms=0.05, race_after=2, race_margin=9.0, interleave=2)
+    settings = RaceSettings(rounds=2, min_replay_ms=0.05, race_after=2, race_margin=9.0, interleave=2)
     jobs = [planted(f"good-{i}") for i in range(5)]
-    outcomes = [*worker.measure(PROBLEM, jobs, policy)]
+    outcomes = [*worker.measure(PROBLEM, jobs, settings)]
     assert [o.candidate for o in outcomes] == [job.candidate for job in jobs]
-    assert [o.evidence["interleaved"] for o in outcomes if isinstance(o, Measurement)] == [2, 2, 2, 2, 1]
+    assert [o.telemetry["interleaved"] for o in outcomes if isinstance(o, Measurement)] == [2, 2, 2, 2, 1]
 
 
 def test_an_abandoned_request_does_not_leak_into_the_next(worker: MeasureWorker) -> None:

@@ -19,7 +19,7 @@ from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.statistics import winner
 from tunegemm.report.leaderboard import Leaderboard
 from tunegemm.store import Database
-from tunegemm.store.leaders import leaders
+from tunegemm.store.latest import latest_records
 
 FINGERPRINT = Fingerprint(
     "NVIDIA H200", 132, "9.0", "", 132, "580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0"
@@ -112,7 +112,7 @@ class TestRanking:
     def test_better_evidence_comes_before_a_higher_ratio(self) -> None:
         turns = {"turn_ms": 160.0}
         alone = [
-            dataclasses.replace(measurement(ratio, n), evidence=turns)
+            dataclasses.replace(measurement(ratio, n), telemetry=turns)
             for ratio, n in ((0.98, 64), (1.02, 128))
         ]
         shared = measurement(1.06, 256)
@@ -337,12 +337,12 @@ class TestStored:
     def test_the_vendors_best_is_of_what_had_the_chip_to_itself(self, database: Database) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.06, 9, family="cublaslt"), label="hungry")
         database.publish(
-            PROBLEM, DEVICE, measurement(1.01, 7, family="cublaslt"), label="a66", policy="steady_final"
+            PROBLEM, DEVICE, measurement(1.01, 7, family="cublaslt"), label="a66", method="steady_final"
         )
-        database.publish(PROBLEM, DEVICE, measurement(1.03, 128), label="pp", policy="steady_final")
+        database.publish(PROBLEM, DEVICE, measurement(1.03, 128), label="pp", method="steady_final")
         (row,) = Leaderboard.summary(database.frame()).as_dict()["rows"]
         assert (row["candidate"], row["best_vendor"], row["best_vendor_ratio"]) == ("pp", "a66", 1.01)
-        (row,) = Leaderboard.best_of_all(leaders(database, "cublaslt")).as_dict()["rows"]
+        (row,) = Leaderboard.best_of_all(latest_records(database, "cublaslt")).as_dict()["rows"]
         assert (row["best_vendor"], row["best_vendor_ratio"]) == ("a66", 1.01)
 
     def test_an_empty_summary(self, database: Database) -> None:

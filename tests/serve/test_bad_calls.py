@@ -242,10 +242,10 @@ def test_a_database_takes_only_what_it_can_give_back(tmp_path):
             (replace(good, samples_us=(1e308,) * 4), {}, "positive times"),
             (replace(good, samples_us=("a",) * 4), {}, "positive times"),
             (replace(good, noise=None), {}, "not finite"),
-            (replace(good, evidence=[1]), {}, "evidence a list: .* give a Mapping"),
+            (replace(good, telemetry=[1]), {}, "telemetry a list: .* give a Mapping"),
             (replace(good, candidate=None), {}, "give a Candidate"),
-            (good, {"policy": "zz"}, "policy 'zz' is not known; use one of screen"),
-            (good, {"policy": []}, "policy a list is not known"),
+            (good, {"method": "zz"}, "method 'zz' is not known; use one of screen"),
+            (good, {"method": []}, "method a list is not known"),
             (good, {"label": 5}, "label 5: .* give a str"),
             (good, {"resources": 5}, "give a Resources"),
             (Failure(kernel, "lost", "x"), {}, "stage 'lost': use one of"),
@@ -253,7 +253,10 @@ def test_a_database_takes_only_what_it_can_give_back(tmp_path):
             with pytest.raises(TunegemmError, match=said):
                 database.publish(problem, device, outcome, **options)
         database.publish(
-            problem, device, replace(good, evidence={"x": "a\n\ud800", 1: object()}), label="\ud800\x1b" * 200
+            problem,
+            device,
+            replace(good, telemetry={"x": "a\n\ud800", 1: object()}),
+            label="\ud800\x1b" * 200,
         )
         database.publish(problem, device, Failure(kernel, "crash", "a\0b\n\ud800"))
         skipped = []

@@ -32,7 +32,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, MeasureError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import PREDICTED_RATIO
-from tunegemm.measure.policy import Policy
+from tunegemm.measure.settings import RaceSettings
 from tunegemm.report.explain import explain_problem
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.feedback import Feedback, Measure, measure, measuring, predictions
@@ -60,7 +60,7 @@ def timed(*ratios: float, noise: float = 0.001) -> Timed:
     options = (option.record.candidate for option in predicted()[problem_of()])
     of = dict(zip(options, ratios, strict=False))
 
-    def time_us(candidate: Candidate, policy: Policy) -> float:
+    def time_us(candidate: Candidate, settings: RaceSettings) -> float:
         return 10.0 / of.get(candidate, ratios[-1])
 
     return Timed(time_us, is_throttled=lambda _: False, noise=noise)
@@ -103,7 +103,7 @@ def test_what_won_is_the_record_and_is_hit(race: Callable[[Timed], Feedback], da
     assert found.outcome == "hit" and found.options[0].candidate == first.record.candidate
     none, why = predictions(read_snapshot(), problem_of(), DEVICE)
     assert not none and why == f"not predicted: it has a record, {first.label}"
-    entries = {entry.candidate: entry for entry in database.entries(problem_of())}
+    entries = {entry.candidate: entry for entry in database.measurements(problem_of())}
     assert entries[first.record.candidate].telemetry[PREDICTED_RATIO] == first.expected
     assert PREDICTED_RATIO not in entries[TORCH_MM].telemetry
 
@@ -117,7 +117,7 @@ def test_what_lost_falls_back_in_a_new_process(
     assert "dispatch  predicted, " in before
     feedback = race(timed(0.96))
     assert "measured at 0.960: lost, and torch.mm is the record" in str(feedback)
-    assert {entry.candidate for entry in database.entries(problem_of())} >= {
+    assert {entry.candidate for entry in database.measurements(problem_of())} >= {
         option.record.candidate for option in predicted()[problem_of()]
     }, "what was measured is kept"
     after = process("explain", "--shape", shape, "--device", "model:h200").stdout
@@ -209,7 +209,7 @@ def test_kill_9_loses_nothing_that_is_stored(location: Path, tmp_path: Path) -> 
     """A process that is killed while it measures the second of two, which is predicted as before."""
     program = (
         "import os, sys; from tests.serve.test_feedback import *\n"
-        "def die(candidate, policy):\n"
+        "def die(candidate, settings):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "measurers = [timed(0.96), Timed(die)]\n"
         "with Database.open(sys.argv[1]) as database, "
@@ -466,7 +466,7 @@ def test_a_program_ends_while_it_is_measured(location: Path, tmp_path: Path) -> 
     program = (
         "import os, sys; from tests.serve.test_feedback import *\n"
         "began, first = threading.Event(), timed(0.96)\n"
-        "def hang(candidate, policy):\n"
+        "def hang(candidate, settings):\n"
         "    began.set()\n"
         "    threading.Event().wait()\n"
         "serving, measurers = Serving(Path(sys.argv[1]), 0.96), [first, Timed(hang)]\n"

@@ -17,12 +17,11 @@ from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, RESO
 from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.measure.evidence import QUALIFYING, RACE
+from tunegemm.measure.evidence import QUALIFYING, RACE, leaders
 from tunegemm.measure.outcome import Failure
 from tunegemm.store import Database, queries
-from tunegemm.store.history import leaders as leaders_of
 from tunegemm.store.history import regressions, related, seeds
-from tunegemm.store.leaders import leaders
+from tunegemm.store.latest import latest_records
 from tunegemm.store.lookup import read_file
 from tunegemm.store.models import Base
 
@@ -66,11 +65,11 @@ READERS: dict[str, Read] = {
     "records": lambda d: d.records(),
     "lookup": _lookup,
     "read_file": _file,
-    "entries": lambda d: d.entries(),
+    "all measurements": lambda d: d.measurements(),
     "related": _related,
     "problems": lambda d: d.problems(),
     "frame": lambda d: d.frame(),
-    "leaders": lambda d: leaders(d, "cublaslt"),
+    "latest_records": lambda d: latest_records(d, "cublaslt"),
     "report": _report,
     "latest_device": queries.latest_device,
     "device_names": queries.device_names,
@@ -79,7 +78,7 @@ READERS: dict[str, Read] = {
 #: Of a problem.
 READERS_OF_ONE: dict[str, Callable[[Database, Problem, Fingerprint], Any]] = {
     "best": lambda d, problem, fingerprint: d.best(problem, fingerprint),
-    "leaders_of": lambda d, problem, _: leaders_of(d.entries(problem)),
+    "leaders": lambda d, problem, _: leaders(d.measurements(problem)),
     "history": lambda d, problem, _: d.history(problem),
     "seeds": lambda d, problem, _: seeds(d, problem, OTHER.fingerprint),
     "regressions": lambda d, problem, fingerprint: [
@@ -94,8 +93,8 @@ def publish(database: Database, problem: Problem, device: Device, kernel: Candid
     """Every kind of row."""
     library = replace(kernel, family="cublaslt")
     database.publish(problem, device, measurement(1.04, kernel), resources=RESOURCES, label="pp")
-    database.publish(problem, device, measurement(1.02, kernel.with_launch(swizzle=8)), policy=QUALIFYING)
-    database.publish(problem, device, measurement(1.01, library), policy=RACE, label="a1")
+    database.publish(problem, device, measurement(1.02, kernel.with_launch(swizzle=8)), method=QUALIFYING)
+    database.publish(problem, device, measurement(1.01, library), method=RACE, label="a1")
     database.publish(problem, device, Failure(kernel.with_launch(clusters=7), "timeout", "hung"))
     database.confirm(problem, device, measurement(1.05, kernel), label="pp")
 
@@ -201,9 +200,9 @@ def test_a_damaged_cell_costs_its_own_row_alone(
 @pytest.mark.parametrize(
     ("statement", "read"),
     [
-        ("UPDATE measurements SET evidence = '[1]' WHERE id = 1", lambda d: d.entries(PROBLEM)),
-        ("UPDATE measurements SET ratio = -1 WHERE id = 1", lambda d: d.entries(PROBLEM)),
-        ("UPDATE measurements SET samples_us = '[]' WHERE id = 1", lambda d: d.entries(PROBLEM)),
+        ("UPDATE measurements SET evidence = '[1]' WHERE id = 1", lambda d: d.measurements(PROBLEM)),
+        ("UPDATE measurements SET ratio = -1 WHERE id = 1", lambda d: d.measurements(PROBLEM)),
+        ("UPDATE measurements SET samples_us = '[]' WHERE id = 1", lambda d: d.measurements(PROBLEM)),
         ("UPDATE measurements SET ratio = 9e999 WHERE id = 4", lambda d: d.records()),
         ("UPDATE measurements SET median_us = 'quick' WHERE id = 2", lambda d: d.frame()),
         ("UPDATE records SET ratio = 'fast' WHERE id = 1", lambda d: d.lookup().find(PROBLEM)),

@@ -48,8 +48,8 @@ RESOURCES = Resources(168, 0, 213_016, ("C7510",), 0.75)
 def measurement(ratio: float = 1.05, candidate: Candidate = KERNEL, **changes: Any) -> Measurement:
     baseline = (210.5, 211.25, 209.0, 210.0)
     samples = tuple(time / ratio for time in baseline)
-    evidence = {"sm_clock_mhz": 1710, "power_w": 688.5, "throttle_reasons": ("sw_power_cap",), "rounds": 4}
-    return dataclasses.replace(Measurement(candidate, samples, baseline, 1.7e-3, 0.002, evidence), **changes)
+    telemetry = {"sm_clock_mhz": 1710, "power_w": 688.5, "throttle_reasons": ("sw_power_cap",), "rounds": 4}
+    return dataclasses.replace(Measurement(candidate, samples, baseline, 1.7e-3, 0.002, telemetry), **changes)
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ class TestPublishing(Store):
         published = measurement()
         database.publish(PROBLEM, DEVICE, published, resources=RESOURCES, label="pp128x256")
         (read,) = database.measurements(PROBLEM, FINGERPRINT)
-        assert read == published
-        assert read.evidence == published.evidence
+        assert read.measurement == published
+        assert read.telemetry == published.telemetry
         row = database.frame().iloc[0]
         assert (row["registers"], row["spill_bytes"], row["smem_bytes"]) == (168, 0, 213_016)
         assert row["warnings"] == ["C7510"]
@@ -79,7 +79,7 @@ class TestPublishing(Store):
         with Database.open(location) as first:
             first.publish(PROBLEM, DEVICE, measurement())
         with Database.open(location) as second:
-            assert second.measurements(PROBLEM, FINGERPRINT) == [measurement()]
+            assert [one.measurement for one in second.measurements(PROBLEM)] == [measurement()]
 
     def test_a_failure_reads_back_and_makes_no_record(self, database: Database) -> None:
         failure = Failure(KERNEL, "timeout", "no answer within 10 s")
@@ -104,14 +104,14 @@ class TestPublishing(Store):
 
     def test_odd_evidence_is_kept_rather_than_lost(self, database: Database) -> None:
         numpy = pytest.importorskip("numpy")
-        evidence = {
+        telemetry = {
             "sm_clock_mhz": (1700, 1725),  # no number: stays with the rest
             "power_w": numpy.float32(1.5),
             "temperature_c": float("nan"),
             "path": Path("x"),
         }
-        database.publish(PROBLEM, DEVICE, measurement(evidence=evidence))
-        read = database.measurements(PROBLEM, FINGERPRINT)[0].evidence
+        database.publish(PROBLEM, DEVICE, measurement(telemetry=telemetry))
+        read = database.measurements(PROBLEM, FINGERPRINT)[0].telemetry
         assert read == {"sm_clock_mhz": [1700, 1725], "power_w": 1.5, "temperature_c": None, "path": "x"}
 
     @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ class TestRecords(Store):
 
     def test_confirming_what_the_race_published_adds_no_second_row(self, database: Database) -> None:
         raced = measurement(1.05)
-        database.publish(PROBLEM, DEVICE, measurement(1.06), policy="race")
-        database.publish(PROBLEM, DEVICE, raced, policy="race")
+        database.publish(PROBLEM, DEVICE, measurement(1.06), method="race")
+        database.publish(PROBLEM, DEVICE, raced, method="race")
         database.confirm(PROBLEM, DEVICE, raced)
         assert len(database.measurements(PROBLEM, FINGERPRINT)) == 2
         record = database.best(PROBLEM, FINGERPRINT)
@@ -258,13 +258,13 @@ class TestFrame(Store):
     def test_one_row_per_candidate_with_its_best_evidence(self, database: Database) -> None:
         a, b = KERNEL.with_launch(swizzle=1), KERNEL.with_launch(swizzle=2)
         database.publish(PROBLEM, DEVICE, measurement(1.50, a))
-        database.publish(PROBLEM, DEVICE, measurement(1.03, a), policy="final")
+        database.publish(PROBLEM, DEVICE, measurement(1.03, a), method="final")
         database.publish(PROBLEM, DEVICE, measurement(1.40, a))
         database.publish(PROBLEM, DEVICE, measurement(1.01, b))
         database.publish(PROBLEM, DEVICE, measurement(1.02, b), label="b")
         frame = database.frame(PROBLEM).set_index("candidate")
         assert len(frame) == 2
-        assert frame.loc[a.digest, "policy"] == "final"
+        assert frame.loc[a.digest, "method"] == "final"
         assert frame.loc[a.digest, "ratio"] == pytest.approx(1.03)
         assert frame.loc[a.digest, "record"] and not frame.loc[a.digest, "confirmed"]
         assert frame.loc[b.digest, "ratio"] == pytest.approx(1.02)
@@ -272,7 +272,7 @@ class TestFrame(Store):
 
     def test_the_confirmed_row_is_shown_whatever_follows(self, database: Database) -> None:
         database.confirm(PROBLEM, DEVICE, measurement(1.05))
-        database.publish(PROBLEM, DEVICE, measurement(1.01), policy="final")
+        database.publish(PROBLEM, DEVICE, measurement(1.01), method="final")
         (row,) = database.frame().to_dict("records")
         assert row["confirmed"] is True and row["record"] is True
         assert row["ratio"] == pytest.approx(1.05)
@@ -569,7 +569,7 @@ class TestReleasedSchemas:
             assert record.confirmed and record.label == "pp128x256" and record.ratio == pytest.approx(1.05)
             first, second, final = database.measurements(problem, record.fingerprint)
             assert final.candidate == first.candidate == record.candidate != second.candidate
-            assert final.evidence["throttle_reasons"] == ("sw_power_cap",)
+            assert final.telemetry["throttle_reasons"] == ("sw_power_cap",)
             (failure,) = database.failures(problem, record.fingerprint)
             assert (failure.stage, failure.reason) == ("timeout", "no answer within 10 s")
             database.publish(problem, DEVICE, measurement())

@@ -188,7 +188,7 @@ def test_a_file_brought_to_a_network_file_system_leaves_write_ahead_logging(
         database.publish(PROBLEM, DEVICE, measurement())
     monkeypatch.setattr("psutil.disk_partitions", lambda all: [Mount("/", "nfs4")])
     with Database.open(path) as database:
-        assert database.measurements(PROBLEM, FINGERPRINT) == [measurement()]
+        assert [one.measurement for one in database.measurements(PROBLEM, FINGERPRINT)] == [measurement()]
         with database._engine.connect() as connection:
             assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "delete"
 
@@ -304,4 +304,4 @@ def test_a_copy_is_a_database(path: Path, tmp_path: Path) -> None:
         database.publish(PROBLEM, DEVICE, measurement())
     shutil.copy(path, tmp_path / "copy.sqlite")
     with Database.open(tmp_path / "copy.sqlite", read_only=True) as database:
-        assert database.measurements(PROBLEM, FINGERPRINT) == [measurement()]
+        assert [one.measurement for one in database.measurements(PROBLEM, FINGERPRINT)] == [measurement()]

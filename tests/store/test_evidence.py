@@ -19,9 +19,17 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure import evidence
-from tunegemm.measure.evidence import POLICIES, QUALIFYING, RACE, SCREEN, STEADY_FINAL, Evidence, evidence_of
+from tunegemm.measure.evidence import (
+    METHODS,
+    QUALIFYING,
+    RACE,
+    SCREEN,
+    STEADY_FINAL,
+    Evidence,
+    evidence_of,
+    leaders,
+)
 from tunegemm.store import Database
-from tunegemm.store.history import leaders
 
 A, B, C = (Candidate.make("cute_sm90", {"tile_m": size}) for size in (64, 128, 256))
 LIBRARY = Candidate.make("cublaslt", {"algorithm": "cublaslt", "algo_id": 66})
@@ -31,11 +39,11 @@ OLD = "0123456789abcdef"
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One publication, or with the policy ``confirm`` the end of a final race."""
+    """One publication, or with the method ``confirm`` the end of a final race."""
 
     candidate: Candidate
     ratio: float
-    policy: str
+    method: str
     old_sources: bool = False
 
     @property
@@ -49,7 +57,7 @@ EVENTS = st.builds(
     Event,
     st.sampled_from(CANDIDATES),
     RATIOS,
-    st.sampled_from([*POLICIES, "confirm"]),
+    st.sampled_from([*METHODS, "confirm"]),
     st.sampled_from([False, False, False, True]),
 )
 
@@ -57,10 +65,10 @@ EVENTS = st.builds(
 def publish(database: Database, event: Event, problem: Problem = PROBLEM) -> None:
     found = measurement(event.ratio, event.candidate)
     with mock.patch("tunegemm.store.rows.kernel_source_hash", lambda _: event.kernel_source):
-        if event.policy == "confirm":
+        if event.method == "confirm":
             database.confirm(problem, DEVICE, found)
         else:
-            database.publish(problem, DEVICE, found, policy=event.policy)
+            database.publish(problem, DEVICE, found, method=event.method)
 
 
 Found = tuple[Candidate, float, bool]
@@ -75,8 +83,8 @@ def expected(events: Sequence[Event]) -> set[Found | None]:
     confirmed: int | None = None
 
     def level(i: int) -> Evidence:
-        final = i == confirmed or rows[i].policy == "confirm"
-        return Evidence.FINAL if final else evidence_of(rows[i].policy)
+        final = i == confirmed or rows[i].method == "confirm"
+        return Evidence.FINAL if final else evidence_of(rows[i].method)
 
     def standing(i: int) -> tuple[bool, Evidence]:
         current = rows[i].kernel_source == kernel_source_hash(rows[i].candidate.family)
@@ -91,10 +99,10 @@ def expected(events: Sequence[Event]) -> set[Found | None]:
     tied: list[int] = []
     for event in events:
         newest = [i for i, row in enumerate(rows) if row.candidate == event.candidate]
-        again = event.policy == "confirm" and newest and rows[newest[-1]].ratio == event.ratio
+        again = event.method == "confirm" and newest and rows[newest[-1]].ratio == event.ratio
         if not again:
             rows.append(event)
-        if event.policy == "confirm":
+        if event.method == "confirm":
             index = newest[-1] if again else len(rows) - 1
             confirmed = index if event.ratio >= 1 or event.candidate == TORCH_MM else None
         if confirmed is not None and not eligible(rows[confirmed].candidate):
@@ -145,11 +153,11 @@ class TestSequences:
         problem = dataclasses.replace(PROBLEM, m=next(_COUNT))
         for event in events:
             publish(shared, dataclasses.replace(event, old_sources=False), problem)
-        record, best = found(shared, problem), evidence.best_of_each(shared.entries(problem))
+        record, best = found(shared, problem), evidence.best_of_each(shared.measurements(problem))
         allowed = {one.candidate for one in best if one.ratio >= 1 or one.candidate == TORCH_MM}
         assert (record is None) == (not allowed)
         assert record is None or record[0] in allowed
-        first = [e for e in leaders(shared.entries(problem)) if e.candidate in allowed]
+        first = [e for e in leaders(shared.measurements(problem)) if e.candidate in allowed]
         tied = [e.candidate for e in first if evidence.rank(e) == evidence.rank(first[0])]
         assert record is None or record[2] or record[0] in tied
 
@@ -158,9 +166,9 @@ class TestSequences:
     def test_the_order_of_different_candidates_does_not_matter(
         self, shared: Database, data: st.DataObject
     ) -> None:
-        policy = data.draw(st.sampled_from(POLICIES))
+        method = data.draw(st.sampled_from(METHODS))
         ratios = data.draw(st.lists(RATIOS, min_size=len(CANDIDATES), max_size=len(CANDIDATES), unique=True))
-        events = [Event(c, ratio, policy) for c, ratio in zip(CANDIDATES, ratios, strict=True)]
+        events = [Event(c, ratio, method) for c, ratio in zip(CANDIDATES, ratios, strict=True)]
         records = []
         for order in (events, data.draw(st.permutations(events))):
             problem = dataclasses.replace(PROBLEM, m=next(_COUNT))

@@ -15,10 +15,10 @@ from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, meas
 from tunegemm.cli.app import app
 from tunegemm.describe.device import Device
 from tunegemm.describe.space import Candidate
-from tunegemm.measure.evidence import QUALIFYING, STEADY_FINAL
+from tunegemm.measure.evidence import QUALIFYING, STEADY_FINAL, leaders
 from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
-from tunegemm.store.history import leaders, regressions, related, seeds
+from tunegemm.store.history import regressions, related, seeds
 
 OTHER = KERNEL.with_launch(swizzle_size=8)
 ROUNDS = 8
@@ -119,20 +119,22 @@ class TestSeeds:
     def test_a_final_race_counts_more_than_a_lucky_screen(self, database: Database) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.9, OTHER))
         database.publish(PROBLEM, DEVICE, measurement(1.5))
-        database.publish(PROBLEM, DEVICE, measurement(1.1), policy="race")
-        found = leaders(database.entries(PROBLEM))
+        database.publish(PROBLEM, DEVICE, measurement(1.1), method="race")
+        found = leaders(database.measurements(PROBLEM))
         assert [(e.candidate, round(e.measurement.ratio, 1)) for e in found] == [(KERNEL, 1.1), (OTHER, 1.9)]
 
     def test_what_had_the_chip_to_itself_counts_more_than_a_race_at_shared_clocks(
         self, database: Database
     ) -> None:
         hungry, lucky, best = (KERNEL.with_launch(swizzle_size=size) for size in (1, 2, 4))
-        for candidate, ratio, policy in (
+        for candidate, ratio, method in (
             (best, 1.02, STEADY_FINAL), (hungry, 1.06, "race"), (hungry, 0.97, STEADY_FINAL),
             (lucky, 1.04, QUALIFYING), (OTHER, 1.05, "race"),
         ):  # fmt: skip
-            database.publish(PROBLEM, DEVICE, measurement(ratio, candidate), policy=policy)
-        found = [(e.candidate, round(e.measurement.ratio, 2)) for e in leaders(database.entries(PROBLEM))]
+            database.publish(PROBLEM, DEVICE, measurement(ratio, candidate), method=method)
+        found = [
+            (e.candidate, round(e.measurement.ratio, 2)) for e in leaders(database.measurements(PROBLEM))
+        ]
         assert found == [(best, 1.02), (hungry, 0.97), (lucky, 1.04), (OTHER, 1.05)]
 
 
@@ -171,13 +173,13 @@ class TestRegress:
 
     def test_long_turns_are_compared_with_long_turns(self, database: Database) -> None:
         def alone(ratio: float) -> Measurement:
-            return replace(raced(ratio), evidence={"turn_ms": 160.0})
+            return replace(raced(ratio), telemetry={"turn_ms": 160.0})
 
         database.confirm(PROBLEM, DEVICE, raced(1.05))
         begin = datetime.now(UTC)
         database.confirm(PROBLEM, DEVICE, alone(1.04))
         assert regressions(database, PROBLEM, begin) == [], "of shared clocks before"
-        assert [entry.policy for entry in database.entries(PROBLEM)] == ["final", STEADY_FINAL]
+        assert [entry.method for entry in database.measurements(PROBLEM)] == ["final", STEADY_FINAL]
         again = datetime.now(UTC)
         database.confirm(PROBLEM, DEVICE, alone(1.0))
         (found,) = regressions(database, PROBLEM, again)

@@ -17,7 +17,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
 from tunegemm.store import Database
-from tunegemm.store.leaders import leaders
+from tunegemm.store.latest import latest_records
 
 SMALL = Problem.parse("64x64x64")
 
@@ -37,8 +37,8 @@ class TestLeaders(Store):
         database.publish(PROBLEM, DEVICE, measurement(1.30), label="of an old driver")
         database.confirm(PROBLEM, upgraded, measurement(1.10), label="winner")
         database.publish(PROBLEM, upgraded, measurement(1.20, vendor("a1")), label="a lucky screen")
-        database.publish(PROBLEM, upgraded, measurement(1.02, vendor("a1")), label="a1", policy="race")
-        database.publish(PROBLEM, upgraded, measurement(1.04, vendor("a2")), label="a2", policy="race")
+        database.publish(PROBLEM, upgraded, measurement(1.02, vendor("a1")), label="a1", method="race")
+        database.publish(PROBLEM, upgraded, measurement(1.04, vendor("a2")), label="a2", method="race")
         database.publish(PROBLEM, other, measurement(1.05, KERNEL.kernel))
         database.publish(SMALL, DEVICE, measurement(1.0, TORCH_MM), label="torch.mm")
         database.publish(SMALL, DEVICE, measurement(0.95), label="slow")
@@ -46,13 +46,13 @@ class TestLeaders(Store):
         return database
 
     def test_they_say_what_the_summary_of_everything_says(self, filled: Database) -> None:
-        narrow = Leaderboard.best_of_all(leaders(filled, VENDOR_FAMILY))
+        narrow = Leaderboard.best_of_all(latest_records(filled, VENDOR_FAMILY))
         whole = Leaderboard.summary(filled.frame())
         assert_frame_equal(narrow.frame, whole.frame, check_dtype=False, check_exact=False)
         assert (narrow.title, narrow.note) == (whole.title, whole.note)
 
     def test_an_empty_database(self, database: Database) -> None:
-        board = Leaderboard.best_of_all(leaders(database, VENDOR_FAMILY))
+        board = Leaderboard.best_of_all(latest_records(database, VENDOR_FAMILY))
         assert board.frame.empty and "Nothing was measured" in board.render("table")
 
     def test_the_lookup_has_what_the_records_have(self, filled: Database) -> None:

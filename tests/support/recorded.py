@@ -1,6 +1,6 @@
 """Databases for tests, filled through the real store from recorded measurements of an H200.
 
-What is stored keeps its evidence ``"source": "replayed"``, so that no report calls it measured here.
+What is stored keeps its telemetry ``"source": "replayed"``, so that no report calls it measured here.
 """
 
 from __future__ import annotations

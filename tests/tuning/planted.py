@@ -17,7 +17,7 @@ from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import STEADY_MS, Measurement, Outcome
-from tunegemm.measure.policy import Job, Policy
+from tunegemm.measure.settings import Job, RaceSettings
 from tunegemm.store import Database
 from tunegemm.tuning.progress import Progress
 from tunegemm.tuning.trials import Measurer, Trials
@@ -51,19 +51,22 @@ def launches(kernel: Candidate, count: int = 3) -> list[Candidate]:
     return [kernel.with_launch(**first | {name: value}) for value in listed[:count]]
 
 
-def measurement(candidate: Candidate, us: float, **evidence: Any) -> Measurement:
+def measurement(candidate: Candidate, us: float, **telemetry: Any) -> Measurement:
     """torch.mm takes 10 us."""
-    return Measurement(candidate, (us, us + 0.1, us), (10.0, 10.0, 10.0), 1e-3, 0.002, evidence)
+    return Measurement(candidate, (us, us + 0.1, us), (10.0, 10.0, 10.0), 1e-3, 0.002, telemetry)
 
 
 class Timed:
-    """A GPU at its power cap by a function: microseconds of a candidate under a policy; torch.mm takes 10."""
+    """A GPU at its power cap by a function: microseconds of a candidate by a race's settings.
+
+    torch.mm takes 10.
+    """
 
     def __init__(
         self,
-        time_us: Callable[[Candidate, Policy], float],
+        time_us: Callable[[Candidate, RaceSettings], float],
         *,
-        is_throttled: Callable[[Policy], bool] = bool,
+        is_throttled: Callable[[RaceSettings], bool] = bool,
         noise: float = 0.001,
     ) -> None:
         self.asked: list[tuple[float, list[Candidate]]] = []
@@ -73,18 +76,18 @@ class Timed:
     def discover(self, problem: Problem) -> list[Candidate]:
         return [TORCH_MM]
 
-    def recorded(self, problem: Problem) -> None:
+    def swept(self, problem: Problem) -> None:
         """Every candidate can be measured."""
 
-    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy) -> Iterator[Outcome]:
-        self.asked.append((policy.steady_ms, [job.candidate for job in jobs]))
-        throttled = self._is_throttled(policy)
+    def measure(self, problem: Problem, jobs: Sequence[Job], settings: RaceSettings) -> Iterator[Outcome]:
+        self.asked.append((settings.steady_ms, [job.candidate for job in jobs]))
+        throttled = self._is_throttled(settings)
         for job in jobs:
-            us = 10.0 if job.candidate == TORCH_MM else self._time_us(job.candidate, policy)
+            us = 10.0 if job.candidate == TORCH_MM else self._time_us(job.candidate, settings)
             facts = {
                 "sm_clock_mhz": 1500,
                 "throttle_reasons": ("sw_power_cap",) if throttled else (),
-                STEADY_MS: policy.steady_ms if throttled else 0.0,
+                STEADY_MS: settings.steady_ms if throttled else 0.0,
             }
             yield Measurement(job.candidate, (us,) * 3, (10.0,) * 3, 1e-3, self._noise, facts)
 
@@ -92,9 +95,9 @@ class Timed:
 def capped() -> Timed:
     """The narrowest kernel leads in interleaved timing, in steady state the widest with a large swizzle."""
 
-    def time_us(candidate: Candidate, policy: Policy) -> float:
+    def time_us(candidate: Candidate, settings: RaceSettings) -> float:
         wide, swizzle = candidate["tile_n"] / 64, candidate["swizzle_size"] / 100
-        return 9.5 - wide - swizzle if policy.steady_ms else 8.5 + wide
+        return 9.5 - wide - swizzle if settings.steady_ms else 8.5 + wide
 
     return Timed(time_us)
 

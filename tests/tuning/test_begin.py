@@ -28,7 +28,7 @@ from tunegemm.measure import evidence
 from tunegemm.measure.outcome import Failure, Stage
 from tunegemm.store import Database
 from tunegemm.store.shipped import read_shipped
-from tunegemm.tuning.begin import few_new, known_failures, known_results, seeds_of, start_search
+from tunegemm.tuning.begin import known_failures, known_results, limit_uncompiled, seeds_of, start_search
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.tuner import Tuner
 
@@ -71,7 +71,7 @@ def test_only_what_was_screened_here_is_known(database: Database, tuner: Tuner) 
         (elsewhere, ELSEWHERE, evidence.SCREEN),
     ):  # fmt: skip
         us = 9.0 if word == evidence.SCREEN else 8.0
-        database.publish(PROBLEM, device, measurement(candidate, us), policy=word)
+        database.publish(PROBLEM, device, measurement(candidate, us), method=word)
     database.publish(PROBLEM, DEVICE, Failure(PLAIN, "wrong", "relative error 0.7 > 0.01"))
     (known,) = known_results(database, PROBLEM, DEVICE, tuner.kernels, [])
     assert known.candidate == screened and known.ratio == pytest.approx(10 / 9.0)
@@ -133,7 +133,7 @@ def test_nothing_is_compiled_for_a_kernel_whose_like_is_there(tmp_path: Path) ->
     for there, is_skipped in ((close, True), (far, False)):
         key = families.get("cute_sm90").kernel_key(problem, there.candidate, DEVICE)
         ready = Ready(frozenset({digest(key)}))
-        ranked = few_new(kernels, problem, ranking, ready, is_first=True)
+        ranked = limit_uncompiled(kernels, problem, ranking, ready, is_first=True)
         assert there.candidate in ranked and (best.candidate not in ranked) == is_skipped
         assert 8 <= len(ranked) < 32
 

@@ -29,7 +29,7 @@ from tunegemm.describe.device import cuda_device_count
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import DatabaseError, MeasureError
 from tunegemm.measure.outcome import Outcome
-from tunegemm.measure.policy import Job, Policy
+from tunegemm.measure.settings import Job, RaceSettings
 from tunegemm.store import Database
 from tunegemm.store.models import MeasurementRow
 from tunegemm.tuning import cluster
@@ -52,10 +52,10 @@ class Logged(Timed):
         super().__init__(lambda candidate, _: 8.5 + candidate["tile_n"] / 64, is_throttled=lambda _: False)
         self._log, self._pause_s, self._deadly, self._slow = log, pause_s, deadly, slow
 
-    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy) -> Iterator[Outcome]:
+    def measure(self, problem: Problem, jobs: Sequence[Job], settings: RaceSettings) -> Iterator[Outcome]:
         if self._log.with_name("gone").exists():
             raise MeasureError("the GPU went away")
-        for outcome in super().measure(problem, jobs, policy):
+        for outcome in super().measure(problem, jobs, settings):
             if self._deadly and problem == POISON:
                 os._exit(1)
             with self._log.open("a") as log:
@@ -152,7 +152,7 @@ def requests(problems: Sequence[Problem] = PROBLEMS, trials: int = 6) -> list[Re
 def measured(location: str | Path) -> Counter[tuple[int, int, str]]:
     """How often each candidate of a problem was measured, by what the measurement proves."""
     with Database.open(location) as database, database._reading() as session:
-        rows = session.query(MeasurementRow.problem_id, MeasurementRow.candidate_id, MeasurementRow.policy)
+        rows = session.query(MeasurementRow.problem_id, MeasurementRow.candidate_id, MeasurementRow.method)
         return Counter(tuple(row) for row in rows)
 
 

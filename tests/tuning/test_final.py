@@ -32,7 +32,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate import model
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement
-from tunegemm.measure.policy import FINAL, QUICK_FINAL, SCREEN, Job, Policy
+from tunegemm.measure.settings import FINAL, QUICK_FINAL, SCREEN, Job, RaceSettings
 from tunegemm.store import Database
 from tunegemm.tuning.final import race
 from tunegemm.tuning.finalists import finalists
@@ -52,10 +52,10 @@ class Planted:
     def discover(self, problem: Problem) -> list[Candidate]:
         return [TORCH_MM]
 
-    def recorded(self, problem: Problem) -> None:
+    def swept(self, problem: Problem) -> None:
         """Every candidate can be measured."""
 
-    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy) -> Iterator[Measurement]:
+    def measure(self, problem: Problem, jobs: Sequence[Job], settings: RaceSettings) -> Iterator[Measurement]:
         for _ in jobs:
             yield self._outcomes.pop(0)
 
@@ -102,8 +102,8 @@ def test_a_baseline_that_is_slow_throughout_confirms_nothing(
 ) -> None:
     def measured(candidate: Candidate, baseline: tuple[float, int | None], ratio: float) -> Measurement:
         us, clock = baseline
-        evidence = {"sm_clock_mhz": clock}
-        return Measurement(candidate, (us / ratio,) * 3, (us,) * 3, 1e-3, noise, evidence)
+        telemetry = {"sm_clock_mhz": clock}
+        return Measurement(candidate, (us / ratio,) * 3, (us,) * 3, 1e-3, noise, telemetry)
 
     with (
         Database.open(tmp_path / "tuning.sqlite") as database,
@@ -163,7 +163,7 @@ def screen(trials: Trials, *candidates: Candidate) -> None:
 
 def words(tuner: Tuner) -> set[str]:
     assert tuner.database is not None
-    return {entry.policy for entry in tuner.database.entries(PROBLEM)}
+    return {entry.method for entry in tuner.database.measurements(PROBLEM)}
 
 
 def test_at_the_power_cap_the_fastest_in_steady_state_wins(tuner: Tuner) -> None:
@@ -173,7 +173,7 @@ def test_at_the_power_cap_the_fastest_in_steady_state_wins(tuner: Tuner) -> None
     assert trials.is_throttled
     assert trials.leader is not None and trials.leader.candidate["tile_n"] == 16
     asked = len(measurer.asked)
-    result = race(trials, finalists(trials.screened, "quick", trials.lasting), QUICK_FINAL)
+    result = race(trials, finalists(trials.screened, "quick", trials.at_cap), QUICK_FINAL)
     assert tuner.database is not None
     record = tuner.database.best(PROBLEM, DEVICE.fingerprint)
     assert all(steady_ms == 0 for steady_ms, _ in measurer.asked[:asked])
@@ -190,12 +190,12 @@ def test_a_race_of_a_gpu_that_holds_its_clocks_is_no_steady_state(
 ) -> None:
     """It may have been at its cap while it screened: what it times now is interleaved all the same."""
     measurer = Timed(
-        lambda c, _: c["tile_n"], is_throttled=lambda policy: screened_at_the_cap and policy == screening
+        lambda c, _: c["tile_n"], is_throttled=lambda settings: screened_at_the_cap and settings == screening
     )
     trials, screening = trials_of(tuner, measurer), replace(SCREEN, seed=0)
     screen(trials, *OWN)
     assert trials.is_throttled == screened_at_the_cap
-    race(trials, finalists(trials.screened, "quick", trials.lasting), QUICK_FINAL)
+    race(trials, finalists(trials.screened, "quick", trials.at_cap), QUICK_FINAL)
     # The winner is stored twice: with all rounds, and with those that report.
     assert words(tuner) == {"screen", "race", "final"}
 
@@ -206,12 +206,12 @@ def test_a_search_goes_by_what_is_expected_to_last(tuner: Tuner, at_the_cap: boo
     screen(trials, *OWN)
     ratios = {c: m.ratio for c, m in trials.screened.items()}
     failure = Failure(OWN[0], "wrong", "relative error 0.7 > 0.01")
-    values = dict(trials.worth(trials.screened.values()))
-    assert values[TORCH_MM] == 1.0 and list(trials.worth([failure])) == [(OWN[0], None)]
+    values = dict(trials.search_values(trials.screened.values()))
+    assert values[TORCH_MM] == 1.0 and list(trials.search_values([failure])) == [(OWN[0], None)]
     own = {c: ratio for c, ratio in ratios.items() if c != TORCH_MM}
     expected = model.steady_ratios(PROBLEM, own, DEVICE)
     assert values == ratios | (expected if at_the_cap else {})
-    assert trials.lasting == (expected if at_the_cap else None) and expected != own
+    assert trials.at_cap == (expected if at_the_cap else None) and expected != own
 
 
 def test_a_short_screen_that_saw_no_cap_does_not_hide_it(tuner: Tuner) -> None:
@@ -231,7 +231,7 @@ def test_the_clocks_that_another_problem_left_are_no_cap_of_this_one(tuner: Tune
     assert trials.is_throttled, "for all that is known"
     throttled.append(False)
     screen(trials, *OWN)
-    assert not trials.is_throttled and trials.lasting is None
+    assert not trials.is_throttled and trials.at_cap is None
 
 
 A, B = launches(kernels(32)[0])[0], launches(kernels(64)[0])[0]
@@ -239,8 +239,8 @@ RATIOS = {(A, False): 1.05, (B, False): 1.01, (A, True): 0.98, (B, True): 1.03}
 """Of issue and old records alike: A leads the screen, and in steady state it is slower than torch.mm."""
 
 
-def by_ratio(candidate: Candidate, policy: Policy) -> float:
-    return 10 / RATIOS.get((candidate, policy.steady_ms > 0), 0.9)
+def by_ratio(candidate: Candidate, settings: RaceSettings) -> float:
+    return 10 / RATIOS.get((candidate, settings.steady_ms > 0), 0.9)
 
 
 class TestEndedAmidIt:
@@ -255,7 +255,7 @@ class TestEndedAmidIt:
         database = tuner.database
 
         def raced() -> int:
-            return sum(entry.policy == "steady_final" for entry in database.entries(PROBLEM))
+            return sum(entry.method == "steady_final" for entry in database.measurements(PROBLEM))
 
         def is_due(progress: Progress) -> bool:
             return progress.stage == "final" and raced() == measured
@@ -318,7 +318,11 @@ class TestEndedAmidIt:
         with Database.open(tmp_path / "tuning.sqlite") as database:
             record = database.best(PROBLEM, DEVICE.fingerprint)
             assert len(database.measurements(PROBLEM, DEVICE.fingerprint)) == 5
-            raced = [m.candidate for m in database.measurements(PROBLEM, DEVICE.fingerprint) if m.is_steady]
+            raced = [
+                m.candidate
+                for m in database.measurements(PROBLEM, DEVICE.fingerprint)
+                if m.measurement.is_steady
+            ]
         assert raced == [TORCH_MM, A]
         assert record is not None and record.candidate in (B, TORCH_MM)
 

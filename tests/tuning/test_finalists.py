@@ -48,7 +48,7 @@ def screen_of_tiles() -> dict[Candidate, Measurement]:
     return screened
 
 
-def lasting(screened: Mapping[Candidate, Measurement]) -> dict[Candidate, float]:
+def at_cap(screened: Mapping[Candidate, Measurement]) -> dict[Candidate, float]:
     """Of a GPU at its power cap: what small tiles lead by they lose by what they draw."""
     return {
         c: m.ratio * (c["tile_n"] / 256) ** 0.2 for c, m in screened.items() if c.family != TORCH_MM.family
@@ -58,7 +58,7 @@ def lasting(screened: Mapping[Candidate, Measurement]) -> dict[Candidate, float]
 @pytest.mark.parametrize(("effort", "own", "algorithms"), [("quick", 4, 1), ("full", 12, 3)])
 def test_at_the_power_cap_few_are_raced_by_what_they_draw(effort: Effort, own: int, algorithms: int) -> None:
     screened = screen_of_tiles()
-    expected = lasting(screened)
+    expected = at_cap(screened)
     chosen = finalists(screened, effort, expected)
     ours = [c for c in chosen if c.family == "cute_sm90"]
     assert max(Counter(c.kernel for c in ours).values()) == 2, "of each kernel its two best launches"
@@ -75,7 +75,7 @@ def test_at_the_power_cap_few_are_raced_by_what_they_draw(effort: Effort, own: i
 def test_a_quick_race_at_the_power_cap_has_at_most_seven() -> None:
     """Each costs a turn of 240 ms in a round."""
     screened = screen_of_tiles()
-    assert len(finalists(screened, "quick", lasting(screened))) <= 4 + 1 + 1 + 1
+    assert len(finalists(screened, "quick", at_cap(screened))) <= 4 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
@@ -84,7 +84,7 @@ def test_what_there_is_is_raced_if_it_is_less(effort: Effort, is_throttled: bool
     assert finalists({}, effort, {} if is_throttled else None) == []
     only = launches(kernels(32)[0])[0]
     two = {TORCH_MM: measurement(TORCH_MM, 10.0), only: measurement(only, 9.0)}
-    assert finalists(two, effort, lasting(two) if is_throttled else None) == [only, TORCH_MM]
+    assert finalists(two, effort, at_cap(two) if is_throttled else None) == [only, TORCH_MM]
 
 
 @pytest.mark.parametrize("is_throttled", [True, False])
@@ -92,5 +92,5 @@ def test_torch_is_raced_where_only_other_families_were_asked_for(is_throttled: b
     """`tune --families cute_sm90` of 96x80x64, where torch.mm is the fastest, ended without a record."""
     own = Candidate.make("cute_sm90", {"tile_m": 64, "tile_n": 64, "schedule": "cooperative"})
     screened = {own: measurement(own, 11.0)}
-    expected = lasting(screened) if is_throttled else None
+    expected = at_cap(screened) if is_throttled else None
     assert finalists(screened, "quick", expected) == [own, TORCH_MM]

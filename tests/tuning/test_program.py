@@ -14,7 +14,7 @@ from tunegemm.describe.workload import Demand
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Measurement
 from tunegemm.tuning import program as spending
-from tunegemm.tuning.program import spend, standings
+from tunegemm.tuning.program import by_headroom, spend
 from tunegemm.tuning.progress import Request, TuneResult
 
 H200 = find_device("model:h200")
@@ -58,21 +58,21 @@ def test_headroom_orders_not_calls_or_time_alone() -> None:
     floor = H200.roofline_us(BIG)
     at_its_roofline = Demand(BIG, 1000, floor)
     slow = Demand(SMALL, 10, 30.0)
-    assert [s.demand for s in standings([at_its_roofline, slow], H200)] == [slow, at_its_roofline]
-    assert [s.demand.problem for s in standings([Demand(SMALL, 10), Demand(BIG, 10)], H200)] == [BIG, SMALL]
+    assert [s.demand for s in by_headroom([at_its_roofline, slow], H200)] == [slow, at_its_roofline]
+    assert [s.demand.problem for s in by_headroom([Demand(SMALL, 10), Demand(BIG, 10)], H200)] == [BIG, SMALL]
     many = Demand(SMALL, 100_000)
-    assert standings([many, Demand(BIG, 10)], H200)[0].demand == many
+    assert by_headroom([many, Demand(BIG, 10)], H200)[0].demand == many
 
 
 def test_the_time_of_a_small_product_is_no_zero() -> None:
-    table = savings_table(standings([Demand(Problem(16, 16, 16), 5)], H200))
+    table = savings_table(by_headroom([Demand(Problem(16, 16, 16), 5)], H200))
     (torch_us,) = next(column.cells for column in table.columns if column.header == "torch us")
     assert torch_us == "~0.0004571"
 
 
 def test_quick_for_all_then_full_where_most_is_left(clock: list[float]) -> None:
     tuner = Scripted({BIG: 1.05, SMALL: 1.5}, clock)
-    plan = standings([Demand(BIG, 1, 2000.0), Demand(SMALL, 100, 100.0)], H200)
+    plan = by_headroom([Demand(BIG, 1, 2000.0), Demand(SMALL, 100, 100.0)], H200)
     told = list(spend(tuner, plan, budget_seconds=35))
     assert tuner.asked == [
         (SMALL, "quick", 35.0), (BIG, "quick", 25.0), (SMALL, "full", 15.0), (BIG, "full", 5.0),
@@ -86,7 +86,7 @@ def test_quick_for_all_then_full_where_most_is_left(clock: list[float]) -> None:
 
 def test_without_a_budget_one_pass(clock: list[float]) -> None:
     tuner = Scripted({BIG: 1.0, SMALL: 1.0}, clock)
-    plan = standings([Demand(BIG, 1), Demand(SMALL, 1)], H200)
+    plan = by_headroom([Demand(BIG, 1), Demand(SMALL, 1)], H200)
     list(spend(tuner, plan))
     list(spend(tuner, plan, effort="exhaustive", budget_seconds=100))
     assert [effort for _, effort, _ in tuner.asked] == ["quick", "quick", "exhaustive", "exhaustive"]
@@ -95,11 +95,11 @@ def test_without_a_budget_one_pass(clock: list[float]) -> None:
 
 def test_ctrl_c_ends_it(clock: list[float]) -> None:
     tuner = Scripted({BIG: 1.0, SMALL: 1.0}, clock, interrupted_at=1)
-    plan = standings([Demand(BIG, 1), Demand(SMALL, 1)], H200)
+    plan = by_headroom([Demand(BIG, 1), Demand(SMALL, 1)], H200)
     assert len(list(spend(tuner, plan, budget_seconds=100))) == 1
 
 
 def test_a_winner_within_the_noise_saves_nothing_not_less(clock: list[float]) -> None:
     tuner = Scripted({BIG: 0.99}, clock)
-    (standing,) = spend(tuner, standings([Demand(BIG, 5)], H200))
-    assert standing.saving_s == 0.0
+    (tuned,) = spend(tuner, by_headroom([Demand(BIG, 5)], H200))
+    assert tuned.saving_s == 0.0

@@ -40,7 +40,7 @@ from tunegemm.generate.artifacts import Key, digest
 from tunegemm.generate.compile import CompileResult, Urgency
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
-from tunegemm.measure.policy import SCREEN, Policy
+from tunegemm.measure.settings import SCREEN, RaceSettings
 from tunegemm.measure.statistics import tie
 from tunegemm.search import Portfolio
 from tunegemm.store import Database
@@ -119,7 +119,7 @@ class TestReplayed:
     def test_the_winner_is_the_fastest_recorded(self, exhaustive: TuneResult) -> None:
         assert exhaustive.source == "replayed"
         assert exhaustive.best is not None and exhaustive.best.candidate == FASTEST
-        assert exhaustive.best.evidence["source"] == "replayed"
+        assert exhaustive.best.telemetry["source"] == "replayed"
         assert exhaustive.labels[FASTEST.digest] == families.get("cute_sm90").label(FASTEST)
         assert not exhaustive.interrupted and not exhaustive.note
 
@@ -465,9 +465,9 @@ def test_a_quick_search_measures_32_of_the_first_family_and_two_of_each_other(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are far behind here. The final race measures some of them again, and no more of them."""
-    monkeypatch.setattr(tuning_trials, "_LATE", 0)  # nothing is given up for being compiled late
+    monkeypatch.setattr(tuning_trials, "_SKIPPED_SHARE", 0)  # nothing is given up for being compiled late
 
-    def time_us(candidate: Candidate, _: Policy) -> float:
+    def time_us(candidate: Candidate, _: RaceSettings) -> float:
         return 9.0 + candidate["tile_n"] / 100 if candidate.family == "cute_sm90" else 20.0
 
     measurer = Timed(time_us)
@@ -517,7 +517,7 @@ def test_what_is_compiled_is_measured_while_the_rest_compiles(
     awaited = tmp_path / "measured"
     monkeypatch.setenv("PLANTED_WAITS", f"64:{awaited}")
 
-    def time_us(candidate: Candidate, _: Policy) -> float:
+    def time_us(candidate: Candidate, _: RaceSettings) -> float:
         awaited.touch()
         return 9.0
 
@@ -543,10 +543,10 @@ def test_in_a_hurry_the_last_few_of_a_batch_are_measured_with_the_next_one(
         trials = trials_of(tuner, measurer := Timed(lambda *_: 9.0))
 
         def measured(*batch: Candidate) -> set[Candidate]:
-            return {one.candidate for one in trials.evaluate(batch, SCREEN, stage="screen", hurried=True)}
+            return {one.candidate for one in trials.evaluate(batch, SCREEN, stage="screen", skip_slow=True)}
 
         assert measured(slow, *others[:3]) == set(others[:3])
-        assert trials.late() == [] and measured(others[3]) == {others[3]}, "given up"
+        assert trials.skipped() == [] and measured(others[3]) == {others[3]}, "given up"
         assert measured(slow, *others[:3]) == set(others[:3])
         compiles.touch()
         tuner.pool.submit(slow.family, families.get(slow.family).kernel_key(PROBLEM, slow, DEVICE)).result()

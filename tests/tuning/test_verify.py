@@ -42,7 +42,7 @@ FIRST, SECOND, BROKEN = library("a"), library("bb"), library("ccc")
 def database(tmp_path: Path) -> Iterator[Database]:
     with Database.open(tmp_path / "tuning.sqlite") as database:
         for candidate, ratio in ((FIRST, 1.10), (SECOND, 1.05), (BROKEN, 1.04), (TORCH_MM, 1.0)):
-            database.publish(PROBLEM, THEN, raced(ratio, candidate), policy="race", label=str(ratio))
+            database.publish(PROBLEM, THEN, raced(ratio, candidate), method="race", label=str(ratio))
         database.confirm(PROBLEM, THEN, raced(1.10, FIRST), label="1.1")
         yield database
 
@@ -91,7 +91,7 @@ def test_only_the_top_candidates_are_raced(database: Database, tuner: Tuner) -> 
 
 def test_what_was_timed_in_another_way_did_not_move(database: Database, tuner: Tuner) -> None:
     """A record of steady-state timing; the race is interleaved now, so that the ratios do not compare."""
-    steady = replace(raced(1.20, FIRST), evidence={STEADY_MS: 160.0})
+    steady = replace(raced(1.20, FIRST), telemetry={STEADY_MS: 160.0})
     database.confirm(PROBLEM, THEN, steady, label="steady")
     ((judgement, record),) = due(database.records(), NOW.fingerprint)
     verification = verify(tuner, record, judgement)

@@ -1,4 +1,4 @@
-"""What a final race names and reports where the truth is known, by the real race, policies and choice.
+"""What a final race names and reports where the truth is known, by the real race, settings and choice.
 
 Noise is that of docs/decisions/0019 and 0023: in steady state a sample of a round that kernels share is
 within 0.4 to 0.7 %, of a kernel's own round within 0.12 %; interleaved captures agree to 0.05 to 1 %.
@@ -17,8 +17,8 @@ from tests.tuning.planted import DEVICE, Timed, kernels, launches, planted_tuner
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.measure.outcome import STEADY_MS, Measurement
-from tunegemm.measure.policy import FINAL, QUICK_FINAL, Policy
 from tunegemm.measure.race import race, steady_race
+from tunegemm.measure.settings import FINAL, QUICK_FINAL, RaceSettings
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.tuning.final import confirm
 from tunegemm.tuning.trials import Trials
@@ -46,17 +46,21 @@ class Replay:
 
 
 def raced(
-    luck: random.Random, policy: Policy, speeds: Sequence[float], noise: tuple[float, float], steady: bool
+    luck: random.Random,
+    settings: RaceSettings,
+    speeds: Sequence[float],
+    noise: tuple[float, float],
+    steady: bool,
 ) -> list[Measurement]:
     """As the measuring process puts them together."""
     capture, sample = noise
     shared, own = (sample * 3**0.5, 0.0012) if steady else (sample, sample)
     replays = [Replay(luck, speed, capture, shared, own) for speed in (1.0, 1.0, *speeds)]
-    policy = replace(policy, seed=luck.randrange(1 << 30))
+    settings = replace(settings, seed=luck.randrange(1 << 30))
     if steady:
-        samples = steady_race([(replay, 1e-3) for replay in replays], 2, policy, lambda _: None)
+        samples = steady_race([(replay, 1e-3) for replay in replays], 2, settings, lambda _: None)
     else:
-        samples = race(replays, 2, policy, lambda _: None)
+        samples = race(replays, 2, settings, lambda _: None)
     most, of_a = max(map(len, samples)), samples[0]
     return [
         Measurement(
@@ -70,7 +74,7 @@ def raced(
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
     with planted_tuner(DEVICE, None, cache=tmp_path_factory.mktemp("cache")) as tuner:
-        return trials_of(tuner, Timed(lambda candidate, policy: 1.0))
+        return trials_of(tuner, Timed(lambda candidate, settings: 1.0))
 
 
 #: Of captures and of samples, relative.
@@ -81,16 +85,16 @@ NOISE = [
 
 
 @pytest.mark.parametrize(("steady", "noise"), NOISE)
-@pytest.mark.parametrize("policy", [QUICK_FINAL, FINAL], ids=["quick", "full"])
+@pytest.mark.parametrize("settings", [QUICK_FINAL, FINAL], ids=["quick", "full"])
 def test_torch_keeps_what_is_not_faster_and_what_is_faster_is_found(
-    trials: Trials, policy: Policy, steady: bool, noise: tuple[float, float]
+    trials: Trials, settings: RaceSettings, steady: bool, noise: tuple[float, float]
 ) -> None:
-    luck = random.Random(f"{policy} {steady} {noise}")
+    luck = random.Random(f"{settings} {steady} {noise}")
 
     def races(speeds: Sequence[float]) -> list[tuple[Candidate, float]]:
         found = []
         for _ in range(RACES):
-            best = confirm(trials, raced(luck, policy, speeds, noise, steady))
+            best = confirm(trials, raced(luck, settings, speeds, noise, steady))
             assert best is not None
             found.append((best.candidate, best.ratio))
         return found
@@ -119,7 +123,7 @@ def test_the_record_holds_the_rounds_that_did_not_choose(trials: Trials) -> None
     )  # fmt: skip
     assert best is not None and best.candidate == CANDIDATES[0], "by the first four"
     assert best.samples_us == (95.0, 95.0) and best.ratio == pytest.approx(100 / 95)
-    assert best.evidence == {"rounds": 2, "of_rounds": 2, "sm_clock_mhz": 1700}
+    assert best.telemetry == {"rounds": 2, "of_rounds": 2, "sm_clock_mhz": 1700}
 
 
 def test_one_more_round_in_steady_state_only_where_it_is_open_which_is_faster() -> None:

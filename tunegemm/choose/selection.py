@@ -178,4 +178,4 @@ def read_rivals(problem: Problem) -> list[Record]:
     """Every measurement of a problem in the user's and the project's database. Loads SQLAlchemy."""
     from tunegemm.store.layers import of_databases
 
-    return [entry for found in of_databases(lambda d: d.entries(problem), []) for entry in found]
+    return [entry for found in of_databases(lambda d: d.measurements(problem), []) for entry in found]

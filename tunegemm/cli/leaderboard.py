@@ -67,14 +67,14 @@ def command(
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, problems_of
     from tunegemm.report.stored import of_all_layers
     from tunegemm.store import Database
-    from tunegemm.store.leaders import leaders
+    from tunegemm.store.latest import latest_records
 
     # Of a large database every shape's best is read, and nothing else.
     narrow = not shapes and names is None
 
     def read(database: Database) -> pandas.DataFrame:
         if narrow:
-            return leaders(database, VENDOR_FAMILY)
+            return latest_records(database, VENDOR_FAMILY)
         chosen = [problem for problem in database.problems() if wanted(problem)]
         return database.frame(chosen[0] if len(chosen) == 1 else None)
 

@@ -350,7 +350,7 @@ def without_gpu(device: Device, problems: Sequence[Problem], families: Sequence[
     recording = ReplayMeasurer(open_replay(device.spec))
     unknown = []
     for problem in problems:
-        known = recording.recorded(problem)
+        known = recording.swept(problem)
         if not known or (families is not None and not any(c.family in families for c in known)):
             unknown.append(problem)
     recorded = set(recording.replay.problems())
@@ -377,29 +377,29 @@ def tune_program(
     """Tunes a program's products within one budget and tells what it saves; the exit code."""
     from tunegemm.cli.progress import ProgressView
     from tunegemm.cli.savings import closing_lines, progress_line, savings_table
-    from tunegemm.tuning.program import spend, standings
+    from tunegemm.tuning.program import by_headroom, spend
 
     as_json, quiet = how.pop("as_json"), how.pop("quiet")
-    plan = standings(demands, tuning.device)
-    current = {standing.demand.problem: standing for standing in plan}
+    plan = by_headroom(demands, tuning.device)
+    current = {tuned.demand.problem: tuned for tuned in plan}
     interrupted = False
     with ExitStack() as stack:
         # In a log each product gets the one line below; on a terminal the bar shows what happens meanwhile.
         silent = as_json or quiet or not log.is_terminal
         view = None if silent else stack.enter_context(ProgressView(log))
-        for standing in spend(tuning, plan, on_progress=view.update if view else None, **how):
-            current[standing.demand.problem] = standing
-            assert standing.result is not None
+        for tuned in spend(tuning, plan, on_progress=view.update if view else None, **how):
+            current[tuned.demand.problem] = tuned
+            assert tuned.result is not None
             if view is not None:
-                view.end(standing.demand.problem)
-            interrupted = interrupted or standing.result.interrupted
+                view.end(tuned.demand.problem)
+            interrupted = interrupted or tuned.result.interrupted
             if as_json:
-                document = result_document(standing.result)
-                facts = {"calls": standing.demand.calls, "saving_s": standing.saving_s}
+                document = result_document(tuned.result)
+                facts = {"calls": tuned.demand.calls, "saving_s": tuned.saving_s}
                 typer.echo(to_json(document | facts, indent=None))
             elif not quiet:
                 told = sum(each.result is not None for each in current.values())
-                log.print(clean(progress_line(standing, told, len(plan))), soft_wrap=True)
+                log.print(clean(progress_line(tuned, told, len(plan))), soft_wrap=True)
     if not as_json:
         out.print(savings_table(list(current.values())))
         options.say(*closing_lines(list(current.values()), refused))

@@ -26,7 +26,7 @@ class Evidence(IntEnum):
     """A final race in steady-state timing, or one that was won."""
 
 
-#: Words that say under which policy a measurement was taken, as they are stored, and what each proves.
+#: Words for the method by which a measurement was taken, as they are stored, and what each proves.
 SCREEN, RACE, QUALIFYING, FINAL, STEADY_FINAL = "screen", "race", "qualifying", "final", "steady_final"
 _EVIDENCE = {
     SCREEN: Evidence.SCREEN,
@@ -35,18 +35,18 @@ _EVIDENCE = {
     FINAL: Evidence.FINAL,
     STEADY_FINAL: Evidence.FINAL,
 }
-POLICIES = tuple(_EVIDENCE)
+METHODS = tuple(_EVIDENCE)
 
-#: Policies of steady-state timing.
-STEADY_POLICIES = (QUALIFYING, STEADY_FINAL)
+#: Methods of steady-state timing.
+STEADY_METHODS = (QUALIFYING, STEADY_FINAL)
 
 
-def evidence_of(policy: str, *, confirmed: bool = False) -> Evidence:
-    """What a measurement proves by the word for its policy; a word that is not known proves least.
+def evidence_of(method: str, *, confirmed: bool = False) -> Evidence:
+    """What a measurement proves by the word for its method; a word that is not known proves least.
 
     confirmed: it won a final race, and is the record for that.
     """
-    return Evidence.FINAL if confirmed else _EVIDENCE.get(policy, Evidence.SCREEN)
+    return Evidence.FINAL if confirmed else _EVIDENCE.get(method, Evidence.SCREEN)
 
 
 class Result(Protocol):

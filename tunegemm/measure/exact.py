@@ -62,7 +62,7 @@ def make_exact(problem: Problem, device: torch.device, seed: int) -> Operands:
 def _fill(
     matrix: torch.Tensor, part: float, used: torch.Tensor, unit: float, generator: torch.Generator
 ) -> None:
-    """Of a matrix whose columns are k: that part of its elements, and `_SEEN` of each column at least."""
+    """Fills a matrix whose columns are k: that part of its elements, and `_SEEN` of each column at least."""
     import torch
 
     rows, k = matrix.shape

@@ -8,7 +8,7 @@ from typing import Any
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.outcome import Outcome, Stage
-from tunegemm.measure.policy import Job, Policy
+from tunegemm.measure.settings import Job, RaceSettings
 
 
 # To the child:
@@ -25,7 +25,7 @@ class Measure:
 
     problem: Problem
     jobs: tuple[Job, ...]
-    policy: Policy
+    settings: RaceSettings
     function: str = ""
     """Source of the user's function that is the problem's epilogue: this process has not defined it."""
 

@@ -14,8 +14,8 @@ from tunegemm.errors import is_transient
 #: `crash` ended its process (an illegal address, an abort).
 Stage = Literal["compile", "load", "launch", "wrong", "timeout", "crash"]
 
-#: The fact in a measurement's evidence that says how many milliseconds a round of steady-state timing was; 0:
-#: it was interleaved.
+#: The fact in a measurement's telemetry that says how many milliseconds a round of steady-state timing was.
+#: 0: it was interleaved.
 STEADY_MS = "turn_ms"
 #: Likewise how many times as fast as torch.mm the candidate was expected to be, where it was predicted.
 PREDICTED_RATIO = "predicted_ratio"
@@ -34,7 +34,7 @@ class Measurement:
     """||D - fp32 reference|| / ||fp32 reference||."""
     noise: float
     """A/A noise of the interleave: relative difference of two captures of the same kernel."""
-    evidence: dict[str, Any] = field(default_factory=dict, compare=False)
+    telemetry: dict[str, Any] = field(default_factory=dict, compare=False)
     """SM clock (MHz), power (W), temperature (C), throttle reasons, operand sets, rounds, launch values."""
 
     @property
@@ -53,7 +53,7 @@ class Measurement:
     @property
     def is_steady(self) -> bool:
         """Whether it is of steady-state timing; such ratios compare with no others."""
-        return bool(self.evidence.get(STEADY_MS))
+        return bool(self.telemetry.get(STEADY_MS))
 
     @property
     def spread(self) -> float:

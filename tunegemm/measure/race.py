@@ -10,7 +10,7 @@ from math import ceil, sqrt
 from statistics import fmean, median
 from typing import Protocol
 
-from tunegemm.measure.policy import Policy
+from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import clearly_slower, slower_by
 
 #: Rounds of steady-state timing that a winner has at least.
@@ -67,7 +67,7 @@ class SteadyState:
 
 
 def race(
-    replays: Sequence[Runner], kept: int, policy: Policy, waiting_for: Callable[[int], None]
+    replays: Sequence[Runner], kept: int, settings: RaceSettings, waiting_for: Callable[[int], None]
 ) -> list[list[float]]:
     """Samples of every runner, in rounds order; shorter for those that dropped out.
 
@@ -78,13 +78,13 @@ def race(
     holds no launch latency, which on an idle one is some 10 us, 1 % of a replay; and of two replays in
     flight the one waited for is the one that runs. A first replay, not counted, makes the device busy.
     """
-    generator = random.Random(policy.seed)
+    generator = random.Random(settings.seed)
     samples: list[list[float]] = [[] for _ in replays]
     active = list(range(len(replays)))
     waiting_for(0)
     replays[0].start()
     running, counted = 0, False
-    for round_index in range(policy.rounds):
+    for round_index in range(settings.rounds):
         order = generator.sample(active, len(active))
         if order[0] == running and len(order) > 1:
             order.append(order.pop(0))
@@ -98,45 +98,48 @@ def race(
             if index == running:
                 replays[index].start()
             running, counted = index, True
-        if round_index + 1 >= policy.race_after:
-            active = _survivors(active, kept, samples, policy)
+        if round_index + 1 >= settings.race_after:
+            active = _survivors(active, kept, samples, settings)
     waiting_for(running)
     samples[running].append(replays[running].finish())
     return samples
 
 
 def steady_race(
-    timed: Sequence[tuple[Replay, float]], kept: int, policy: Policy, waiting_for: Callable[[int], None]
+    timed: Sequence[tuple[Replay, float]],
+    kept: int,
+    settings: RaceSettings,
+    waiting_for: Callable[[int], None],
 ) -> list[list[float]]:
     """Samples as `race` gives them, of replays and the seconds that each takes, in steady state: each has
     turns that are long enough for clocks of its own.
 
     A GPU keeps its power cap by a control that swings, at first by several per cent, with a period of some
-    950 ms (docs/decisions/0023-turns-outlast-the-power-controller.md). So a round takes `policy.steady_ms`
+    950 ms (docs/decisions/0023-turns-outlast-the-power-controller.md). So a round takes `settings.steady_ms`
     for each group of up to four replays, and twice that for up to eight. They take their turns three times
     in that time: a sample is the mean of three turns at thirds of the swing, or of one that lasts all of it.
     """
-    generator = random.Random(policy.seed)
+    generator = random.Random(settings.seed)
     samples: list[list[float]] = [[] for _ in timed]
     active = list(range(len(timed)))
-    in_doubt = policy.steady_groups[-1:] if policy.steady_doubt else ()
-    for round_index, size in enumerate(policy.steady_groups + in_doubt):
+    in_doubt = settings.steady_groups[-1:] if settings.steady_doubt else ()
+    for round_index, size in enumerate(settings.steady_groups + in_doubt):
         is_alone = len(active) <= kept + 1
-        if round_index >= len(policy.steady_groups) and not _in_doubt(active, kept, samples, policy):
+        if round_index >= len(settings.steady_groups) and not _in_doubt(active, kept, samples, settings):
             break
         for group in _groups(generator.sample(active, len(active)), size):
             for index, sample in zip(
                 group,
-                _in_turn(timed, group, policy.steady_ms * ceil(len(group) / _SHARE), waiting_for),
+                _take_turns(timed, group, settings.steady_ms * ceil(len(group) / _SHARE), waiting_for),
                 strict=True,
             ):
                 samples[index].append(sample)
-        active = [*range(kept), *_near(active[kept:], samples, policy)]
+        active = [*range(kept), *_may_be_fastest(active[kept:], samples, settings)]
         if round_index + 1 < _FEWEST_STEADY:
             continue
-        if policy.steady_doubt and not _ahead(active, kept, samples, policy.steady_doubt[0]):
+        if settings.steady_doubt and not _ahead(active, kept, samples, settings.steady_doubt[0]):
             break  # the baseline is as fast as any
-        if is_alone and not _in_doubt(active, kept, samples, policy):
+        if is_alone and not _in_doubt(active, kept, samples, settings):
             break  # the last round did not choose, and says how fast the one is that is left
     return samples
 
@@ -148,11 +151,11 @@ def _ahead(active: Sequence[int], kept: int, samples: list[list[float]], least: 
     return [one for one in ahead if one > least]
 
 
-def _in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], policy: Policy) -> bool:
+def _in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> bool:
     """Whether one of those that are left may be faster than the baseline, and may not."""
-    if not policy.steady_doubt:
+    if not settings.steady_doubt:
         return False
-    least, most = policy.steady_doubt
+    least, most = settings.steady_doubt
     return any(one < most for one in _ahead(active, kept, samples, least))
 
 
@@ -163,10 +166,10 @@ def _groups(order: Sequence[int], most: int) -> list[Sequence[int]]:
     return [order[first:last] for first, last in pairwise(cuts)]
 
 
-def _in_turn(
+def _take_turns(
     timed: Sequence[tuple[Replay, float]], group: Sequence[int], ms: float, waiting_for: Callable[[int], None]
 ) -> list[float]:
-    """Of each of the group the mean of its turns. The next turn is enqueued before the last is waited for."""
+    """The mean of the turns of each of the group. The next turn is enqueued before the last is waited for."""
     turns = list(group) * (_TURNS if len(group) > 1 else 1)
     runners = {index: SteadyState.of(*timed[index], ms / len(turns)) for index in group}
     taken: dict[int, list[float]] = {index: [] for index in group}
@@ -180,18 +183,18 @@ def _in_turn(
     return [fmean(taken[index]) for index in group]
 
 
-def _near(active: Sequence[int], samples: list[list[float]], policy: Policy) -> list[int]:
-    """Of those that had all rounds, the ones that may be the fastest."""
+def _may_be_fastest(active: Sequence[int], samples: list[list[float]], settings: RaceSettings) -> list[int]:
+    """Those that had all rounds and may be the fastest."""
     if not active:
         return []
     leader = min(active, key=lambda index: median(samples[index]))
-    limit = policy.race_margin + policy.steady_spread / sqrt(len(samples[leader]))
+    limit = settings.race_margin + settings.steady_spread / sqrt(len(samples[leader]))
     behind = {index: slower_by(samples[index], samples[leader]) for index in active}
     near = sorted((index for index in active if behind[index] <= limit), key=lambda index: behind[index])
-    return sorted(near[: policy.steady_left])
+    return sorted(near[: settings.steady_left])
 
 
-def _survivors(active: list[int], kept: int, samples: list[list[float]], policy: Policy) -> list[int]:
+def _survivors(active: list[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> list[int]:
     """All of `active` but those clearly slower than the fastest. The one in flight lacks its last sample, so
     that two compare by the rounds that both have.
     """
@@ -205,6 +208,6 @@ def _survivors(active: list[int], kept: int, samples: list[list[float]], policy:
         if rounds == 0:
             return False
         mine, leading = samples[index][:rounds], samples[leader][:rounds]
-        return clearly_slower(mine, leading, policy.race_margin, policy.confidence)
+        return clearly_slower(mine, leading, settings.race_margin, settings.confidence)
 
     return [index for index in active if index < kept or not is_slower(index)]

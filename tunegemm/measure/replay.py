@@ -1,7 +1,7 @@
 """The replay device: recorded sweeps of a real GPU stand in for measuring on a machine that has none.
 
 A folder ``db/sweeps/NAME/`` is the device ``replay:NAME``: `device.json` says what it is, and `sweeps` has
-the other files' format. What is replayed says so in its evidence, and is never
+the other files' format. What is replayed says so in its telemetry, and is never
 stored or shown as measured here.
 """
 
@@ -16,7 +16,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.measure.outcome import Outcome
-from tunegemm.measure.policy import Job
+from tunegemm.measure.settings import Job
 from tunegemm.measure.sweeps import SUFFIX, Sweep, problem_of, read_device, read_sweep, sweep_path
 from tunegemm.resources import data_path
 
@@ -48,7 +48,7 @@ class ReplayDevice:
             self._sweeps[problem] = read_sweep(path, problem)
         return self._sweeps[problem]
 
-    def recorded(self, problem: Problem) -> list[Candidate]:
+    def swept(self, problem: Problem) -> list[Candidate]:
         """The candidates with a recorded outcome, in a fixed order: all that a search may ask for."""
         return list(self.sweep(problem).outcomes)
 
@@ -59,11 +59,11 @@ class ReplayMeasurer:
     def __init__(self, replay: ReplayDevice) -> None:
         self.replay = replay
 
-    def measure(self, problem: Problem, jobs: Iterable[Job], policy: object = None) -> Iterator[Outcome]:
-        """The recorded outcome of each job, with ``{"source": "replayed", "recorded_at": ...}`` as evidence.
+    def measure(self, problem: Problem, jobs: Iterable[Job], settings: object = None) -> Iterator[Outcome]:
+        """The recorded outcome of each job, with ``{"source": "replayed", "recorded_at": ...}`` as telemetry.
 
-        `policy` has no effect: the rounds were run when the sweep was recorded. Raises DeviceError for a
-        candidate that was not recorded; a search is to be restricted to `ReplayDevice.recorded`.
+        `settings` have no effect: the rounds were run when the sweep was recorded. Raises DeviceError for a
+        candidate that was not recorded; a search is to be restricted to `ReplayDevice.swept`.
         """
         sweep = self.replay.sweep(problem)
         for job in jobs:
@@ -76,11 +76,11 @@ class ReplayMeasurer:
 
     def discover(self, problem: Problem) -> list[Candidate]:
         """The recorded candidates of vendor libraries: those that are not compiled from a tile shape."""
-        return [c for c in self.replay.recorded(problem) if "tile_m" not in c.params]
+        return [c for c in self.replay.swept(problem) if "tile_m" not in c.params]
 
-    def recorded(self, problem: Problem) -> frozenset[Candidate]:
+    def swept(self, problem: Problem) -> frozenset[Candidate]:
         """All that can be asked for of a problem; empty for one that was not recorded."""
-        return frozenset(self.replay.recorded(problem) if problem in self.replay.problems() else ())
+        return frozenset(self.replay.swept(problem) if problem in self.replay.problems() else ())
 
 
 def replay_names(root: Path | None = None) -> list[str]:

@@ -24,8 +24,8 @@ from tunegemm.measure import operands as data
 from tunegemm.measure.backend import LONGEST_METERING, Backend, metered_mj, warm_us
 from tunegemm.measure.messages import Broken, Discover, Done, Measure, Result, Step
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement, Stage
-from tunegemm.measure.policy import Job, Policy
 from tunegemm.measure.race import Replay, race, steady_race
+from tunegemm.measure.settings import Job, RaceSettings
 from tunegemm.measure.statistics import aa_noise
 
 #: Most products in one replay: more graph nodes cost more to instantiate than they gain in precision.
@@ -35,7 +35,7 @@ _MAX_PRODUCTS = 512
 #: (130 candidates on 16 shapes, H200, 2026-11-20).
 _SLOWEST = 50
 
-#: Before steady-state timing, on top of a policy's `settle_ms`. A GPU that meets its power cap swings about
+#: Before steady-state timing, on top of `RaceSettings.settle_ms`. A GPU that meets its power cap swings about
 #: it (docs/decisions/0023-turns-outlast-the-power-controller.md). The first samples of a kernel, of a group
 #: of four, differ from its later ones by 2.6 % (standard deviation) 0.5 s after the cap was met, by 1.2 %
 #: after 1.1 s, by 1.0 % after 1.7 s; the later ones among themselves by 0.45 % (six products, H200,
@@ -111,7 +111,7 @@ class Session:
         if request.function:
             define(request.function)
         # In a frame of its own: what it leaves must be gone before the next request.
-        self._measure(request.problem, request.jobs, request.policy)
+        self._measure(request.problem, request.jobs, request.settings)
 
     def discover(self, problem: Problem) -> list[Candidate]:
         """What the libraries among the families name for a problem."""
@@ -125,14 +125,14 @@ class Session:
                 found += family.discover(problem, self._device)
         return found
 
-    def _measure(self, problem: Problem, jobs: tuple[Job, ...], policy: Policy) -> None:
+    def _measure(self, problem: Problem, jobs: tuple[Job, ...], settings: RaceSettings) -> None:
         from tunegemm.generate.cublaslt import TORCH_MM
 
         self._step(None, "load")
-        bench = self._prepare(problem, policy.seed)
+        bench = self._prepare(problem, settings.seed)
         baseline = self._backend.family(TORCH_MM.family).load(problem, TORCH_MM, self._device, None)
         product_us = warm_us(self._backend, baseline, bench.sets)
-        passes = self._passes(product_us, len(bench.sets), policy)
+        passes = self._passes(product_us, len(bench.sets), settings)
         replays: list[Replay] = [self._backend.capture(baseline, bench.sets, passes) for _ in range(2)]
         for replay in replays:
             replay.start()
@@ -140,7 +140,7 @@ class Session:
 
         entries: list[_Entry] = []
         for index, job in enumerate(jobs):
-            outcome = self._admit(bench, index, job, policy, product_us)
+            outcome = self._admit(bench, index, job, settings, product_us)
             if isinstance(outcome, Failure):
                 self._send(Result(index, outcome))
             else:
@@ -149,24 +149,24 @@ class Session:
             return
 
         if time.monotonic() - bench.raced_at < _WARM_S:
-            policy = replace(policy, settle_ms=policy.settle_ms * policy.settle_again)
+            settings = replace(settings, settle_ms=settings.settle_ms * settings.settle_again)
         replay_seconds = self._replay_seconds(product_us, passes, bench)
-        before, is_steady = self._settled(replays, policy, replay_seconds, bench.throttled)
+        before, is_steady = self._settled(replays, settings, replay_seconds, bench.throttled)
         # torch.mm as a candidate is its second capture, which is raced anyway.
         raced = [entry for entry in entries if entry.candidate != TORCH_MM]
         timed: list[tuple[Replay, float]] = [(replay, replay_seconds) for replay in replays]
         timed += [(entry.replay, entry.replay_seconds) for entry in raced]
         # Two are in flight, and clocks fall: each may take twice what is planned.
         in_flight_seconds = 2 * max(seconds for _, seconds in timed)
-        in_flight_seconds += 4 * policy.steady_ms * 1e-3 if is_steady else 0.0
+        in_flight_seconds += 4 * settings.steady_ms * 1e-3 if is_steady else 0.0
 
         def waiting_for(number: int) -> None:
             self._step(raced[number - 2].job if number >= 2 else None, "launch", in_flight_seconds)
 
         if is_steady:
-            samples = steady_race(timed, len(replays), policy, waiting_for)
+            samples = steady_race(timed, len(replays), settings, waiting_for)
         else:
-            samples = race([replay for replay, _ in timed], len(replays), policy, waiting_for)
+            samples = race([replay for replay, _ in timed], len(replays), settings, waiting_for)
         self._step(None, "launch", replay_seconds)
         after = self._telemetry_under(replays)
         bench.raced_at, bench.throttled = time.monotonic(), bool(after.get("throttle_reasons"))
@@ -177,33 +177,37 @@ class Session:
             "operand_bytes": len(bench.sets) * problem.bytes,
             "l2_bytes": self._device.l2_bytes,
             "interleaved": len(entries),
-            "seed": policy.seed,
-            "settle_ms": policy.settle_ms,
-            STEADY_MS: round(policy.steady_ms / policy.steady_groups[-1]) if is_steady else 0.0,
+            "seed": settings.seed,
+            "settle_ms": settings.settle_ms,
+            STEADY_MS: round(settings.steady_ms / settings.steady_groups[-1]) if is_steady else 0.0,
             "aa_ratio": _median_ratio(samples[0], samples[1]),
         }
         samples_of = dict(zip((entry.job for entry in raced), samples[2:], strict=True))
         most = max(map(len, samples))
         for entry in entries:
             own = samples_of.get(entry.job, samples[1])
-            evidence = common | {"rounds": len(own), "of_rounds": most, "products_per_replay": entry.products}
-            if len(own) == most and (energy_mj := self._energy_mj(entry, policy)) is not None:
-                evidence["energy_mj"] = energy_mj
+            telemetry = common | {
+                "rounds": len(own),
+                "of_rounds": most,
+                "products_per_replay": entry.products,
+            }
+            if len(own) == most and (energy_mj := self._energy_mj(entry, settings)) is not None:
+                telemetry["energy_mj"] = energy_mj
             measurement = Measurement(
                 candidate=entry.candidate,
                 samples_us=tuple(own),
                 baseline_us=tuple(samples[0][: len(own)]),
                 relative_error=entry.relative_error,
                 noise=noise,
-                evidence=evidence,
+                telemetry=telemetry,
             )
             self._send(Result(entry.job, measurement))
 
     def _settled(
-        self, replays: list[Replay], policy: Policy, replay_seconds: float, throttled: bool
+        self, replays: list[Replay], settings: RaceSettings, replay_seconds: float, throttled: bool
     ) -> tuple[dict[str, Any], bool]:
         """Keeps the device busy until its clocks are those of lasting work. Its telemetry, and whether to
-        time in steady state: where the policy wants that and the device lowered its clocks.
+        time in steady state: where the settings want that and the device lowered its clocks.
 
         throttled: by the last race. After a pause, in which kernels were loaded, it holds full clocks for a
         while: 4096x4096x4096 was once raced interleaved and lost 4 % (H200, 2026-11-25).
@@ -215,8 +219,8 @@ class Session:
             self._step(None, "launch", replay_seconds)
             return self._telemetry_under(replays)
 
-        reading = settle(policy.settle_ms)
-        if not (policy.steady_ms and (throttled or reading.get("throttle_reasons"))):
+        reading = settle(settings.settle_ms)
+        if not (settings.steady_ms and (throttled or reading.get("throttle_reasons"))):
             return reading, False
         # Read again: what the device did before may have lowered the clocks. 16x4096x4096 was once timed in
         # steady state right after 4096x4096x4096.
@@ -224,7 +228,7 @@ class Session:
         return reading, bool(reading.get("throttle_reasons"))
 
     def _admit(
-        self, bench: _Bench, index: int, job: Job, policy: Policy, baseline_us: float
+        self, bench: _Bench, index: int, job: Job, settings: RaceSettings, baseline_us: float
     ) -> _Entry | Failure:
         """Load, check and capture one job."""
         candidate, problem = job.candidate, bench.problem
@@ -237,7 +241,7 @@ class Session:
             return self._failed(candidate, "load", error)
         self._step(index, "launch", device_seconds=_SLOWEST * baseline_us * 1e-6)
         try:
-            return self._check_and_capture(bench, index, candidate, launcher, policy, baseline_us)
+            return self._check_and_capture(bench, index, candidate, launcher, settings, baseline_us)
         except (TunegemmError, ValueError, RuntimeError) as error:
             return self._failed(candidate, "launch", error)
 
@@ -247,7 +251,7 @@ class Session:
         index: int,
         candidate: Candidate,
         launcher: Launcher,
-        policy: Policy,
+        settings: RaceSettings,
         baseline_us: float,
     ) -> _Entry | Failure:
         first, last = bench.sets[0], bench.sets[-1]
@@ -260,10 +264,13 @@ class Session:
         # As many products as the baseline's replay has, since to begin one takes some 5 us, of which each
         # bears its part (H200, 2026-11-22). Only the slow get fewer:
         # they will drop out and should not take long to do so.
-        passes = self._passes(baseline_us, len(bench.sets), policy)
+        passes = self._passes(baseline_us, len(bench.sets), settings)
         self._step(index, "launch", _SLOWEST * self._replay_seconds(baseline_us, passes, bench))
         replay, own_us = self._capture(bench, launcher, passes)
-        if own_us > _SLOW * baseline_us and (fewer := self._passes(own_us, len(bench.sets), policy)) < passes:
+        if (
+            own_us > _SLOW * baseline_us
+            and (fewer := self._passes(own_us, len(bench.sets), settings)) < passes
+        ):
             passes = fewer
             replay, own_us = self._capture(bench, launcher, passes)
         # The second check is of the graph, on other operands: it finds a launcher that holds on to the
@@ -312,8 +319,8 @@ class Session:
             raise _Lost("crash", one_line(error)) from None
         return Failure(candidate, stage, one_line(error))
 
-    def _passes(self, product_us: float, sets: int, policy: Policy) -> int:
-        wanted = math.ceil(policy.min_replay_ms * 1e3 / (product_us * sets))
+    def _passes(self, product_us: float, sets: int, settings: RaceSettings) -> int:
+        wanted = math.ceil(settings.min_replay_ms * 1e3 / (product_us * sets))
         return max(1, min(wanted, _MAX_PRODUCTS // sets))
 
     def _replay_seconds(self, product_us: float, passes: int, bench: _Bench) -> float:
@@ -328,12 +335,12 @@ class Session:
             replay.finish()
         return reading
 
-    def _energy_mj(self, entry: _Entry, policy: Policy) -> float | None:
+    def _energy_mj(self, entry: _Entry, settings: RaceSettings) -> float | None:
         """Energy of one product; None where the device has no meter, or it was not asked for."""
-        if not policy.energy_ms or self._backend.energy_mj() is None:
+        if not settings.energy_ms or self._backend.energy_mj() is None:
             return None
-        self._step(entry.job, "launch", LONGEST_METERING * policy.energy_ms * 1e-3)
-        return metered_mj(self._backend, entry.replay, entry.products, policy.energy_ms)
+        self._step(entry.job, "launch", LONGEST_METERING * settings.energy_ms * 1e-3)
+        return metered_mj(self._backend, entry.replay, entry.products, settings.energy_ms)
 
     def _step(self, job: int | None, stage: Stage, device_seconds: float = 0.0) -> None:
         self._job = job

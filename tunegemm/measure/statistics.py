@@ -77,7 +77,7 @@ def slowdown(measurement: Measurement, earlier: Iterable[Measurement]) -> float:
     """
 
     def times(other: Measurement) -> float:
-        clock, before = (one.evidence.get("sm_clock_mhz") for one in (measurement, other))
+        clock, before = (one.telemetry.get("sm_clock_mhz") for one in (measurement, other))
         if not clock or not before:
             return 0.0
         return measurement.baseline_median_us / other.baseline_median_us * min(1.0, clock / before)
@@ -118,8 +118,8 @@ def choosing_rounds(measurement: Measurement) -> int:
 def rounds_of(measurement: Measurement, first: int, last: int | None = None) -> Measurement:
     """A measurement with some of its rounds only, counted from 0."""
     own, baseline = measurement.samples_us[first:last], measurement.baseline_us[first:last]
-    evidence = measurement.evidence | {"rounds": len(own), "of_rounds": len(own)}
-    return replace(measurement, samples_us=own, baseline_us=baseline, evidence=evidence)
+    telemetry = measurement.telemetry | {"rounds": len(own), "of_rounds": len(own)}
+    return replace(measurement, samples_us=own, baseline_us=baseline, telemetry=telemetry)
 
 
 def beats(measurement: Measurement, library: Measurement | None) -> bool:

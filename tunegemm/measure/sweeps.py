@@ -70,7 +70,7 @@ def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, 
             candidate = Candidate.make(family, compile_params, launch_params)
             candidates.append(completed(candidate) if data["format"] < FORMAT else candidate)
     outcomes: dict[int, Outcome] = {}
-    for row, interleave, samples, error, evidence in _zip_columns(
+    for row, interleave, samples, error, telemetry in _zip_columns(
         data["measured"], "row", "interleave", "samples_us", "relative_error", "evidence"
     ):
         shared = data["interleaves"][interleave]
@@ -78,7 +78,7 @@ def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, 
             raise ValueError(f"row {row} has {len(samples)} samples, its baseline another number")
         outcomes[row] = Measurement(
             candidates[row], tuple(samples), tuple(shared["baseline_us"]), error, shared["noise"],
-            evidence | {"source": "replayed", "recorded_at": recorded_at},
+            telemetry | {"source": "replayed", "recorded_at": recorded_at},
         )  # fmt: skip
     for row, stage, reason in _zip_columns(data["failed"], "row", "stage", "reason"):
         if stage not in get_args(Stage):

@@ -22,7 +22,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, MeasureError, one_line
 from tunegemm.measure import messages
 from tunegemm.measure.outcome import Failure, Outcome, Stage
-from tunegemm.measure.policy import SCREEN, Job, Policy
+from tunegemm.measure.settings import SCREEN, Job, RaceSettings
 
 CUDA_BACKEND = "tunegemm.measure.backend:CudaBackend"
 
@@ -95,25 +95,27 @@ class MeasureWorker:
         self.close()
         raise MeasureError(f"asking the library for algorithms of {problem} failed: {message.reason}")
 
-    def recorded(self, problem: Problem) -> None:
+    def swept(self, problem: Problem) -> None:
         """No recording: every candidate can be measured."""
 
-    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy = SCREEN) -> Iterator[Outcome]:
+    def measure(
+        self, problem: Problem, jobs: Sequence[Job], settings: RaceSettings = SCREEN
+    ) -> Iterator[Outcome]:
         """One outcome per job: failures as they happen, measurements when their interleave is done.
 
-        Up to `policy.interleave` jobs share an interleave with the baseline. When one of them ends the
+        Up to `settings.interleave` jobs share an interleave with the baseline. When one of them ends the
         child, it becomes a Failure and the interleave is run again without it, in a new child. Raises
         MeasureError when the GPU fails with no candidate to blame.
         """
-        for first in range(0, len(jobs), policy.interleave):
-            yield from self._interleave(problem, list(jobs[first : first + policy.interleave]), policy)
+        for first in range(0, len(jobs), settings.interleave):
+            yield from self._interleave(problem, list(jobs[first : first + settings.interleave]), settings)
 
-    def _interleave(self, problem: Problem, jobs: list[Job], policy: Policy) -> Iterator[Outcome]:
+    def _interleave(self, problem: Problem, jobs: list[Job], settings: RaceSettings) -> Iterator[Outcome]:
         while jobs:
             child = self._started()
             function = problem.fused.function
             source = function.source if function else ""
-            child.connection.send(messages.Measure(problem, tuple(jobs), policy, source))
+            child.connection.send(messages.Measure(problem, tuple(jobs), settings, source))
             answered: set[int] = set()
             finished = False
             try:

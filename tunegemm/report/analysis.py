@@ -57,7 +57,7 @@ def tile_grids(trials: Sequence[Record]) -> list[Grid]:
     Of the search alone, where there is one: ratios of its trials and of a race do not compare.
     """
     found: dict[tuple[str, str], dict[tuple[int, int], Record]] = {}
-    for trial in [trial for trial in trials if trial.policy == SCREEN] or trials:
+    for trial in [trial for trial in trials if trial.method == SCREEN] or trials:
         params = trial.candidate.params
         tile_m, tile_n = params.get("tile_m"), params.get("tile_n")
         if (
@@ -83,7 +83,7 @@ def importances(trials: Iterable[Record]) -> dict[str, dict[str, float]]:
     """By family; those of a library and those with too few trials are left out."""
     ratios: dict[Candidate, float] = {}
     for trial in trials:
-        if trial.candidate.family != VENDOR_FAMILY and trial.policy == SCREEN:
+        if trial.candidate.family != VENDOR_FAMILY and trial.method == SCREEN:
             ratios[trial.candidate] = trial.ratio
     return importances_of(study_of(ratios.items())) if ratios else {}
 

@@ -85,7 +85,7 @@ class Details:
     @property
     def tried(self) -> list[Record]:
         """The sequence without final races, whose ratios do not compare with a search's."""
-        return [trial for trial in self.sequence if trial.policy == SCREEN]
+        return [trial for trial in self.sequence if trial.method == SCREEN]
 
 
 @dataclass(frozen=True)
@@ -280,9 +280,9 @@ def _named(record: Record) -> Record:
 def _recorded(problem: Problem, one: Measurement, fingerprint: Fingerprint, at: str) -> Record:
     return Record(
         problem, one.candidate, fingerprint, families.get(one.candidate.family).label(one.candidate),
-        one.median_us, one.baseline_median_us, one.ratio, one.noise, one.relative_error, policy=SCREEN,
+        one.median_us, one.baseline_median_us, one.ratio, one.noise, one.relative_error, method=SCREEN,
         measured_at=datetime.fromisoformat(at), samples_us=one.samples_us, baseline_us=one.baseline_us,
-        telemetry=one.evidence,
+        telemetry=one.telemetry,
     )  # fmt: skip
 
 

@@ -404,7 +404,7 @@ def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], l
     from tunegemm.store import Database
 
     with Database.open(location, read_only=True) as database:
-        return database.records(), database.entries(problem), []
+        return database.records(), database.measurements(problem), []
 
 
 def _runner_up(

@@ -125,7 +125,7 @@ class Leaderboard:
                     "family": candidate.family,
                     **{name: getattr(one, name) for name in _FIGURES},
                     "baseline_spread": replace(one, samples_us=one.baseline_us).spread,
-                    "policy": QUALIFYING if one.is_steady else SCREEN,
+                    "method": QUALIFYING if one.is_steady else SCREEN,
                     "confirmed": False,
                     "origin": "",
                     "chosen": candidate == best,
@@ -194,7 +194,7 @@ class Leaderboard:
 
     @classmethod
     def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
-        """As `summary`, of rows of `tunegemm.store.leaders`, in which each problem and device has one.
+        """As `summary`, of rows of `tunegemm.store.latest`, in which each problem and device has one.
 
         The vendor's columns are left out where most would be empty.
         """
@@ -351,7 +351,7 @@ _SUMMARY_COLUMNS = (
 #: What is ranked of a measurement: these figures, by their names in `Measurement` and in `Database.frame`.
 _FIGURES = ("median_us", "baseline_median_us", "ratio", "spread", "noise")
 _ROW = [
-    "candidate", "label", "family", *_FIGURES, "baseline_spread", "policy", "confirmed", "origin", "chosen",
+    "candidate", "label", "family", *_FIGURES, "baseline_spread", "method", "confirmed", "origin", "chosen",
 ]  # fmt: skip
 
 

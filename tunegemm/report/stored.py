@@ -27,7 +27,7 @@ def of_all_layers(
     """What `read` gives of each layer's database, and the shipped records; one line for each unread layer.
 
     Of a problem on a device only the narrowest layer that has it counts, with all its rows: fingerprints of
-    several layers would otherwise compete by date. read: `Database.frame` or `tunegemm.store.leaders`, of
+    several layers would otherwise compete by date. read: `Database.frame` or `tunegemm.store.latest`, of
     which the shipped records have the columns that are known of them. family: only this one's.
     """
     import pandas
@@ -54,7 +54,7 @@ def _frame(records: Iterable[Record]) -> pandas.DataFrame:
         rows.append(
             asdict(record.problem)
             | record.fingerprint.asdict()
-            | {name: getattr(record, name) for name in (*names, "relative_error", "measured_at", "policy")}
+            | {name: getattr(record, name) for name in (*names, "relative_error", "measured_at", "method")}
             | {"fingerprint": record.fingerprint.digest, "candidate": record.candidate.digest}
             | {"family": record.candidate.family, "origin": ""}
             | {"spread": math.nan, "baseline_spread": math.nan}

@@ -15,7 +15,7 @@ class Plan:
     """How a search spends its trials, in whichever space: one row of `tunegemm.tuning.efforts`."""
 
     trials: int | None
-    """Of the first family; None for every kernel, and every launch of the leaders."""
+    """Those of the first family; None for every kernel, and every launch of the leaders."""
     screen: float = 1.0
     """Part of the trials for kernels at their model-best launch."""
     probe: float = 0.0
@@ -37,7 +37,7 @@ class Plan:
     behind: float = 1.0
     """And at most this part slower than the best of the others so far."""
     beyond: int = 0
-    """Of more trials than the plan's own, how many are for Optuna's sampler, after all others; the shares
+    """How many of more trials than the plan's own are for Optuna's sampler, after all others; the shares
     grow by the rest. An ask costs more with every trial that it knows."""
 
 

@@ -338,7 +338,7 @@ class _Kernels:
             yield self._ranked[family][int(kernel)]
 
     def _distance(self, names: list[str], columns: Any, params: Mapping[str, Any]) -> Any:
-        """Of each row to a point: numbers by their places, as a part of the list, words by being the same."""
+        """From each row to a point: numbers by their places, as a part of the list, words by being alike."""
         numpy = self._numpy
         if not names:
             return numpy.zeros(len(columns))
@@ -360,7 +360,7 @@ class _Kernels:
         return float(value)
 
     def _scale(self, name: str) -> float:
-        """Of an ordered parameter its width; 0 for words, which are the same or not."""
+        """The width of an ordered parameter; 0 for words, which are the same or not."""
         if name in self._lists and not self._ordered[name]:
             return 0.0
         distribution = self.distributions[name]

@@ -322,7 +322,7 @@ class Search:
                 yield leader.with_launch(**{_RASTER: order, _SWIZZLE: width})
 
     def _best_of_kernels(self) -> list[Candidate]:
-        """Of each kernel with a result, its best launch so far, the fastest first."""
+        """The best launch so far of each kernel with a result, the fastest first."""
         best: dict[Candidate, Candidate] = {}
         for candidate in self.finalists(len(self._results)):
             if candidate.kernel in self._by_kernel:

@@ -55,7 +55,7 @@ class StudySpace:
 
     @property
     def digest(self) -> str:
-        """Of the lists: a study of another space has another."""
+        """A hash of the lists: a study of another space has another."""
         text = json.dumps([sorted(self._families), self.lists])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -71,7 +71,7 @@ class StudySpace:
         return tuple(sorted(frozenset().union(*self._families[family])))
 
     def distributions(self, candidate: Candidate) -> dict[str, BaseDistribution]:
-        """Of the parameters of a candidate's trial."""
+        """The distributions of a candidate's parameters, by name."""
         return {name: self._distribution(name) for name in self.params(candidate)}
 
     def params(self, candidate: Candidate) -> dict[str, Any]:

@@ -252,7 +252,7 @@ def study_of(results: Iterable[tuple[Candidate, float]]) -> optuna.Study:
 
 
 def importances(study: optuna.Study) -> dict[str, dict[str, float]]:
-    """Of each family's parameters which decide about speed, the most first: by Optuna's PED-ANOVA, which asks
+    """Which of each family's parameters decide about speed, the most first: by Optuna's PED-ANOVA, which asks
     how the best tenth of the trials differs from all. Families with too few trials to tell are left out.
     """
     import optuna

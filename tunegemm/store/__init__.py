@@ -2,7 +2,7 @@
 
 `Record` is a plain value; `Database` brings SQLAlchemy and therefore loads on first use.
 
-`database` publishes (`publishing`) and reads (`rows`, `frames`, `leaders`, `queries`), by `connection`,
+`database` publishes (`publishing`) and reads (`rows`, `frames`, `latest`, `queries`), by `connection`,
 `models` and `migrations`. `layers` puts together what dispatch reads: databases by `lookup`, `shipped`
 records, `packs`. `validity` says what a record is worth here, `history` what changed; `exchange` and
 `formats` bring rows from one database to another. Imports `describe`, `generate` and `measure`.

@@ -244,7 +244,7 @@ def _prepare(connection: sqlite3.Connection, _: Any) -> None:
 
 
 def _limit_waiting(connection: Any, _: Any) -> None:
-    """Of a server's connection, to the time that is left; without a deadline its own settings hold."""
+    """Limits how long a server's connection waits to the time that is left, if there is a deadline."""
     if (seconds := left_s(math.inf)) < math.inf:
         connection.execute(f"SET lock_timeout = {max(1, round(seconds * 1e3))}")
         connection.commit()

@@ -11,7 +11,7 @@ from sqlalchemy import Table, select
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.measure.evidence import POLICIES
+from tunegemm.measure.evidence import METHODS
 from tunegemm.store.checks import BAD, one_line, typed
 from tunegemm.store.database import Database
 from tunegemm.store.lookup import checked_candidate
@@ -54,7 +54,7 @@ def damaged_rows(database: Database) -> list[str]:
             raise ValueError(f"median_us {row.median_us!r} is not the median of its samples")
         if row.evidence is not None and not isinstance(row.evidence, dict):
             raise ValueError("evidence is not an object")
-        if row.policy not in POLICIES:
+        if row.policy not in METHODS:
             raise ValueError(f"policy {row.policy!r} is not known")
 
     def failed(row: Any) -> None:

@@ -19,7 +19,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError
 from tunegemm.generate.ptxas import Resources
-from tunegemm.measure.evidence import FINAL, POLICIES, SCREEN, STEADY_FINAL
+from tunegemm.measure.evidence import FINAL, METHODS, SCREEN, STEADY_FINAL
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import frames, migrations, publishing, rows
 from tunegemm.store.connection import connect, display, migrating, resolve, translated, writer
@@ -97,19 +97,19 @@ class Database:
         *,
         resources: Resources | None = None,
         label: str = "",
-        policy: str = SCREEN,
+        method: str = SCREEN,
     ) -> None:
         """Add one outcome to the history; on return it is committed.
 
         The record is then chosen by the evidence (`tunegemm.measure.evidence`): a confirmed one stays, unless
-        its own candidate turns out slower than torch.mm. policy: how a measurement was taken, one of
-        `tunegemm.measure.evidence.POLICIES`. Raises DatabaseError when it cannot be written, for a device
+        its own candidate turns out slower than torch.mm. method: how a measurement was taken, one of
+        `tunegemm.measure.evidence.METHODS`. Raises DatabaseError when it cannot be written, for a device
         that is not real, and for samples that are not times.
         """
         rows.require(outcome, Measurement | Failure, "outcome")
-        if not isinstance(policy, str) or policy not in POLICIES:
-            raise DatabaseError(f"policy {shown(policy)} is not known; use one of {', '.join(POLICIES)}")
-        values = rows.outcome_values(outcome, resources, policy)
+        if not isinstance(method, str) or method not in METHODS:
+            raise DatabaseError(f"method {shown(method)} is not known; use one of {', '.join(METHODS)}")
+        values = rows.outcome_values(outcome, resources, method)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
             publishing.add(connection, keys, values)
             if isinstance(outcome, Measurement):
@@ -130,9 +130,9 @@ class Database:
         samples. Where it is slower than torch.mm it is kept, and the record is chosen by the evidence.
         """
         rows.require(measurement, Measurement, "measurement")
-        rows.require(measurement.evidence, Mapping, "evidence")
-        policy = STEADY_FINAL if measurement.is_steady else FINAL
-        values = rows.outcome_values(measurement, resources, policy)
+        rows.require(measurement.telemetry, Mapping, "telemetry")
+        method = STEADY_FINAL if measurement.is_steady else FINAL
+        values = rows.outcome_values(measurement, resources, method)
         with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
             row_id = publishing.find_measurement(connection, keys, values)
             if row_id is None:
@@ -152,9 +152,11 @@ class Database:
         with self._raw_reading() as read:
             return read_lookup(lambda query: read(text(query)), self.layer)
 
-    def entries(self, problem: Problem | None = None) -> list[Record]:
-        """Every measurement of a problem, or of all, with its samples; oldest first."""
-        return self._records(None, problem=problem, samples=True)
+    def measurements(
+        self, problem: Problem | None = None, fingerprint: Fingerprint | None = None
+    ) -> list[Record]:
+        """Every measurement with its samples, oldest first; of one problem or fingerprint, if given."""
+        return self._records(None, problem=problem, fingerprint=fingerprint, samples=True)
 
     def history(self, problem: Problem, *, samples: bool = False) -> list[Record]:
         """Which measurements were the problem's records, under all fingerprints; the first chosen first.
@@ -162,11 +164,6 @@ class Database:
         samples: with the samples of each.
         """
         return self._records(ChoiceRow, problem=problem, samples=samples)
-
-    def measurements(self, problem: Problem, fingerprint: Fingerprint) -> list[Measurement]:
-        """All measurements of a problem, oldest first, for example to seed a search."""
-        found = self._records(None, problem=problem, fingerprint=fingerprint, samples=True)
-        return [record.measurement for record in found]
 
     def failures(self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False) -> list[Failure]:
         """All failures of a problem, oldest first: what a search need not try again.
@@ -190,7 +187,7 @@ class Database:
 
         That is the confirmed record's measurement, or else the best by `tunegemm.measure.evidence`. Columns:
         the fields of the problem and of the fingerprint; ``fingerprint`` and ``candidate`` (digests), family,
-        label; kernel_source, origin, policy, median_us, baseline_median_us, ratio, spread, baseline_spread,
+        label; kernel_source, origin, method, median_us, baseline_median_us, ratio, spread, baseline_spread,
         noise, relative_error, sm_clock_mhz, power_w, temperature_c, throttle_reasons, registers, spill_bytes,
         smem_bytes, warnings, compile_seconds, measured_at (UTC); ``record`` and ``confirmed``: whether it is
         the record. Unreadable rows are left out.
@@ -198,7 +195,7 @@ class Database:
         import pandas
 
         query = frames.candidates_query(problem, family)
-        names = [column.key for column in query.selected_columns]
+        names = [column["name"] for column in query.column_descriptions]
         return frames.best_of_each(pandas.DataFrame(self._read(query), columns=names))
 
     @contextmanager

@@ -72,7 +72,7 @@ class Conflict:
     kept: str
     """The label, or else the digest, of what is the record from now on."""
     other: str
-    """Of the one that is not; its measurements are kept."""
+    """The label or digest of the one that is not; its measurements are kept."""
     reason: str
     """What decided it."""
 
@@ -202,7 +202,7 @@ def _load_choices(
                 measured = session.get_one(MeasurementRow, choice["measurement_id"])
                 pair = {"problem_id": measured.problem_id, "fingerprint_id": measured.fingerprint_id}
                 choice |= pair
-                key = (*pair.values(), choice["policy"])
+                key = (*pair.values(), choice["goal"])
                 if _is_known(session, choice):
                     continue
                 if key in last:  # a later one competes
@@ -254,7 +254,7 @@ class Parsed:
     label: str
     kernel_source: str
     origin: str
-    policy: str
+    method: str
     problem: Problem
     fingerprint: Fingerprint
     outcome: Measurement | Failure
@@ -269,14 +269,14 @@ def parse(row: Any) -> Parsed:
     if not isinstance(row, dict) or row.get("kind") not in ("measurement", "failure"):
         raise BadValueError("its kind is not one of measurement, failure, choice")
     widths = {"id": 64, "label": 200, "kernel_source": 16, "origin": 4096, "policy": 16}
-    id_, label, source, origin, policy = (
+    id_, label, source, origin, method = (
         line(_given(row, name, ""), name, longest) for name, longest in widths.items()
     )
     problem, fingerprint = typed(Problem, row.get("problem")), typed(Fingerprint, row.get("fingerprint"))
     outcome = _outcome(row, problem, fingerprint, source)
     resources = None if row.get("resources") is None else _resources(row["resources"])
     at = moment(row.get("measured_at"), "measured_at")
-    return Parsed(id_, label, source, origin, policy or SCREEN, problem, fingerprint, outcome, resources, at)
+    return Parsed(id_, label, source, origin, method or SCREEN, problem, fingerprint, outcome, resources, at)
 
 
 def _given(row: Row, name: str, default: Any) -> Any:
@@ -291,10 +291,10 @@ def _outcome(row: Row, problem: Problem, fingerprint: Fingerprint, source: str) 
         if row.get("stage") not in list(get_args(Stage)):
             raise BadValueError(f"stage {shown(row.get('stage'))} is not one of {', '.join(get_args(Stage))}")
         return Failure(candidate, row["stage"], line(_given(row, "reason", ""), "reason"))
-    evidence = tree(_given(row, "evidence", {}), "evidence")
-    if not isinstance(evidence, dict):
+    telemetry = tree(_given(row, "evidence", {}), "evidence")
+    if not isinstance(telemetry, dict):
         raise BadValueError("its evidence is not an object")
-    if evidence.get("source") == "replayed":
+    if telemetry.get("source") == "replayed":
         raise BadValueError("its times are replayed, so never stored as measured")
     samples_us, baseline_us = times_of(row, "samples_us"), times_of(row, "baseline_us")
     if not samples_us or len(samples_us) != len(baseline_us):
@@ -302,7 +302,7 @@ def _outcome(row: Row, problem: Problem, fingerprint: Fingerprint, source: str) 
             f"{len(samples_us)} samples and {len(baseline_us)} of the baseline; as many of both are needed"
         )
     error, noise = (number(row.get(name), name, 0, 1e6) for name in ("relative_error", "noise"))
-    measurement = Measurement(candidate, samples_us, baseline_us, error, noise, evidence)
+    measurement = Measurement(candidate, samples_us, baseline_us, error, noise, telemetry)
     if source == kernel_source_hash(candidate.family):  # others are history: nothing launches them
         figures = {"ratio": measurement.ratio, "relative_error": error}
         if wrong := objection(problem, candidate, fingerprint, **figures):
@@ -329,7 +329,7 @@ def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> Row:
         raise BadValueError(f"confirmed {shown(confirmed)} is neither true nor false")
     return {
         "measurement_id": measurement_ids[reference],
-        "policy": line(_given(row, "policy", ""), "policy", 32) or FASTEST,
+        "goal": line(_given(row, "policy", ""), "policy", 32) or FASTEST,
         "confirmed": confirmed,
         "chosen_at": moment(row.get("chosen_at"), "chosen_at"),
     }
@@ -338,7 +338,7 @@ def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> Row:
 def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
     """The key of the row and whether it is new."""
     connection, outcome = session.connection(), parsed.outcome
-    values = outcome_values(outcome, parsed.resources, parsed.policy)
+    values = outcome_values(outcome, parsed.resources, parsed.method)
     values |= {"kernel_source": parsed.kernel_source, "origin": parsed.origin or origin}
     keys = publishing.row_keys(
         connection, *key_values(parsed.problem, parsed.fingerprint, outcome.candidate, "")
@@ -371,9 +371,9 @@ def _choose(session: Session, choice: Row) -> Conflict | None:
     """Lets another database's record compete with the one here (`publishing.adopt`)."""
     new = session.get_one(MeasurementRow, choice["measurement_id"])
     keys = {name: choice[name] for name in ("problem_id", "fingerprint_id")}
-    find = select(RecordRow.measurement_id, RecordRow.confirmed).filter_by(**keys, policy=FASTEST)
+    find = select(RecordRow.measurement_id, RecordRow.confirmed).filter_by(**keys, goal=FASTEST)
     before = session.execute(find).one_or_none()
-    if choice["policy"] == FASTEST:
+    if choice["goal"] == FASTEST:
         publishing.adopt(
             session.connection(), {**keys, "candidate_id": new.candidate_id}, new.id,
             confirmed=choice["confirmed"], at=choice["chosen_at"],
@@ -428,7 +428,7 @@ def _as_json(
         return {
             "kind": "choice",
             "measurement": _identity(shared | {"samples_us": row.samples_us}),
-            "policy": choice.policy,
+            "policy": choice.goal,
             "confirmed": bool(choice.confirmed),
             "chosen_at": _iso(choice.chosen_at),
         }
@@ -436,17 +436,18 @@ def _as_json(
     if isinstance(row, FailureRow):
         reason = printable(row.reason) if isinstance(row.reason, str) else row.reason
         return {"kind": "failure", **shared, "stage": row.stage, "reason": reason}
-    evidence = row.evidence if row.evidence is not None else {}
-    if isinstance(evidence, dict):
-        telemetry = {name: getattr(row, name) for name in (*TELEMETRY_NUMBERS, THROTTLE)}
-        evidence = evidence | {name: value for name, value in telemetry.items() if value is not None}
+    telemetry = row.telemetry if row.telemetry is not None else {}
+    if isinstance(telemetry, dict):
+        columns = {name: getattr(row, name) for name in (*TELEMETRY_NUMBERS, THROTTLE)}
+        telemetry = telemetry | {name: value for name, value in columns.items() if value is not None}
     resources = {name: getattr(row, name) for name in _RESOURCES}
-    figures = ("policy", "samples_us", "baseline_us", "relative_error", "noise")
+    figures = ("samples_us", "baseline_us", "relative_error", "noise")
     full = {
         "kind": "measurement",
         **shared,
+        "policy": row.method,
         **{name: getattr(row, name) for name in figures},
-        "evidence": evidence,
+        "evidence": telemetry,
         "resources": None if resources["registers"] is None else resources,
     }
     return full | {"id": _identity(full)}

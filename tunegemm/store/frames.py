@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _KEY = ["problem_id", "fingerprint", "candidate"]
 #: Columns of a measurement, in the order of a frame; `created_at` is called `measured_at` there.
 _FACTS = (
-    "kernel_source", "origin", "policy", "median_us", "baseline_median_us", "ratio", "spread",
+    "kernel_source", "origin", "method", "median_us", "baseline_median_us", "ratio", "spread",
     "baseline_spread", "noise", "relative_error", "sm_clock_mhz", "power_w", "temperature_c",
     "throttle_reasons", "registers", "spill_bytes", "smem_bytes", "warnings", "compile_seconds",
 )  # fmt: skip
@@ -39,7 +39,7 @@ _NUMBERS = ("spread", "baseline_spread", "noise", "relative_error")
 _OPTIONAL = (
     "sm_clock_mhz", "power_w", "temperature_c", "registers", "spill_bytes", "smem_bytes", "compile_seconds",
 )  # fmt: skip
-_TEXTS = ("family", "label", "candidate", "device_name", "kernel_source", "origin", "policy", "fingerprint")
+_TEXTS = ("family", "label", "candidate", "device_name", "kernel_source", "origin", "method", "fingerprint")
 
 
 def candidates_query(problem: Problem | None, family: str | None) -> Select[Any]:
@@ -61,7 +61,7 @@ def candidates_query(problem: Problem | None, family: str | None) -> Select[Any]
         RecordRow,
         (RecordRow.problem_id == row.problem_id)
         & (RecordRow.fingerprint_id == row.fingerprint_id)
-        & (RecordRow.policy == FASTEST),
+        & (RecordRow.goal == FASTEST),
     )
     if problem is not None:
         query = where_problem(query, problem)
@@ -71,7 +71,7 @@ def candidates_query(problem: Problem | None, family: str | None) -> Select[Any]
 
 
 def best_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """Of the rows of `candidates_query` one per problem, fingerprint and candidate: `Database.frame`."""
+    """One row per problem, fingerprint and candidate, of those of `candidates_query`: `Database.frame`."""
     frame = sound(frame)
     is_record = frame["measurement_id"] == frame["record_measurement_id"]
     frame["record"] = is_record
@@ -91,7 +91,7 @@ def by_evidence(frame: pandas.DataFrame, *last: str, first: str | None = None) -
     Sorted by the column `first`, then whether it was measured here, the evidence, and the columns `last`.
     """
     confirmed = frame.get("confirmed", [False] * len(frame))
-    pairs = list(zip(frame["policy"], map(bool, confirmed), strict=True))
+    pairs = list(zip(frame["method"], map(bool, confirmed), strict=True))
     levels = {pair: int(evidence_of(str(pair[0]), confirmed=pair[1])) for pair in {*pairs}}
     frame = frame.assign(own=frame["origin"].eq(""), level=[levels[pair] for pair in pairs])
     return frame.sort_values([*([first] if first else []), "own", "level", *last], kind="stable")

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.measure import evidence
-from tunegemm.measure.evidence import STEADY_POLICIES, Evidence
+from tunegemm.measure.evidence import STEADY_METHODS, Evidence, leaders
 from tunegemm.measure.statistics import NOISE_FLOOR, median_interval, ratio_interval
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
@@ -28,15 +27,10 @@ TOP = 5
 Verdict = Literal["faster", "slower", "same"]
 
 
-def leaders(entries: Iterable[Record], top: int = TOP) -> list[Record]:
-    """The best candidates of one problem, each by its best evidence. entries: oldest first."""
-    return evidence.leaders(entries)[:top]
-
-
 def seeds(database: Database, problem: Problem, fingerprint: Fingerprint, top: int = TOP) -> list[Candidate]:
     """The problem's leaders under other software or on other GPUs of the kind, the nearest ones first."""
     groups: dict[tuple[Grade, Fingerprint, str, str], list[Record]] = {}
-    for entry in database.entries(problem):
+    for entry in database.measurements(problem):
         grade = judge_stored(entry, fingerprint).grade
         if grade in (Grade.SEED, Grade.VERIFY):
             key = grade, entry.fingerprint, entry.candidate.family, entry.kernel_source
@@ -44,7 +38,7 @@ def seeds(database: Database, problem: Problem, fingerprint: Fingerprint, top: i
     nearest_first = sorted(
         groups.items(), key=lambda item: (item[0][0], item[1][-1].measured_at), reverse=True
     )
-    return list(dict.fromkeys(e.candidate for _, group in nearest_first for e in leaders(group, top)))
+    return list(dict.fromkeys(e.candidate for _, group in nearest_first for e in leaders(group)[:top]))
 
 
 def related(
@@ -84,7 +78,7 @@ class Comparison:
     """What was compared: the ratio to torch.mm where that is the same library, else the time itself."""
     verdict: Verdict
     change: float
-    """Of the time of one product: +0.03 is 3 % slower. By ratio, as if torch.mm had not moved."""
+    """How the time of one product changed: +0.03 is 3 % slower. By ratio, as if torch.mm had not moved."""
 
     @property
     def changed(self) -> str:
@@ -133,9 +127,9 @@ def regressions(database: Database, problem: Problem, since: datetime | str) -> 
         later = [record for record in chosen if _is_since(record, since)]
         if not later:
             continue
-        after, steady = later[-1], later[-1].policy in STEADY_POLICIES
+        after, steady = later[-1], later[-1].method in STEADY_METHODS
         earlier = chosen[: chosen.index(later[0])]
-        before = [record for record in earlier if (record.policy in STEADY_POLICIES) == steady]
+        before = [record for record in earlier if (record.method in STEADY_METHODS) == steady]
         if before:
             found.append(compare(before[-1], after))
     return found

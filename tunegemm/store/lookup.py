@@ -53,15 +53,15 @@ class Lookup:
     ) -> None:
         """
         problems: key and fields of each. records: keys of problem, fingerprint and candidate, ratio, hash of
-        the kernel sources, the policy it was measured by, whether it is confirmed, the relative error of the
+        the kernel sources, the method of the measurement, whether it is confirmed, the relative error of the
         measurement. fingerprints: digest and
         fields by key. candidates: JSON and digest by key.
         """
         self._keys = {tuple(row[1:]): row[0] for row in problems}
         self._records: dict[int, list[tuple[Any, ...]]] = {}
         words: dict[str, str] = {}  # the few that there are, each kept once
-        for problem, fingerprint, candidate, ratio, source, policy, *facts in records:
-            texts = words.setdefault(source, source), words.setdefault(policy, policy)
+        for problem, fingerprint, candidate, ratio, source, method, *facts in records:
+            texts = words.setdefault(source, source), words.setdefault(method, method)
             self._records.setdefault(problem, []).append((fingerprint, candidate, ratio, *texts, *facts))
         self._fingerprints, self._candidates, self._layer = fingerprints, candidates, layer
 
@@ -76,7 +76,7 @@ class Lookup:
         """The problem's records under all fingerprints. One that cannot be read is left out and logged."""
         found = []
         key = self._keys.get(problem_fields(problem), 0)
-        for fingerprint, candidate, ratio, source, policy, confirmed, error in self._records.get(key, ()):
+        for fingerprint, candidate, ratio, source, method, confirmed, error in self._records.get(key, ()):
             try:
                 if not 0 < ratio < math.inf:
                     raise ValueError(f"its ratio is {ratio!r:.40}")
@@ -92,7 +92,7 @@ class Lookup:
                         confirmed=confirmed in (True, 1),
                         kernel_source=str(source),
                         layer=self._layer,
-                        policy=str(policy),
+                        method=str(method),
                     )
                 )
             except UNREADABLE as error:

@@ -67,7 +67,7 @@ class UtcTime(TypeDecorator[datetime]):
 
 
 def plain(value: Any) -> Any:
-    """`value` with nothing but JSON's types in it: evidence may hold tuples, numpy scalars or NaN.
+    """`value` with nothing but JSON's types in it: telemetry may hold tuples, numpy scalars or NaN.
 
     NaN and infinities become None (JSON has neither); what else JSON lacks becomes its `str`, in one line.
     """
@@ -206,7 +206,8 @@ class MeasurementRow(Base):
         server_default="",
         doc="Empty when measured into this database, else what it was merged or imported from.",
     )
-    policy: Mapped[str] = mapped_column(
+    method: Mapped[str] = mapped_column(
+        "policy",
         String(16),
         doc="How it was measured. Interleaved: screen (few rounds, while searching), race (a final race's), "
         "final (its winner's). In steady-state timing: qualifying (before a final race), steady_final.",
@@ -240,8 +241,10 @@ class MeasurementRow(Base):
     throttle_reasons: Mapped[list[str] | None] = mapped_column(
         JsonText, doc="JSON list of active clock limits, such as sw_power_cap; null when unknown."
     )
-    evidence: Mapped[dict[str, Any]] = mapped_column(
-        JsonText, doc="JSON object: further evidence, such as operand sets, rounds and launch arguments."
+    telemetry: Mapped[dict[str, Any]] = mapped_column(
+        "evidence",
+        JsonText,
+        doc="JSON object: further telemetry, such as operand sets, rounds and launch arguments.",
     )
     registers: Mapped[int | None] = mapped_column(doc="Registers per thread; null for a library's kernels.")
     spill_bytes: Mapped[int | None] = mapped_column(doc="Stack plus spills, bytes; null when unknown.")
@@ -275,7 +278,7 @@ class FailureRow(Base):
 
 
 class RecordRow(Base):
-    """The best measurement of a problem under a fingerprint by a policy: what dispatch launches.
+    """The best measurement of a problem under a fingerprint: what dispatch launches.
 
     There is none where the best evidence of every candidate says that torch.mm is faster.
     """
@@ -286,8 +289,8 @@ class RecordRow(Base):
     id: Mapped[int] = mapped_column(primary_key=True, doc="Key.")
     problem_id: Mapped[int] = mapped_column(ForeignKey("problems.id"), doc="The problem.")
     fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), index=True, doc="The device.")
-    policy: Mapped[str] = mapped_column(
-        String(32), server_default=FASTEST, doc="What best means: fastest, relative to torch.mm."
+    goal: Mapped[str] = mapped_column(
+        "policy", String(32), server_default=FASTEST, doc="What best means: fastest, relative to torch.mm."
     )
     measurement_id: Mapped[int] = mapped_column(ForeignKey("measurements.id"), doc="The best one.")
     candidate_id: Mapped[int] = mapped_column(
@@ -297,7 +300,7 @@ class RecordRow(Base):
     ratio: Mapped[float] = mapped_column(doc="The measurement's.")
     kernel_source: Mapped[str] = mapped_column(String(16), doc="The measurement's.")
     measured_by: Mapped[str] = mapped_column(
-        String(16), server_default="screen", doc="The measurement's policy."
+        String(16), server_default="screen", doc="How it was measured: the measurement's `policy`."
     )
     confirmed: Mapped[bool] = mapped_column(
         doc="True when it won a final race; false when it is the best so far of an unfinished search."
@@ -317,7 +320,7 @@ class ChoiceRow(Base):
     id: Mapped[int] = mapped_column(primary_key=True, doc="Key; grows with time.")
     problem_id: Mapped[int] = mapped_column(ForeignKey("problems.id"), doc="The problem.")
     fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), doc="The device.")
-    policy: Mapped[str] = mapped_column(String(32), doc="As in records.")
+    goal: Mapped[str] = mapped_column("policy", String(32), doc="As in records.")
     measurement_id: Mapped[int] = mapped_column(ForeignKey("measurements.id"), doc="What became the record.")
     confirmed: Mapped[bool] = mapped_column(doc="As in records.")
     chosen_at: Mapped[datetime] = mapped_column(UtcTime, doc="When, ISO 8601, UTC.")

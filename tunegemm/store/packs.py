@@ -59,7 +59,7 @@ class Pack:
     folder: Path
     """Its name is the start of the SHA-256 of the file."""
     version: str
-    """Of the tunegemm that made it."""
+    """The version of the tunegemm that made it."""
     toolchain: Mapping[str, str]
     """Compilers of its objects, by their names in kernel keys, which hold these values."""
     records: tuple[Record, ...]
@@ -88,7 +88,7 @@ class Pack:
         return digest(self._key(key)) in self._names
 
     def each_key(self) -> Iterator[Key]:
-        """Of its objects."""
+        """The key of each of its objects."""
         return self.store.each_key()
 
     def _key(self, key: Key) -> Key:

@@ -123,14 +123,14 @@ def find_measurement(connection: Connection, keys: Values, values: Values) -> in
 
 
 @dataclass(frozen=True)
-class Standing:
+class Compared:
     """One stored measurement as `tunegemm.measure.evidence` compares it."""
 
     candidate: int
     measurement_id: int
     ratio: float
     evidence: Evidence
-    policy: str
+    method: str
     kernel_source: str
     is_foreign: bool
     is_outdated: bool
@@ -146,9 +146,9 @@ def choose_if_better(connection: Connection, keys: Values) -> None:
     """
     record, known = _record(connection, keys)
     confirmed_id = record.measurement_id if record is not None and record.confirmed else None
-    own = next(iter(best_of_each(_standings(connection, _OF_CANDIDATE, keys, confirmed_id))), None)
+    own = next(iter(best_of_each(_compared(connection, _OF_CANDIDATE, keys, confirmed_id))), None)
     may = own is not None and may_be_record(own)
-    best: Standing | None
+    best: Compared | None
     if known is not None and own is not None and known.candidate != own.candidate:
         protected = confirmed_id is not None and known.is_foreign <= own.is_foreign
         best = own if may and not protected and rank(own) > rank(known) else known
@@ -157,7 +157,7 @@ def choose_if_better(connection: Connection, keys: Values) -> None:
     elif known is not None and own is not None and may and (confirmed_id or rank(own) >= rank(known)):
         best = known if confirmed_id else own
     else:
-        best = choose(_standings(connection, _OF_PAIR, keys, confirmed_id))
+        best = choose(_compared(connection, _OF_PAIR, keys, confirmed_id))
     confirmed = best is not None and best.measurement_id == confirmed_id
     _replace(connection, keys, record, best, confirmed=confirmed)
 
@@ -168,11 +168,11 @@ def confirm(connection: Connection, keys: Values, measurement_id: int) -> None:
     Where it is slower than torch.mm, the record is chosen by evidence, and no longer confirmed.
     """
     record, _ = _record(connection, keys)
-    (won,) = _standings(connection, _OF_MEASUREMENT, {"key": measurement_id}, measurement_id)
+    (won,) = _compared(connection, _OF_MEASUREMENT, {"key": measurement_id}, measurement_id)
     if may_be_record(won):
         _replace(connection, keys, record, won, confirmed=True)
     else:
-        best = choose(_standings(connection, _OF_PAIR, keys, None))
+        best = choose(_compared(connection, _OF_PAIR, keys, None))
         _replace(connection, keys, record, best, confirmed=False)
 
 
@@ -189,8 +189,8 @@ def adopt(
     record, known = _record(connection, keys)
     confirmed_id = record.measurement_id if record is not None and record.confirmed else None
     claimed = measurement_id if confirmed else confirmed_id
-    new = next(_standings(connection, _OF_MEASUREMENT, {"key": measurement_id}, claimed), None)
-    own = next(iter(best_of_each(_standings(connection, _OF_CANDIDATE, keys, claimed))), None)
+    new = next(_compared(connection, _OF_MEASUREMENT, {"key": measurement_id}, claimed), None)
+    own = next(iter(best_of_each(_compared(connection, _OF_CANDIDATE, keys, claimed))), None)
     if new is None or own is None or not new.is_foreign or not confirmed or not may_be_record(own):
         choose_if_better(connection, keys)
     elif own.measurement_id == measurement_id and (
@@ -201,8 +201,8 @@ def adopt(
     return after is not None and after.measurement_id == measurement_id
 
 
-def _record(connection: Connection, keys: Values) -> tuple[Any, Standing | None]:
-    """The record of a problem and fingerprint, if there is one, and its standing, unless it is damaged.
+def _record(connection: Connection, keys: Values) -> tuple[Any, Compared | None]:
+    """The record of a problem and fingerprint, if there is one, and its measurement, unless it is damaged.
 
     On a server the problem's row is locked first: until the end of the transaction nobody else chooses, so
     that the choice sees every measurement that was published before.
@@ -212,19 +212,19 @@ def _record(connection: Connection, keys: Values) -> tuple[Any, Standing | None]
     if record is None:
         return None, None
     confirmed_id = record.measurement_id if record.confirmed else None
-    found = _standings(connection, _OF_MEASUREMENT, {"key": record.measurement_id}, confirmed_id)
+    found = _compared(connection, _OF_MEASUREMENT, {"key": record.measurement_id}, confirmed_id)
     return record, next(found, None)
 
 
-def _standings(
+def _compared(
     connection: Connection, query: Select[Any], values: Values, confirmed_id: int | None
-) -> Iterator[Standing]:
+) -> Iterator[Compared]:
     """The stored results that a query finds; a damaged one is left out."""
-    for key, candidate, policy, ratio, source, origin, family, text in connection.execute(query, values):
+    for key, candidate, method, ratio, source, origin, family, text in connection.execute(query, values):
         confirmed = key == confirmed_id
         if isinstance(ratio, int | float) and 0 < ratio < math.inf:
-            yield Standing(
-                candidate, key, float(ratio), evidence_of(str(policy), confirmed=confirmed), str(policy),
+            yield Compared(
+                candidate, key, float(ratio), evidence_of(str(method), confirmed=confirmed), str(method),
                 source,
                 is_foreign=origin != "",
                 is_outdated=not confirmed and source != kernel_source_hash(family),
@@ -243,7 +243,7 @@ def _replace(
     connection: Connection,
     keys: Values,
     record: Any,
-    best: Standing | None,
+    best: Compared | None,
     *,
     confirmed: bool,
     at: datetime | None = None,
@@ -257,7 +257,7 @@ def _replace(
         return
     row = {
         **keys, "policy": FASTEST, "candidate_id": best.candidate, "measurement_id": best.measurement_id,
-        "ratio": best.ratio, "kernel_source": best.kernel_source, "measured_by": best.policy,
+        "ratio": best.ratio, "kernel_source": best.kernel_source, "measured_by": best.method,
         "confirmed": confirmed, "chosen_at": at or datetime.now(UTC),
     }  # fmt: skip
     if record is None:

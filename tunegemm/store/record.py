@@ -52,8 +52,8 @@ class Record:
     """Hash of the sources of the candidate's family when it was measured; empty for a library's kernels."""
     layer: str = ""
     """Where it was read from: system, pack, user or project; empty for a database that was opened by name."""
-    policy: str = FINAL
-    """How it was measured: one of `tunegemm.measure.evidence.POLICIES`."""
+    method: str = FINAL
+    """How it was measured: one of `tunegemm.measure.evidence.METHODS`."""
     origin: str = ""
     """Empty when measured into the database that it was read from, else what it was imported from."""
     samples_us: tuple[float, ...] = ()
@@ -61,7 +61,7 @@ class Record:
     baseline_us: tuple[float, ...] = ()
     """torch.mm in the same rounds, in the same order."""
     telemetry: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """As `Measurement.evidence`: clocks, power, temperature, throttle reasons, rounds."""
+    """As `Measurement.telemetry`: clocks, power, temperature, throttle reasons, rounds."""
     chosen_at: datetime = UNKNOWN_TIME
     """When it became the record, UTC."""
 
@@ -76,7 +76,7 @@ class Record:
     @property
     def evidence(self) -> Evidence:
         """How much it proves."""
-        return evidence_of(self.policy, confirmed=self.confirmed)
+        return evidence_of(self.method, confirmed=self.confirmed)
 
     @property
     def is_foreign(self) -> bool:

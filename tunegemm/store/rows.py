@@ -59,8 +59,8 @@ THROTTLE = "throttle_reasons"
 
 _row = MeasurementRow
 _NUMBERS = [_row.median_us, _row.baseline_median_us, _row.ratio, _row.noise, _row.relative_error]
-_FACTS = [CandidateRow.label, _row.kernel_source, _row.policy, _row.origin, _row.created_at]
-_SAMPLES: list[Any] = [_row.samples_us, _row.baseline_us, _row.evidence, _row.throttle_reasons]
+_FACTS = [CandidateRow.label, _row.kernel_source, _row.method, _row.origin, _row.created_at]
+_SAMPLES: list[Any] = [_row.samples_us, _row.baseline_us, _row.telemetry, _row.throttle_reasons]
 _SAMPLES += [getattr(_row, name) for name in TELEMETRY_NUMBERS]
 
 
@@ -76,7 +76,7 @@ def records_query(
         RecordRow.measurement_id == _row.id,
         RecordRow.problem_id == _row.problem_id,
         RecordRow.fingerprint_id == _row.fingerprint_id,
-        RecordRow.policy == FASTEST,
+        RecordRow.goal == FASTEST,
     )
     query = select(
         *PROBLEM_COLUMNS, *FINGERPRINT_COLUMNS, *CANDIDATE_COLUMNS, *_NUMBERS, *_FACTS, link.confirmed,
@@ -86,7 +86,7 @@ def records_query(
         query = query.select_from(_row).outerjoin(RecordRow, of_record).order_by(_row.id)
     else:
         query = query.select_from(chosen).join(_row, _row.id == chosen.measurement_id)
-        query = query.where(chosen.policy == FASTEST)
+        query = query.where(chosen.goal == FASTEST)
         query = query.order_by(*((ChoiceRow.chosen_at,) if chosen is ChoiceRow else ()), chosen.id)
     return with_keys(query, chosen or _row)
 
@@ -102,7 +102,7 @@ def with_keys(
 
 
 def failure(row: Sequence[Any]) -> Failure:
-    """Of the columns of a candidate, the stage and the reason."""
+    """The failure of a row: columns of its candidate, the stage and the reason."""
     json, digest, stage, reason = row
     if stage not in get_args(Stage):
         raise ValueError(f"stage {stage!r:.40} is not known")
@@ -118,7 +118,7 @@ def record_builder(layer: str, *, samples: bool = False) -> Callable[[Sequence[A
 
     def build(row: Sequence[Any]) -> Record:
         json, digest, median_us, baseline_us, ratio, noise, error, *facts = row[second:]
-        label, kernel_source, policy, origin, measured_at, confirmed, chosen_at, *more = facts
+        label, kernel_source, method, origin, measured_at, confirmed, chosen_at, *more = facts
         if confirmed is not None:  # and not a measurement that is no record
             known(chosen_at)
         return Record(
@@ -135,7 +135,7 @@ def record_builder(layer: str, *, samples: bool = False) -> Callable[[Sequence[A
             measured_at=known(measured_at),
             kernel_source=text(kernel_source),
             layer=layer,
-            policy=text(policy),
+            method=text(method),
             origin=text(origin),
             chosen_at=chosen_at or UNKNOWN_TIME,
             **(_samples(more) if samples else {}),
@@ -172,19 +172,19 @@ def require(value: object, kind: type | UnionType, name: str) -> None:
 
 
 def where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
-    """Of one problem."""
+    """The query, for the rows of one problem."""
     require(problem, Problem, "problem")
     return query.where(*(getattr(ProblemRow, name) == getattr(problem, name) for name in PROBLEM_FIELDS))
 
 
 def where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[Any]:
-    """Of one fingerprint."""
+    """The query, for the rows of one fingerprint."""
     require(fingerprint, Fingerprint, "fingerprint")
     return query.where(FingerprintRow.digest == fingerprint.digest)
 
 
 def where_current(query: Select[Any]) -> Select[Any]:
-    """Of failures those of kernels whose sources are those of this program."""
+    """The query, for failures of kernels whose sources are those of this program."""
     source = FailureRow.kernel_source
     current = (
         (CandidateRow.family == name) & (source == kernel_source_hash(name)) for name in families.NAMES
@@ -251,7 +251,7 @@ def key_values(
 
 
 def outcome_values(
-    outcome: Measurement | Failure, resources: Resources | None, policy: str
+    outcome: Measurement | Failure, resources: Resources | None, method: str
 ) -> dict[str, Any]:
     """The columns of the row, without its keys and time."""
     require(outcome.candidate, Candidate, "candidate")
@@ -265,7 +265,7 @@ def outcome_values(
     if resources is not None:
         require(resources, Resources, "resources")
     found = {} if resources is None else dataclasses.asdict(resources)
-    return {**made, "policy": policy, **measurement_values(outcome), **found}
+    return {**made, "policy": method, **measurement_values(outcome), **found}
 
 
 def _is_number(value: object) -> bool:
@@ -288,16 +288,16 @@ def measurement_values(measurement: Measurement) -> dict[str, Any]:
         raise DatabaseError(
             f"relative error or noise of {measurement.candidate} is not finite; measure it again"
         )
-    require(measurement.evidence, Mapping, "evidence")
-    evidence = plain(dict(measurement.evidence))
+    require(measurement.telemetry, Mapping, "telemetry")
+    telemetry = plain(dict(measurement.telemetry))
     columns: dict[str, Any] = {}
     for name, kind in (*((name, int | float) for name in TELEMETRY_NUMBERS), (THROTTLE, list)):
-        columns[name] = evidence.pop(name) if isinstance(evidence.get(name), kind) else None
+        columns[name] = telemetry.pop(name) if isinstance(telemetry.get(name), kind) else None
     names = ("samples_us", "baseline_us", "median_us", "baseline_median_us", "ratio", "spread")
     return columns | {
         **{name: getattr(measurement, name) for name in names},
         "baseline_spread": dataclasses.replace(measurement, samples_us=baseline).spread,
         "noise": float(measurement.noise),
         "relative_error": float(measurement.relative_error),
-        "evidence": evidence,
+        "evidence": telemetry,
     }

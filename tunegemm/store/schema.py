@@ -12,5 +12,5 @@ OLDEST_SCHEMA = "0007"
 #: Not Alembic's default name: Optuna's storages claim that one, should both live on one server.
 VERSION_TABLE = "tunegemm_alembic_version"
 
-#: The policy of records that are chosen by speed alone.
+#: What best means, of records that are chosen by speed alone: the column `policy` of theirs.
 FASTEST = "fastest"

@@ -20,7 +20,7 @@ class Grade(IntEnum):
     """How far a record may be used; more is better."""
 
     FOREIGN = 0
-    """Of another architecture: of no use here."""
+    """Measured on another architecture: of no use here."""
     SEED = 1
     """Its candidates are where a search begins; its times are not believed."""
     VERIFY = 2

@@ -47,7 +47,7 @@ def start_search(
     kernels: Kernels,
     library: Sequence[Candidate],
     *,
-    recorded: Collection[Candidate] | None = None,
+    swept: Collection[Candidate] | None = None,
     compiled: Ready | None = None,
     ready: Ready | None = None,
     effort: Effort = "quick",
@@ -58,40 +58,38 @@ def start_search(
     """The study of a problem: one search per generator that has kernels for it; the first one has the
     library's algorithms. What is known of the problem already are trials of the study.
 
-    recorded, compiled: see `Kernels.ranked`. ready: see `few_new`. effort, limit: how many candidates; see
-    `tunegemm.tuning.efforts`. sampler: one of Optuna's in place of the project's.
+    swept, compiled: see `Kernels.ranked`. ready: see `limit_uncompiled`. effort, limit: how many candidates;
+    see `tunegemm.tuning.efforts`. sampler: one of Optuna's in place of the project's.
     """
     problem, device, numbers = trials.problem, trials.device, profile(effort)
-    if recorded is not None and compiled is not None:
+    if swept is not None and compiled is not None:
         # A kernel that is compiled in one order of clusters may have been recorded in another.
         generated = set(kernels.generators)
-        recorded = {
-            c for c in recorded if c.family not in generated or kernels.is_compiled(problem, c, compiled)
-        }
+        swept = {c for c in swept if c.family not in generated or kernels.is_compiled(problem, c, compiled)}
     measured = trials.screened  # the library's, which the database may have by now
     known = known_results(trials.database, problem, device, kernels, library)
     trials.results += (known := [one for one in known if one.candidate not in measured])
-    values = list(trials.worth(one.measurement for one in known))
+    values = list(trials.search_values(one.measurement for one in known))
     failed = known_failures(trials, kernels, library)
     values += [(c, None) for c in failed]
     first_tries = seeds_of(trials.database, problem, device, kernels)
 
     def allowed(launch: Candidate) -> bool:
-        if recorded is not None:
-            return launch in recorded
+        if swept is not None:
+            return launch in swept
         if compiled is not None and not kernels.is_compiled(problem, launch, compiled):
             return False
         return kernels.is_worth_a_trial(problem, launch)
 
     searches: list[Search] = []
     for name in kernels.generators:
-        ranking = kernels.ranked(problem, name, recorded=recorded, compiled=compiled, most=numbers.ranked)
+        ranking = kernels.ranked(problem, name, swept=swept, compiled=compiled, most=numbers.ranked)
         trials.feasible += ranking.feasible
         if not ranking.predictions:
             continue
         is_first = not searches
         begin = [seed for seed in first_tries if seed.family == name]
-        ranked = few_new(kernels, problem, ranking, ready, effort, is_first=is_first)
+        ranked = limit_uncompiled(kernels, problem, ranking, ready, effort, is_first=is_first)
         # What is known to be good is tried whatever the model says of it.
         kernels_ranked = {candidate.kernel for candidate in ranked}
         ranked += [c for c in begin if c.kernel not in kernels_ranked and allowed(c)]
@@ -111,7 +109,7 @@ def start_search(
         if kernels.generators:
             trials.note = without_kernels(problem, kernels, only_compiled=compiled is not None)
             generators = set(kernels.generators)
-            if recorded is not None and generators.isdisjoint(c.family for c in recorded):
+            if swept is not None and generators.isdisjoint(c.family for c in swept):
                 trials.note = _without_times(problem, kernels, device)
         searches.append(Search([], {}, numbers.plan, library=library, known=values, trials=limit))
 
@@ -125,7 +123,7 @@ def start_search(
             if value not in listed:
                 return Verdict("values", f"{name} {value} is none of {', '.join(map(str, listed))}")
         found = families.get(point.family).check(problem, point, device)
-        if found and recorded is not None and point not in recorded:
+        if found and swept is not None and point not in swept:
             return Verdict("recorded", f"{device.spec} has no time of it")
         return found
 
@@ -149,7 +147,7 @@ def start_search(
         attributes={"problem": str(problem), "device": device.name},
     )
     for one in known:
-        study.add(one.candidate, told_of(one.measurement, one.evidence.name.lower()), "known")
+        study.add(one.candidate, told_from(one.measurement, one.evidence.name.lower()), "known")
     for candidate in failed:
         study.add(candidate, Told(None, failure="failed before"), "known")
     trials.planned = study.trials
@@ -157,12 +155,12 @@ def start_search(
 
 
 def study_name(problem: Problem, device: Device) -> str:
-    """Of a problem's study, as dashboards list it. What a recording gave is no measurement."""
+    """The name of a problem's study, as dashboards list it. What a recording gave is no measurement."""
     replayed = "" if device.is_real else f", {device.spec}"
     return f"{problem} on {device.name}{replayed}"
 
 
-def told_of(outcome: Outcome, evidence: str = "") -> Told:
+def told_from(outcome: Outcome, evidence: str = "") -> Told:
     """An outcome as a trial of a study has it."""
     if isinstance(outcome, Failure):
         return Told(None, failure=f"{outcome.stage}: {outcome.reason}")
@@ -182,7 +180,7 @@ def opinions(problem: Problem, candidates: Sequence[Candidate], device: Device) 
     return list(zip(*columns, strict=True))
 
 
-def few_new(
+def limit_uncompiled(
     kernels: Kernels,
     problem: Problem,
     ranking: Ranking,
@@ -249,7 +247,7 @@ def screened_before(
         return {}
     screened = (
         entry
-        for entry in database.entries(problem)
+        for entry in database.measurements(problem)
         if entry.fingerprint == device.fingerprint
         and entry.evidence is Evidence.SCREEN
         and not (entry.is_foreign or entry.is_outdated)

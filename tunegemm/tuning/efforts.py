@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from tunegemm.errors import SpaceError
-from tunegemm.measure.policy import FINAL, QUICK_FINAL, Policy
+from tunegemm.measure.settings import FINAL, QUICK_FINAL, RaceSettings
 from tunegemm.search.budget import Plan
 
 #: The name of an effort.
@@ -24,7 +24,7 @@ class Places:
     quickest: int
     """Own ones by time, not by ratio."""
     library: int
-    """Of the library's algorithms."""
+    """Algorithms of the library."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Profile:
     ranked: int | None
     """How many kernels of a family the search knows, of several thousand; None for all."""
     compiling: tuple[Compiling, Compiling] | None
-    """Of the first family and of each other one, on a GPU, whose time is dear; None for no limit."""
-    final: Policy
+    """For the first family and for each other one, on a GPU, whose time is dear; None for no limit."""
+    final: RaceSettings
     """The final race: rounds, turns in steady state, what drops out."""
     interleaved: Places
     """Finalists in interleaved timing, where a candidate costs milliseconds."""
@@ -56,7 +56,7 @@ class Profile:
     but no more than half."""
 
     @property
-    def is_hurried(self) -> bool:
+    def skips_slow_compiles(self) -> bool:
         """Whether a GPU does not wait for the last few kernels of a batch."""
         return self.compiling is not None
 

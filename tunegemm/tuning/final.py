@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement, Outcome
-from tunegemm.measure.policy import Policy
+from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import final_choice, slowdown
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.trials import Trials, label, speed
@@ -25,9 +25,9 @@ _DISTURBED_IN_STEADY_STATE = 0.1
 _SLOWED = 1.3
 
 
-def race(trials: Trials, runners: Sequence[Candidate], policy: Policy) -> TuneResult:
+def race(trials: Trials, runners: Sequence[Candidate], settings: RaceSettings) -> TuneResult:
     """The finalists once more, in one interleave with more rounds; the winner becomes the record."""
-    raced = trials.evaluate(runners, policy, stage="final")
+    raced = trials.evaluate(runners, settings, stage="final")
     trials.chosen = confirm(trials, [outcome for outcome in raced if isinstance(outcome, Measurement)])
     trials.report(stage="done")
     return trials.result(trials.chosen, note=trials.note)
@@ -40,7 +40,7 @@ def confirm(trials: Trials, raced: Sequence[Measurement]) -> Measurement | None:
     """
     # What dropped out was clearly slower, if not by the ratio of the few rounds that it was in. A replayed
     # measurement has the rounds of its own recording.
-    stayed = [one for one in raced if len(one.samples_us) >= one.evidence.get("of_rounds", 0)]
+    stayed = [one for one in raced if len(one.samples_us) >= one.telemetry.get("of_rounds", 0)]
     # Nothing that the race shows to be slower than torch.mm, by however little, takes its place.
     stayed = [one for one in stayed if (speed(one) or 0.0) >= 1 or is_torch(one.candidate)]
     if not stayed:

@@ -17,11 +17,11 @@ _LAUNCHES_PER_FINALIST = 2
 
 
 def finalists(
-    screened: Measured, effort: Effort, lasting: Mapping[Candidate, float] | None = None
+    screened: Measured, effort: Effort, at_cap: Mapping[Candidate, float] | None = None
 ) -> list[Candidate]:
     """Those of which most is expected, those that took the least time, the library's best, and torch.mm.
 
-    lasting: for a GPU at its power cap, what is expected there of each of our own candidates
+    at_cap: for a GPU at its power cap, what is expected there of each of our own candidates
     (`tunegemm.generate.model.steady_ratios`). The fastest by an interleaved screen need not be the fastest in
     use: all share the clocks that their mixture leaves, so that a candidate which draws less power gives what
     it gains to the others (docs/decisions/0012-steady-state-at-the-power-cap.md).
@@ -31,12 +31,12 @@ def finalists(
     (H200, 2026-11-22).
     """
     numbers = profile(effort)
-    places = numbers.interleaved if lasting is None else numbers.steady
+    places = numbers.interleaved if at_cap is None else numbers.steady
     own, library = _by_ratio(screened)
-    if lasting is None:
+    if at_cap is None:
         expected, quickest = own, sorted(own, key=lambda m: m.median_us)
     else:
-        expected, quickest = sorted(own, key=lambda m: -lasting[m.candidate]), own
+        expected, quickest = sorted(own, key=lambda m: -at_cap[m.candidate]), own
     chosen = [*_of_several_kernels(expected, places.own), *_of_several_kernels(quickest, places.quickest)]
     algorithms = [candidate for candidate in library if not is_torch(candidate)][: places.library]
     # torch.mm, too, where only families without it were asked for: it is the record when all of them lose.

@@ -123,18 +123,18 @@ class Kernels:
         problem: Problem,
         name: str,
         *,
-        recorded: Collection[Candidate] | None = None,
+        swept: Collection[Candidate] | None = None,
         compiled: Ready | None = None,
         most: int | None = None,
     ) -> Ranking:
         """A generator's feasible kernels for the problem, in the model's order.
 
-        recorded: on a recorded device the candidates that have a time; others cannot be tried. compiled:
+        swept: on a recorded device the candidates that have a time; others cannot be tried. compiled:
         the kernels to take, None for all. most: see `model.rank_kernels`. The latest are
         remembered.
         """
-        if recorded is not None:
-            return self._rank(problem, name, recorded, compiled, most)
+        if swept is not None:
+            return self._rank(problem, name, swept, compiled, most)
         place = problem, name, most, compiled
         if (ranking := self._latest.get(place)) is None:
             ranking = self._rank(problem, name, None, compiled, most)
@@ -148,15 +148,15 @@ class Kernels:
         self,
         problem: Problem,
         name: str,
-        recorded: Collection[Candidate] | None,
+        swept: Collection[Candidate] | None,
         compiled: Ready | None,
         most: int | None,
     ) -> Ranking:
         fits_extents = extent_check(families.get(name), problem, self.device)
         kernels, columns = self._feasible(problem, name, fits_extents, compiled)
         values = self.space(name).launch_values
-        if recorded is not None:
-            predictions = self._ranked_recorded(problem, set(kernels), recorded)
+        if swept is not None:
+            predictions = self._ranked_swept(problem, set(kernels), swept)
             return Ranking(values, predictions, len(predictions))
         # Depth of the ring and of the epilogue have no say in what a launch may be.
         shapes = {model.grid_shape(kernel): kernel for kernel in kernels}.values()
@@ -206,12 +206,12 @@ class Kernels:
         mine = launch.params.get(_ORDER)
         return [launch, *(launch.with_launch(**{_ORDER: order}) for order in orders if order != mine)]
 
-    def _ranked_recorded(
-        self, problem: Problem, kernels: Collection[Candidate], recorded: Iterable[Candidate]
+    def _ranked_swept(
+        self, problem: Problem, kernels: Collection[Candidate], swept: Iterable[Candidate]
     ) -> list[model.Prediction]:
         """A recording has few launches of each kernel: the model's best among them stands for the kernel."""
         best: dict[Candidate, model.Prediction] = {}
-        launches = sorted((c for c in recorded if c.kernel in kernels), key=Candidate.to_json)
+        launches = sorted((c for c in swept if c.kernel in kernels), key=Candidate.to_json)
         for prediction in model.rank(problem, launches, self.device):
             best.setdefault(prediction.candidate.kernel, prediction)
         return list(best.values())

@@ -25,16 +25,16 @@ _USUAL_EFFICIENCY = 0.7
 
 
 @dataclass(frozen=True)
-class Standing:
+class TunedDemand:
     """A demand, and what tuning has made of it so far."""
 
     demand: Demand
     floor_us: float
     """Roofline of a call; 0 where the device's peaks are not known."""
     effort: Effort | None = None
-    """Of the last pass; None before any."""
+    """That of the last pass; None before any."""
     result: TuneResult | None = None
-    """Of the last pass."""
+    """That of the last pass."""
 
     @property
     def before_us(self) -> float:
@@ -76,14 +76,14 @@ class Standing:
         return self.total_s - self.saving_s - self.demand.calls * self.floor_us * 1e-6
 
 
-def standings(demands: Sequence[Demand], device: Device) -> list[Standing]:
+def by_headroom(demands: Sequence[Demand], device: Device) -> list[TunedDemand]:
     """The demands before any tuning, the most headroom first."""
-    found = [Standing(d, device.roofline_us(d.problem)) for d in demands]
+    found = [TunedDemand(d, device.roofline_us(d.problem)) for d in demands]
     return sorted(found, key=_order)
 
 
-def _order(standing: Standing) -> tuple[float, str]:
-    return -standing.headroom_s, str(standing.demand.problem)
+def _order(tuned: TunedDemand) -> tuple[float, str]:
+    return -tuned.headroom_s, str(tuned.demand.problem)
 
 
 class Tuning(Protocol):
@@ -99,14 +99,14 @@ class Tuning(Protocol):
 
 def spend(
     tuning: Tuning,
-    plan: Sequence[Standing],
+    plan: Sequence[TunedDemand],
     *,
     budget_seconds: float | None = None,
     effort: Effort | None = None,
     trials: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
-) -> Iterator[Standing]:
-    """Tunes problem after problem until the budget is spent, and yields each as it then stands.
+) -> Iterator[TunedDemand]:
+    """Tunes problem after problem until the budget is spent, and yields each with what came of it.
 
     effort: of one pass over all; by default quick ones, and with a budget full ones in what is left of it, of
     products that are measured.
@@ -116,25 +116,25 @@ def spend(
     passes: list[Effort] = ["quick"] if effort is None else [effort]
     if effort is None and budget_seconds is not None:
         passes.append("full")
-    current = {standing.demand.problem: standing for standing in plan}
+    current = {tuned.demand.problem: tuned for tuned in plan}
     interrupted = False
     for each in passes:
 
         def requests(each: Effort = each) -> Iterator[Request]:
             ordered = sorted(current.values(), key=_order)
-            for place, standing in enumerate(ordered):
+            for place, tuned in enumerate(ordered):
                 if (left_s := deadline - time.monotonic()) <= 0:
                     return
                 limit_s = left_s if budget_seconds is not None else None
                 later = ordered[place + 1].demand.problem if place + 1 < len(ordered) else None
-                yield Request(standing.demand.problem, each, trials, limit_s, later)
+                yield Request(tuned.demand.problem, each, trials, limit_s, later)
 
         for result in tuning.tune_all(requests(), on_progress):
             problem, interrupted = result.problem, interrupted or result.interrupted
-            standing = current[problem]
+            tuned = current[problem]
             # A pass that was cut short may know less than the one before it.
-            kept = result if result.best is not None or standing.result is None else standing.result
-            current[problem] = replace(standing, effort=each, result=kept)
+            kept = result if result.best is not None or tuned.result is None else tuned.result
+            current[problem] = replace(tuned, effort=each, result=kept)
             yield current[problem]
             if result.source != "measured" and each != passes[-1]:
                 # Nothing is stored of a replay or a model: a second pass would compile for nobody.

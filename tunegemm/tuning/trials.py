@@ -21,7 +21,7 @@ from tunegemm.generate.ptxas import Resources
 from tunegemm.measure import evidence
 from tunegemm.measure.evidence import Evidence, choose, evidence_of
 from tunegemm.measure.outcome import PREDICTED_RATIO, Failure, Measurement, Outcome
-from tunegemm.measure.policy import Job, Policy
+from tunegemm.measure.settings import Job, RaceSettings
 from tunegemm.tuning.progress import Progress, Source, TuneResult
 
 if TYPE_CHECKING:
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from tunegemm.store import Database
 
 
-#: Part of a batch that a hurried search does not wait for. Of 365 s that an H200 took for 84 products it
-#: waited 49 s for one to four of 6 to 32 kernels (2026-11-23).
-_LATE = 0.25
+#: Part of a batch that is not waited for where slow compiles are skipped. Of 365 s that an H200 took for 84
+#: products it waited 49 s for one to four of 6 to 32 kernels (2026-11-23).
+_SKIPPED_SHARE = 0.25
 
 
 class Measurer(Protocol):
     """What times candidates: the GPU's worker or a recording."""
 
-    def measure(self, problem: Problem, jobs: Sequence[Job], policy: Policy) -> Iterator[Outcome]:
+    def measure(self, problem: Problem, jobs: Sequence[Job], settings: RaceSettings) -> Iterator[Outcome]:
         """One outcome per job."""
 
     def discover(self, problem: Problem) -> list[Candidate]:
         """torch.mm and the algorithms that the vendor's library names."""
 
-    def recorded(self, problem: Problem) -> Collection[Candidate] | None:
+    def swept(self, problem: Problem) -> Collection[Candidate] | None:
         """The candidates that have a time in a recording; None where every candidate can be measured."""
 
 
@@ -106,7 +106,7 @@ class Trials:
         self._ready: set[Candidate] = set()
         self._waiting: list[Future[CompileResult]] = []
         self._measured: set[Candidate] = set()
-        self._late: list[Candidate] = []
+        self._skipped: list[Candidate] = []
 
     @property
     def measured(self) -> int:
@@ -129,28 +129,28 @@ class Trials:
         to 100 % of the candidates saw it, of 7 below it 0 to 25 % (H200, 2026-11-25).
         """
         screens = [one.measurement for one in self.results if one.evidence is Evidence.SCREEN]
-        throttled = sum(bool(one.evidence.get("throttle_reasons")) for one in screens)
+        throttled = sum(bool(one.telemetry.get("throttle_reasons")) for one in screens)
         return self.device.is_real and throttled > 0 and 3 * throttled >= len(screens)
 
     @property
-    def lasting(self) -> dict[Candidate, float] | None:
+    def at_cap(self) -> dict[Candidate, float] | None:
         """What is expected of our own screened candidates at the power cap; None where it changes little."""
         if not self.is_throttled or model.is_memory_bound(self.problem):
             return None
         own = {c: m.ratio for c, m in self.screened.items() if families.get(c.family).compiled}
         return model.steady_ratios(self.problem, own, self.device)
 
-    def worth(self, outcomes: Iterable[Outcome]) -> Iterator[tuple[Candidate, float | None]]:
+    def search_values(self, outcomes: Iterable[Outcome]) -> Iterator[tuple[Candidate, float | None]]:
         """What a search goes by: speed relative to torch.mm, at the power cap as it is expected to last.
 
         At the cap a search by the screen's ratios spends its trials around kernels that lead there by what
         they draw: at 4096x4096x4096 on 21 launches of four kernels that are 2 to 4 % behind (H200,
         2026-11-25).
         """
-        lasting = self.lasting or {}
+        at_cap = self.at_cap or {}
         for outcome in outcomes:
             ratio = speed(outcome)
-            yield outcome.candidate, lasting.get(outcome.candidate, ratio) if ratio is not None else None
+            yield outcome.candidate, at_cap.get(outcome.candidate, ratio) if ratio is not None else None
 
     @property
     def leader(self) -> Measurement | None:
@@ -189,29 +189,29 @@ class Trials:
             yield candidate, job
 
     def evaluate(
-        self, batch: Sequence[Candidate], policy: Policy, *, stage: str, hurried: bool = False
+        self, batch: Sequence[Candidate], settings: RaceSettings, *, stage: str, skip_slow: bool = False
     ) -> Iterator[Outcome]:
         """Compile a batch and measure it; every outcome is published before it is yielded.
 
-        hurried: the GPU does not wait for the last few kernels of a batch. They are measured with the next
-        one, or by `late`.
+        skip_slow: the GPU does not wait for the last few kernels of a batch. They are measured with the next
+        one, or by `skipped`.
         """
         self.stage = stage
-        if hurried:
-            batch, self._late = [*self._late, *batch], []
+        if skip_slow:
+            batch, self._skipped = [*self._skipped, *batch], []
         ready = [candidate for candidate in batch if self._is_ready(candidate)]
         # While the GPU measures those that are ready, all cores compile the others.
         self.compile_ahead(batch)
-        yield from self._evaluate(ready, policy)
+        yield from self._evaluate(ready, settings)
         missing = [candidate for candidate in batch if candidate not in set(ready)]
-        if hurried:
-            self._late = self._slowest(missing, round(len(batch) * _LATE))
-            missing = [candidate for candidate in missing if candidate not in self._late]
-        yield from self._evaluate(missing, policy)
+        if skip_slow:
+            self._skipped = self._slowest(missing, round(len(batch) * _SKIPPED_SHARE))
+            missing = [candidate for candidate in missing if candidate not in self._skipped]
+        yield from self._evaluate(missing, settings)
 
-    def late(self) -> list[Candidate]:
+    def skipped(self) -> list[Candidate]:
         """What no batch has waited for and is compiled by now. The others are given up."""
-        late, self._late = self._late, []
+        late, self._skipped = self._skipped, []
         return [candidate for candidate in late if self._is_ready(candidate)]
 
     def _slowest(self, candidates: Sequence[Candidate], most: int) -> list[Candidate]:
@@ -221,17 +221,17 @@ class Trials:
             wait({future for one in late if (future := futures[one])}, return_when=FIRST_COMPLETED)
         return late
 
-    def _evaluate(self, batch: Sequence[Candidate], policy: Policy) -> Iterator[Outcome]:
+    def _evaluate(self, batch: Sequence[Candidate], settings: RaceSettings) -> Iterator[Outcome]:
         assert self.measurer is not None
         published = len(self.outcomes)
         jobs = [job for _, job in self.compile(batch) if job is not None]
         yield from self.outcomes[published:]  # what did not compile
         if jobs:
-            yield from self.take(
-                self.measurer.measure(self.problem, jobs, replace(policy, seed=self._seed)), self.stage
+            yield from self.publish_each(
+                self.measurer.measure(self.problem, jobs, replace(settings, seed=self._seed)), self.stage
             )
 
-    def take(self, found: Iterable[Outcome], stage: str) -> Iterator[Outcome]:
+    def publish_each(self, found: Iterable[Outcome], stage: str) -> Iterator[Outcome]:
         """Outcomes as they come, each published before it is yielded."""
         self.stage = stage
         for one in found:
@@ -244,7 +244,7 @@ class Trials:
         expected = self._expected.get(outcome.candidate)
         if expected is None or not isinstance(outcome, Measurement):
             return outcome
-        return replace(outcome, evidence={**outcome.evidence, PREDICTED_RATIO: expected})
+        return replace(outcome, telemetry={**outcome.telemetry, PREDICTED_RATIO: expected})
 
     def _is_ready(self, candidate: Candidate) -> bool:
         future = self._future(candidate)
@@ -316,7 +316,7 @@ class Trials:
             return None
         stored = self.database.measurements(self.problem, self.device.fingerprint)
         own = [m for m in stored if m.candidate == record.candidate and m.ratio == record.ratio]
-        return own[-1] if own else None
+        return own[-1].measurement if own else None
 
     def _future(self, candidate: Candidate) -> Future[CompileResult] | None:
         family = families.get(candidate.family)
@@ -337,7 +337,7 @@ class Trials:
                 outcome,
                 resources=self.resources.get(outcome.candidate),
                 label=label(outcome.candidate),
-                policy=word,
+                method=word,
             )
 
 

@@ -27,8 +27,8 @@ from tunegemm.generate.artifacts import ArtifactStore, Key
 from tunegemm.generate.compile import CompilePool, Ready, Urgency
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Outcome
-from tunegemm.measure.policy import SCREEN, Job, Policy
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
+from tunegemm.measure.settings import SCREEN, Job, RaceSettings
 from tunegemm.measure.worker import Child, MeasureWorker
 from tunegemm.search import Portfolio, Search
 from tunegemm.search.budget import checked_seconds, checked_seed, checked_trials
@@ -37,7 +37,14 @@ from tunegemm.search.study import ProblemStudy
 from tunegemm.store import packs
 from tunegemm.store.layers import read_texts
 from tunegemm.tuning import final
-from tunegemm.tuning.begin import few_new, rank_by_model, screened_before, start_search, study_name, told_of
+from tunegemm.tuning.begin import (
+    limit_uncompiled,
+    rank_by_model,
+    screened_before,
+    start_search,
+    study_name,
+    told_from,
+)
 from tunegemm.tuning.efforts import Effort, profile
 from tunegemm.tuning.finalists import finalists
 from tunegemm.tuning.kernels import Kernels
@@ -164,7 +171,7 @@ class Tuner:
         deadline = time.monotonic() + budget_s
         state = self._begin(problem, on_progress)
         # A GPU's time is dear; a recording has none, and finds the same each time.
-        measurer, hurried = state.measurer, numbers.is_hurried and self.device.is_real
+        measurer, skip_slow = state.measurer, numbers.skips_slow_compiles and self.device.is_real
         first: Future[tuple[list[Candidate], list[Outcome]]] | None = None
         search: ProblemStudy | None = None
         try:
@@ -187,7 +194,7 @@ class Tuner:
             library, measured = first.result()
             search = start_search(
                 state, self.kernels, library,
-                recorded=measurer.recorded(problem), compiled=self._compiled(),
+                swept=measurer.swept(problem), compiled=self._compiled(),
                 ready=self._ready(problem, effort), effort=effort, limit=trials, seed=self._seed,
                 sampler=sampler_of(self._sampler, seed=self._seed),
             )  # fmt: skip
@@ -203,7 +210,7 @@ class Tuner:
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
             # search learns how fast each candidate was.
             while batch := search.ask(_BATCH):
-                reserved_s = min(numbers.steady_s, budget_s / 2) if state.lasting is not None else 0.0
+                reserved_s = min(numbers.steady_s, budget_s / 2) if state.at_cap is not None else 0.0
                 if time.monotonic() >= deadline - reserved_s:
                     self.pool.drop_waiting()
                     state.note = (
@@ -211,10 +218,10 @@ class Tuner:
                         "measurements; a larger one goes on"
                     )
                     break
-                later = search.planned_launches() if hurried else []
+                later = search.planned_launches() if skip_slow else []
                 state.compile_ahead([*batch, *later])
                 was_throttled = state.is_throttled
-                found = list(state.evaluate(batch, SCREEN, stage=search.stage, hurried=hurried))
+                found = list(state.evaluate(batch, SCREEN, stage=search.stage, skip_slow=skip_slow))
                 # What was told before the clocks fell is told anew.
                 if state.is_throttled > was_throttled:
                     failed = [outcome for outcome in found if isinstance(outcome, Failure)]
@@ -222,15 +229,15 @@ class Tuner:
                 _tell(search, state, found)
                 self._keep(search)
             else:
-                _tell(search, state, state.evaluate(state.late(), SCREEN, stage=state.stage))
+                _tell(search, state, state.evaluate(state.skipped(), SCREEN, stage=state.stage))
                 state.note = state.note or search.note
 
             # The best once more, in many rounds: at the power cap in steady state, as there a GPU slows each
             # kernel by what it draws. The winner becomes the record.
-            runners, before = finalists(state.screened, effort, state.lasting), len(state.outcomes)
+            runners, before = finalists(state.screened, effort, state.at_cap), len(state.outcomes)
             result = final.race(state, runners, self._final(problem, effort))
             for outcome in state.outcomes[before:]:
-                told = told_of(outcome, evidence_word(outcome, "final"))
+                told = told_from(outcome, evidence_word(outcome, "final"))
                 search.add(outcome.candidate, told, "final")
             return self._with_study(result, search)
         except KeyboardInterrupt:
@@ -312,8 +319,8 @@ class Tuner:
             return None
         if self._measurer is None:
             self._measurer = ReplayMeasurer(open_replay(self.device.spec))
-        recorded = self._measurer.recorded(problem) or ()
-        return self._measurer if any(c.family in self.kernels.families for c in recorded) else None
+        swept = self._measurer.swept(problem) or ()
+        return self._measurer if any(c.family in self.kernels.families for c in swept) else None
 
     def _begin_with_library(
         self, state: Trials, measurer: Measurer, at_once: bool
@@ -327,7 +334,7 @@ class Tuner:
         known = screened_before(state.database, state.problem, self.device)
         jobs = [Job(c) for c in library if c not in known and not families.get(c.family).compiled]
         measured = measurer.measure(state.problem, jobs, replace(SCREEN, seed=self._seed))
-        return library, list(state.take(measured, "library"))
+        return library, list(state.publish_each(measured, "library"))
 
     def _begin_to_compile(self, problem: Problem, effort: Effort, trials: int | None) -> None:
         """As planned while the problem before was measured, or as it is planned now."""
@@ -352,7 +359,9 @@ class Tuner:
         for name in self.kernels.generators:
             ranking = self.kernels.ranked(problem, name, compiled=compiled, most=profile(effort).ranked)
             if ranking.predictions:
-                ranked = few_new(self.kernels, problem, ranking, ready, effort, is_first=not searches)
+                ranked = limit_uncompiled(
+                    self.kernels, problem, ranking, ready, effort, is_first=not searches
+                )
                 if ready is not None and not searches:
                     new = [c for c in ranked if not self.kernels.is_compiled(problem, c, ready)]
                 searches.append(Search(ranked, {}, profile(effort).plan, trials=trials))
@@ -388,10 +397,10 @@ class Tuner:
             expected=expected,
         )
 
-    def _final(self, problem: Problem, effort: Effort) -> Policy:
-        policy = profile(effort).final
-        steady_ms = 0.0 if model.is_memory_bound(problem) else policy.steady_ms
-        return replace(policy, steady_ms=steady_ms, energy_ms=self._energy_ms)
+    def _final(self, problem: Problem, effort: Effort) -> RaceSettings:
+        settings = profile(effort).final
+        steady_ms = 0.0 if model.is_memory_bound(problem) else settings.steady_ms
+        return replace(settings, steady_ms=steady_ms, energy_ms=self._energy_ms)
 
     def _ready(self, problem: Problem, effort: Effort) -> Ready | None:
         """What a quick search prefers: the same before and after it began to compile. None for anything."""
@@ -406,8 +415,8 @@ class Tuner:
 
 def _tell(search: ProblemStudy, state: Trials, found: Iterable[Outcome]) -> None:
     found = list(found)
-    for outcome, (candidate, worth) in zip(found, state.worth(found), strict=True):
-        search.tell(candidate, worth, told_of(outcome, evidence_word(outcome, "screen")))
+    for outcome, (candidate, worth) in zip(found, state.search_values(found), strict=True):
+        search.tell(candidate, worth, told_from(outcome, evidence_word(outcome, "screen")))
 
 
 @named_arguments

@@ -9,10 +9,10 @@ from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.evidence import STEADY_POLICIES, Evidence
+from tunegemm.measure.evidence import STEADY_METHODS, Evidence, leaders
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.statistics import tie
-from tunegemm.store.history import TOP, leaders
+from tunegemm.store.history import TOP
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, Judgement, judge_stored
 from tunegemm.tuning.progress import TuneResult
@@ -73,16 +73,16 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
 
     Kernels that are not in the object store are compiled. Raises DeviceError where nothing can be timed.
     """
-    entries: Sequence[Record] = tuner.database.entries(record.problem) if tuner.database else ()
-    same = [e for e in entries if e.fingerprint == record.fingerprint]
-    rivals = leaders((e for e in same if judge_stored(e, tuner.device.fingerprint).usable), top)
-    stored = {entry.candidate: entry for entry in rivals}
-    candidates = {c: _today(tuner, c) for c in dict.fromkeys([record.candidate, *stored])}
+    stored: Sequence[Record] = tuner.database.measurements(record.problem) if tuner.database else ()
+    same = [e for e in stored if e.fingerprint == record.fingerprint]
+    rivals = leaders(e for e in same if judge_stored(e, tuner.device.fingerprint).usable)[:top]
+    by_candidate = {rival.candidate: rival for rival in rivals}
+    candidates = {c: _today(tuner, c) for c in dict.fromkeys([record.candidate, *by_candidate])}
     result = tuner.race(record.problem, [c for c in candidates.values() if c is not None])
     outcomes = {outcome.candidate: outcome for outcome in result.outcomes}
     moves = []
     for candidate, now in candidates.items():
-        before, outcome = stored.get(candidate, record), outcomes.get(now) if now else None
+        before, outcome = by_candidate.get(candidate, record), outcomes.get(now) if now else None
         if isinstance(outcome, Measurement):
             alike = _is_alike(before, outcome)
             moved = alike and not tie(before, outcome)
@@ -103,5 +103,5 @@ def _is_alike(before: Record, outcome: Measurement) -> bool:
     """Whether a stored result is of a final race, too, and of the same timing: only then ratios compare."""
     if not before.samples_us:  # a shipped record, which has no more to say
         return before.confirmed
-    was_steady = before.policy in STEADY_POLICIES
+    was_steady = before.method in STEADY_METHODS
     return before.evidence in (Evidence.RACE, Evidence.FINAL) and was_steady == outcome.is_steady

@@ -19,7 +19,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Policy:
+class RaceSettings:
     """How an interleave is run: a round replays every candidate and the baseline once, in shuffled order."""
 
     rounds: int
@@ -40,11 +40,11 @@ class Policy:
     """Part of `settle_ms` for an interleave that follows another one of the same problem at once, and finds
     the clocks as that left them."""
     steady_ms: float = 0.0
-    """Of steady-state timing, for a GPU that has lowered its clocks: a round takes so long for every four of
+    """For steady-state timing of a GPU that has lowered its clocks: a round takes so long for every four of
     a group of candidates, which run alone in turn, and all but the beginning of a turn is timed. 0, or a GPU
     that holds its clocks: interleaved timing."""
     steady_groups: tuple[int, ...] = (8, 1, 1)
-    """Of steady-state timing, in place of `rounds`: the most candidates of a group in each round."""
+    """In place of `rounds`, for steady-state timing: the most candidates of a group in each round."""
     steady_doubt: tuple[float, float] | None = None
     """By how much the fastest is ahead of the baseline, at least and at most, where one more round like the
     last is to say whether it is. A race of which all are below that ends there. None: neither."""
@@ -56,25 +56,27 @@ class Policy:
     energy_ms: float = 0.0
     """Time over which the energy of each candidate that stays is metered after the rounds; 0: not at all."""
     seed: int = 0
-    """Of the operands and of the order of rounds."""
+    """Decides the operands and the order of rounds."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "min_replay_ms", "race_after", "interleave"):
             if getattr(self, name) <= 0:
-                raise MeasureError(f"policy {name}={getattr(self, name)}: must be positive")
+                raise MeasureError(f"race setting {name}={getattr(self, name)}: must be positive")
         if min(self.steady_groups, default=0) <= 0:
             raise MeasureError(
-                f"policy steady_groups={self.steady_groups}: must be one or more, all positive"
+                f"race setting steady_groups={self.steady_groups}: must be one or more, all positive"
             )
         if not 0 < self.confidence < 1:
-            raise MeasureError(f"policy confidence={self.confidence}: must be between 0 and 1")
+            raise MeasureError(f"race setting confidence={self.confidence}: must be between 0 and 1")
 
 
 #: Many candidates, to find the few that matter. Four captures of one kernel agree to 1 % with replays
 #: as short as 1 ms (H200, 2026-11-20); what is 5 % slower in each of three rounds is out. Without settling a
 #: screen ends before the power cap is felt, where the order of kernels is another
 #: (docs/decisions/0011-clocks-settle-first.md).
-SCREEN = Policy(rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, settle_ms=100, settle_again=0.25)
+SCREEN = RaceSettings(
+    rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, settle_ms=100, settle_again=0.25
+)
 
 #: The few that matter, and the figures that are stored. What a screen finds on a GPU at its power cap is few
 #: cycles at clocks that all share; in steady state each has clocks of its own, and what draws less power has
@@ -82,7 +84,7 @@ SCREEN = Policy(rounds=7, min_replay_ms=0.5, race_after=3, race_margin=0.05, set
 #: the power controller: then a sample differs from the kernel's others by 0.6 to 0.8 % (standard deviation)
 #: where kernels share it, by 0.3 % where one has it alone
 #: (docs/decisions/0023-turns-outlast-the-power-controller.md).
-FINAL = Policy(
+FINAL = RaceSettings(
     rounds=21, min_replay_ms=1.0, race_after=7, race_margin=0.02, settle_ms=300,
     steady_ms=950, steady_groups=(8, 1, 1),
 )  # fmt: skip

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 _PAIR = ["problem_id", "fingerprint_id"]
 #: What is read of the vendor's measurements.
-_VENDOR = ("problem_id", "fingerprint_id", "candidate_id", "policy", "origin", "ratio", "id")
+_VENDOR = ("problem_id", "fingerprint_id", "candidate_id", "method", "origin", "ratio", "id")
 
 
-def leaders(database: Database, family: str) -> pandas.DataFrame:
+def latest_records(database: Database, vendor: str) -> pandas.DataFrame:
     """One row per problem and device name: the record chosen last there, and the best of the vendor's family.
 
     Columns: the fields of the problem; device_name, family, label, candidate (digest), median_us,
     baseline_median_us, ratio, spread, baseline_spread, confirmed; vendor_label and vendor_ratio, missing
     where the vendor's family was not measured. Unreadable rows are left out.
 
-    family: the vendor's.
+    vendor: the family of its library.
     """
     import pandas
 
@@ -49,7 +49,7 @@ def leaders(database: Database, family: str) -> pandas.DataFrame:
     ranked = (
         select(RecordRow.id, newest)
         .join(FingerprintRow, FingerprintRow.id == RecordRow.fingerprint_id)
-        .where(RecordRow.policy == FASTEST)
+        .where(RecordRow.goal == FASTEST)
         .subquery()
     )
     row = MeasurementRow
@@ -68,14 +68,14 @@ def leaders(database: Database, family: str) -> pandas.DataFrame:
         .where(ranked.c.place == 1)
     )
     with database._raw_reading() as read:
-        frame = pandas.DataFrame(read(best), columns=[column.key for column in best.selected_columns])
+        frame = pandas.DataFrame(read(best), columns=[column["name"] for column in best.column_descriptions])
         vendors = select(CandidateRow.id, CandidateRow.label)
-        labels: dict[int, str] = dict(read(vendors.where(CandidateRow.family == family)))
+        labels: dict[int, str] = dict(read(vendors.where(CandidateRow.family == vendor)))
         # All its columns are in one index, which starts with these: of a million rows only those are read.
         latest = (
             func.row_number()
             .over(
-                partition_by=(row.candidate_id, row.fingerprint_id, row.problem_id, row.policy),
+                partition_by=(row.candidate_id, row.fingerprint_id, row.problem_id, row.method),
                 order_by=((row.origin == "").desc(), row.id.desc()),
             )
             .label("place")
@@ -88,10 +88,10 @@ def leaders(database: Database, family: str) -> pandas.DataFrame:
             .subquery()
         )
         compared = select(*(ranked_vendor.c[name] for name in _VENDOR)).where(ranked_vendor.c.place == 1)
-        vendor = pandas.DataFrame(read(compared), columns=list(_VENDOR))
+        of_vendor = pandas.DataFrame(read(compared), columns=list(_VENDOR))
     frame = sound(frame)
     frame["confirmed"] = frame["confirmed"].astype(bool)
-    return frame.merge(_best_of_vendor(vendor, labels), on=_PAIR, how="left").drop(columns=_PAIR)
+    return frame.merge(_best_of_vendor(of_vendor, labels), on=_PAIR, how="left").drop(columns=_PAIR)
 
 
 def _best_of_vendor(rows: pandas.DataFrame, labels: dict[int, str]) -> pandas.DataFrame:
